@@ -1,0 +1,86 @@
+"""`python -m orchestrator --run-folder RUN`: the one process that holds the run's state."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+from orchestrator.credit import MethodCredit
+from orchestrator.pipeline import Ending, Pipeline
+from orchestrator.sources import PromptSource, fixed
+from orchestrator.state.ledger import Ledger
+from pipelinerl.algorithms.methods import resolve
+from pipelinerl.config import Config
+from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt
+from pipelinerl.metrics import Journal
+from pipelinerl.process import last_words, read_config
+from pipelinerl.tokenizer import load_tokenizer
+from pipelinerl.transport.zmq import ZmqHub
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
+    run_folder = parser.parse_args().run_folder
+    with last_words(run_folder, "orchestrator"):
+        ending = asyncio.run(_run(read_config(run_folder), run_folder))
+        print(f"{ending.reason}: {ending.identity}", flush=True)
+
+
+async def _run(config: Config, run_folder: Path) -> Ending:
+    hubs = [
+        ZmqHub(run_folder, "engine", accepts=FromEngine),
+        ZmqHub(run_folder, "scorer", accepts=FromScorer),
+        ZmqHub(run_folder, "trainer", accepts=FromTrainer),
+    ]
+    journal = Journal(run_folder, "orchestrator")
+    ledger = Ledger(run_folder / "ledger.sqlite")
+    try:
+        journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
+        source, held_out = _prompts(config)
+        method = resolve(config.algorithm.name, config.algorithm.overrides, group_size=config.rollout.group_size)
+        pipeline = Pipeline(
+            config,
+            engine_hub=hubs[0],
+            scorer_hub=hubs[1],
+            trainer_hub=hubs[2],
+            source=source,
+            held_out=held_out,
+            credit=MethodCredit(method, config.reward),
+            journal=journal,
+            ledger=ledger,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, pipeline.stop, "stopped by a signal")
+        return await pipeline.run()
+    finally:
+        for hub in hubs:
+            hub.close()
+        ledger.close()
+        journal.close()
+
+
+def _prompts(config: Config) -> tuple[PromptSource, list[Prompt]]:
+    """The training source and the held-out prompts, both in the model's own tokens."""
+    tokenizer = load_tokenizer(config.model.path)
+    context = config.model.max_tokens or json.loads((config.model.path / "config.json").read_text())["max_position_embeddings"]
+    longest = min(context, config.batch.max_tokens) - config.rollout.max_tokens
+    source = PromptSource(config.data, tokenizer=tokenizer, seed=config.run.seed, max_prompt_tokens=longest)
+    if config.evaluation.source is None:
+        return source, []
+    held_out = fixed(
+        config.evaluation.source,
+        limit=config.evaluation.limit,
+        prompt_column=config.data.prompt_column,
+        tokenizer=tokenizer,
+        max_prompt_tokens=longest,
+    )
+    return source, held_out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""When may another group be generated? The one formula that bounds staleness, and the one place where it stands.
+
+With bound K and batches of B groups, admit a group to an engine that samples under `version` while
+
+    accepted + running < (K + version + 1) * B     and     running < max_running
+
+`accepted` counts groups placed in a step since the run began, `running` those admitted and not yet placed or given up. Why it bounds
+staleness: when a group is admitted to an engine at version v there are fewer than (K + v + 1) * B groups placed or on their way before
+it, so taken in order it falls into step K + v at the latest, and step s trains version s: its oldest token, sampled under v or later, is
+at most K versions old. It must be the version the engine *holds*: one that is published but not yet committed samples nothing. A group
+overtaken by later ones can still exceed K; `rules.batch` checks that again, per oldest token, when the batch is cut.
+
+Source: AReaL (arXiv 2505.24298, eq. 3), in groups, with the credit returned on every exit path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pipelinerl.config import Mode
+
+STALENESS_BOUND = "an admission credit"
+"""The bound is reached: only the trainer can end this wait, so the engines are ahead."""
+ENGINES_FULL = "a free engine slot"
+"""As many groups as may run are running: the engines are busy."""
+ROUND_UNDER_WAY = "the round to end"
+"""In rounds: the batch is admitted, or the engines do not hold the newest policy yet."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How generation and training share time."""
+
+    max_staleness: int
+    """K."""
+    in_rounds: bool
+    """Admit whole batches, each when the last is generated and every engine holds the newest policy."""
+    holds_batches: bool
+    """Train on a batch only once it is whole."""
+    swaps_when_idle: bool
+    """An engine changes its version only while no sequence runs."""
+
+
+def pace_of(mode: Mode, *, max_staleness: int) -> Pace:
+    """The pace of a mode; `max_staleness` is the configured K, which only streaming uses."""
+    match mode:
+        case Mode.STREAMING:
+            return Pace(max_staleness=max_staleness, in_rounds=False, holds_batches=False, swaps_when_idle=False)
+        case Mode.ONE_STEP_OFF:
+            return Pace(max_staleness=1, in_rounds=True, holds_batches=True, swaps_when_idle=True)
+        case Mode.SYNC:
+            return Pace(max_staleness=0, in_rounds=True, holds_batches=True, swaps_when_idle=True)
+
+
+class Admission:
+    """Counts groups and answers `holds_back`. Every admitted group comes back exactly once, by `placed` or `given_up`."""
+
+    def __init__(self, *, pace: Pace, groups_per_step: int, num_steps: int, max_running: int) -> None:
+        self.pace = pace
+        self.version = 0
+        """Policies published so far."""
+        self.accepted = 0
+        self.running = 0
+        self._groups_per_step = groups_per_step
+        self._num_steps = num_steps
+        self._max_running = max_running
+        self._round_left = 0
+
+    def limit(self, version: int) -> int:
+        """Groups that may be accepted or running: (K + version + 1) * B, and never more than the run trains on."""
+        return min(self.pace.max_staleness + version + 1, self._num_steps) * self._groups_per_step
+
+    def holds_back(self, *, version: int, engines_are_current: bool) -> str | None:
+        """What another group would have to wait for, or None where an engine that samples under `version` may generate it now.
+
+        `engines_are_current`: every engine holds the newest policy.
+        """
+        if self.accepted + self.running >= self.limit(version):
+            return STALENESS_BOUND
+        if not self.pace.in_rounds:
+            return ENGINES_FULL if self.running >= self._max_running else None
+        if self.running == 0 and self._round_left == 0 and engines_are_current:
+            self._round_left = self._groups_per_step - self.accepted % self._groups_per_step
+        return None if self._round_left > 0 else ROUND_UNDER_WAY
+
+    def admitted(self) -> None:
+        """A group was sent to engines: it takes a credit."""
+        self.running += 1
+        self._round_left = max(0, self._round_left - 1)
+
+    def placed(self) -> None:
+        """A group was placed in a step."""
+        self.running -= 1
+        self.accepted += 1
+
+    def given_up(self) -> None:
+        """A group was filtered, stale, failed or cancelled: its credit returns."""
+        self.running -= 1
+
+    def published(self, version: int) -> None:
+        """The trainer published a policy. Repeated and reordered news are harmless."""
+        self.version = max(self.version, version)

@@ -1,0 +1,46 @@
+"""Siblings that arrive one by one, in any order, become a group the moment the last is scored."""
+
+from __future__ import annotations
+
+from pipelinerl.messages import Group, ScoredTrajectory
+
+
+class Grouping:
+    """Collects scored siblings. A second result for the same sibling is fenced: the first one counts."""
+
+    def __init__(self, *, group_size: int) -> None:
+        self.num_fenced = 0
+        self._group_size = group_size
+        self._open: dict[int, dict[int, ScoredTrajectory]] = {}
+        self._closed: set[int] = set()
+        """Groups that were complete, from `_all_closed_below` on: below it, all were."""
+        self._all_closed_below = 0
+
+    @property
+    def num_open(self) -> int:
+        """Groups with some but not all siblings scored."""
+        return len(self._open)
+
+    def add(self, scored: ScoredTrajectory) -> Group | None:
+        """Add a sibling; return its group when it was the last one missing."""
+        trajectory = scored.trajectory
+        if trajectory.group_id < self._all_closed_below or trajectory.group_id in self._closed:
+            self.num_fenced += 1
+            return None
+        members = self._open.setdefault(trajectory.group_id, {})
+        if trajectory.sibling in members:
+            self.num_fenced += 1
+            return None
+        members[trajectory.sibling] = scored
+        if len(members) < self._group_size:
+            return None
+        del self._open[trajectory.group_id]
+        self._note_closed(trajectory.group_id)
+        return Group(group_id=trajectory.group_id, members=tuple(members[sibling] for sibling in sorted(members)))
+
+    def _note_closed(self, group_id: int) -> None:
+        """Group ids count up from 0, so the set holds only groups that overtook an older one."""
+        self._closed.add(group_id)
+        while self._all_closed_below in self._closed:
+            self._closed.remove(self._all_closed_below)
+            self._all_closed_below += 1

@@ -1,0 +1,82 @@
+"""What every kind of peer has in common for the orchestrator: it announces itself, it is heard of, and it may fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
+from pipelinerl.messages import Failed, Message, Stop
+from pipelinerl.transport.base import Hub
+
+Handler = Callable[[str, Any], None]
+"""Takes a peer's name and its message; never waits."""
+
+
+class Peers:
+    """The peers on one hub: hands each message to the handler of its type and watches for silence.
+
+    Raises `PeerRefused` with a peer's own words when it fails, `PeerSilent` when one that was heard of is not for `silent_after_s`, or
+    when fewer than `expected` have announced themselves after `ready_deadline_s`.
+    """
+
+    def __init__(self, hub: Hub, *, role: str, expected: int, ready_deadline_s: float, silent_after_s: float) -> None:
+        self.hub = hub
+        self.role = role
+        self.is_expected_to_end = False
+        """True once the run ends: silence is then no fault."""
+        self._handlers: dict[type[Message], Handler] = {Failed: _raise_failed}
+        self._expected = expected
+        self._ready_deadline_s = ready_deadline_s
+        self._silent_after_s = silent_after_s
+        self._heard_at: dict[str, float] = {}
+        self._all_heard = asyncio.Event()
+
+    def on(self, message_type: type[Message], handler: Handler) -> None:
+        """Have messages of one type handled by `handler`."""
+        self._handlers[message_type] = handler
+
+    def stop_all(self, stop: Stop) -> None:
+        """Tell every peer that was heard of to end; one already gone is no fault."""
+        self.is_expected_to_end = True
+        for peer in self._heard_at:
+            with contextlib.suppress(PeerGone):
+                self.hub.send(peer, stop)
+
+    async def run(self) -> None:
+        """Receive and watch until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._receive())
+            group.create_task(self._watch())
+
+    async def _receive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            for peer, message in await self.hub.receive():
+                self._heard_at[peer] = loop.time()
+                self._handlers[type(message)](peer, message)
+            if len(self._heard_at) >= self._expected:
+                self._all_heard.set()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._ready_deadline_s):
+                await self._all_heard.wait()
+        except TimeoutError:
+            missing = [name for i in range(self._expected) if (name := f"{self.role}-{i}") not in self._heard_at]
+            raise PeerSilent(
+                f"waited {self._ready_deadline_s:g} s for {', '.join(missing)} to start; see the logs in the run folder"
+            ) from None
+        while True:
+            await asyncio.sleep(self._silent_after_s / 4)
+            for peer, heard_at in self._heard_at.items():
+                silence = loop.time() - heard_at
+                if silence > self._silent_after_s and not self.is_expected_to_end:
+                    raise PeerSilent(f"{peer} was last heard {silence:.0f} s ago; the limit is {self._silent_after_s:g} s")
+
+
+def _raise_failed(peer: str, failed: Failed) -> None:
+    raise PeerRefused(f"{peer} failed: {failed.error}")

@@ -1,0 +1,98 @@
+"""The gauges of the moment, twice a second: what live view and report read to tell who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from typing import Any
+
+from orchestrator.progress import Progress
+from orchestrator.rules.admission import Admission
+from orchestrator.state.engines import Engines
+from orchestrator.state.ledger import Ledger
+from orchestrator.state.scorers import Scorers
+from pipelinerl.metrics import Journal
+from pipelinerl.stages import Channel
+from pipelinerl.watch import Watch
+
+EVERY_S = 0.5
+"""Between two lines. Shorter makes the journal grow; longer makes the live view lag."""
+
+
+class Status:
+    """Writes `status` lines until cancelled, and flushes the ledger beside them."""
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        ledger: Ledger,
+        admission: Admission,
+        engines: Engines,
+        scorers: Scorers,
+        channels: list[Channel[Any]],
+        watch: Watch,
+        progress: Progress,
+        num_steps: int,
+    ) -> None:
+        self._journal = journal
+        self._ledger = ledger
+        self._admission = admission
+        self._engines = engines
+        self._scorers = scorers
+        self._channels = channels
+        self._watch = watch
+        self._progress = progress
+        self._num_steps = num_steps
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._journal.write("status", **self.gauges(now_s=loop.time()))
+            await loop.run_in_executor(None, self._ledger.write, self._ledger.take_rows())
+            await asyncio.sleep(EVERY_S)
+
+    def gauges(self, *, now_s: float) -> dict[str, Any]:
+        """Everything there is to see at this moment, as plain values."""
+        identity = self._ledger.identity()
+        if not identity.holds:
+            raise RuntimeError(f"conservation is broken: {identity}")
+        last = self._progress.last_step
+        return {
+            "version": self._admission.version,
+            "step": len(self._progress.rewards),
+            "num_steps": self._num_steps,
+            "groups_running": self._admission.running,
+            "groups_accepted": self._admission.accepted,
+            "identity": dataclasses.asdict(identity),
+            "reasons": dict(self._ledger.reasons),
+            "generated_tokens": sum(engine.load.num_tokens for engine in self._engines if engine.load),
+            "trained_tokens": self._progress.num_trained_tokens,
+            "engines": [_plain(engine.load) for engine in self._engines if engine.load],
+            "scorers": [_plain(scorer.load) for scorer in self._scorers if scorer.load],
+            "queues": {
+                channel.name: {"items": len(channel), "bytes": channel.num_bytes, "bound_bytes": channel.bound_bytes}
+                for channel in self._channels
+            },
+            "waits": [{"stage": wait.stage, "what": wait.what, "seconds": now_s - wait.since} for wait in self._watch.waits()],
+            "waited_s": self._watch.all_waited_s(),
+            "reward_mean": last.get("reward_mean"),
+            "staleness_mean": last.get("staleness_mean"),
+            "staleness_max": last.get("staleness_max"),
+            "last_pause_s": self._progress.last_pause_s,
+            "elapsed_s": now_s - self._progress.started_s,
+            "memory_bytes": _resident_bytes(),
+        }
+
+
+def _plain(struct: Any) -> dict[str, Any]:
+    return {field: getattr(struct, field) for field in struct.__struct_fields__}
+
+
+def _resident_bytes() -> int | None:
+    """Memory of this process; None where the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096

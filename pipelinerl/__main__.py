@@ -1,0 +1,184 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from pipelinerl import config as configuration
+from pipelinerl import launch
+from pipelinerl.errors import PipelineError
+
+app = typer.Typer(
+    name="pipelinerl",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="""Streaming RL post-training of language models: prompts flow into vLLM, rewards and training run beside it, and new weights
+are swapped in between forward passes.
+
+**Start here:** `pipelinerl demo` trains a small model and shows the report.
+Then write a TOML file (`pipelinerl run --help` says how) and `pipelinerl run my.toml`.""",
+)
+console = Console()
+errors = Console(stderr=True)
+
+ConfigFile = Annotated[Path, typer.Argument(help="TOML file with the sections model, data, reward, ...", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, in TOML syntax", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo-20260101-120000", show_default=False)]
+
+
+@app.command()
+def run(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and the processes, start nothing")] = False,
+) -> None:
+    """Train: start the orchestrator, the engines, the scorers and the trainer, and follow the run to its end.
+
+    A config needs five lines; everything else has a default:
+
+        [model]
+        path = "models/my-model"            # a Hugging Face folder
+        [data]
+        source = "prompts.jsonl"            # one JSON object a line, with a "prompt"
+        [[reward]]
+        function = "rewards.py:my_reward"   # def my_reward(prompt, completion, **columns) -> float
+
+    Change single settings on the command line: `pipelinerl run my.toml trainer.steps=10 engine.count=2`.
+    Ctrl-C once saves the model and ends; twice ends at once.
+    """
+    settings = configuration.load(config_file, overrides=overrides or [])
+    if dry_run:
+        _print_plan(settings)
+        return
+    _train(settings)
+
+
+@app.command()
+def sft(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Warm-start: train the model on prompts and completions (section `sft`), with the trainer that RL uses."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "trainer.sft", str(config_file), *(overrides or [])]))
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(help="of the model, the prompts and the sampling")] = 0,
+    folder: Annotated[Path, typer.Option(help="where the model and the run go")] = Path("runs"),
+) -> None:
+    """Make a 1 M parameter model, warm-start it, train it by RL to sort digits, and write a report: about three minutes on two cores."""
+    from pipelinerl.demo.settings import demo_config, make_demo_model
+
+    settings_file = demo_config(folder=folder, seed=seed)
+    settings = configuration.load(settings_file, overrides=overrides or [])
+    console.print(f"[bold]1/3[/] a fresh model in {escape(str(settings.model.path))}")
+    make_demo_model(settings.model.path, seed=seed)
+    console.print("[bold]2/3[/] warm start on demonstrations, a quarter of which show what will be rewarded")
+    if code := subprocess.call([sys.executable, "-m", "trainer.sft", str(settings_file), *(overrides or [])]):
+        raise typer.Exit(code)
+    console.print("[bold]3/3[/] streaming RL: reward 1 for the digits in ascending order")
+    _train(settings)
+
+
+@app.command()
+def report(run_folder: RunFolder) -> None:
+    """Write a run's report: one self-contained HTML page. Works on a run under way, too."""
+    from pipelinerl.report import write_report
+
+    console.print(f"report: {write_report(run_folder)}")
+
+
+@app.command()
+def watch(run_folder: RunFolder) -> None:
+    """Follow a run in the terminal, from another window or after its end."""
+    from pipelinerl.live import show
+
+    async def follow() -> None:
+        until = asyncio.Event()
+        if '"kind": "end"' in (run_folder / "journal" / "orchestrator.jsonl").read_text():
+            until.set()
+        await show(run_folder, console=console, until=until)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(follow())
+
+
+@app.command()
+def algorithms() -> None:
+    """Print the table of methods: name, formula, source."""
+    from pipelinerl.algorithms.methods import render_table
+
+    console.print(render_table(), markup=False, highlight=False)
+
+
+@app.command()
+def keys() -> None:
+    """List every config key with what it means."""
+    for key, meaning in configuration.known_keys().items():
+        console.print(f"{key:<40} {meaning}", markup=False, highlight=False)
+
+
+def main() -> None:
+    """Entry point: errors of our own tree print as one message and exit with 1."""
+    try:
+        app()
+    except PipelineError as error:
+        errors.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def _train(settings: configuration.Config) -> None:
+    from pipelinerl.preflight import check
+    from pipelinerl.report import write_report
+
+    check(settings)
+    run_folder = launch.make_run_folder(settings)
+    console.print(f"run folder: {escape(str(run_folder))}")
+    try:
+        asyncio.run(_launch_and_show(settings, run_folder))
+    finally:
+        if (run_folder / "journal" / "orchestrator.jsonl").exists():
+            console.print(f"report: {escape(str(write_report(run_folder)))}")
+    log = (run_folder / "logs" / "orchestrator.log").read_text().splitlines()
+    console.print(escape(log[-1]) if log else "")
+    console.print(f"model: {escape(str(run_folder / 'model'))}")
+
+
+async def _launch_and_show(settings: configuration.Config, run_folder: Path) -> None:
+    from pipelinerl.live import show
+
+    until = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        view = group.create_task(show(run_folder, console=console, until=until))
+        try:
+            await launch.Launcher(launch.roles_of(settings, run_folder), run_folder).run()
+        except PipelineError as error:
+            failure = error
+        else:
+            failure = None
+        until.set()
+        await view
+    if failure is not None:
+        raise failure
+
+
+def _print_plan(settings: configuration.Config) -> None:
+    console.print_json(settings.model_dump_json())
+    for name, value in settings.derived().items():
+        console.print(f"{name}: {value}", highlight=False)
+    console.print("processes:")
+    for role in launch.roles_of(settings, settings.run.folder / f"{settings.run.name}-<time>"):
+        console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

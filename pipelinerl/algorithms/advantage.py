@@ -1,0 +1,188 @@
+"""Advantages of one prompt group: from the rewards of scored siblings to one number per sequence.
+
+A `ScoredGroup` holds only siblings whose score is ok. A sibling that failed is absent, never 0.0; one whose tokens are withheld or
+rejected later is present, because its reward still belongs to the baseline. Estimators that compare siblings give zeros for a group of
+one: without a sibling there is no baseline, and the raw reward is not an advantage.
+
+Legend: `N` scored siblings, `P` response positions of one sibling (tool tokens included), `K` reward components or steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepScores:
+    """What a process reward model, or an environment turn by turn, says of one sibling."""
+
+    ends: Int64
+    """[K] position of the last token of each step, rising, in 0..P-1."""
+    scores: Float64
+    """[K] score after each step."""
+    anchors: Int64 | None = None
+    """[K] identity of the state the step started from; equal for equal states. None where the environment names no states."""
+
+    def __post_init__(self) -> None:
+        if len(self.ends) != len(self.scores) or (self.anchors is not None and len(self.anchors) != len(self.ends)):
+            raise ValueError(f"StepScores: got {len(self.ends)} ends and {len(self.scores)} scores; expected one length for every column")
+        if len(self.ends) and (self.ends[0] < 0 or (np.diff(self.ends) <= 0).any()):
+            raise ValueError(f"StepScores: ends {self.ends.tolist()} must rise from 0")
+        if not np.isfinite(self.scores).all():
+            raise ValueError(f"StepScores: scores {self.scores.tolist()} must be finite; leave a step without a score out")
+
+
+_PER_SIBLING = ("lengths", "components", "correct", "roles", "subgroups", "predictions", "sample_weights", "trains", "token_kl", "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredGroup:
+    """The scored siblings of one prompt. `None` means that the run has no such thing."""
+
+    rewards: Float64
+    """[N]."""
+    lengths: Int64
+    """[N] trained tokens; 0 for an empty completion."""
+    components: Float64 | None = None
+    """[N, K] reward of each component apart."""
+    component_weights: Float64 | None = None
+    """[K]; None weighs all components 1."""
+    greedy_reward: float | None = None
+    """Reward of a greedy rollout of the same prompt."""
+    correct: Mask | None = None
+    """[N] verified correctness."""
+    roles: tuple[str, ...] | None = None
+    """[N] agent role that wrote each sibling."""
+    subgroups: Int64 | None = None
+    """[N] label of the siblings that share a baseline."""
+    predictions: Float64 | None = None
+    """[N] predicted reward of each started row under an unbiased early stop."""
+    sample_weights: Float64 | None = None
+    """[N] 1 for a row never flagged, 1/eps for a flagged survivor, 0 for a stopped row, whose reward is then not read."""
+    trains: tuple[Mask, ...] | None = None
+    """N arrays [P], true where the policy sampled; None where all of `lengths` positions did."""
+    token_kl: tuple[Float64, ...] | None = None
+    """N arrays [P], log mu - log ref per token."""
+    steps: tuple[StepScores, ...] | None = None
+    """N."""
+
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.rewards).all():
+            raise ValueError(f"ScoredGroup: rewards {self.rewards.tolist()} must be finite; a sibling without a score is left out")
+        for name in _PER_SIBLING:
+            column = getattr(self, name)
+            if column is not None and len(column) != len(self.rewards):
+                raise ValueError(f"ScoredGroup: {name} has {len(column)} entries, expected {len(self.rewards)}, one per reward")
+
+    def required(self, name: str) -> Any:
+        """The optional column `name`; raises `ValueError` where the run has none, which `resolve` rules out for a checked method."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"ScoredGroup: this advantage rule reads {name}, and the group has none; fill it in where groups are closed")
+        return value
+
+    def masks(self) -> tuple[Mask, ...]:
+        """N arrays [P], true where the policy sampled the token."""
+        return self.trains if self.trains is not None else tuple(np.ones(int(length), dtype=bool) for length in self.lengths)
+
+
+def centred(rewards: Float64) -> Float64:
+    """R - mean over the group; exactly zero where all are equal."""
+    return np.zeros_like(rewards) if len(rewards) < 2 or np.ptp(rewards) == 0 else rewards - rewards.mean()
+
+
+def normalised(rewards: Float64, *, eps: float, ddof: int) -> Float64:
+    """(R - mean) / (std + eps) over the group. `ddof` 1 is torch's default; 0 makes advantages sqrt(n/(n-1)) larger."""
+    return centred(rewards) if len(rewards) < 2 else centred(rewards) / (rewards.std(ddof=ddof) + eps)
+
+
+def zero(group: ScoredGroup) -> Float64:
+    """No advantage: the objective brings its own signal."""
+    return np.zeros_like(group.rewards)
+
+
+def grpo(group: ScoredGroup, *, eps: float, ddof: int) -> Float64:
+    """(R - mean) / (std + eps), arXiv:2402.03300."""
+    return normalised(group.rewards, eps=eps, ddof=ddof)
+
+
+def dr_grpo(group: ScoredGroup) -> Float64:
+    """R - mean, arXiv:2503.20783: no division, so easy and hard prompts are not amplified."""
+    return centred(group.rewards)
+
+
+def rloo(group: ScoredGroup, *, divide_by_std: bool, eps: float, ddof: int) -> Float64:
+    """R - mean of the other siblings, arXiv:2402.14740. `n` is the number of scored siblings."""
+    n = len(group.rewards)
+    advantages = centred(group.rewards) * (n / max(n - 1, 1))
+    return advantages / (group.rewards.std(ddof=ddof) + eps) if divide_by_std and n > 1 else advantages
+
+
+def rloo_doubly_robust(group: ScoredGroup) -> Float64:
+    """Leave-one-out under an unbiased early stop.
+
+    A stopped row has weight 0 and no reward; its prediction s stands in for it. R~ = s + w (R - s) has expectation R, and the others' mean
+    of R~ is independent of this row's coin, so weight * advantage * gradient stays unbiased. A mean that includes the row itself would not
+    be: the coin would enter twice.
+    """
+    predictions: Float64 = group.required("predictions")
+    weights: Float64 = group.required("sample_weights")
+    n = len(predictions)
+    if n < 2:
+        return np.zeros(n)
+    rewards = np.where(weights > 0, group.rewards, predictions)
+    robust = predictions + weights * (rewards - predictions)
+    return rewards - (robust.sum() - robust) / (n - 1)
+
+
+def remax(group: ScoredGroup) -> Float64:
+    """R - R(greedy), arXiv:2310.10505."""
+    return group.rewards - float(group.required("greedy_reward"))
+
+
+def opo(group: ScoredGroup) -> Float64:
+    """R - length-weighted mean, arXiv:2505.23585. Zeros where no sibling has a token."""
+    total = int(group.lengths.sum())
+    if total == 0 or len(group.rewards) < 2:
+        return np.zeros_like(group.rewards)
+    return group.rewards - float(group.lengths @ group.rewards) / total
+
+
+def gdpo(group: ScoredGroup, *, eps: float, ddof: int) -> Float64:
+    """Normalise each component inside the group, then weigh and sum. The whitening over the step is a batch rule."""
+    components: Float64 = group.required("components")
+    weights = np.ones(components.shape[1]) if group.component_weights is None else group.component_weights
+    columns = [normalised(components[:, k], eps=eps, ddof=ddof) for k in range(components.shape[1])]
+    return np.stack(columns, axis=1) @ weights
+
+
+def passk(group: ScoredGroup) -> Float64:
+    """The best sibling gets its lead over the second best; the others 0. A tie gives zeros."""
+    advantages = np.zeros_like(group.rewards)
+    if len(group.rewards) > 1:
+        order = np.argsort(group.rewards, kind="stable")
+        advantages[order[-1]] = group.rewards[order[-1]] - group.rewards[order[-2]]
+    return advantages
+
+
+def maxrl(group: ScoredGroup, *, eps: float) -> Float64:
+    """(R - mean) / (mean + eps), for rewards that are not negative. All-zero rewards give zeros."""
+    return centred(group.rewards) / (group.rewards.mean() + eps)
+
+
+def hierarchical_grpo(group: ScoredGroup, *, eps: float, ddof: int) -> Float64:
+    """`grpo` inside each subgroup: proposers with proposers, the solvers of one proposer with each other."""
+    labels: Int64 = group.required("subgroups")
+    advantages = np.zeros_like(group.rewards)
+    for label in np.unique(labels):
+        inside = labels == label
+        advantages[inside] = normalised(group.rewards[inside], eps=eps, ddof=ddof)
+    return advantages

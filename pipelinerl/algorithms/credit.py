@@ -1,0 +1,88 @@
+"""The orchestrator's two calls: `group_advantages` when a group closes, `step_advantages` when a batch is cut.
+
+Names of the method table meet their numpy functions here. Advantages of rules marked `on_trainer` are not made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.algorithms import advantage, batch_rule, selection, shaping, step_credit, token_advantage
+from pipelinerl.algorithms.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.batch_rule import Credit
+from pipelinerl.algorithms.method import Method
+from pipelinerl.algorithms.role_baseline import RoleBaselines
+
+_ADVANTAGE: dict[str, Callable[..., Credit]] = {
+    "none": advantage.zero,
+    "grpo": advantage.grpo,
+    "dr_grpo": advantage.dr_grpo,
+    "rloo": advantage.rloo,
+    "rloo_doubly_robust": advantage.rloo_doubly_robust,
+    "remax": advantage.remax,
+    "opo": advantage.opo,
+    "gdpo": advantage.gdpo,
+    "passk": advantage.passk,
+    "maxrl": advantage.maxrl,
+    "hierarchical_grpo": advantage.hierarchical_grpo,
+    "reinforce_pp": token_advantage.reinforce_pp,
+    "step_difference": step_credit.step_difference,
+    "step_min": step_credit.step_min,
+    "step_grpo": step_credit.step_grpo,
+    "step_reinforce": step_credit.step_reinforce,
+    "gigpo": step_credit.gigpo,
+}
+
+_BATCH: dict[str, Callable[..., list[Credit]]] = {
+    "whiten_tokens": batch_rule.whiten_tokens,
+    "whiten_sequences": batch_rule.whiten_sequences,
+    "gpg_alpha": batch_rule.gpg_alpha,
+}
+
+_SHAPING: dict[str, Callable[..., ScoredGroup]] = {
+    "overlong_penalty": shaping.overlong_penalty,
+    "minus_token_kl": shaping.minus_token_kl,
+}
+
+_FILTER: dict[str, Callable[..., bool]] = {"zero_variance": selection.has_spread, "accuracy_band": selection.within_accuracy}
+
+
+def keeps_group(group: ScoredGroup, *, method: Method) -> bool:
+    """Whether the method's group filter lets this group train; counts the rewards as they were scored, before shaping."""
+    rule = method.group_filter
+    return rule.name == "none" or _FILTER[rule.name](group, **rule.options)
+
+
+def group_advantages(group: ScoredGroup, *, method: Method, baselines: RoleBaselines | None = None) -> Credit:
+    """Advantages of one group, [N], or N arrays [P] for rules per token, after the method's reward shaping.
+
+    Raises `ValueError` where the group lacks a column the rule reads, where `baselines` is missing for rule "rae", and for rules
+    whose inputs exist only in the trainer.
+    """
+    rule = method.advantage
+    options: dict[str, Any] = dict(rule.options)
+    shaped = reduce(lambda held, step: _SHAPING[step.name](held, **step.options), method.shaping, group)
+    if rule.name == "rae":
+        if baselines is None:
+            raise ValueError("advantage rae: got no baselines; keep one RoleBaselines per run, snapshot it, and pass it")
+        return baselines.advantages(shaped)
+    if rule.name not in _ADVANTAGE:
+        raise ValueError(f"advantage {rule.name} is made in the trainer, from what only the trainer has; the orchestrator sends rewards")
+    return _ADVANTAGE[rule.name](shaped, **options)
+
+
+def step_advantages(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, method: Method) -> list[Credit]:
+    """Apply the method's batch rule to the advantages of all groups of a step, in the order given."""
+    rule = method.batch
+    return list(credits) if rule.name == "none" else _BATCH[rule.name](credits, groups, **rule.options)
+
+
+def token_columns(credit: Credit, *, group: ScoredGroup) -> list[Float64]:
+    """N arrays [P]: one advantage per position, 0 where the position does not train."""
+    masks = group.masks()
+    rows = credit if isinstance(credit, list) else [np.full(len(trains), value) for value, trains in zip(credit, masks, strict=True)]
+    return [np.where(trains, row, 0.0) for row, trains in zip(rows, masks, strict=True)]

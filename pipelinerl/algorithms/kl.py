@@ -1,0 +1,42 @@
+"""Penalties that hold the policy near a reference policy. d = log ref - log pi of the sampled token (Schulman, "Approximating KL").
+
+Their values estimate the same KL(pi || ref); their gradients differ. k1's own gradient has expectation zero (its expected
+derivative is that of a normalised distribution), k2's is that of the KL, k3's is that of KL(ref || pi).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from pipelinerl.algorithms.columns import Terms, log_difference
+
+
+def k1(d: Tensor) -> Tensor:
+    """-d: unbiased, high variance, may be negative."""
+    return -d
+
+
+def k2(d: Tensor) -> Tensor:
+    """d^2 / 2: low variance, biased, gradient of the KL."""
+    return d.square() / 2
+
+
+def k3(d: Tensor) -> Tensor:
+    """e^d - d - 1: unbiased, never negative."""
+    return d.expm1() - d
+
+
+def k3_plus(d: Tensor) -> Tensor:
+    """Value of k3, gradient of k2, straight through (verl)."""
+    return k3(d).detach() + k2(d) - k2(d).detach()
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3_plus": k3_plus}
+
+
+def penalty(terms: Terms, *, kind: str) -> Tensor:
+    """[T] penalty per token, with gradient. "unbiased" is ratio * k3, so that it is an expectation under prox (DeepSeek-V3.2)."""
+    d = log_difference(terms.column("reference_logprobs"), terms.logprobs)
+    return terms.ratio * k3(d) if kind == "unbiased" else _ESTIMATORS[kind](d)

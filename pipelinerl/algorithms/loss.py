@@ -1,0 +1,141 @@
+"""The loss of one packed row: objective, correction, masks, KL, auxiliary terms, aggregated into one raw sum.
+
+    sum_i weight_i / unit_i * sum_t [ w_t keep_t objective_t + beta kl_t + auxiliary_t ]
+
+The sum is never divided here. It adds up over rows, micro-batches and ranks, so the trainer divides once per step by `denominator(...)` of
+the global counts before any rejection; a gradient accumulated from raw sums is scaled by the same number. How sequences are split
+into rows, in which order, and over how many ranks then cannot matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipelinerl.algorithms import kl as kl_penalty
+from pipelinerl.algorithms.columns import StepStatistics, Terms, TokenColumns, log_difference
+from pipelinerl.algorithms.correction import importance_weights, terms_of
+from pipelinerl.algorithms.mask import keep_mask
+from pipelinerl.algorithms.meters import Meters, finish_meters, measure, merge_meters, reduces_by_maximum
+from pipelinerl.algorithms.method import DIVIDES_BY_TOKENS_OF_SEQUENCE, Aggregation, Method, Rule
+from pipelinerl.algorithms.objective import OBJECTIVES
+from pipelinerl.algorithms.step_statistics import measure_step
+from pipelinerl.errors import ConfigError
+
+__all__ = [
+    "LossSums",
+    "StepStatistics",
+    "TokenColumns",
+    "denominator",
+    "finish_meters",
+    "measure_step",
+    "merge_meters",
+    "policy_loss",
+    "reduces_by_maximum",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossSums:
+    """What one row contributes to a step."""
+
+    loss: Tensor
+    """Scalar with gradient: raw sum in the aggregation's unit."""
+    meters: Meters
+    """0-dimensional tensors; see `meters` for how they combine."""
+
+
+def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatistics | None = None) -> LossSums:
+    """The raw loss sum and the meters of one row. A row without a trained token gives exactly 0, with a gradient of 0.
+
+    `statistics` is what `measure_step` gave for the step; needed only by methods with `Need.WHOLE_STEP`. Raises `ConfigError` where
+    a column the method reads is missing.
+    """
+    terms = terms_of(columns, proximal=method.proximal, statistics=statistics)
+    keeps = _keeps(terms, method=method)
+    weights = _ordered_weights(terms, keeps=keeps, method=method)
+    objective = OBJECTIVES[method.objective.name](terms, **method.objective.options)
+    factor = _factor(terms, aggregation=method.aggregation)
+    parts = {"objective": _product(weights, *keeps.values()) * objective.values}
+    if method.kl.name != "none":
+        parts["kl"] = _number(method.kl, "beta") * kl_penalty.penalty(terms, kind=method.kl.name)
+    parts |= {rule.name: _auxiliary(terms, rule=rule) for rule in method.auxiliary}
+    sums = {name: torch.where(columns.trains, factor * values, 0).sum() for name, values in parts.items()}
+    with torch.no_grad():
+        meters = measure(terms, weights=weights, clipped=objective.clipped, keeps=keeps)
+    meters |= {f"loss_{name}_total": value.detach() for name, value in sums.items()}
+    return LossSums(loss=torch.stack(list(sums.values())).sum(), meters=meters)
+
+
+def denominator(aggregation: Aggregation | str, *, num_tokens: int, num_sequences: int, max_tokens: int) -> float:
+    """What a step's raw sums are divided by, once. Counts are global and before rejection; killed and withheld rows are in them.
+
+    For "per-rollout" give the number of rollouts as `num_sequences`. `max_tokens` is the constant length of Dr.GRPO. A step without a
+    token divides by 1: its sums are 0.
+    """
+    match Aggregation(aggregation):
+        case Aggregation.TOKEN_MEAN:
+            count = num_tokens
+        case Aggregation.TOKEN_SUM:
+            count = 1
+        case Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
+            count = num_sequences * max_tokens
+        case Aggregation.SEQ_MEAN_TOKEN_SUM | Aggregation.SEQ_MEAN_TOKEN_MEAN | Aggregation.PER_ROLLOUT:
+            count = num_sequences
+    return float(max(count, 1))
+
+
+def _keeps(terms: Terms, *, method: Method) -> dict[str, Tensor]:
+    """[T] bool of every mask, under its name; a rule chained twice is numbered, so that neither hides the other."""
+    names = [rule.name for rule in method.masks]
+    labels = [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
+    return {label: keep_mask(terms, rule=rule) for label, rule in zip(labels, method.masks, strict=True)}
+
+
+def _ordered_weights(terms: Terms, *, keeps: dict[str, Tensor], method: Method) -> Tensor:
+    """[T] importance weights, formed over the kept tokens only where the method masks before it weighs."""
+    if method.mask_order != "before_weight" or not keeps:
+        return importance_weights(terms, rule=method.weight)
+    kept = _product(torch.ones_like(terms.logprobs), *keeps.values()) > 0
+    return importance_weights(terms.restricted(kept), rule=method.weight)
+
+
+def _factor(terms: Terms, *, aggregation: Aggregation) -> Tensor:
+    """[T] sample weight of the token's sequence, over its token count where the aggregation's unit is one sequence."""
+    columns = terms.columns
+    ones = torch.ones_like(terms.logprobs.detach())
+    per_sequence = terms.sequences.mean(ones) if columns.weights is None else columns.weights.to(ones.dtype)
+    if aggregation in DIVIDES_BY_TOKENS_OF_SEQUENCE:
+        if aggregation is Aggregation.PER_ROLLOUT:
+            counts = columns.required("token_counts")
+        else:
+            counts = terms.sequences.sum(ones) if columns.token_counts is None else columns.token_counts
+        per_sequence = per_sequence / counts.to(ones.dtype).clamp(min=1)
+    return terms.sequences.spread(per_sequence)
+
+
+def _auxiliary(terms: Terms, *, rule: Rule) -> Tensor:
+    match rule.name:
+        case "entropy_bonus":
+            return -_number(rule, "coef") * terms.column("entropy")
+        case "squared_log_ratio":
+            return _number(rule, "tau") * log_difference(terms.logprobs, terms.behaviour).square()
+        case "positive_nll":
+            correct = terms.sequences.spread(terms.columns.required("correct").to(terms.logprobs.dtype))
+            return -_number(rule, "coef") * terms.known.positive_scale * correct * terms.logprobs
+        case _:
+            raise ConfigError(f"auxiliary term {rule.name!r} has no function in the loss; add it beside its row in trainer_rules")
+
+
+def _product(first: Tensor, *keeps: Tensor) -> Tensor:
+    for keep in keeps:
+        first = first * keep
+    return first
+
+
+def _number(rule: Rule, option: str) -> float:
+    value = rule.options[option]
+    assert isinstance(value, int | float), f"{rule} was not resolved"
+    return float(value)

@@ -1,0 +1,136 @@
+"""What is measured beside the loss, so that drift shows before it hurts. Raw sums and maxima, which add up over rows, micro-batches, ranks.
+
+A name that ends in "_max" is reduced by maximum, every other by sum; a minimum is kept as the maximum of its negation. Every sum is over
+trained tokens before rejection. `finish_meters` turns the totals of a step into numbers to log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from pipelinerl.algorithms.columns import Terms, log_difference
+from pipelinerl.algorithms.kl import k3
+
+Meters = dict[str, Tensor]
+
+
+def reduces_by_maximum(name: str) -> bool:
+    """Whether a raw meter is combined by maximum rather than by sum."""
+    return name.endswith("_max")
+
+
+def merge_meters(parts: Iterable[Mapping[str, Tensor]]) -> Meters:
+    """Combine raw meters of several rows or ranks; a name missing in one part counts as nothing there."""
+    merged: Meters = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            else:
+                merged[name] = torch.maximum(merged[name], value) if reduces_by_maximum(name) else merged[name] + value
+    return merged
+
+
+def measure(terms: Terms, *, weights: Tensor, clipped: Tensor, keeps: Mapping[str, Tensor]) -> Meters:
+    """Raw meters of one row, all 0-dimensional and detached; no copy to the host. `keeps` maps mask names to [T] bool."""
+    trains = terms.trains
+    ones = torch.ones_like(terms.logprobs)
+    to_engine = log_difference(terms.logprobs.detach(), terms.behaviour)
+    importance = to_engine.exp()
+    ratio = terms.ratio.detach()
+    sums: dict[str, Tensor] = {
+        "tokens": ones,
+        "clipped": clipped.to(ones.dtype),
+        "ratio": ratio,
+        "ppo_kl": -terms.log_ratio.detach(),
+        "mismatch_k1": -to_engine,
+        "mismatch_k3": k3(to_engine),
+        "importance": importance,
+        "importance_square": importance.square(),
+        "weight": weights,
+        "weight_zero": (weights == 0).to(ones.dtype),
+        "advantage": terms.advantages,
+        "advantage_abs": terms.advantages.abs(),
+    }
+    sums |= {f"{name}_dropped_fraction": (~keep).to(ones.dtype) for name, keep in keeps.items()}
+    maxima = {"ratio_max": ratio, "ratio_negative_max": -ratio, "weight_max": weights, "importance_max": importance}
+    if terms.columns.entropy is not None:
+        sums["entropy"] = terms.column("entropy").detach()
+    if terms.columns.reference_logprobs is not None:
+        to_reference = log_difference(terms.column("reference_logprobs"), terms.logprobs.detach())
+        sums |= {"reference_k1": -to_reference, "reference_k3": k3(to_reference)}
+    meters = {f"{name}_sum": _sum(values, trains) for name, values in sums.items()}
+    meters |= {name: _maximum(values, trains) for name, values in maxima.items()}
+    present = (terms.sequences.sum(ones) > 0).to(ones.dtype)
+    return meters | _version_meters(terms, to_engine) | {"sequences_sum": present.sum()}
+
+
+def finish_meters(totals: Mapping[str, Tensor | float], *, denominator: float = 1.0) -> dict[str, float]:
+    """Numbers to log from a step's totals; `denominator` is the one of the loss. A meter without a token behind it is absent, not 0.0."""
+    raw = {name: float(value) for name, value in totals.items()}
+    tokens = raw.get("tokens_sum", 0.0)
+    if not tokens:
+        return {"tokens": 0.0}
+    losses = {name.removesuffix("_total"): raw[name] / denominator for name in raw if name.endswith("_total")}
+    names = [name.removesuffix("_sum") for name in raw if name.endswith("_sum")]
+    numbers = {_LOGGED_AS.get(name, name): raw[f"{name}_sum"] / tokens for name in names if name not in _NOT_MEANS}
+    numbers |= losses | {"loss": sum(losses.values()), "tokens": tokens, "sequences": raw["sequences_sum"]}
+    numbers |= {name: raw[name] for name in ("ratio_max", "weight_max", "importance_max")} | {"ratio_min": -raw["ratio_negative_max"]}
+    numbers["ess_fraction"] = effective_sample_fraction(raw["importance_sum"], square_sum=raw["importance_square_sum"], count=tokens)
+    if raw.get("versioned_sum"):
+        numbers |= {"staleness_mean": raw["staleness_sum"] / raw["versioned_sum"], "staleness_max": raw["staleness_max"]}
+    if raw.get("fresh_sum"):
+        numbers |= {"logprob_gap_mean": raw["logprob_gap_sum"] / raw["fresh_sum"], "logprob_gap_max": raw["logprob_gap_max"]}
+    return numbers
+
+
+def effective_sample_fraction(weight_sum: float, *, square_sum: float, count: float) -> float:
+    """(sum w)^2 / (count * sum w^2): 1 for equal weights, 1/count where one weight holds all (PipelineRL, arXiv:2509.19128)."""
+    return weight_sum**2 / (count * square_sum) if square_sum else 0.0
+
+
+_LOGGED_AS = {
+    "clipped": "clip_fraction",
+    "ratio": "ratio_mean",
+    "mismatch_k1": "mismatch_kl_k1",
+    "mismatch_k3": "mismatch_kl_k3",
+    "reference_k1": "reference_kl_k1",
+    "reference_k3": "reference_kl_k3",
+    "importance": "importance_mean",
+    "weight": "weight_mean",
+    "weight_zero": "weight_zero_fraction",
+    "advantage": "advantage_mean",
+    "advantage_abs": "advantage_abs_mean",
+}
+_NOT_MEANS = frozenset({"tokens", "sequences", "importance_square", "staleness", "versioned", "fresh", "logprob_gap"})
+
+
+def _version_meters(terms: Terms, to_engine: Tensor) -> Meters:
+    """Staleness over tokens with a version; |log pi - log mu| over tokens the policy being trained sampled itself.
+
+    For the latter the weights are equal, so the gap is arithmetic alone: kernels, precision, a wrong swap.
+    """
+    age = terms.columns.trained_version - terms.columns.versions
+    sampled = terms.trains & (terms.columns.versions >= 0)
+    fresh = sampled & (age == 0)
+    age, gap = age.to(to_engine.dtype), to_engine.abs()
+    return {
+        "versioned_sum": sampled.sum().to(gap.dtype),
+        "staleness_sum": _sum(age, sampled),
+        "staleness_max": _maximum(age, sampled),
+        "fresh_sum": fresh.sum().to(gap.dtype),
+        "logprob_gap_sum": _sum(gap, fresh),
+        "logprob_gap_max": _maximum(gap, fresh),
+    }
+
+
+def _sum(values: Tensor, inside: Tensor) -> Tensor:
+    return torch.where(inside, values, 0).sum()
+
+
+def _maximum(values: Tensor, inside: Tensor) -> Tensor:
+    bottom = torch.full((1,), -torch.inf, dtype=values.dtype, device=values.device)
+    return torch.cat([torch.where(inside, values, -torch.inf), bottom]).max()

@@ -1,0 +1,201 @@
+"""What a training method is: a choice of one rule per column, and what those rules need from the run.
+
+A `Method` is plain data. It names its rules; the functions behind the names live in `credit` (numpy) and `loss` (torch), so the
+orchestrator can read, check and print a method without importing torch. It travels in the resolved config as a dictionary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Option = float | int | bool | str | None
+"""Value of a rule's option. `None` has no published default and must be stated."""
+
+
+class Need(enum.StrEnum):
+    """Something a rule reads beyond token ids, masks, engine log-probabilities, versions, rewards and lengths, which every run has."""
+
+    COMPONENTS = "components"
+    """The reward of each component apart, [N, K]."""
+    GREEDY_REWARD = "greedy_reward"
+    """Reward of one greedy rollout of the same prompt."""
+    STEP_SCORES = "step_scores"
+    """Scores of a process reward model at the ends of steps or turns."""
+    ANCHORS = "anchors"
+    """An identity of the state each step started from, equal for equal states of sibling rollouts."""
+    ROLES = "roles"
+    """The agent role that wrote each rollout."""
+    SUBGROUPS = "subgroups"
+    """Which siblings share a baseline (hierarchical groups)."""
+    PREDICTIONS = "predictions"
+    """Predicted reward and sample weight of rows under an unbiased early stop."""
+    CORRECT = "correct"
+    """Verified correctness, 0 or 1 per sequence."""
+    TOKEN_KL = "token_kl"
+    """Per token log mu - log ref, from a reference prefill, on the orchestrator's side."""
+    REFERENCE_LOGPROBS = "reference_logprobs"
+    """Reference or teacher log-probability per token, on the trainer's side."""
+    OLD_LOGPROBS = "old_logprobs"
+    """Log-probabilities of the policy at the start of the step: one more forward pass of the trainer."""
+    TOKEN_VERSIONS = "token_versions"
+    """The version that sampled each token."""
+    ENTROPY = "entropy"
+    """Exact entropy of the next-token distribution per token."""
+    SQUARE_SUM = "square_sum"
+    """Sum over the vocabulary of squared probabilities per token."""
+    CRITIC = "critic"
+    """A value per token, of a critic the trainer trains too."""
+    IMPLICIT_PRM = "implicit_prm"
+    """Log-probabilities of an implicit process reward model trained online."""
+    WHOLE_BATCH = "whole_batch"
+    """All groups of a step before its first row is delivered: the orchestrator's batch rules read all advantages."""
+    WHOLE_STEP = "whole_step"
+    """All rows of a step in the trainer before its first backward pass, for `step_statistics.measure_step`."""
+
+
+ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS})
+"""What the wire carries in every run."""
+
+
+class Aggregation(enum.StrEnum):
+    """How per-token losses become one number: the unit of the raw sum, and what divides it once per step."""
+
+    TOKEN_MEAN = "token-mean"
+    """Sum over tokens / tokens of the global batch. Long answers weigh more."""
+    TOKEN_SUM = "token-sum"
+    """Sum over tokens, no division: the learning rate then depends on the batch."""
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
+    """Mean over sequences of the sum over their tokens."""
+    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
+    """Mean over sequences of the sum over their tokens / a constant length (Dr.GRPO, arXiv:2503.20783)."""
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+    """Mean over sequences of the mean over their tokens. Tokens of short answers weigh more (GRPO, GSPO, SAPO)."""
+    PER_ROLLOUT = "per-rollout"
+    """Mean over rollouts of the mean over all their tokens, however many rows a rollout fans out into (slime)."""
+
+
+DIVIDES_BY_TOKENS_OF_SEQUENCE = frozenset({Aggregation.SEQ_MEAN_TOKEN_MEAN, Aggregation.PER_ROLLOUT})
+"""Aggregations whose unit is one sequence or rollout: each token enters divided by the token count of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule, chosen by name, with its options filled in."""
+
+    name: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{key}={_plain_text(value)}" for key, value in self.options.items())
+        return f"{self.name}({inner})" if inner else self.name
+
+
+NONE = Rule(name="none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSpec:
+    """What is known of a rule before it is chosen: formula, source, options with their published defaults, demands on the run."""
+
+    formula: str
+    source: str = ""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Allowed values of the options that are words."""
+    needs: frozenset[Need] = frozenset()
+    needs_if: Mapping[str, Need] = field(default_factory=dict)
+    """Need that holds only while the option of this name is not zero."""
+    min_group: int = 1
+    """Fewest scored siblings for which the rule means anything."""
+    level: str = "token"
+    """What a weight or a mask decides about at once: "token", or "sequence" (also segments)."""
+    proximal: frozenset[str] = frozenset()
+    """Proximal policies under which the rule means what its name says; empty: any."""
+    aggregations: frozenset[Aggregation] = frozenset()
+    """Aggregations under which the rule means what its name says; empty: any."""
+    on_trainer: bool = False
+    """An advantage rule whose inputs exist only in the trainer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One training method: a rule for every column, resolved, nothing left to default."""
+
+    name: str
+    formula: str
+    """One line."""
+    source: str
+    """arXiv id or library the row is taken from."""
+    shaping: tuple[Rule, ...] = ()
+    """Changes rewards before the advantage, in order."""
+    group_filter: Rule = NONE
+    """Which groups are set aside whole. This changes the batch and its denominators; a mask does not."""
+    advantage: Rule = NONE
+    """From a scored group to one advantage per sequence or per token."""
+    batch: Rule = NONE
+    """Applied to the advantages of a whole step."""
+    objective: Rule = NONE
+    """Per-token policy loss."""
+    proximal: Rule = Rule(name="current")
+    """The policy `prox` that ratio = pi / prox is measured against."""
+    weight: Rule = NONE
+    """Importance weight from rho = prox / mu; detached."""
+    masks: tuple[Rule, ...] = ()
+    """Rejections; a token trains where all of them keep it. They change numerators only."""
+    mask_order: str = "unstated"
+    """Whether token masks act before or after a sequence-level weight is formed: "before_weight", "after_weight"."""
+    kl: Rule = NONE
+    """Penalty towards the reference policy, over all trained tokens."""
+    auxiliary: tuple[Rule, ...] = ()
+    """Further terms of the loss, over all trained tokens."""
+    critic: Rule = NONE
+    """Loss of the value function."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    needs: frozenset[Need] = frozenset()
+    """Derived from the rules, see `rules.needs_of`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only: strings, numbers, booleans, lists, dictionaries."""
+        tree = dataclasses.asdict(self)
+        tree["aggregation"] = self.aggregation.value
+        tree["needs"] = sorted(need.value for need in self.needs)
+        for column in TUPLE_COLUMNS:
+            tree[column] = list(tree[column])
+        return tree
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> Method:
+        """The inverse of `to_dict`; trusts its input, which has been resolved before."""
+        values = dict(tree)
+        for column in RULE_COLUMNS:
+            values[column] = Rule(**values[column])
+        for column in TUPLE_COLUMNS:
+            values[column] = tuple(Rule(**rule) for rule in values[column])
+        values["aggregation"] = Aggregation(values["aggregation"])
+        values["needs"] = frozenset(Need(need) for need in values["needs"])
+        return cls(**values)
+
+    def describe(self) -> str:
+        """Every column on a line of its own, for the log of a run: what is in force is never left to be guessed."""
+        lines = [f"method       {self.name}: {self.formula}  [{self.source}]"]
+        for column in (*RULE_COLUMNS, *TUPLE_COLUMNS):
+            value = getattr(self, column)
+            lines.append(f"{column:<12} {' -> '.join(map(str, value)) or 'none' if isinstance(value, tuple) else value}")
+        lines.append(f"{'aggregation':<12} {self.aggregation.value}")
+        lines.append(f"{'needs':<12} {', '.join(sorted(self.needs)) or 'nothing beyond every run'}")
+        return "\n".join(lines)
+
+
+RULE_COLUMNS = ("group_filter", "advantage", "batch", "objective", "proximal", "weight", "kl", "critic")
+"""Columns that hold one rule."""
+TUPLE_COLUMNS = ("shaping", "masks", "auxiliary")
+"""Columns that hold any number of rules, in order."""
+MASK_ORDERS = ("unstated", "before_weight", "after_weight")
+
+
+def _plain_text(value: Option) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,149 @@
+"""Combinations that are refused before a run starts, because they would train on something else than their names say.
+
+Each check is one generator function of (method, run) that yields sentences; `problems_of` collects them all, so that a user sees every
+problem at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipelinerl.algorithms.method import Aggregation, Method, Need, Option, Rule
+from pipelinerl.algorithms.rules import specs_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the run around the algorithm is like."""
+
+    group_size: int
+    offers: frozenset[Need]
+    """What wire, scorers and trainer supply."""
+    updates_per_batch: int
+    truncated_sampling: bool
+    """top-p or top-k is on."""
+    replays_kept_tokens: bool
+    """The trainer restricts its softmax to the tokens that sampling kept."""
+    processed_logprobs: bool
+    """Engine log-probabilities are of the distribution sampled from, temperature included."""
+
+
+_HOW_TO_OFFER: dict[Need, str] = {
+    Need.COMPONENTS: "give the run several reward functions",
+    Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout per prompt, or choose rloo",
+    Need.STEP_SCORES: "add a process reward model to the scorers",
+    Need.ANCHORS: "use an environment that names its states",
+    Need.ROLES: "use an environment that names agent roles",
+    Need.SUBGROUPS: "use an environment that nests groups",
+    Need.PREDICTIONS: "switch unbiased early stopping on, or choose rloo",
+    Need.CORRECT: "use a reward function that reports correctness",
+    Need.TOKEN_KL: "score reference log-probabilities in a prefill stage, or set kl_coef to 0",
+    Need.REFERENCE_LOGPROBS: "give the trainer a reference model, or set kl to none",
+    Need.OLD_LOGPROBS: "let the trainer run a forward pass before each step, or set proximal to current or engine",
+    Need.TOKEN_VERSIONS: "use an engine that tags every token with its version",
+    Need.ENTROPY: "let the trainer compute entropies",
+    Need.SQUARE_SUM: "let the trainer reduce over the full vocabulary, or choose rloo",
+    Need.CRITIC: "give the trainer a critic, or choose a group advantage such as grpo",
+    Need.IMPLICIT_PRM: "train an implicit process reward model beside the policy",
+    Need.WHOLE_BATCH: "let the orchestrator deliver a step only once all its groups are in",
+    Need.WHOLE_STEP: "let the trainer hold a step's rows until it is sealed; training then no longer hides inside generation",
+}
+
+
+def problems_of(method: Method, *, run: RunFacts) -> list[str]:
+    """One sentence per reason to refuse the method in this run; empty when it may start."""
+    checks = (_unstated_options, _missing_needs, _small_group, _wrong_proximal, _unordered_masks, _aggregation, _bounds, _sampling)
+    return [problem for check in checks for problem in check(method, run)]
+
+
+def _unstated_options(method: Method, run: RunFacts) -> Iterator[str]:
+    for column, rule, _ in specs_of(method):
+        for option, value in rule.options.items():
+            if value is None:
+                yield f"{column} {rule.name} has no default for {option}: got nothing, expected a number. Set algorithm.{column}.{option}."
+
+
+def _missing_needs(method: Method, run: RunFacts) -> Iterator[str]:
+    for column, rule, spec in specs_of(method):
+        needs = spec.needs | {need for option, need in spec.needs_if.items() if rule.options[option]}
+        for need in sorted(needs - run.offers):
+            yield f"{column} {rule.name} needs {need.value}, which this run does not offer: {_HOW_TO_OFFER[need]}."
+
+
+def _small_group(method: Method, run: RunFacts) -> Iterator[str]:
+    for column, rule, spec in specs_of(method):
+        if run.group_size < spec.min_group:
+            yield (
+                f"{column} {rule.name} compares siblings: got group size {run.group_size}, expected at least {spec.min_group}."
+                " Raise the group size, or choose remax or reinforce_pp."
+            )
+
+
+def _wrong_proximal(method: Method, run: RunFacts) -> Iterator[str]:
+    proximal = method.proximal.name
+    for column, rule, spec in specs_of(method):
+        if not spec.proximal or proximal in spec.proximal:
+            continue
+        expected = f"got proximal {proximal!r}, expected {' or '.join(sorted(spec.proximal))}"
+        if column == "weight":
+            yield (
+                f"weight {rule.name} with proximal 'engine' would count pi/mu twice, since the ratio already is pi/mu: {expected}."
+                " Set weight to none, or use another proximal policy."
+            )
+        elif proximal == "current":
+            yield f"{column} {rule.name} compares pi with the proximal policy, and 'current' makes them equal: {expected}."
+        else:
+            yield f"{column} {rule.name} is defined against another proximal policy: {expected}."
+    if proximal == "current" and run.updates_per_batch > 1:
+        yield (
+            f"proximal 'current' is exact for one update per batch only: got {run.updates_per_batch} updates per batch."
+            " Use recomputed, engine or loglinear."
+        )
+
+
+def _unordered_masks(method: Method, run: RunFacts) -> Iterator[str]:
+    levels = {column: {spec.level for c, _, spec in specs_of(method) if c == column} for column in ("weight", "masks")}
+    if "sequence" in levels["weight"] and "token" in levels["masks"] and method.mask_order == "unstated":
+        yield (
+            f"weight {method.weight.name} multiplies over a sequence and a token mask removes tokens of it: got no order, expected"
+            " algorithm.mask_order = 'before_weight' (removed tokens leave the product) or 'after_weight' (they stay in it)."
+        )
+
+
+def _aggregation(method: Method, run: RunFacts) -> Iterator[str]:
+    for column, rule, spec in specs_of(method):
+        if spec.aggregations and method.aggregation not in spec.aggregations:
+            allowed = " or ".join(sorted(Aggregation(mode).value for mode in spec.aggregations))
+            yield f"{column} {rule.name}: got aggregation {method.aggregation.value!r}, expected {allowed}."
+
+
+def _bounds(method: Method, run: RunFacts) -> Iterator[str]:
+    for column, rule, _ in specs_of(method):
+        low, high = rule.options.get("low"), rule.options.get("high")
+        if _is_number(low) and _is_number(high) and low >= high:  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
+            yield f"{column} {rule.name} keeps nothing: got low {low} and high {high}, expected low below high."
+    yield from _dual_clip(method.objective)
+
+
+def _dual_clip(objective: Rule) -> Iterator[str]:
+    bound = objective.options.get("dual_clip", 0.0)
+    if _is_number(bound) and 0 < float(bound) <= 1:  # pyright: ignore[reportArgumentType]
+        yield f"objective {objective.name}: got dual_clip {bound}, expected 0 (off) or more than 1. The usual value is 3."
+
+
+def _sampling(method: Method, run: RunFacts) -> Iterator[str]:
+    if run.truncated_sampling and not run.replays_kept_tokens:
+        yield (
+            "top-p or top-k sampling renormalises over the kept tokens, and the trainer's log-probabilities would not: the ratio pi/mu"
+            " would leak the logarithm of the kept mass. Set top_p to 1 and top_k to 0, or replay the kept tokens in the trainer."
+        )
+    if not run.processed_logprobs:
+        yield (
+            "the engine reports log-probabilities of another distribution than it samples from: got raw log-probabilities, expected"
+            " processed ones. Set the engine's logprobs mode to processed_logprobs."
+        )
+
+
+def _is_number(value: Option) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,145 @@
+"""All rules by column: look one up, fill in its options, derive what a method needs.
+
+An override of a column is a rule's name ("rloo"), or a table of options ({"cap": 4}), which changes options of the rule the row
+already has, or both ({"name": "icepop", "high": 4}). Columns that hold several rules take a list of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipelinerl.algorithms import orchestrator_rules, trainer_rules
+from pipelinerl.algorithms.method import MASK_ORDERS, RULE_COLUMNS, TUPLE_COLUMNS, Aggregation, Method, Need, Option, Rule, RuleSpec
+from pipelinerl.errors import ConfigError
+
+COLUMNS: dict[str, dict[str, RuleSpec]] = {
+    "shaping": orchestrator_rules.SHAPING,
+    "group_filter": orchestrator_rules.GROUP_FILTER,
+    "advantage": orchestrator_rules.ADVANTAGE,
+    "batch": orchestrator_rules.BATCH,
+    "objective": trainer_rules.OBJECTIVE,
+    "proximal": trainer_rules.PROXIMAL,
+    "weight": trainer_rules.WEIGHT,
+    "masks": trainer_rules.MASK,
+    "kl": trainer_rules.KL,
+    "auxiliary": trainer_rules.AUXILIARY,
+    "critic": trainer_rules.CRITIC,
+}
+
+_WORDS = ("aggregation", "mask_order")
+
+_LIMITS: dict[str, tuple[float, float]] = {
+    "clip_low": (0.0, 1.0),
+    "clip_high": (0.0, math.inf),
+    "cap": (1.0, math.inf),
+    "low": (0.0, math.inf),
+    "high": (0.0, math.inf),
+    "gamma": (0.0, 1.0),
+    "lam": (0.0, 1.0),
+    "decay": (0.0, 1.0),
+    "fraction": (0.0, 1.0),
+    "ddof": (0, 1),
+    "prox_lag": (0, math.inf),
+    "bound": (0, math.inf),
+    "max_tokens": (1, math.inf),
+    "buffer_tokens": (1, math.inf),
+}
+"""Closed ranges by option name; options not listed must only be finite and not negative."""
+
+
+def specs_of(method: Method) -> Iterable[tuple[str, Rule, RuleSpec]]:
+    """Every rule of a method with its column and its spec."""
+    for column in RULE_COLUMNS:
+        rule = getattr(method, column)
+        yield column, rule, COLUMNS[column][rule.name]
+    for column in TUPLE_COLUMNS:
+        for rule in getattr(method, column):
+            yield column, rule, COLUMNS[column][rule.name]
+
+
+def needs_of(method: Method) -> frozenset[Need]:
+    """Everything the rules of a method read beyond what every run has."""
+    needs: set[Need] = set()
+    for _, rule, spec in specs_of(method):
+        needs |= spec.needs
+        needs |= {need for option, need in spec.needs_if.items() if rule.options[option]}
+    return frozenset(needs)
+
+
+def with_columns(method: Method, columns: Mapping[str, Any]) -> Method:
+    """The method with some columns changed and `needs` derived anew. Raises `ConfigError` for an unknown column, rule or option."""
+    known = (*COLUMNS, *_WORDS)
+    values: dict[str, Any] = {}
+    for column, override in columns.items():
+        if column not in known:
+            raise ConfigError(f"algorithm: {column!r} is no column of a method{nearest(column, known)}. Columns: {', '.join(known)}.")
+        if column in TUPLE_COLUMNS:
+            items = [override] if isinstance(override, str | Mapping) else list(override)
+            values[column] = tuple(rule_from(column, item) for item in items)
+            names = [rule.name for rule in values[column]]
+            if column != "masks" and len(set(names)) < len(names):
+                raise ConfigError(f"algorithm.{column}: got {', '.join(names)}, expected each rule at most once.")
+        elif column in RULE_COLUMNS:
+            values[column] = rule_from(column, override, current=getattr(method, column))
+        else:
+            values[column] = _word(column, override)
+    changed = dataclasses.replace(method, **values)
+    return dataclasses.replace(changed, needs=needs_of(changed))
+
+
+def rule_from(column: str, override: Any, *, current: Rule | None = None) -> Rule:
+    """Build a rule of a column from its override; `current` gives the rule whose options a table without a name changes."""
+    options = {"name": override} if isinstance(override, str) else dict(override) if isinstance(override, Mapping) else None
+    if options is None:
+        raise ConfigError(f"algorithm.{column}: got {override!r}, expected a rule's name or a table of options.")
+    name = options.pop("name", current.name if current else None)
+    table = COLUMNS[column]
+    if name not in table:
+        raise ConfigError(f"algorithm.{column}: no rule named {name!r}{nearest(str(name), table)}. Rules: {', '.join(table)}.")
+    spec = table[name]
+    filled: dict[str, Option] = dict(spec.options)
+    if current is not None and current.name == name:
+        filled |= current.options
+    for option, value in options.items():
+        if option not in spec.options:
+            has = ", ".join(spec.options) or "none"
+            raise ConfigError(f"algorithm.{column}: {name} has no option {option!r}{nearest(option, spec.options)}. Options: {has}.")
+        filled[option] = _checked(f"algorithm.{column}.{option}", option, value, spec)
+    return Rule(name=name, options=filled)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or nothing where no known word is near."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _word(column: str, override: Any) -> str:
+    allowed = [mode.value for mode in Aggregation] if column == "aggregation" else list(MASK_ORDERS)
+    if override not in allowed:
+        raise ConfigError(f"algorithm.{column}: got {override!r}{nearest(str(override), allowed)}. Expected one of {', '.join(allowed)}.")
+    return Aggregation(override) if column == "aggregation" else override
+
+
+def _checked(path: str, option: str, value: Any, spec: RuleSpec) -> Option:
+    default = spec.options[option]
+    if option in spec.choices:
+        if value not in spec.choices[option]:
+            raise ConfigError(f"{path}: got {value!r}, expected one of {', '.join(spec.choices[option])}.")
+        return value
+    if isinstance(default, bool) or isinstance(value, bool):
+        if isinstance(default, bool) and isinstance(value, bool):
+            return value
+        raise ConfigError(f"{path}: got {value!r}, expected {'true or false' if isinstance(default, bool) else 'a number'}.")
+    if not isinstance(value, int | float):
+        raise ConfigError(f"{path}: got {value!r}, expected a number.")
+    low, high = _LIMITS.get(option, (0.0, math.inf))
+    if not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(f"{path}: got {value!r}, expected a finite number from {low:g} to {high:g}.")
+    if isinstance(default, int) and not isinstance(value, int):
+        raise ConfigError(f"{path}: got {value!r}, expected a whole number.")
+    return value if default is None or isinstance(default, int) else float(value)

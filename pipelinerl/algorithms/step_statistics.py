@@ -1,0 +1,132 @@
+"""What some rules must know of a whole step before its first backward pass: a threshold, a mean, a share.
+
+`measure_step` runs on every rank over its own rows and adds up through `reduce`, which sums a tensor over ranks. Every rank calls it
+equally often, and all of them get the numbers that one process over all rows would. Thresholds are found by bisection over the bit
+patterns of float32, so they are exact values of the data, and no rank sorts anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pipelinerl.algorithms.columns import StepStatistics, TokenColumns, log_difference, masked
+from pipelinerl.algorithms.method import Method, Need
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sum of a float64 tensor [2] on the host over all ranks, given to all of them."""
+
+_MIX = (0x1B873593CC9E2D51, 0x2545F4914F6CDD1D, 0x52DCE729D14A5B75)
+"""Odd 63-bit multipliers of the hash behind `uniform_draws`; any such would do."""
+
+
+def measure_step(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> StepStatistics | None:
+    """Statistics over all rows of a step on all ranks; None where the method needs none. `reduce` is the identity in one process.
+
+    The rows' `old_logprobs` must be filled in where a rule reads them; `logprobs` is not read.
+    """
+    if Need.WHOLE_STEP not in method.needs:
+        return None
+    values: dict[str, float] = {}
+    for rule in method.masks:
+        if rule.name == "m2po":
+            values["m2po_threshold"] = _m2po_threshold(rows, tau=float(rule.options["tau"] or 0.0), reduce=reduce)
+    if method.objective.name in ("clip_cov", "kl_cov"):
+        values |= _covariance_statistics(rows, method=method, reduce=reduce)
+    if any(rule.name == "positive_nll" for rule in method.auxiliary):
+        values["positive_scale"] = _positive_scale(rows, reduce=reduce)
+    return StepStatistics(**values)
+
+
+def second_moments(columns: TokenColumns) -> Tensor:
+    """[T] float32 (log prox - log mu)^2 with the policy at the start of the step as prox; 0 where the token does not train."""
+    old = masked(columns.required("old_logprobs").detach(), columns.trains)
+    return log_difference(old, masked(columns.behaviour_logprobs.detach(), columns.trains, like=old)).square().float()
+
+
+def covariance(columns: TokenColumns, *, statistics: StepStatistics) -> Tensor:
+    """[T] float32 (A - mean A)(log pi - mean log pi) with the policy at the start of the step (arXiv:2505.22617)."""
+    advantages = masked(columns.advantages.detach(), columns.trains) - statistics.mean_advantage
+    logprobs = masked(columns.required("old_logprobs").detach(), columns.trains) - statistics.mean_logprob
+    return (advantages * logprobs).float()
+
+
+def uniform_draws(columns: TokenColumns) -> Tensor:
+    """[T] numbers in [0, 1) that depend on nothing but a token's own log-probabilities, its advantage and the version being trained."""
+    mixed = torch.full_like(columns.sequence_ids, columns.trained_version)
+    for column, factor in zip((columns.behaviour_logprobs, columns.required("old_logprobs"), columns.advantages), _MIX, strict=True):
+        mixed = (mixed ^ column.detach().float().view(torch.int32).long()) * factor
+        mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
+    return (mixed & 0xFFFFFF).double() / 0x1000000
+
+
+def _m2po_threshold(rows: Sequence[TokenColumns], *, tau: float, reduce: Reduce) -> float:
+    squares = _joined([second_moments(row)[row.trains] for row in rows])
+
+    def mean_is_small(threshold: float) -> bool:
+        total, count = _total(squares[squares <= threshold], reduce=reduce)
+        return total < tau * count or count == 0
+
+    return _largest(mean_is_small)
+
+
+def _covariance_statistics(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> dict[str, float]:
+    options = {name: float(value or 0.0) for name, value in method.objective.options.items()}
+    advantage_sum, num_tokens = _total(_joined([row.advantages[row.trains] for row in rows]), reduce=reduce)
+    logprob_sum, _ = _total(_joined([row.required("old_logprobs")[row.trains] for row in rows]), reduce=reduce)
+    known = StepStatistics(mean_advantage=advantage_sum / max(num_tokens, 1), mean_logprob=logprob_sum / max(num_tokens, 1))
+    values = {"mean_advantage": known.mean_advantage, "mean_logprob": known.mean_logprob}
+    wanted = max(1, int(options["fraction"] * num_tokens))
+    covariances = _joined([covariance(row, statistics=known)[row.trains] for row in rows])
+    if method.objective.name == "kl_cov":
+
+        def holds_enough(threshold: float) -> bool:
+            return _total(covariances[covariances >= threshold], reduce=reduce)[1] >= wanted
+
+        return values | {"covariance_threshold": _largest(holds_enough)}
+    inside = (covariances > options["low"]) & (covariances < options["high"])
+    _, candidates = _total(covariances[inside], reduce=reduce)
+    return values | {"pick_probability": min(1.0, wanted / candidates) if candidates else 0.0}
+
+
+def _positive_scale(rows: Sequence[TokenColumns], *, reduce: Reduce) -> float:
+    of_correct = [row.required("correct")[row.sequence_ids[row.trains]] for row in rows]
+    correct, num_tokens = _total(_joined(of_correct), reduce=reduce)
+    return num_tokens / correct if correct else 0.0
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.detach().float() for part in parts]) if parts else torch.zeros(0)
+
+
+def _total(values: Tensor, *, reduce: Reduce) -> tuple[float, float]:
+    """Sum and count over all ranks."""
+    here = torch.tensor([float(values.double().sum()), float(len(values))], dtype=torch.float64)
+    total, count = reduce(here).tolist()
+    return total, count
+
+
+def _largest(holds: Callable[[float], bool]) -> float:
+    """Largest finite float32 for which `holds`, which is true up to some value and false above; -inf where it never holds.
+
+    31 bisections of [0, 2^31) or of the negative patterns: every rank asks equally often.
+    """
+    negative = not holds(0.0)
+    low, high = 0, 0x7F7FFFFF + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        value = _from_bits(middle, negative=negative)
+        if holds(value) != negative:
+            low = middle
+        else:
+            high = middle
+    if not negative:
+        return _from_bits(low, negative=False)
+    return _from_bits(high, negative=True) if high <= 0x7F7FFFFF else -torch.inf
+
+
+def _from_bits(bits: int, *, negative: bool) -> float:
+    value = float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+    return -value if negative else value

@@ -1,0 +1,241 @@
+"""The rules that act inside the loss: objectives, proximal policies, weights, masks, KL, auxiliary terms. Names, formulas, defaults, needs.
+
+The functions of the same names are in `objective`, `correction`, `mask`, `kl` and `loss`. Notation: r = pi / prox, rho = prox / mu,
+sg[.] stops the gradient, d_l and d_h are `clip_low` and `clip_high`.
+"""
+
+from __future__ import annotations
+
+from pipelinerl.algorithms.method import Aggregation, Need, RuleSpec
+
+_TWO_POLICY = frozenset({"engine"})
+"""Rules whose ratio is pi / mu by definition."""
+_MOVED = frozenset({"engine", "recomputed", "loglinear"})
+"""Rules that compare pi with prox: with "current" the two are equal, and the rule would never act."""
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_WHOLE = frozenset({Need.WHOLE_STEP, Need.OLD_LOGPROBS})
+"""Rules that compare all tokens of a step before its first backward pass."""
+
+OBJECTIVE: dict[str, RuleSpec] = {
+    "clip": RuleSpec(
+        formula="-min(r A, clip(r, 1-d_l, 1+d_h) A); where A<0 and dual_clip>0 at most -dual_clip A",
+        source="PPO arXiv:1707.06347; dual clip arXiv:1912.09729",
+        options={**_CLIP, "dual_clip": 0.0},
+    ),
+    "gspo": RuleSpec(
+        formula="clip on s_t = sg[exp(mean_t log r)] pi_t / sg[pi_t]",
+        source="GSPO arXiv:2507.18071",
+        options={"clip_low": 3e-4, "clip_high": 4e-4},
+    ),
+    "cispo": RuleSpec(
+        formula="-sg[clip(r, 1-d_l, 1+d_h)] A log pi",
+        source="MiniMax-M1 arXiv:2506.13585; upper bound 5 as ScaleRL arXiv:2510.13786, no lower bound",
+        options={"clip_low": 1.0, "clip_high": 4.0},
+    ),
+    "sapo": RuleSpec(
+        formula="-(4/tau) sigmoid(tau (r-1)) A, tau by the sign of A",
+        source="SAPO arXiv:2511.20347",
+        options={"tau_positive": 1.0, "tau_negative": 1.05},
+    ),
+    "gmpo": RuleSpec(
+        formula="-exp(mean_t clamp(log r)) A, the side clamped picked by the sign of A",
+        source="GMPO arXiv:2507.20673",
+        options={"clip_low": 0.4, "clip_high": 0.4},
+    ),
+    "dppo_tv": RuleSpec(
+        formula="-sg[min(r, cap)] A log pi while pi - mu <= d_h (A>0), >= -d_l (A<0)",
+        source="DPPO; verl dppo_tv",
+        options={**_CLIP, "cap": 20.0},
+        proximal=_TWO_POLICY,
+    ),
+    "dppo_kl": RuleSpec(
+        formula="as dppo_tv, masked where binary KL(mu, pi) > threshold and the token moves away from mu",
+        source="DPPO; verl dppo_kl",
+        options={"threshold": None, "cap": 20.0},
+        proximal=_TWO_POLICY,
+    ),
+    "prime_rl": RuleSpec(
+        formula="-keep adv_tau A r, keep = the mask of dppo_tv",
+        source="prime-rl default loss",
+        options={**_CLIP, "adv_tau": 1.0},
+        proximal=_TWO_POLICY,
+    ),
+    "ipo": RuleSpec(
+        formula="-keep adv_tau A r, keep = |pi - mu| <= threshold",
+        source="prime-rl ipo",
+        options={"threshold": None, "adv_tau": 1.0},
+        proximal=_TWO_POLICY,
+    ),
+    "opd": RuleSpec(
+        formula="-keep sg[log ref - log pi] r, keep = pi - mu >= -threshold",
+        source="prime-rl opd",
+        options={"threshold": 0.2},
+        needs=frozenset({Need.REFERENCE_LOGPROBS}),
+        proximal=_TWO_POLICY,
+    ),
+    "topr": RuleSpec(
+        formula="A>0: -A log pi; else -sg[min(prod_t r, cap)] A log pi",
+        source="TOPR arXiv:2503.14286, trajectory ratio",
+        options={"cap": 1.0},
+        proximal=_TWO_POLICY,
+    ),
+    "topr_token": RuleSpec(formula="as topr with the ratio of the token", source="ROLL", options={"cap": 1.0}, proximal=_TWO_POLICY),
+    "kimi": RuleSpec(formula="-A log pi + tau/2 (log r)^2", source="Kimi k1.5 arXiv:2501.12599", options={"tau": None}, proximal=_MOVED),
+    "dro": RuleSpec(formula="-(A log pi - beta/2 (log r)^2)", source="verl dro", options={"beta": None}, proximal=_MOVED),
+    "gpg": RuleSpec(formula="-A log pi", source="GPG arXiv:2504.02546"),
+    "reinforce_is": RuleSpec(
+        formula="-sg[min(r, cap)] A log pi", source="PipelineRL arXiv:2509.19128", options={"cap": 5.0}, proximal=_TWO_POLICY
+    ),
+    "clip_cov": RuleSpec(
+        formula="clip, zeroed for a random part of the tokens with low < cov(A, log pi) < high",
+        source="arXiv:2505.22617",
+        options={**_CLIP, "fraction": 2e-4, "low": 1.0, "high": 5.0},
+        needs=_WHOLE,
+    ),
+    "kl_cov": RuleSpec(
+        formula="-r A, + beta |log r| on the tokens of largest cov(A, log pi)",
+        source="arXiv:2505.22617",
+        options={"fraction": 2e-4, "beta": 1.0},
+        needs=_WHOLE,
+    ),
+}
+
+PROXIMAL: dict[str, RuleSpec] = {
+    "current": RuleSpec(formula="sg[pi]: exact while every batch is trained in one update, and free", source="this project"),
+    "recomputed": RuleSpec(formula="a forward pass at the start of the step", source="verl", needs=frozenset({Need.OLD_LOGPROBS})),
+    "engine": RuleSpec(formula="mu itself (two policies; no importance weight)", source="verl bypass mode"),
+    "loglinear": RuleSpec(
+        formula="log mu + a (log pi - log mu), a = (v_prox - v_behave) / (v_theta - v_behave), v_prox = v_theta - prox_lag",
+        source="AReaL prox_approx",
+        options={"prox_lag": 1},
+        needs=frozenset({Need.TOKEN_VERSIONS}),
+    ),
+}
+
+_THREE_POLICY = frozenset({"current", "recomputed", "loglinear"})
+"""With prox = mu the ratio already carries the whole correction; a weight would count it twice."""
+
+WEIGHT: dict[str, RuleSpec] = {
+    "none": RuleSpec(formula="1"),
+    "tis_token": RuleSpec(formula="min(rho, cap)", source="verl, slime, OAT", options={"cap": 2.0}, proximal=_THREE_POLICY),
+    "tis_sequence": RuleSpec(
+        formula="min(prod_t rho, cap)", source="SkyRL, verl", options={"cap": 5.0}, level="sequence", proximal=_THREE_POLICY
+    ),
+    "tis_geometric": RuleSpec(
+        formula="min(exp(mean_t log rho), cap)", source="ROLL", options={"cap": 1.2}, level="sequence", proximal=_THREE_POLICY
+    ),
+    "tis_segment": RuleSpec(
+        formula="min(exp(mean log rho over an unbroken run of trained tokens), cap)",
+        source="ROLL",
+        options={"cap": 1.2},
+        level="sequence",
+        proximal=_THREE_POLICY,
+    ),
+    "mis_token": RuleSpec(formula="rho where rho <= cap, else 0", source="MIS", options={"cap": 2.0}, proximal=_THREE_POLICY),
+    "mis_sequence": RuleSpec(
+        formula="prod_t rho where <= cap, else 0", source="MIS", options={"cap": 2.0}, level="sequence", proximal=_THREE_POLICY
+    ),
+    "icepop": RuleSpec(
+        formula="rho where low <= rho <= high, else 0", source="IcePop", options={"low": 0.5, "high": 5.0}, proximal=_THREE_POLICY
+    ),
+}
+
+_BAND = {"low": 0.0, "high": None}
+
+MASK: dict[str, RuleSpec] = {
+    "outlier_band": RuleSpec(formula="keep low <= rho <= high", source="SkyRL", options={"low": 1e-4, "high": 100.0}),
+    "ratio_band": RuleSpec(formula="keep low <= rho <= high", source="ROLL", options={"low": 0.8, "high": 1.2}),
+    "probability_band": RuleSpec(formula="keep |prox - mu| <= high", source="ROLL", options={"high": 0.2}),
+    "kpop": RuleSpec(formula="keep max(binary KL(prox, mu), binary KL(mu, prox)) <= high", source="AReaL", options={"high": 2.0}),
+    "geo_rs": RuleSpec(
+        formula="keep sequence while low <= exp(mean_t log rho) <= high",
+        source="SkyRL; NeMo-RL 0.999, 1.002",
+        options={"low": 0.99, "high": 1.01},
+        level="sequence",
+    ),
+    "k3_rs": RuleSpec(
+        formula="keep sequence while mean_t(rho - 1 - log rho) <= high",
+        source="verl, 0.001 to 0.01",
+        options={"high": 0.01},
+        level="sequence",
+    ),
+    "product_band": RuleSpec(
+        formula="keep sequence while low <= prod_t rho <= high", source="SkyRL", options={"low": 0.5, "high": 2.0}, level="sequence"
+    ),
+    "veto": RuleSpec(formula="drop sequence when any rho < low", source="verl", options={"low": 1e-4}, level="sequence"),
+    "reject_token": RuleSpec(
+        formula="keep low <= metric(rho) <= high; k1 is tested as rho itself",
+        source="verl rollout correction",
+        options={"metric": "ratio", **_BAND},
+        choices={"metric": ("ratio", "k1", "k2", "k3", "binary_kl")},
+    ),
+    "reject_sequence": RuleSpec(
+        formula="keep sequence while low <= metric over its tokens <= high; k1 is tested as the geometric mean of rho",
+        source="verl rollout correction",
+        options={"metric": "k3", "over": "mean", **_BAND},
+        choices={"metric": ("ratio", "k1", "k2", "k3", "binary_kl"), "over": ("mean", "sum", "max")},
+        level="sequence",
+    ),
+    "opsm": RuleSpec(
+        formula="drop sequence where A<0 and mean_t(log prox - log pi) > delta",
+        source="slime; DeepSeek-V3.2 arXiv:2512.02556",
+        options={"delta": 1e-4},
+        level="sequence",
+        proximal=_MOVED,
+    ),
+    "vaco_tv": RuleSpec(
+        formula="drop where mean_t|rho - 1| > delta over the sequence and sign(log rho) A > 0",
+        source="open-instruct",
+        options={"delta": None},
+    ),
+    "m2po": RuleSpec(
+        formula="drop the largest (log rho)^2 of the step until the mean of the rest < tau",
+        source="M2PO arXiv:2510.01161",
+        options={"tau": 0.04},
+        needs=_WHOLE,
+    ),
+    "version_withhold": RuleSpec(
+        formula="drop tokens with staleness > bound; the reward still counts in the baseline",
+        source="prime-rl#2960",
+        options={"bound": None},
+        needs=frozenset({Need.TOKEN_VERSIONS}),
+    ),
+    "partial_rollout": RuleSpec(
+        formula="drop tokens older than the newest version of their sequence",
+        source="slime mask-offpolicy-in-partial-rollout",
+        needs=frozenset({Need.TOKEN_VERSIONS}),
+    ),
+}
+
+_REFERENCE = frozenset({Need.REFERENCE_LOGPROBS})
+
+KL: dict[str, RuleSpec] = {
+    "none": RuleSpec(formula="0"),
+    "k1": RuleSpec(formula="beta (log pi - log ref)", options={"beta": None}, needs=_REFERENCE),
+    "k2": RuleSpec(formula="beta (log pi - log ref)^2 / 2", options={"beta": None}, needs=_REFERENCE),
+    "k3": RuleSpec(formula="beta (e^d - d - 1), d = log ref - log pi", source="GRPO", options={"beta": 0.04}, needs=_REFERENCE),
+    "k3_plus": RuleSpec(formula="value of k3, gradient of k2", source="verl", options={"beta": None}, needs=_REFERENCE),
+    "unbiased": RuleSpec(formula="beta r k3", source="slime; DeepSeek-V3.2 arXiv:2512.02556", options={"beta": None}, needs=_REFERENCE),
+}
+
+AUXILIARY: dict[str, RuleSpec] = {
+    "entropy_bonus": RuleSpec(formula="- coef H", options={"coef": None}, needs=frozenset({Need.ENTROPY})),
+    "squared_log_ratio": RuleSpec(formula="+ tau (log pi - log mu)^2, over all tokens", source="prime-rl", options={"tau": 1e-3}),
+    "positive_nll": RuleSpec(
+        formula="+ coef mean NLL of the tokens of correct sequences",
+        source="VAPO arXiv:2504.05118",
+        options={"coef": 0.1},
+        needs=frozenset({Need.CORRECT, Need.WHOLE_STEP}),
+        aggregations=frozenset({Aggregation.TOKEN_MEAN}),
+    ),
+}
+
+CRITIC: dict[str, RuleSpec] = {
+    "none": RuleSpec(formula="no value function"),
+    "clipped": RuleSpec(
+        formula="0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)",
+        source="PPO arXiv:1707.06347; verl",
+        options={"clip": 0.5},
+        needs=frozenset({Need.CRITIC}),
+    ),
+}

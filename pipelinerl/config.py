@@ -1,0 +1,282 @@
+"""The run's settings: one TOML file, one section per part; a part is given its own section, never the whole.
+
+`load()` reads a file and `section.key=value` overrides, reports every problem at once (with its path and the nearest known name),
+and returns a frozen `Config`. Derived values are computed once, by `Config.derived()`, and printed by `pipelinerl run --dry-run`.
+Imports neither torch nor vLLM, so a head node can check a config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import tomllib
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from pipelinerl.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Mode(enum.StrEnum):
+    """How generation and training share time; one row each of `orchestrator.rules.admission.PACES`."""
+
+    STREAMING = "streaming"
+    """Generation never waits for training but for the staleness bound; weights are swapped between forward passes."""
+    ONE_STEP_OFF = "one_step_off"
+    """Batch n+1 is generated while batch n is trained; both wait for each other at the batch boundary."""
+    SYNC = "sync"
+    """Generate a batch, train on it, swap, repeat: one side always idles. The reference to measure against."""
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    name: str = Field("run", description="names the run folder and the tracker's run")
+    folder: Path = Field(Path("runs"), description="parent of the run folders")
+    seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
+
+
+class ModelSection(Section):
+    path: Path = Field(description="Hugging Face folder: config.json, *.safetensors, tokenizer files")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of engines and trainer")
+    max_tokens: PositiveInt | None = Field(None, description="longest prompt plus completion; default: the model's own context length")
+
+
+class DataSection(Section):
+    source: str = Field(description="JSONL or Parquet file, or `path:name` of a Python function or datasets.Dataset that yields rows")
+    prompt_column: str = Field("prompt", description="text, or a list of chat messages, which then go through the chat template")
+    shuffle: bool = Field(True, description="a new seeded order every epoch")
+    limit: PositiveInt | None = Field(None, description="use only the first rows of the source")
+
+
+class RolloutSection(Section):
+    group_size: PositiveInt = Field(8, description="sibling rollouts per prompt")
+    max_tokens: PositiveInt = Field(1024, description="longest completion")
+    temperature: Annotated[float, Field(gt=0, le=2)] = Field(
+        1.0, description="sampling temperature; the trainer divides its logits by it too"
+    )
+    stop_token_ids: tuple[int, ...] = Field((), description="stop tokens beside the model's own end of sequence")
+
+
+class EngineSection(Section):
+    kind: Literal["vllm", "fake"] = Field("vllm", description="fake: deterministic tokens, no model; for rehearsals")
+    count: PositiveInt = Field(1, description="inference engines")
+    max_running: PositiveInt = Field(64, description="sequences one engine decodes at once")
+    kv_cache_bytes: PositiveInt | None = Field(None, description="KV cache per engine; default: vLLM's own choice (on CPU 64 MiB)")
+    cores: tuple[int, ...] = Field((), description="CPU core of each engine, one each; empty lets the system choose")
+    options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+    ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
+    silent_after_s: PositiveFloat = Field(60.0, description="an engine not heard of for so long ends the run")
+
+
+class ScorerSection(Section):
+    slots: PositiveInt = Field(2, description="reward calls at once, each in a process of its own that can be killed")
+    deadline_s: PositiveFloat = Field(30.0, description="longest reward call; after it the process is killed and the outcome is timeout")
+    silent_after_s: PositiveFloat = Field(120.0, description="a scorer not heard of for so long ends the run")
+
+
+class RewardSection(Section):
+    function: str = Field(description="`path:name`: a file or module and the function in it")
+    weight: float = Field(1.0, description="of this component in the reward")
+
+
+class AlgorithmSection(Section):
+    name: str = Field("grpo", description="a row of the table that `pipelinerl algorithms` prints")
+    overrides: dict[str, Any] = Field({}, description="columns of that row to change")
+
+
+class BatchSection(Section):
+    groups_per_step: PositiveInt = Field(32, description="groups trained per optimizer step")
+    max_tokens: PositiveInt = Field(8192, description="tokens of one packed row, one row per replica and micro-batch")
+    min_survivors: PositiveInt = Field(2, description="fewest scored siblings a group is trained with when others failed")
+
+
+class PipelineSection(Section):
+    mode: Mode = Field(Mode.STREAMING, description="streaming, one_step_off or sync")
+    max_staleness: Annotated[int, Field(ge=0)] = Field(4, description="K: versions between the oldest token and the policy it trains")
+    max_running: PositiveInt | None = Field(None, description="groups in engines at once; default: what fills every engine 1.25 times")
+    queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue between stages")
+    stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
+
+
+class TrainerSection(Section):
+    steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
+    ranks: PositiveInt = Field(1, description="trainer processes, data-parallel")
+    learning_rate: PositiveFloat = Field(1e-6)
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
+    final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    max_logprob_gap: PositiveFloat | None = Field(
+        None, description="largest |engine - trainer| log-probability at step 0; default 1e-4 in float32, else 0.5"
+    )
+    cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
+    ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")
+    silent_after_s: PositiveFloat = Field(600.0, description="a trainer not heard of for so long ends the run")
+
+
+class EvaluationSection(Section):
+    source: str | None = Field(None, description="held-out prompts, as data.source; none: no evaluation")
+    every: Annotated[int, Field(ge=0)] = Field(0, description="versions between evaluations; 0: only the first and the last policy")
+    limit: PositiveInt = Field(256, description="prompts of one evaluation")
+    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
+
+
+class WeightsSection(Section):
+    road: Literal["auto", "shared_memory"] = Field("auto", description="how a policy travels from the trainer to the engines")
+
+
+class SftSection(Section):
+    source: str | None = Field(None, description="rows with a prompt and a completion, as data.source")
+    completion_column: str = "completion"
+    steps: PositiveInt = 200
+    batch_size: PositiveInt = 128
+    learning_rate: PositiveFloat = 2e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
+    output: Path | None = Field(None, description="folder of the trained model; default: model.path itself")
+
+
+class Config(Section):
+    """Everything a run is told; see each section's fields."""
+
+    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
+    engine: EngineSection = EngineSection()  # pyright: ignore[reportCallIssue]
+    scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
+    reward: tuple[RewardSection, ...] = Field(min_length=1)
+    algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
+    batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]
+    pipeline: PipelineSection = PipelineSection()  # pyright: ignore[reportCallIssue]
+    trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
+    evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
+    weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
+    sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
+
+    @pydantic.model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        problems = []
+        if self.rollout.max_tokens > self.batch.max_tokens:
+            problems.append(
+                f"batch.max_tokens is {self.batch.max_tokens} but rollout.max_tokens is {self.rollout.max_tokens}: a trajectory could never"
+                " be packed. Raise batch.max_tokens."
+            )
+        if self.batch.min_survivors > self.rollout.group_size:
+            problems.append(
+                f"batch.min_survivors is {self.batch.min_survivors} but rollout.group_size is {self.rollout.group_size}: every group would"
+                " fail. Lower batch.min_survivors."
+            )
+        for part, wanted, cores in (
+            ("engine", self.engine.count, self.engine.cores),
+            ("trainer", self.trainer.ranks, self.trainer.cores),
+        ):
+            if cores and len(cores) != wanted:
+                problems.append(f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none.")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def max_running_groups(self) -> int:
+        """Groups in engines at once: enough to keep every engine full while finished ones are replaced."""
+        if self.pipeline.max_running is not None:
+            return self.pipeline.max_running
+        slots = self.engine.count * self.engine.max_running
+        return max(1, -(-slots * 5 // 4 // self.rollout.group_size))
+
+    def derived(self) -> dict[str, Any]:
+        """Values that follow from the settings, by the name they are printed under."""
+        samples = self.batch.groups_per_step * self.rollout.group_size
+        return {
+            "samples per step": samples,
+            "samples of the whole run": samples * self.trainer.steps,
+            "groups running at once, at most": self.max_running_groups,
+            "groups admitted before the first step, at most": (self.pipeline.max_staleness + 1) * self.batch.groups_per_step,
+        }
+
+
+def load(path: Path, *, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a TOML config and apply `section.key=value` overrides (values in TOML syntax; a bare word is a string).
+
+    Relative paths in the file stay relative to the working directory. Raises `ConfigError` listing every problem at once.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no config file at {path}: name an existing TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, origin=str(path))
+
+
+def parse(tree: dict[str, Any], *, origin: str) -> Config:
+    """Validate a plain dictionary of sections. Raises `ConfigError` listing every problem at once; `origin` names the file."""
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        problems = [line for item in error.errors() for line in _describe(item)]
+        plural = "problem" if len(problems) == 1 else "problems"
+        raise ConfigError(f"{origin}: {len(problems)} {plural}\n" + "\n".join(f"  - {line}" for line in problems)) from None
+
+
+def known_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> dict[str, str]:
+    """Every dotted key with its description; the list that documentation and tests hold."""
+    keys: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is None:
+            keys[prefix + name] = field.description or ""
+        else:
+            keys |= known_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} is not `section.key=value`, for example `trainer.steps=10`")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    node = tree
+    for part in parts[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+    node[parts[-1]] = value
+
+
+def _describe(item: Any) -> list[str]:
+    path = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        keys = [*known_keys(), *Config.model_fields]
+        near = difflib.get_close_matches(path, keys, n=1, cutoff=0.6)
+        return [f"{path} is not a known key" + (f"; did you mean {near[0]}?" if near else "")]
+    if item["type"] == "missing":
+        return [f"{path} is missing: {known_keys().get(path) or 'it has no default'}"]
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"]).splitlines()
+    return [f"{path} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"]
+
+
+def _section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None

@@ -1,0 +1,62 @@
+"""The seam between the step loop and an inference engine.
+
+`pipelinerl.engine.loop` owns the loop and stamps every token with the version that sampled it; an `Engine` runs forward passes and
+takes weights. Two of them pass the same contract tests: `vllm_engine` (real) and `fake` (deterministic, no model).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from pipelinerl.messages import Finish, Generate, Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine can serve, fixed once its model is loaded."""
+
+    max_model_tokens: int
+    """Longest prompt plus completion."""
+    max_running: int
+    """Sequences decoded at once."""
+    tensors: tuple[Tensor, ...]
+    """Layout it wants a published policy in."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one forward pass sampled for one request."""
+
+    rollout_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log under the distribution sampled from; as long as `token_ids`."""
+    finish: Finish | None
+    """None while the sequence goes on."""
+
+
+class Engine(Protocol):
+    """Runs forward passes and takes weights. Belongs to one thread but for `stage`."""
+
+    limits: Limits
+
+    def submit(self, request: Generate, *, version: int) -> None:
+        """Take a request; its prefix is cached under `version` alone. Raises `EngineError` where it cannot be served."""
+        ...
+
+    def cancel(self, rollout_id: str) -> None:
+        """Forget a request; unknown ones are ignored."""
+        ...
+
+    def step(self) -> list[Chunk]:
+        """Run one forward pass over the running sequences. Raises `EngineError`; then every running request is lost."""
+        ...
+
+    def stage(self, slot: str, digest: str) -> None:
+        """Attach and verify a published policy, in a thread of its own, while `step` goes on. Raises `WeightsError`."""
+        ...
+
+    def commit(self) -> None:
+        """Take the staged policy, between two forward passes; everything slow was done by `stage`."""
+        ...

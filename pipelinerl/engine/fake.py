@@ -1,0 +1,78 @@
+"""A deterministic engine without a model: tokens follow from the prompt, the position and the version, by hashing.
+
+For rehearsals of a pipeline, and for tests and simulations that need many engines; it passes the same contract tests as the real one.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.errors import EngineError, WeightsError
+from pipelinerl.messages import Finish, Generate
+
+
+class FakeEngine:
+    """Samples `token(prompt, position, version)`; see `engine.base.Engine`.
+
+    A sequence ends by `Finish.STOP` after a length drawn from the hash of its rollout id, geometric-like with mean `mean_tokens`, or at
+    `max_tokens`.
+    """
+
+    def __init__(self, *, max_model_tokens: int, max_running: int, mean_tokens: int = 32, vocabulary: int = 1000) -> None:
+        self.limits = Limits(max_model_tokens=max_model_tokens, max_running=max_running, tensors=())
+        self._mean_tokens = mean_tokens
+        self._vocabulary = vocabulary
+        self._requests: dict[str, tuple[Generate, int, int]] = {}
+        """By rollout id: the request, the hash of its prompt, the length at which it stops."""
+        self._positions: dict[str, int] = {}
+        self._num_commits = 0
+        self._staged: str | None = None
+
+    def submit(self, request: Generate, *, version: int) -> None:
+        if request.rollout_id in self._requests:
+            raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
+        room = self.limits.max_model_tokens - len(request.token_ids)
+        if room <= 0 or len(request.token_ids) == 0:
+            raise EngineError(f"prompt of {len(request.token_ids)} tokens; this engine serves 1 to {self.limits.max_model_tokens - 1}")
+        seed = zlib.crc32(request.token_ids.tobytes())
+        uniform = (zlib.crc32(request.rollout_id.encode(), seed) + 1) / (2**32 + 1)
+        length = 1 + int(-math.log(uniform) * self._mean_tokens)
+        self._requests[request.rollout_id] = (request, seed, length)
+        self._positions[request.rollout_id] = 0
+
+    def cancel(self, rollout_id: str) -> None:
+        self._requests.pop(rollout_id, None)
+        self._positions.pop(rollout_id, None)
+
+    def step(self) -> list[Chunk]:
+        chunks = []
+        for rollout_id in list(self._requests)[: self.limits.max_running]:
+            request, seed, length = self._requests[rollout_id]
+            position = self._positions[rollout_id] = self._positions[rollout_id] + 1
+            token = self.token(seed, position)
+            finish = None
+            if position >= length or token in request.sampling.stop_token_ids:
+                finish = Finish.STOP
+            elif position >= min(request.sampling.max_tokens, self.limits.max_model_tokens - len(request.token_ids)):
+                finish = Finish.LENGTH
+            chunks.append(Chunk(rollout_id=rollout_id, token_ids=[token], logprobs=[-math.log(self._vocabulary)], finish=finish))
+            if finish is not None:
+                self.cancel(rollout_id)
+        return chunks
+
+    def token(self, seed: int, position: int) -> int:
+        """The token at a position under the weights current now: another commit, another token."""
+        return (seed + 7919 * position + 104729 * self._num_commits) % self._vocabulary
+
+    def stage(self, slot: str, digest: str) -> None:
+        if slot == "corrupt":
+            raise WeightsError(f"slot {slot}: digest is not {digest}")
+        self._staged = slot
+
+    def commit(self) -> None:
+        if self._staged is None:
+            raise WeightsError("nothing is staged: commit follows stage")
+        self._staged = None
+        self._num_commits += 1

@@ -1,0 +1,216 @@
+"""The step loop's decisions: stamp every token with the version that sampled it, and change versions only between forward passes.
+
+No socket, no thread and no clock of its own, so that the process (`server`) and the simulated pipeline run the very same loop.
+
+Why the stamp is exact: `version` changes only in `_commit`, which runs between two calls of `Engine.step`; a step samples all its
+tokens from one forward pass (`async_scheduling` is off); so the version current when a step returns is the one whose weights computed
+the logits of every token it returned.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pipelinerl.engine.base import Chunk, Engine
+from pipelinerl.errors import EngineError, PipelineError
+from pipelinerl.messages import (
+    Cancel,
+    Completion,
+    EngineLoad,
+    EngineReady,
+    Finish,
+    Generate,
+    Message,
+    StageWeights,
+    WeightsCommitted,
+    WeightsRefused,
+)
+
+Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
+"""Starts `Engine.stage` somewhere that does not hold up the loop."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Running:
+    request: Generate
+    started_at: float
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Staging:
+    order: StageWeights
+    future: concurrent.futures.Future[None]
+    started_at: float
+
+
+class EngineLoop:
+    """An engine's requests and its version. `handle` takes a message, `advance` runs one forward pass; both append to `outbox`."""
+
+    def __init__(self, engine: Engine, *, engine_id: int, stager: Stager, clock: Callable[[], float] = time.time) -> None:
+        self.version = 0
+        self.outbox: list[Message] = []
+        """Messages for the orchestrator; the caller sends and clears them."""
+        self._engine = engine
+        self._engine_id = engine_id
+        self._stager = stager
+        self._clock = clock
+        self._running: dict[str, _Running] = {}
+        self._staging: _Staging | None = None
+        self._next: StageWeights | None = None
+        self._num_tokens = 0
+        self._num_steps = 0
+        self._busy_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence runs or a swap is under way."""
+        return bool(self._running)
+
+    @property
+    def is_swapping(self) -> bool:
+        """True while a version is being staged or waits for its commit."""
+        return self._staging is not None
+
+    def ready(self, *, process_id: int) -> EngineReady:
+        """The engine's first message."""
+        limits = self._engine.limits
+        return EngineReady(
+            engine_id=self._engine_id,
+            process_id=process_id,
+            max_model_tokens=limits.max_model_tokens,
+            max_running=limits.max_running,
+            tensors=limits.tensors,
+        )
+
+    def load(self, *, idle_s: float) -> EngineLoad:
+        """The gauges of this moment."""
+        num_running = min(len(self._running), self._engine.limits.max_running)
+        return EngineLoad(
+            engine_id=self._engine_id,
+            version=self.version,
+            num_running=num_running,
+            num_waiting=len(self._running) - num_running,
+            num_tokens=self._num_tokens,
+            num_steps=self._num_steps,
+            busy_s=self._busy_s,
+            idle_s=idle_s,
+        )
+
+    def handle(self, message: Message) -> None:
+        """Take one message from the orchestrator. Repeated and outdated ones are harmless."""
+        match message:
+            case Generate():
+                self._submit(message)
+            case Cancel():
+                running = self._running.get(message.rollout_id)
+                if running is not None and running.request.attempt == message.attempt:
+                    self._engine.cancel(message.rollout_id)
+                    self._finish(message.rollout_id, Finish.CANCELLED)
+            case StageWeights():
+                self._order(message)
+            case _:
+                raise TypeError(f"an engine does not take {type(message).__name__}")
+
+    def advance(self) -> None:
+        """Commit a staged version if it may be, then run one forward pass if there is work."""
+        self._commit_if_staged()
+        if not self._running:
+            return
+        started = self._clock()
+        try:
+            chunks = self._engine.step()
+        except EngineError as error:
+            self._lose_all(str(error))
+            return
+        self._num_steps += 1
+        for chunk in chunks:
+            self._stamp(chunk)
+        self._busy_s += self._clock() - started
+
+    def _submit(self, request: Generate) -> None:
+        if request.rollout_id in self._running:
+            if self._running[request.rollout_id].request.attempt >= request.attempt:
+                return
+            self._engine.cancel(request.rollout_id)
+        self._running[request.rollout_id] = _Running(request=request, started_at=self._clock())
+        try:
+            self._engine.submit(request, version=self.version)
+        except EngineError as error:
+            self._finish(request.rollout_id, Finish.ERROR, error=str(error))
+
+    def _stamp(self, chunk: Chunk) -> None:
+        running = self._running.get(chunk.rollout_id)
+        if running is None:
+            return
+        running.token_ids += chunk.token_ids
+        running.logprobs += chunk.logprobs
+        running.versions += [self.version] * len(chunk.token_ids)
+        self._num_tokens += len(chunk.token_ids)
+        if chunk.finish is not None:
+            self._finish(chunk.rollout_id, chunk.finish)
+
+    def _finish(self, rollout_id: str, finish: Finish, *, error: str = "") -> None:
+        running = self._running.pop(rollout_id)
+        self.outbox.append(
+            Completion(
+                rollout_id=rollout_id,
+                attempt=running.request.attempt,
+                token_ids=np.array(running.token_ids, np.int32),
+                logprobs=np.array(running.logprobs, np.float32),
+                versions=np.array(running.versions, np.int32),
+                finish=finish,
+                error=error,
+                started_at=running.started_at,
+                finished_at=self._clock(),
+            )
+        )
+
+    def _lose_all(self, error: str) -> None:
+        for rollout_id in list(self._running):
+            self._finish(rollout_id, Finish.ERROR, error=error)
+
+    def _order(self, order: StageWeights) -> None:
+        if order.version <= self.version:
+            if order.version == self.version:
+                self.outbox.append(self._committed(order.version, pause_s=0.0, stage_s=0.0))
+            return
+        newest = self._next or (self._staging.order if self._staging else None)
+        if newest is None or order.version > newest.version:
+            self._next = order
+            self._start_staging()
+
+    def _start_staging(self) -> None:
+        """Stage the newest ordered version; one still being staged is finished first, because its thread reads the slot."""
+        if self._next is not None and (self._staging is None or self._staging.future.done()):
+            order, self._next = self._next, None
+            self._staging = _Staging(order=order, future=self._stager(order), started_at=self._clock())
+
+    def _commit_if_staged(self) -> None:
+        staging = self._staging
+        if staging is None or not staging.future.done() or (staging.order.when_idle and self._running):
+            return
+        self._staging = None
+        version = staging.order.version
+        stage_s = self._clock() - staging.started_at
+        try:
+            staging.future.result()
+            before = self._clock()
+            self._engine.commit()
+            self.version = version
+            self.outbox.append(self._committed(version, pause_s=self._clock() - before, stage_s=stage_s))
+        except PipelineError as error:
+            self.outbox.append(WeightsRefused(engine_id=self._engine_id, version=version, error=f"{type(error).__name__}: {error}"))
+        self._start_staging()
+
+    def _committed(self, version: int, *, pause_s: float, stage_s: float) -> WeightsCommitted:
+        return WeightsCommitted(
+            engine_id=self._engine_id, version=version, pause_s=pause_s, stage_s=stage_s, num_running=len(self._running)
+        )

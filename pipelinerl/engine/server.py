@@ -1,0 +1,89 @@
+"""One engine process: messages in, forward passes, messages out.
+
+While sequences run it looks for messages between passes and never waits; with none it sleeps on the connection. Staging runs in a
+thread, so decoding goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import time
+
+from pipelinerl.engine.base import Engine
+from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.messages import Failed, StageWeights, Stop
+from pipelinerl.metrics import Journal
+from pipelinerl.transport.base import Link
+
+LOAD_EVERY_S = 1.0
+"""Between two reports of the gauges, which are also the sign of life."""
+IDLE_WAIT_S = 0.25
+"""Longest sleep on the connection with no sequence running; shorter wakes for nothing, longer delays the gauges."""
+STAGING_WAIT_S = 0.001
+"""The same while a version is being staged and no sequence runs: how late its commit may be noticed."""
+
+
+def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal) -> None:
+    """Serve until told to stop. Any error is sent to the orchestrator as `Failed`, then raised."""
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="stage") as stager:
+
+        def stage(order: StageWeights) -> concurrent.futures.Future[None]:
+            return stager.submit(engine.stage, order.slot, order.digest)
+
+        loop = EngineLoop(engine, engine_id=engine_id, stager=stage)
+        try:
+            link.send(loop.ready(process_id=os.getpid()))
+            _Server(loop, engine_id=engine_id, link=link, journal=journal).run()
+        except Exception as error:  # the process boundary: the orchestrator hears why before the process ends
+            link.send(Failed(error=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            link.close()
+            journal.close()
+
+
+class _Server:
+    def __init__(self, loop: EngineLoop, *, engine_id: int, link: Link, journal: Journal) -> None:
+        self._loop = loop
+        self._lane = f"engine-{engine_id}"
+        self._link = link
+        self._journal = journal
+        self._idle_s = 0.0
+        self._next_load = time.monotonic()
+
+    def run(self) -> None:
+        while self._take_messages():
+            started = time.time()
+            had_work = self._loop.has_work
+            self._loop.advance()
+            if had_work:
+                self._journal.span(self._lane, "forward", start=started, end=time.time())
+            for message in self._loop.outbox:
+                self._link.send(message)
+            self._loop.outbox.clear()
+            self._report()
+
+    def _take_messages(self) -> bool:
+        """Handle every message there is, waiting only when idle. False once told to stop."""
+        wait_s = 0.0
+        if not self._loop.has_work:
+            wait_s = STAGING_WAIT_S if self._loop.is_swapping else IDLE_WAIT_S
+        before = time.monotonic()
+        message = self._link.receive(wait_s)
+        if wait_s:
+            self._idle_s += time.monotonic() - before
+        while message is not None:
+            if isinstance(message, Stop):
+                return False
+            self._loop.handle(message)
+            message = self._link.receive(0.0)
+        return True
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_load:
+            self._next_load = now + LOAD_EVERY_S
+            load = self._loop.load(idle_s=self._idle_s)
+            self._link.send(load)
+            self._journal.write("load", **{field: getattr(load, field) for field in load.__struct_fields__})

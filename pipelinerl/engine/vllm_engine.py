@@ -1,0 +1,181 @@
+"""vLLM in this process, driven one forward pass at a time.
+
+The engine core is stepped directly, below vLLM's output processing, so a reply costs no detokenisation and every token's step is known.
+`async_scheduling` is off: a step returns the tokens of its own forward pass, which makes the version stamp exact.
+
+On CPU, vLLM repacks every linear weight into a kernel-private copy; `keep_plain_weights` turns that off before the model loads, so that
+a new policy can be taken by pointing parameters at it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from pipelinerl.config import EngineSection, ModelSection, RolloutSection
+from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.vllm_weights import FlippableWeights, keep_plain_weights
+from pipelinerl.errors import ConfigError, EngineError
+from pipelinerl.messages import Finish, Generate, Sampling
+
+CPU_KV_CACHE_BYTES = 64 << 20
+"""Default KV cache on CPU. vLLM's own default there takes seconds to zero; larger serves more or longer sequences at once."""
+
+_FINISHES = {
+    FinishReason.STOP: Finish.STOP,
+    FinishReason.LENGTH: Finish.LENGTH,
+    FinishReason.REPETITION: Finish.STOP,
+    FinishReason.ABORT: Finish.CANCELLED,
+    FinishReason.ERROR: Finish.ERROR,
+}
+
+log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """See `engine.base.Engine`. Raises `ConfigError` where vLLM cannot serve the model."""
+
+    def __init__(self, *, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int) -> None:
+        keep_plain_weights()
+        self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed)
+        self._core: Any = self._llm.engine_core
+        self._weights = FlippableWeights(self._model(), folder=Path(model.path))
+        self._requests: dict[str, str] = {}
+        """vLLM's request id by rollout id."""
+        self._rollouts: dict[str, str] = {}
+        """The other way round."""
+        self._num_submitted = 0
+        self.limits = Limits(
+            max_model_tokens=self._llm.model_config.max_model_len,
+            max_running=engine.max_running,
+            tensors=self._weights.tensors,
+        )
+        self._prove_forward_pass(Path(model.path))
+
+    def submit(self, request: Generate, *, version: int) -> None:
+        if request.rollout_id in self._requests:
+            raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
+        request_id = f"{request.rollout_id}#{self._num_submitted}"
+        self._num_submitted += 1
+        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": f"v{version}"}
+        try:
+            inputs = self._llm.input_processor.process_inputs(
+                request_id,
+                prompt,  # pyright: ignore[reportArgumentType]
+                _sampling_params(request.sampling),
+                supported_tasks=self._llm.get_supported_tasks(),
+            )
+            self._core.add_request(inputs)
+        except (ValueError, TypeError, VLLMClientError) as error:  # vLLM's refusals; the engine is unharmed by them
+            raise EngineError(f"vLLM refused {request.rollout_id}: {error}") from error
+        self._requests[request.rollout_id] = request_id
+        self._rollouts[request_id] = request.rollout_id
+
+    def cancel(self, rollout_id: str) -> None:
+        request_id = self._requests.pop(rollout_id, None)
+        if request_id is not None:
+            del self._rollouts[request_id]
+            self._core.abort_requests([request_id])
+
+    def step(self) -> list[Chunk]:
+        try:
+            outputs = self._core.get_output().outputs
+        except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
+            self._core.abort_requests(list(self._rollouts))
+            self._requests.clear()
+            self._rollouts.clear()
+            self._llm.reset_prefix_cache()
+            raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
+        return [chunk for output in outputs if (chunk := self._chunk(output)) is not None]
+
+    def stage(self, slot: str, digest: str) -> None:
+        self._weights.stage(slot, digest)
+
+    def commit(self) -> None:
+        self._weights.commit()
+
+    def _chunk(self, output: EngineCoreOutput) -> Chunk | None:
+        rollout_id = self._rollouts.get(output.request_id)
+        if rollout_id is None:
+            return None
+        if output.finish_reason is not None:
+            del self._rollouts[output.request_id]
+            del self._requests[rollout_id]
+        logprobs = output.new_logprobs
+        return Chunk(
+            rollout_id=rollout_id,
+            token_ids=list(output.new_token_ids),
+            logprobs=[] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist(),
+            finish=None if output.finish_reason is None else _FINISHES[output.finish_reason],
+        )
+
+    def _prove_forward_pass(self, folder: Path) -> None:
+        """Sample one token now: a model that loads but that no kernel here can run is found at start."""
+        probe = Generate(rollout_id="probe", attempt=0, token_ids=np.zeros(1, np.int32), sampling=Sampling(max_tokens=1))
+        self.submit(probe, version=0)
+        try:
+            while self._requests:
+                self.step()
+        except EngineError as error:
+            raise ConfigError(f"vLLM loads {folder} but cannot run it here: {error}") from error
+
+    def _model(self) -> torch.nn.Module:
+        worker: Any = self._llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue]
+        return getattr(worker, "worker", worker).get_model()
+
+
+def import_everything() -> None:
+    """Import what an engine will need, the worker and common model families included, so that every fork of this process has it."""
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen2
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.executor.uniproc_executor
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int) -> LLMEngine:
+    on_cpu = not torch.cuda.is_available()
+    options: dict[str, Any] = {
+        "model": str(model.path),
+        "dtype": model.dtype,
+        "max_model_len": model.max_tokens,
+        "max_num_seqs": engine.max_running,
+        "kv_cache_memory_bytes": engine.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        "enforce_eager": on_cpu,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "seed": seed,
+        **engine.options,
+    }
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**options))
+    except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
+        raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed,
+        logprobs=0,
+        detokenize=False,
+    )

@@ -1,0 +1,65 @@
+"""Every error this system raises on purpose, in one tree:
+
+PipelineError
+    ConfigError          a setting, a model folder or a plug-in is wrong; found before anything runs
+    DataError            a prompt source is empty or malformed; names the file and the line
+    WireError            bytes from a peer that are not a message this peer may send
+    PeerError            a named peer failed
+        PeerSilent       it did not answer within its deadline
+        PeerGone         its process ended or its connection closed
+        PeerRefused      it answered with an error of its own, which the message carries
+    WeightsError         a published policy does not fit: names, shapes, dtypes, digest, base version
+    EngineError          the inference engine refused a request or failed in a forward pass
+    MismatchError        engine and trainer disagree about log-probabilities of the same weights
+    Stalled              the watchdog saw no progress within its limit
+
+A message says what, which one, got, expected, and what to do.
+"""
+
+
+class PipelineError(Exception):
+    """Root of the tree: anything this system raises on purpose."""
+
+
+class ConfigError(PipelineError):
+    """A setting, a model folder or a plug-in is wrong; found before anything runs."""
+
+
+class DataError(PipelineError):
+    """A prompt source is empty or malformed."""
+
+
+class WireError(PipelineError):
+    """Bytes from a peer that are not a message this peer may send."""
+
+
+class PeerError(PipelineError):
+    """A named peer failed."""
+
+
+class PeerSilent(PeerError):
+    """A named peer did not answer within its deadline."""
+
+
+class PeerGone(PeerError):
+    """A named peer's process ended or its connection closed."""
+
+
+class PeerRefused(PeerError):
+    """A named peer answered with an error of its own."""
+
+
+class WeightsError(PipelineError):
+    """A published policy does not fit the engine, or its bytes are not what was announced."""
+
+
+class EngineError(PipelineError):
+    """The inference engine refused a request or failed in a forward pass."""
+
+
+class MismatchError(PipelineError):
+    """Engine and trainer disagree about the log-probabilities of the same weights."""
+
+
+class Stalled(PipelineError):
+    """Nothing moved within the watchdog's limit."""

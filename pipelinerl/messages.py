@@ -1,0 +1,487 @@
+"""Every message and every value that flows through the pipeline, in flow order.
+
+    Prompt -> Generate -> Completion -> Trajectory -> ScoredTrajectory -> Group -> Sample -> MicroBatch -> StepSealed -> PolicyPublished
+
+All are frozen; each later one contains, or is computed from, the earlier; none is edited. Tagged by class name on the wire, so a
+reordered or unknown field never decodes without a word. Token columns are numpy arrays, carried as raw bytes. Columns of one length
+are checked on construction, hence also when they come off the wire: a `ValueError` there becomes a `WireError` in the codec.
+
+Legend for shapes: `P` prompt tokens, `T` sampled tokens, `L` tokens of a whole trajectory, `R` tokens of a packed row, `N` samples.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+
+UNSAMPLED = -1
+"""Version of a token that no policy sampled: prompt tokens, tool output, padding."""
+
+
+class Finish(enum.StrEnum):
+    """Why an engine stopped a sequence."""
+
+    STOP = "stop"
+    """It sampled a stop token."""
+    LENGTH = "length"
+    """It reached `max_tokens` or the context length: the text is truncated."""
+    CANCELLED = "cancelled"
+    """The orchestrator asked for it."""
+    ERROR = "error"
+    """The engine refused the request or failed; `Completion.error` says why."""
+
+
+class Outcome(enum.StrEnum):
+    """How a score ended. Only `OK` trains; the others are counted by reason and never become 0.0."""
+
+    OK = "ok"
+    """Every reward function returned finite numbers."""
+    TIMEOUT = "timeout"
+    """A reward function did not return within its deadline; its process was killed."""
+    ERROR = "error"
+    """A reward function raised, or its process died."""
+    INVALID = "invalid"
+    """A reward function returned something that is not a finite number (None, NaN, a wrong length)."""
+
+
+class Fate(enum.StrEnum):
+    """How an admitted rollout ended: exactly one of these."""
+
+    TRAINED = "trained"
+    """Its gradient is in the policy of a completed step."""
+    FILTERED = "filtered"
+    """A rule set it aside on purpose, for example a group whose rewards are all equal."""
+    STALE = "stale"
+    """Its oldest token was older than the staleness bound when its batch was cut."""
+    FAILED = "failed"
+    """It has no usable score: the engine or a reward function failed."""
+    CANCELLED = "cancelled"
+    """The run ended, or it was withdrawn, before it was trained."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What crosses a process or a stage."""
+
+
+def check_lengths(owner: Message, *names: str) -> None:
+    """Raise `ValueError` naming the columns of `owner` whose lengths differ from the first's."""
+    length = len(getattr(owner, names[0]))
+    for name in names:
+        if len(getattr(owner, name)) != length:
+            lengths = {name: len(getattr(owner, name)) for name in names}
+            raise ValueError(f"{type(owner).__name__}: columns differ in length: {lengths}; expected one length")
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------------------
+
+
+class Prompt(Message, frozen=True):
+    """A task to sample from."""
+
+    prompt_id: str
+    """Stable identity in its source, `<epoch>:<row>`."""
+    text: str
+    """What the model sees, before tokenisation, chat template applied."""
+    token_ids: Int32
+    """[P] int32."""
+    columns: dict[str, Any] = {}
+    """The source row's other columns, plain JSON values, handed to reward functions by name."""
+
+
+# --- orchestrator <-> engine ---------------------------------------------------------------------------------------------------
+
+
+class Sampling(Message, frozen=True):
+    """How to sample one completion."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0.0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Stop tokens beside the model's own end of sequence."""
+    seed: int | None = None
+    """None draws from the engine's own generator."""
+
+
+class Generate(Message, frozen=True):
+    """Ask an engine for one completion."""
+
+    rollout_id: str
+    attempt: int
+    """Counts re-issues of one rollout; results of an older attempt are fenced."""
+    token_ids: Int32
+    """[P] int32."""
+    sampling: Sampling
+
+
+class Cancel(Message, frozen=True):
+    """Withdraw a request; the engine answers with a `Completion` whose finish is `CANCELLED`."""
+
+    rollout_id: str
+    attempt: int
+
+
+class Completion(Message, frozen=True):
+    """One engine reply: tokens, and for each the log-probability and the version under which it was sampled."""
+
+    rollout_id: str
+    attempt: int
+    token_ids: Int32
+    """[T] int32, end-of-sequence token included where it was sampled."""
+    logprobs: Float32
+    """[T] float32, natural log under the distribution sampled from (temperature applied)."""
+    versions: Int32
+    """[T] int32, version of the weights that computed the token's logits; never falls along the sequence."""
+    finish: Finish
+    error: str = ""
+    """The engine's own words where `finish` is `ERROR`, else empty."""
+    started_at: float = 0.0
+    """Unix seconds: when the engine took the request."""
+    finished_at: float = 0.0
+    """Unix seconds: when it sampled the last token."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "token_ids", "logprobs", "versions")
+        if (self.versions[1:] < self.versions[:-1]).any():
+            raise ValueError(f"Completion {self.rollout_id}: versions fall along the sequence: {self.versions.tolist()}")
+
+
+class Tensor(Message, frozen=True):
+    """Where one tensor of a policy lies in a published buffer."""
+
+    name: str
+    """Hugging Face parameter name."""
+    shape: tuple[int, ...]
+    dtype: str
+    """torch dtype name, for example "float32"."""
+    offset_bytes: int
+    num_bytes: int
+
+
+class EngineReady(Message, frozen=True):
+    """An engine has loaded version 0 and takes requests."""
+
+    engine_id: int
+    process_id: int
+    max_model_tokens: int
+    """Longest prompt plus completion it serves."""
+    max_running: int
+    """Sequences it decodes at once; more wait in its queue."""
+    tensors: tuple[Tensor, ...]
+    """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
+
+
+class EngineLoad(Message, frozen=True):
+    """An engine's gauges, sent every second; also its sign of life."""
+
+    engine_id: int
+    version: int
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    """Tokens sampled since it started."""
+    num_steps: int
+    """Forward passes since it started."""
+    busy_s: float
+    """Seconds in forward passes since it started."""
+    idle_s: float
+    """Seconds without a request since it started."""
+
+
+class StageWeights(Message, frozen=True):
+    """Tell an engine that a policy is published: stage it while decoding goes on, then commit between two forward passes."""
+
+    version: int
+    slot: str
+    """Name of the shared buffer that holds it."""
+    digest: str
+    """xxh3-128 of the buffer's bytes, hexadecimal."""
+    when_idle: bool = False
+    """True commits only once no sequence runs; False at the next boundary between two forward passes."""
+
+
+class WeightsCommitted(Message, frozen=True):
+    """An engine samples under `version` from now on."""
+
+    engine_id: int
+    version: int
+    pause_s: float
+    """Seconds the swap kept the engine from its next forward pass."""
+    stage_s: float
+    """Seconds from `StageWeights` until the bytes were attached and verified; decoding went on meanwhile."""
+    num_running: int
+    """Sequences that went on across the swap."""
+
+
+class WeightsRefused(Message, frozen=True):
+    """An engine could not take a version; it serves on with its old one."""
+
+    engine_id: int
+    version: int
+    error: str
+
+
+# --- orchestrator <-> scorer ---------------------------------------------------------------------------------------------------
+
+
+class ScorerReady(Message, frozen=True):
+    """A scorer has loaded its reward functions."""
+
+    scorer_id: int
+    process_id: int
+    num_slots: int
+    """Calls it runs at once."""
+
+
+class ScorerLoad(Message, frozen=True):
+    """A scorer's gauges, sent every second; also its sign of life."""
+
+    scorer_id: int
+    num_running: int
+    num_scored: int
+    busy_s: float
+    """Seconds of reward calls since it started, summed over slots."""
+
+
+class Score(Message, frozen=True):
+    """Ask a scorer for the reward of one trajectory."""
+
+    rollout_id: str
+    attempt: int
+    prompt: Prompt
+    token_ids: Int32
+    """[T] int32, the tokens after the prompt; the scorer decodes them."""
+    finish: Finish
+
+
+class Scored(Message, frozen=True):
+    """A scorer's answer."""
+
+    rollout_id: str
+    attempt: int
+    outcome: Outcome
+    reward: float | None
+    """Weighted sum of the components; None unless `outcome` is `OK`."""
+    components: dict[str, float] = {}
+    """Reward of each function that applied, by its name, before weighting."""
+    error: str = ""
+    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
+    duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        has_reward = self.reward is not None and math.isfinite(self.reward)
+        if has_reward != (self.outcome is Outcome.OK) or (self.reward is not None and not has_reward):
+            raise ValueError(
+                f"Scored {self.rollout_id}: outcome {self.outcome} with reward {self.reward}; only ok has one, and it is finite"
+            )
+
+
+# --- inside the orchestrator ---------------------------------------------------------------------------------------------------
+
+
+class Trajectory(Message, frozen=True):
+    """A finished rollout: the whole token sequence as the engine saw and sampled it."""
+
+    rollout_id: str
+    group_id: int
+    sibling: int
+    """0 .. group size - 1."""
+    attempt: int
+    prompt: Prompt
+    token_ids: Int32
+    """[L] int32, prompt included."""
+    trains: Mask
+    """[L] bool, true where the policy sampled the token."""
+    logprobs: Float32
+    """[L] float32, natural log under the policy that sampled; 0.0 where `trains` is false."""
+    versions: Int32
+    """[L] int32, version that sampled the token; `UNSAMPLED` where `trains` is false."""
+    finish: Finish
+    error: str = ""
+    engine_id: int = -1
+    admitted_at: float = 0.0
+    """Seconds on the run's clock."""
+    finished_at: float = 0.0
+    """Seconds on the run's clock."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "token_ids", "trains", "logprobs", "versions")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.trains))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest sampled token; None where nothing was sampled."""
+        sampled = self.versions[self.trains]
+        return int(sampled.min()) if len(sampled) else None
+
+
+class ScoredTrajectory(Message, frozen=True):
+    """A trajectory and what the scoring stage says of it."""
+
+    trajectory: Trajectory
+    score: Scored
+
+
+class Group(Message, frozen=True):
+    """The sibling rollouts of one prompt, all finished and all scored (whatever the outcome)."""
+
+    group_id: int
+    members: tuple[ScoredTrajectory, ...]
+
+
+class Sample(Message, frozen=True):
+    """One training row: a trajectory with an advantage for each token."""
+
+    trajectory: Trajectory
+    reward: float
+    advantages: Float32
+    """[L] float32; 0.0 where the trajectory does not train."""
+
+    def __post_init__(self) -> None:
+        if len(self.advantages) != self.trajectory.num_tokens:
+            got, expected = len(self.advantages), self.trajectory.num_tokens
+            raise ValueError(f"Sample {self.trajectory.rollout_id}: {got} advantages for {expected} tokens; expected one for each")
+
+
+# --- orchestrator <-> trainer --------------------------------------------------------------------------------------------------
+
+
+class TrainerReady(Message, frozen=True):
+    """A data-parallel replica of the trainer holds version `version` and pulls micro-batches."""
+
+    replica: int
+    num_replicas: int
+    process_id: int
+    version: int
+
+
+class LayoutFixed(Message, frozen=True):
+    """Tell the trainer the layout every engine asked for; sent before its first publication."""
+
+    tensors: tuple[Tensor, ...]
+
+
+class TakeMicroBatch(Message, frozen=True):
+    """Pull the next row of a step, or its seal."""
+
+    replica: int
+    step: int
+    index: int
+    """0-based position within the step; asking again for the same one is harmless."""
+
+
+class MicroBatch(Message, frozen=True):
+    """One packed row for one data-parallel replica: samples laid end to end."""
+
+    step: int
+    index: int
+    token_ids: Int32
+    """[R] int32."""
+    trains: Mask
+    """[R] bool, true where the token enters the loss."""
+    logprobs: Float32
+    """[R] float32, natural log under the engine; 0.0 where `trains` is false."""
+    versions: Int32
+    """[R] int32, `UNSAMPLED` where `trains` is false."""
+    advantages: Float32
+    """[R] float32."""
+    lengths: Int32
+    """[N] int32, tokens of each sample in order; sums to R. Empty for a zero-loss row."""
+    rollout_ids: tuple[str, ...]
+    """[N], for error messages."""
+
+    def __post_init__(self) -> None:
+        name = f"MicroBatch {self.step}/{self.index}"
+        check_lengths(self, "token_ids", "trains", "logprobs", "versions", "advantages")
+        if int(self.lengths.sum()) != len(self.token_ids) or len(self.lengths) != len(self.rollout_ids):
+            raise ValueError(
+                f"{name}: lengths {self.lengths.tolist()} must sum to {len(self.token_ids)} tokens and name {len(self.rollout_ids)} samples"
+            )
+
+
+class StepSealed(Message, frozen=True):
+    """A step is whole: how many micro-batches it has and what its sums are divided by."""
+
+    step: int
+    num_micro_batches: int
+    """Per replica."""
+    num_tokens: int
+    """Tokens with a loss, over all replicas, counted before any rejection."""
+    num_samples: int
+    """Samples over all replicas."""
+
+
+class StepDone(Message, frozen=True):
+    """The trainer has applied the optimizer step; `step` samples are trained."""
+
+    step: int
+    metrics: dict[str, float]
+    """Loss, grad norm, meters of the objective, seconds per phase."""
+
+
+class PolicyPublished(Message, frozen=True):
+    """A new policy lies in a shared buffer, whole."""
+
+    version: int
+    slot: str
+    digest: str
+    num_bytes: int
+    publish_s: float
+    """Seconds the trainer spent writing it."""
+
+
+class SlotReleased(Message, frozen=True):
+    """No engine reads this shared buffer any more; the trainer may write it again."""
+
+    slot: str
+
+
+# --- every role ----------------------------------------------------------------------------------------------------------------
+
+
+class Alive(Message, frozen=True):
+    """A sign of life from a peer that has nothing else to say."""
+
+    busy_with: str = ""
+    """What it is doing, for the message of a deadline that runs out."""
+
+
+class Stop(Message, frozen=True):
+    """Tell a peer to save what is its to save, and end."""
+
+    reason: str
+
+
+class Failed(Message, frozen=True):
+    """A peer's last words: the error that ends it."""
+
+    error: str
+
+
+FromEngine = EngineReady | EngineLoad | Completion | WeightsCommitted | WeightsRefused | Failed
+"""What an engine may say to the orchestrator."""
+ToEngine = Generate | Cancel | StageWeights | Stop
+"""What the orchestrator may say to an engine."""
+FromScorer = ScorerReady | ScorerLoad | Scored | Failed
+ToScorer = Score | Cancel | Stop
+FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | Alive | Failed
+ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | Stop

@@ -1,0 +1,79 @@
+"""What a run writes about itself: one JSON-lines journal per process, in `<run>/journal/`, local and first.
+
+Live view, report and trackers read the journals; nothing else has to be up. Every line has `t` (Unix seconds), `kind` and `process`.
+
+| kind | written by | fields |
+| --- | --- | --- |
+| `run` | orchestrator, once | `config` (resolved), `derived` |
+| `status` | orchestrator, twice a second | gauges of the moment, see `orchestrator.pipeline` |
+| `step` | orchestrator, per optimizer step | `step`, `reward_mean`, ..., `staleness` (tokens by versions of age), `trainer` (its metrics) |
+| `swap` | orchestrator, per engine and version | `engine_id`, `version`, `pause_s`, `stage_s`, `num_running` |
+| `evaluation` | orchestrator | `version`, `reward_mean`, `num_prompts`, `oldest_version` |
+| `end` | orchestrator, once | `identity` (the conservation identity), `reason` |
+| `load` | engine, every second | fields of `messages.EngineLoad` |
+| `span` | engine, scorer, trainer | `lane`, `name`, `start`, `end` (Unix seconds), `count` |
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SPAN_GAP_S = 0.01
+"""Work of one name closer together than this is one span. Smaller writes more lines; larger hides short idle times."""
+SPAN_MAX_S = 1.0
+"""A span is written at the latest after so long, so that a live view sees work under way."""
+
+
+class Journal:
+    """Appends lines to one process's journal. Each line is handed to the system whole, so a killed process loses none before it."""
+
+    def __init__(self, run_folder: Path, process: str) -> None:
+        folder = run_folder / "journal"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.process = process
+        self._file = open(folder / f"{process}.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._open_spans: dict[tuple[str, str], list[float]] = {}
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one line; `fields` are plain JSON values."""
+        self._file.write(json.dumps({"t": time.time(), "kind": kind, "process": self.process, **fields}) + "\n")
+
+    def span(self, lane: str, name: str, *, start: float, end: float, count: int = 1) -> None:
+        """Record work on a lane from `start` to `end` (Unix seconds), joined with the work of that name just before it."""
+        key = (lane, name)
+        current = self._open_spans.get(key)
+        if current is not None and start - current[1] <= SPAN_GAP_S and end - current[0] <= SPAN_MAX_S:
+            current[1] = end
+            current[2] += count
+            return
+        if current is not None:
+            self._write_span(key, current)
+        self._open_spans[key] = [start, end, count]
+
+    def close(self) -> None:
+        """Write the spans still open and close the file."""
+        for key, current in self._open_spans.items():
+            self._write_span(key, current)
+        self._open_spans.clear()
+        self._file.close()
+
+    def _write_span(self, key: tuple[str, str], span: list[float]) -> None:
+        self.write("span", lane=key[0], name=key[1], start=span[0], end=span[1], count=int(span[2]))
+
+
+def read_journals(run_folder: Path) -> list[dict[str, Any]]:
+    """All lines of all journals of a run, in order of time. A half-written last line is left out."""
+    lines = [line for path in sorted((run_folder / "journal").glob("*.jsonl")) for line in read_journal(path)]
+    return sorted(lines, key=lambda line: line["t"])
+
+
+def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of one journal."""
+    with open(path) as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)

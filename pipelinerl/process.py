@@ -1,0 +1,62 @@
+"""What every process of a run does alike: name itself, die with its parent, and leave its last error where the launcher finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelinerl.config import Config
+from pipelinerl.errors import PipelineError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_id: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux).
+
+    A parent that knows its id hands it over (`parent_id`): then one that is gone already is noticed, too.
+    """
+    parent_id = parent_id or os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_id:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def last_words(run_folder: Path, process: str) -> Iterator[None]:
+    """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1.
+
+    Errors of our own tree print as one message; anything else with its traceback. `KeyboardInterrupt` and `SystemExit` pass through.
+    """
+    try:
+        yield
+    except Exception as error:  # the outermost boundary of a process: whatever it is, it becomes the run's first error
+        errors = list(_leaves(error))
+        text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
+        trace = "".join(traceback.format_exception(error))
+        folder = run_folder / "failures"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{process}.json").write_text(json.dumps({"t": time.time(), "process": process, "error": text, "traceback": trace}))
+        print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def read_config(run_folder: Path) -> Config:
+    """The run's resolved settings, as the launcher wrote them."""
+    return Config.model_validate_json((run_folder / "config.json").read_text())
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,34 @@
+"""The report of a run: its journals -> one self-contained HTML page, readable without a script, a server or a network.
+
+reading    journals -> typed tables (`rows` says what a row is), as a stream
+headline   the numbers at the top
+measures   where every part's time went; arithmetic: the same in rows to check; diagnosis: which part limits, what to change
+figures    plots; timeline: lanes; panels: what both are set in; svg: what they are drawn with
+state      the same journals folded line by line, for the live view
+markup     tables as HTML; style: the style sheet; page: all of it together
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipelinerl.errors import DataError
+from pipelinerl.report.page import page
+from pipelinerl.report.reading import read_tables
+
+__all__ = ["write_report"]
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write `report.html` into a run's folder, whole or not at all, and return its path. Works on a run that is still going.
+
+    Raises `DataError` where the folder holds no journal.
+    """
+    if not any((run_folder / "journal").glob("*.jsonl")):
+        raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
+    path = run_folder / "report.html"
+    unfinished = path.with_suffix(f".{os.getpid()}.html")
+    unfinished.write_text(page(read_tables(run_folder)), encoding="utf-8")
+    unfinished.replace(path)
+    return path

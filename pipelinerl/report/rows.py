@@ -1,0 +1,264 @@
+"""Journal lines as typed rows, one dataclass per kind of line that the report and the live view read.
+
+A run that ended early, or an older journal, lacks fields: a number that is missing or not finite is None, a missing table is empty,
+so that every reader has to say what it shows in its place. Nothing here raises on a line that has `t` and `kind`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+Line = dict[str, Any]
+"""One journal line, decoded."""
+
+ADMISSION_WAIT = "dispatch: an admission credit"
+"""Key of `waited_s`: groups could not be admitted, so engines are not refilled."""
+BATCH_WAIT = "trainer: a micro-batch"
+"""Key of `waited_s`: the trainer asked for a micro-batch that was not there yet."""
+EXITS = ("trained", "filtered", "stale", "failed", "cancelled")
+"""The ways out of the pipeline; with `in_flight` they add up to `admitted`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGauge:
+    """One engine as the orchestrator last heard of it; seconds and counts are since it started."""
+
+    engine_id: int
+    version: float | None = None
+    num_running: float | None = None
+    num_waiting: float | None = None
+    num_tokens: float | None = None
+    num_steps: float | None = None
+    busy_s: float | None = None
+    idle_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerGauge:
+    """One scorer as the orchestrator last heard of it."""
+
+    scorer_id: int
+    num_running: float | None = None
+    num_scored: float | None = None
+    busy_s: float | None = None
+    """Seconds of reward calls since it started, summed over its slots."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QueueGauge:
+    """One queue between two stages."""
+
+    items: float | None = None
+    bytes: float | None = None
+    bound_bytes: float | None = None
+
+    @property
+    def fill_fraction(self) -> float | None:
+        """Bytes held of the bytes allowed."""
+        return self.bytes / self.bound_bytes if self.bytes is not None and self.bound_bytes else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRow:
+    """The gauges of one moment."""
+
+    t: float
+    """Unix seconds."""
+    version: float | None = None
+    step: float | None = None
+    num_steps: float | None = None
+    groups_running: float | None = None
+    groups_accepted: float | None = None
+    generated_tokens: float | None = None
+    """Since the run began."""
+    trained_tokens: float | None = None
+    """Since the run began."""
+    reward_mean: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    last_pause_s: float | None = None
+    elapsed_s: float | None = None
+    memory_bytes: float | None = None
+    """Resident memory of the orchestrator."""
+    identity: dict[str, float] = dataclasses.field(default_factory=dict)
+    reasons: dict[str, float] = dataclasses.field(default_factory=dict)
+    waited_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds waited since the run began, by `stage: what`."""
+    waits: tuple[tuple[str, float], ...] = ()
+    """Waits under way, longest first: `stage: what` and seconds."""
+    engines: tuple[EngineGauge, ...] = ()
+    scorers: tuple[ScorerGauge, ...] = ()
+    queues: dict[str, QueueGauge] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One optimizer step."""
+
+    t: float
+    step: int
+    version: float | None = None
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    num_groups: float | None = None
+    num_samples: float | None = None
+    num_tokens: float | None = None
+    num_trained_tokens: float | None = None
+    length_mean: float | None = None
+    truncated_fraction: float | None = None
+    zero_variance_fraction: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    in_flight_s_mean: float | None = None
+    in_queue_s_mean: float | None = None
+    elapsed_s: float | None = None
+    staleness: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Trained tokens by age in versions."""
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    trainer: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SwapRow:
+    """One engine's change of version."""
+
+    t: float
+    engine_id: int
+    version: float | None = None
+    pause_s: float | None = None
+    stage_s: float | None = None
+    num_running: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """One pass over the held-out prompts."""
+
+    t: float
+    version: float | None = None
+    reward_mean: float | None = None
+    num_prompts: float | None = None
+    oldest_version: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndRow:
+    """How the run ended."""
+
+    t: float
+    reason: str = ""
+    identity: dict[str, float] = dataclasses.field(default_factory=dict)
+    elapsed_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The error that ended a process."""
+
+    t: float
+    process: str
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Work on a lane."""
+
+    lane: str
+    name: str
+    start: float
+    """Unix seconds."""
+    end: float
+    """Unix seconds."""
+
+
+def number(value: Any) -> float | None:
+    """A finite number as it is, anything else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """The finite numbers of a JSON object; empty where there is no object."""
+    items = value.items() if isinstance(value, dict) else ()
+    return {str(name): finite for name, entry in items if (finite := number(entry)) is not None}
+
+
+def status_row(line: Line) -> StatusRow:
+    """A line of kind `status`."""
+    queues = _objects(line, "queues")
+    return StatusRow(
+        **_scalars(StatusRow, line),
+        identity=numbers(line.get("identity")),
+        reasons=numbers(line.get("reasons")),
+        waited_s=numbers(line.get("waited_s")),
+        waits=tuple((f"{wait.get('stage')}: {wait.get('what')}", number(wait.get("seconds")) or 0.0) for wait in _list(line, "waits")),
+        engines=tuple(EngineGauge(**_scalars(EngineGauge, entry)) for entry in _list(line, "engines") if "engine_id" in entry),
+        scorers=tuple(ScorerGauge(**_scalars(ScorerGauge, entry)) for entry in _list(line, "scorers") if "scorer_id" in entry),
+        queues={name: QueueGauge(**_scalars(QueueGauge, entry)) for name, entry in queues.items()},
+    )
+
+
+def step_row(line: Line) -> StepRow:
+    """A line of kind `step`."""
+    ages = numbers(line.get("staleness"))
+    return StepRow(
+        **_scalars(StepRow, line),
+        staleness={int(age): tokens for age, tokens in ages.items() if age.lstrip("-").isdigit()},
+        components=numbers(line.get("components")),
+        trainer=numbers(line.get("trainer")),
+    )
+
+
+def swap_row(line: Line) -> SwapRow:
+    """A line of kind `swap`."""
+    return SwapRow(**_scalars(SwapRow, line))
+
+
+def evaluation_row(line: Line) -> EvaluationRow:
+    """A line of kind `evaluation`."""
+    return EvaluationRow(**_scalars(EvaluationRow, line))
+
+
+def end_row(line: Line) -> EndRow:
+    """A line of kind `end`."""
+    return EndRow(
+        t=line["t"], reason=str(line.get("reason", "")), identity=numbers(line.get("identity")), elapsed_s=number(line.get("elapsed_s"))
+    )
+
+
+def span_of(line: Line) -> Span | None:
+    """A line of kind `span`; None where its times are missing."""
+    start, end = number(line.get("start")), number(line.get("end"))
+    if start is None or end is None or end < start:
+        return None
+    return Span(lane=str(line.get("lane", "")), name=str(line.get("name", "")), start=start, end=end)
+
+
+def imbalance(identity: dict[str, float]) -> int | None:
+    """Admitted less everything it must have become: 0 when it balances, None where no identity was recorded."""
+    if "admitted" not in identity:
+        return None
+    return int(identity["admitted"] - sum(identity.get(name, 0) for name in ("in_flight", *EXITS)))
+
+
+def _scalars(row: type[Any], line: Line) -> dict[str, Any]:
+    """The line's finite numbers that are fields of `row`."""
+    return {name: value for name in _number_fields(row) if (value := number(line.get(name))) is not None}
+
+
+@functools.cache
+def _number_fields(row: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(row) if field.type in ("int", "float", "float | None"))
+
+
+def _objects(line: Line, name: str) -> dict[str, Line]:
+    value = line.get(name)
+    return {str(key): entry for key, entry in value.items() if isinstance(entry, dict)} if isinstance(value, dict) else {}
+
+
+def _list(line: Line, name: str) -> list[Line]:
+    value = line.get(name)
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

@@ -1,0 +1,236 @@
+"""Reward functions: find them, see from their parameters how they want to be called, and judge what they return.
+
+| shape | marked by | called as | returns |
+| --- | --- | --- | --- |
+| ours | `completion` | `reward(prompt=, completion=, **columns)` | a number |
+| TRL | `completions` | `reward(prompts=[..], completions=[..], **columns)`, lists of one | a list of one number, or None: does not apply |
+| verl | `solution_str` | `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` | a number, or a dict with `score` |
+
+A function is passed only what it accepts: the row's columns by name, and where it names them `num_tokens` and `finish` of the
+completion and `max_tokens` of the run. `async def` works in every shape. Whatever a function raises or returns becomes an outcome
+with a text; nothing becomes 0.0 because it failed. A verl row may hold `ground_truth` or `reward_model = {ground_truth}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import enum
+import inspect
+import math
+import numbers
+import reprlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from pipelinerl.errors import ConfigError, DataError
+from pipelinerl.messages import Outcome
+from pipelinerl.plugin import load_plugin
+from pipelinerl.scorer.calls import Call, Component, Result
+
+ERROR_CHARACTERS = 2000
+"""Longest error text that travels. Longer would let one exception with a huge message fill the journal."""
+
+
+class Shape(enum.StrEnum):
+    """How a reward function wants to be called."""
+
+    OURS = "reward(prompt, completion, **columns) -> float"
+    TRL = "reward(prompts, completions, **columns) -> list[float | None]"
+    VERL = "compute_score(data_source, solution_str, ground_truth, extra_info) -> float"
+
+
+_MARKS = {"completion": Shape.OURS, "completions": Shape.TRL, "solution_str": Shape.VERL}
+_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class NotANumber(Exception):
+    """A reward function returned something that is no finite number; the message says what."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One reward function, ready to be called."""
+
+    name: str
+    weight: float
+    shape: Shape
+    function: Callable[..., Any]
+    accepts: frozenset[str]
+    """Parameters that can be passed by name."""
+    requires: frozenset[str]
+    """Those of them without a default."""
+    takes_any: bool
+    """It has `**columns`."""
+
+    def arguments(self, call: Call, *, completion: str, max_tokens: int) -> dict[str, Any]:
+        """What to pass for one trajectory. Raises `DataError` naming a parameter the row has no column for."""
+        columns = call.columns
+        if self.shape is Shape.OURS:
+            passed = {**columns, "prompt": call.prompt, "completion": completion}
+            extra = {"num_tokens": len(call.token_ids), "finish": call.finish.value, "max_tokens": max_tokens}
+        elif self.shape is Shape.TRL:
+            passed = {name: [value] for name, value in columns.items()}
+            passed |= {"prompts": [call.prompt], "completions": [completion]}
+            extra = {"completion_ids": [call.token_ids.tolist()]}
+        else:
+            passed = {"data_source": "", "extra_info": None, **_verl_truth(columns), **columns, "solution_str": completion}
+            extra = {}
+        named = extra | passed
+        missing = self.requires - named.keys()
+        if missing:
+            raise DataError(
+                f"needs {', '.join(sorted(missing))}, but the row has only the columns {', '.join(sorted(columns)) or '(none)'}"
+            )
+        if self.takes_any and self.shape is not Shape.VERL:
+            return {name: value for name, value in named.items() if name in passed or name in self.accepts}
+        return {name: value for name, value in named.items() if name in self.accepts}
+
+
+def load_rewards(components: Sequence[Component]) -> tuple[Reward, ...]:
+    """Import every function. Raises `ConfigError` where one is missing, cannot be imported or has an unknown signature.
+
+    A function is known by its name, or by its whole reference where two share a name.
+    """
+    references = [component.function for component in components]
+    for reference, count in collections.Counter(references).items():
+        if count > 1:
+            raise ConfigError(f"reward function {reference} is named {count} times: name it once, with the sum of the weights")
+    names = collections.Counter(_name(reference) for reference in references)
+    rewards = [inspect_reward(load_plugin(item.function), reference=item.function, weight=item.weight) for item in components]
+    pairs = zip(rewards, references, strict=True)
+    return tuple(dataclasses.replace(reward, name=reference) if names[reward.name] > 1 else reward for reward, reference in pairs)
+
+
+def inspect_reward(function: Any, *, reference: str, weight: float = 1.0) -> Reward:
+    """See from its parameters how `function` wants to be called. Raises `ConfigError` naming them and the accepted shapes."""
+    if not callable(function):
+        raise ConfigError(f"reward {reference} is a {type(function).__name__}, expected a function")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise ConfigError(f"reward {reference} does not tell its parameters ({error}): wrap it in a Python function") from None
+    by_name = {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD_KINDS}
+    shapes = [shape for mark, shape in _MARKS.items() if mark in by_name]
+    if len(shapes) != 1 or any(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in parameters):
+        found = ", ".join(str(parameter) for parameter in parameters) or "no parameters"
+        accepted = "\n".join(f"  {shape.value}" for shape in Shape)
+        raise ConfigError(f"reward {reference} takes ({found}), which is none of the accepted shapes:\n{accepted}")
+    return Reward(
+        name=_name(reference),
+        weight=weight,
+        shape=shapes[0],
+        function=function,
+        accepts=frozenset(by_name),
+        requires=frozenset(name for name, parameter in by_name.items() if parameter.default is inspect.Parameter.empty),
+        takes_any=any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
+    )
+
+
+class Scoring:
+    """Runs all reward functions of a run on one trajectory after the other, in the process that calls it."""
+
+    def __init__(
+        self, rewards: Sequence[Reward], *, decode: Callable[[list[int]], str], max_tokens: int, entering: Callable[[str], None]
+    ) -> None:
+        self._rewards = rewards
+        self._decode = decode
+        self._max_tokens = max_tokens
+        self._entering = entering
+        """Told the name of every function but the first before it runs."""
+        self._runner: asyncio.Runner | None = None
+
+    def score(self, call: Call) -> Result:
+        """Run the functions in order; the first one that fails ends the call. Never raises."""
+        started_at, begin = time.time(), time.perf_counter()
+        components: dict[str, float] = {}
+        reward, outcome, error = self._run(call, components)
+        return Result(
+            ticket_id=call.ticket_id,
+            outcome=outcome,
+            reward=reward,
+            components=components if outcome is Outcome.OK else {},
+            error=error[:ERROR_CHARACTERS],
+            started_at=started_at,
+            duration_s=time.perf_counter() - begin,
+        )
+
+    def _run(self, call: Call, components: dict[str, float]) -> tuple[float | None, Outcome, str]:
+        name = "decoding the tokens"
+        try:
+            completion = self._decode(call.token_ids.tolist())
+            for index, reward in enumerate(self._rewards):
+                name = reward.name
+                if index:
+                    self._entering(name)
+                value = self._call(reward, reward.arguments(call, completion=completion, max_tokens=self._max_tokens))
+                if value is not None:
+                    components[name] = value
+        except NotANumber as error:
+            return None, Outcome.INVALID, f"{name} {error}"
+        except BaseException as error:  # the boundary to a user's function: whatever it raises, SystemExit too, becomes a counted value
+            return None, Outcome.ERROR, f"{name} raised {describe(error)}"
+        if not components:
+            return None, Outcome.INVALID, f"no reward function applies: {', '.join(r.name for r in self._rewards)} returned None"
+        total = sum(reward.weight * components[reward.name] for reward in self._rewards if reward.name in components)
+        if not math.isfinite(total):
+            return None, Outcome.INVALID, f"the weighted sum of {components} is {total}, expected a finite number"
+        return total, Outcome.OK, ""
+
+    def _call(self, reward: Reward, arguments: dict[str, Any]) -> float | None:
+        returned = reward.function(**arguments)
+        if inspect.isawaitable(returned):
+            if self._runner is None:
+                self._runner = asyncio.Runner()
+            returned = self._runner.run(_wait(returned))
+        return read_value(returned, shape=reward.shape)
+
+
+def read_value(returned: Any, *, shape: Shape) -> float | None:
+    """The number a function returned; None where a TRL function says that it does not apply. Raises `NotANumber`."""
+    value = returned
+    if shape is Shape.TRL:
+        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+            raise NotANumber(f"returned {reprlib.repr(returned)}, expected a list of one number")
+        if len(returned) != 1:
+            raise NotANumber(f"returned {len(returned)} values for 1 completion: {reprlib.repr(returned)}")
+        value = returned[0]
+        if value is None:
+            return None
+    elif shape is Shape.VERL and isinstance(returned, Mapping) and "score" in returned:
+        value = returned["score"]
+    if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()  # a numpy or torch scalar
+    if not isinstance(value, numbers.Real):
+        raise NotANumber(f"returned {reprlib.repr(returned)}, expected a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise NotANumber(f"returned {reprlib.repr(returned)}, which no float holds") from None
+    if not math.isfinite(number):
+        raise NotANumber(f"returned {number}, expected a finite number")
+    return number
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and message, also where its `__str__` fails."""
+    try:
+        text = str(error)
+    except Exception as broken:  # an exception of a user's own class may not even be printable
+        text = f"(message unavailable: its __str__ raised {type(broken).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _name(reference: str) -> str:
+    return reference.rpartition(":")[2]
+
+
+def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:
+    nested = columns.get("reward_model")
+    return {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) and "ground_truth" in nested else {}
+
+
+async def _wait(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

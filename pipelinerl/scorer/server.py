@@ -1,0 +1,104 @@
+"""The scorer's main loop: a link to the orchestrator on one side, a pool of reward workers on the other."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from pipelinerl.config import Config
+from pipelinerl.messages import Cancel, Failed, Message, Score, ScorerLoad, ScorerReady, Stop
+from pipelinerl.metrics import Journal
+from pipelinerl.scorer.calls import Component, Setup
+from pipelinerl.scorer.pool import Pool
+from pipelinerl.transport.zmq import ZmqLink
+
+LOAD_EVERY_S = 1.0
+"""Between two `ScorerLoad`. It is the sign of life, so it must stay far below `scorer.silent_after_s`."""
+
+
+class ScorerLink(ZmqLink):
+    """A link that a selector can wait for, together with the workers' channels."""
+
+    def fileno(self) -> int:
+        """Becomes readable once when something happens; must be followed by `receive(0)` until that returns None."""
+        return self._socket.fileno()
+
+
+class Server:
+    """One scorer.
+
+    takes       `Score`, `Cancel`, `Stop` from the orchestrator; answers of workers
+    gives       `ScorerReady` once, a `Scored` for every `Score` that is not cancelled, `ScorerLoad` every second
+    waits for   the link and every worker's channel at once, until the next deadline at the latest
+    woken by    messages, ends of workers, deadlines
+    fails       `ConfigError` where a function or the tokenizer cannot be loaded, `PeerGone` where the fork server is gone; a
+                reward function that fails is an outcome
+    ends        on `Stop`: calls under way are killed, requests without an answer are dropped
+    """
+
+    def __init__(self, config: Config, *, link: ScorerLink, journal: Journal, scorer_id: int) -> None:
+        self._link = link
+        self._journal = journal
+        self._scorer_id = scorer_id
+        self._num_slots = config.scorer.slots
+        self._num_scored = 0
+        self._is_stopped = False
+        self._next_load_at = time.monotonic()
+        setup = Setup(
+            model_path=str(config.model.path),
+            components=tuple(Component(function=section.function, weight=section.weight) for section in config.reward),
+            max_tokens=config.rollout.max_tokens,
+        )
+        self._pool = Pool(
+            setup, num_slots=config.scorer.slots, deadline_s=config.scorer.deadline_s, journal=journal, name=f"scorer-{scorer_id}"
+        )
+
+    def run(self) -> None:
+        """Serve until `Stop`. Any error is told to the orchestrator before it ends this process."""
+        try:
+            self._pool.start()
+            self._pool.wake_on(self._link.fileno())
+            self._link.send(ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._num_slots))
+            while not self._is_stopped:
+                self._turn()
+        except Exception as error:  # whatever ends a process is told to its peer, then goes its way
+            self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._pool.close()
+
+    def _turn(self) -> None:
+        # The link is drained last, with nothing sent between that and the wait: ZeroMQ signals its descriptor once for each change
+        # of state, and sending uses such a signal up.
+        for scored in self._pool.advance():
+            self._link.send(scored)
+            self._num_scored += 1
+        if time.monotonic() >= self._next_load_at:
+            self._report()
+        has_news = False
+        while not self._is_stopped and (message := self._link.receive(0)) is not None:
+            has_news = True
+            self._obey(message)
+        if not self._is_stopped:
+            self._pool.wait(0.0 if has_news else self._next_load_at - time.monotonic())
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Score():
+                self._pool.submit(message)
+            case Cancel():
+                self._pool.cancel(message.rollout_id, message.attempt)
+            case Stop():
+                self._is_stopped = True
+
+    def _report(self) -> None:
+        self._next_load_at = time.monotonic() + LOAD_EVERY_S
+        load = ScorerLoad(
+            scorer_id=self._scorer_id,
+            num_running=self._pool.num_running,
+            num_scored=self._num_scored,
+            busy_s=self._pool.total_busy_s(),
+        )
+        self._link.send(load)
+        fields = {name: getattr(load, name) for name in ScorerLoad.__struct_fields__}
+        self._journal.write("load", **fields)

@@ -1,0 +1,103 @@
+"""A worker process: it loads the reward functions and runs one call after the other until its socket closes or it is killed.
+
+It is born by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
+here and there protect a run from mistakes in reward code that its operator trusts; a worker has its owner's rights, so code that the
+policy wrote belongs in a real sandbox which the reward function calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import os
+import resource
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Message
+from pipelinerl.scorer.calls import Call, Calling, Component, Frames, Loaded, Refused, Skipped, ToWorker, Withdraw, frame
+from pipelinerl.scorer.rewards import Scoring, load_rewards
+from pipelinerl.transport.codec import Decoder
+
+ADDRESS_SPACE_BYTES = 64 << 30
+"""Smaller breaks functions that map large models; larger lets one runaway call use up the swap of a big machine."""
+OPEN_FILES = 4096
+OOM_SCORE = 500
+"""Added to the kernel's score, of 1000: when memory runs out, a reward worker goes before an engine or a trainer rank."""
+
+Decode = Callable[[list[int]], str]
+
+
+def run_worker(channel: socket.socket, *, components: tuple[Component, ...], decode: Decode, max_tokens: int, folder: Path) -> None:
+    """Serve calls until the scorer closes the channel. Raises `ConnectionError` where it closes while an answer is sent.
+
+    Functions are imported in the folder the scorer was started in, so that relative paths of plug-ins work; calls run in `folder`.
+    """
+    faulthandler.enable()
+    limit_resources()
+    try:
+        rewards = load_rewards(components)
+    except ConfigError as error:
+        channel.sendall(frame(Refused(error=str(error))))
+        return
+    os.chdir(folder)
+    scoring = Scoring(rewards, decode=decode, max_tokens=max_tokens, entering=lambda name: channel.sendall(frame(Calling(name=name))))
+    channel.sendall(frame(Loaded(names=tuple(reward.name for reward in rewards))))
+    _serve(_Inbox(channel), scoring, channel)
+
+
+def limit_resources() -> None:
+    """No core files, bounded address space and open files, first to go when memory runs out."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_AS, min(ADDRESS_SPACE_BYTES, memory_bytes))
+    _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _lower(limit: int, wanted: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(limit, (wanted, wanted))
+
+
+class _Inbox:
+    """The calls waiting in this worker, and which of them were withdrawn."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.calls: collections.deque[Call] = collections.deque()
+        self.withdrawn: set[int] = set()
+        self._frames = Frames(channel)
+        self._decoder: Decoder[Call | Withdraw] = Decoder(ToWorker)
+
+    def read(self, *, may_wait: bool) -> bool:
+        """Take in what the scorer has sent; with `may_wait`, wait for something. False once the channel is closed."""
+        try:
+            bodies = self._frames.receive(0 if may_wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        for body in bodies or ():
+            message = self._decoder.decode(body)
+            if isinstance(message, Call):
+                self.calls.append(message)
+            else:
+                self.withdrawn.update(message.ticket_ids)
+        return bodies is not None
+
+
+def _serve(inbox: _Inbox, scoring: Scoring, channel: socket.socket) -> None:
+    while inbox.read(may_wait=not inbox.calls):
+        if not inbox.calls:
+            continue
+        call = inbox.calls.popleft()
+        answer: Message
+        if call.ticket_id in inbox.withdrawn:
+            inbox.withdrawn.discard(call.ticket_id)
+            answer = Skipped(ticket_id=call.ticket_id)
+        else:
+            answer = scoring.score(call)
+        channel.sendall(frame(answer))

@@ -1,0 +1,126 @@
+"""Every wait has a name, a peer and a deadline; and something watches that the whole moves.
+
+`wait_for` bounds one wait. `Watch` knows what every stage waits for right now, counts progress, and ends the run with `Stalled`,
+which names the waits and carries all stacks, when nothing moved for the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import faulthandler
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pipelinerl.errors import PeerSilent, Stalled
+
+_T = TypeVar("_T")
+
+FILE_POLL_S = 0.02
+"""Between two looks for a file. A shared file system tells nobody of a new file, so this is the one wait that looks again and again."""
+
+
+async def wait_for(awaitable: Awaitable[_T], *, peer: str, what: str, deadline_s: float) -> _T:
+    """Await with a deadline. Raises `PeerSilent` naming the peer, what was awaited and how long."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await awaitable
+    except TimeoutError:
+        raise PeerSilent(f"waited {deadline_s:g} s for {peer} {what}") from None
+
+
+def wait_for_file(path: Path, *, peer: str, deadline_s: float) -> str:
+    """Wait until `peer` has written `path`, and return its text. Raises `PeerSilent`."""
+    end = time.monotonic() + deadline_s
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text()
+        if time.monotonic() > end:
+            raise PeerSilent(f"waited {deadline_s:g} s for {peer} to write {path}: is it running? See its log in the run folder")
+        time.sleep(FILE_POLL_S)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Wait:
+    """One wait under way."""
+
+    stage: str
+    what: str
+    since: float
+    """On the event loop's clock, seconds."""
+
+
+class Watch:
+    """What every stage waits for, and whether anything moves."""
+
+    def __init__(self, *, stall_limit_s: float) -> None:
+        self.stall_limit_s = stall_limit_s
+        self.num_moves = 0
+        self._waits: dict[int, Wait] = {}
+        self._next = 0
+        self.waited_s: dict[str, float] = {}
+        """Seconds spent in finished waits, by `stage: what`."""
+        self._explanations: list[Callable[[], str | None]] = []
+
+    def moved(self) -> None:
+        """Tell that something of the run's work got done."""
+        self.num_moves += 1
+
+    def explain(self, explanation: Callable[[], str | None]) -> None:
+        """Have the verdict on a stall include what `explanation()` then says: for a stage that waits without a wait of its own."""
+        self._explanations.append(explanation)
+
+    @contextlib.contextmanager
+    def waiting(self, stage: str, what: str) -> Iterator[None]:
+        """Mark a wait of `stage` for `what` while the block runs."""
+        loop = asyncio.get_running_loop()
+        key, self._next = self._next, self._next + 1
+        wait = self._waits[key] = Wait(stage=stage, what=what, since=loop.time())
+        try:
+            yield
+        finally:
+            del self._waits[key]
+            name = f"{stage}: {what}"
+            self.waited_s[name] = self.waited_s.get(name, 0.0) + loop.time() - wait.since
+
+    def waits(self) -> list[Wait]:
+        """The waits under way, longest first."""
+        return sorted(self._waits.values(), key=lambda wait: wait.since)
+
+    def all_waited_s(self) -> dict[str, float]:
+        """Seconds waited so far, by `stage: what`, waits under way included."""
+        now = asyncio.get_running_loop().time()
+        total = dict(self.waited_s)
+        for wait in self._waits.values():
+            name = f"{wait.stage}: {wait.what}"
+            total[name] = total.get(name, 0.0) + now - wait.since
+        return total
+
+    async def run(self) -> None:
+        """Raise `Stalled` when nothing moved for `stall_limit_s`; look four times within the limit."""
+        loop = asyncio.get_running_loop()
+        last_moves, last_change = self.num_moves, loop.time()
+        while True:
+            await asyncio.sleep(self.stall_limit_s / 4)
+            if self.num_moves != last_moves:
+                last_moves, last_change = self.num_moves, loop.time()
+            elif loop.time() - last_change >= self.stall_limit_s:
+                raise Stalled(self._verdict(loop.time() - last_change))
+
+    def _verdict(self, quiet_s: float) -> str:
+        now = asyncio.get_running_loop().time()
+        lines = [f"  {wait.stage} waits for {wait.what} since {now - wait.since:.0f} s" for wait in self.waits()]
+        lines += [f"  {text}" for explanation in self._explanations if (text := explanation()) is not None]
+        return f"nothing moved for {quiet_s:.0f} s\n" + "\n".join(lines or ["  no stage is waiting"]) + "\n" + all_stacks()
+
+
+def all_stacks() -> str:
+    """The Python stacks of every thread of this process, as text."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

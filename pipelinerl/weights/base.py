@@ -1,0 +1,104 @@
+"""The layout of a published policy: which tensor lies where in one flat buffer of bytes, and the proof that the bytes are whole.
+
+The engines choose the layout (`messages.Tensor`, one per parameter) and the trainer writes exactly it. Both sides read it through
+`views`, so there is one piece of offset arithmetic. A layout comes off the wire: it is checked before a byte is touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+import xxhash
+
+from pipelinerl.errors import WeightsError
+from pipelinerl.messages import Tensor
+
+ALIGNMENT_BYTES = 64
+"""Tensors planned by `plan_layout` start at multiples of it: one cache line, and enough for every vector load."""
+
+
+def plan_layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensor, ...]:
+    """Lay tensors one after another, aligned, in the order given; each keeps its shape and dtype."""
+    placed: list[Tensor] = []
+    offset = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        placed.append(Tensor(name=name, shape=tuple(tensor.shape), dtype=dtype, offset_bytes=offset, num_bytes=size))
+        offset += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tuple(placed)
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Size of the smallest buffer that holds the layout."""
+    return max((tensor.offset_bytes + tensor.num_bytes for tensor in tensors), default=0)
+
+
+def views(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> dict[str, torch.Tensor]:
+    """Give each tensor of the layout as a view into `buffer` ([bytes] uint8); nothing is copied. Raises `WeightsError` where it cannot."""
+    found: dict[str, torch.Tensor] = {}
+    for tensor in tensors:
+        end = tensor.offset_bytes + tensor.num_bytes
+        if problem := _problem_of(tensor):
+            raise WeightsError(problem)
+        if end > len(buffer):
+            raise WeightsError(f"{tensor.name} ends at byte {end}, but the buffer has {len(buffer)}: it was made for another layout")
+        found[tensor.name] = buffer[tensor.offset_bytes : end].view(_dtype_of(tensor)).view(tensor.shape)
+    return found
+
+
+def check_layout(shapes: Mapping[str, tuple[int, ...]], tensors: Collection[Tensor], *, optional: Collection[str] = ()) -> None:
+    """Raise `WeightsError` with everything that keeps `tensors` from holding a model whose parameters have these `shapes`.
+
+    `optional` names may be left out: tied parameters, which hold the same numbers as another one.
+    """
+    names = [tensor.name for tensor in tensors]
+    problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in names and name not in optional]
+    problems += [f"extra: {tensor.name} {list(tensor.shape)}: no such parameter" for tensor in tensors if tensor.name not in shapes]
+    problems += [
+        f"misshapen: {tensor.name} is {list(tensor.shape)} in the layout and {list(shapes[tensor.name])} in the model"
+        for tensor in tensors
+        if tensor.name in shapes and tuple(tensor.shape) != tuple(shapes[tensor.name])
+    ]
+    problems += [f"twice: {name}" for name in sorted({name for name in names if names.count(name) > 1})]
+    problems += [problem for tensor in tensors if (problem := _problem_of(tensor))]
+    problems += _overlaps(tensors)
+    if problems:
+        raise WeightsError(
+            f"the engines' layout does not fit the trainer's model, {len(problems)} problems:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\nBoth must have loaded the same model folder; an engine that fuses or renames parameters must undo it in its layout."
+        )
+
+
+def digest(buffer: torch.Tensor) -> str:
+    """xxh3-128 of the bytes of a contiguous CPU tensor, hexadecimal. Other threads run on meanwhile: the hash holds no interpreter lock."""
+    return xxhash.xxh3_128_hexdigest(buffer.view(torch.uint8).numpy().data)
+
+
+def _problem_of(tensor: Tensor) -> str:
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        return f"{tensor.name}: {tensor.dtype!r} is not a torch dtype"
+    size = math.prod(tensor.shape) * dtype.itemsize
+    if size != tensor.num_bytes or min(tensor.shape, default=0) < 0:
+        return f"{tensor.name}: {list(tensor.shape)} of {tensor.dtype} is {size} bytes, but the layout says {tensor.num_bytes}"
+    if tensor.offset_bytes < 0 or tensor.offset_bytes % dtype.itemsize:
+        return f"{tensor.name}: offset {tensor.offset_bytes} is not a multiple of the {dtype.itemsize} bytes of a {tensor.dtype}"
+    return ""
+
+
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    return getattr(torch, tensor.dtype)
+
+
+def _overlaps(tensors: Iterable[Tensor]) -> list[str]:
+    placed = sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.offset_bytes)
+    return [
+        f"overlap: {after.name} starts at byte {after.offset_bytes}, inside {before.name}"
+        for before, after in itertools.pairwise(placed)
+        if before.offset_bytes + before.num_bytes > after.offset_bytes
+    ]

@@ -1,0 +1,213 @@
+#!/usr/bin/env python
+"""What streaming gains: the same work in the modes streaming, one_step_off and sync, on the same code, engine and trainer on a core each.
+
+The task is balanced: generating a batch takes about as long as training on it. Sync then uses one core at a time, and no schedule
+can be more than twice as fast, plus what sync loses while the last sequences of a batch finish alone. The engine has a core to itself;
+trainer, orchestrator and scorers share the other. `engine alone` is the same engine, kept full by the same prompts, with nobody else
+running: what streaming takes from it is what sharing the machine costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from pipelinerl.config import Config, Mode, parse
+from pipelinerl.metrics import read_journals
+from scripts.bench import harness, warm
+
+FOLDER = Path("runs/bench-overlap")
+ENGINE_CORE, OTHER_CORE = 0, 1
+GROUP_SIZE = 8
+MAX_RUNNING = 64
+MAX_TOKENS = 128
+
+
+def prompts():
+    """Endless prompts of 8 random characters; the prompt source of the runs."""
+    chance = np.random.default_rng(0)
+    while True:
+        yield {"prompt": "".join(chr(code) for code in chance.integers(48, 58, size=8))}
+
+
+def reward(prompt: str, completion: str) -> float:
+    """One for completions with an even number of characters: cheap, and different between siblings."""
+    return float(len(completion) % 2 == 0)
+
+
+def main() -> None:
+    arguments = harness.options(__doc__ or "").parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("overlap needs two cores: with one, nothing can overlap")
+    steps, groups = (6, 8) if arguments.quick else (12, 24)
+    warm.import_roles()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    _in_child(_make_model)
+    alone = _in_child(_engine_alone, 5.0 if arguments.quick else 12.0)
+    modes = [Mode.SYNC, Mode.STREAMING] if arguments.quick else [Mode.SYNC, Mode.ONE_STEP_OFF, Mode.STREAMING]
+    measured = {mode: _measure(mode, steps=steps, groups=groups) for mode in modes}
+    sync, streaming = measured[Mode.SYNC], measured[Mode.STREAMING]
+    rows = [
+        [
+            mode.value,
+            found["samples_per_s"],
+            found["samples_per_s"] / sync["samples_per_s"],
+            found["tokens_per_s"],
+            found["engine_idle"],
+            found["trainer_idle"],
+            found["staleness_mean"],
+            found["staleness_max"],
+            found["pause_p50_ms"],
+            found["pause_p99_ms"],
+            found["busy_tokens_per_s"] / alone,
+        ]
+        for mode, found in measured.items()
+    ]
+    columns = ["mode", "samples/s", "x sync", "tokens/s", "engine idle", "trainer idle", "staleness mean", "max"]
+    columns += ["pause p50 ms", "p99 ms", "engine speed / alone"]
+    limit = 1 + min(sync["engine_idle"], 1 - sync["engine_idle"]) / max(sync["engine_idle"], 1 - sync["engine_idle"])
+    harness.finish(
+        "overlap",
+        arguments=arguments,
+        columns=columns,
+        rows=rows,
+        goals=[
+            harness.Goal(name="streaming samples/s over sync", value=streaming["samples_per_s"] / sync["samples_per_s"], goal=1.8),
+            harness.Goal(name="engine speed while training over alone", value=streaming["busy_tokens_per_s"] / alone, goal=0.97),
+        ],
+        notes=[
+            f"engine alone: {alone:.0f} tokens/s",
+            f"in sync the engine idles {sync['engine_idle']:.0%} of the time: perfect overlap of these halves is {limit:.2f} x sync",
+        ],
+    )
+
+
+def _config(mode: Mode, *, steps: int, groups: int) -> Config:
+    module = str(Path(__file__).resolve())
+    tree: dict[str, Any] = {
+        "run": {"name": mode.value, "folder": str(FOLDER)},
+        "model": {"path": str(FOLDER / "model"), "dtype": "float32", "max_tokens": 256},
+        "data": {"source": f"{module}:prompts"},
+        "rollout": {"group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS},
+        "reward": [{"function": f"{module}:reward"}],
+        "engine": {"max_running": MAX_RUNNING, "cores": [ENGINE_CORE]},
+        "scorer": {"slots": 1},
+        "batch": {"groups_per_step": groups, "max_tokens": 2048},
+        "pipeline": {"mode": mode.value, "max_staleness": 4},
+        "trainer": {"steps": steps, "learning_rate": 1e-5, "cores": [OTHER_CORE]},
+    }
+    return parse(tree, origin="overlap")
+
+
+def _measure(mode: Mode, *, steps: int, groups: int) -> dict[str, float]:
+    others = {"orchestrator": {OTHER_CORE}, "scorer-0": {OTHER_CORE}, "trainer": {OTHER_CORE}}
+    run_folder = warm.run(_config(mode, steps=steps, groups=groups), cores=others, deadline_s=300)
+    lines = read_journals(run_folder)
+    done = [line for line in lines if line["kind"] == "step"]
+    first, last = done[max(0, len(done) // 5)], done[-1]
+    inside = done[done.index(first) + 1 :]
+    seconds = last["t"] - first["t"]
+    loads = [line for line in lines if line["kind"] == "load" and "num_tokens" in line and first["t"] <= line["t"] <= last["t"]]
+    busy_s = loads[-1]["busy_s"] - loads[0]["busy_s"]
+    tokens = loads[-1]["num_tokens"] - loads[0]["num_tokens"]
+    pauses = [line["pause_s"] * 1e3 for line in lines if line["kind"] == "swap"]
+    return {
+        "samples_per_s": sum(line["num_samples"] for line in inside) / seconds,
+        "tokens_per_s": sum(line["num_trained_tokens"] for line in inside) / seconds,
+        "engine_idle": 1 - busy_s / (loads[-1]["t"] - loads[0]["t"]),
+        "trainer_idle": sum(line["trainer"]["wait_s"] for line in inside) / seconds,
+        "staleness_mean": float(np.mean([line["staleness_mean"] for line in inside])),
+        "staleness_max": max(line["staleness_max"] for line in inside),
+        "pause_p50_ms": float(np.percentile(pauses, 50)),
+        "pause_p99_ms": float(np.percentile(pauses, 99)),
+        "busy_tokens_per_s": tokens / busy_s,
+    }
+
+
+def _make_model() -> float:
+    """A random 1.1 M parameter Qwen3 over 512 characters, whose completions end by chance after about 110 tokens."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tests.tiny_models import make_tokenizer
+
+    torch.manual_seed(0)
+    folder = FOLDER / "model"
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(folder)
+    return 0.0
+
+
+def _engine_alone(seconds: float) -> float:
+    """Tokens per second of the engine on its core, kept full, with nobody else running."""
+    os.sched_setaffinity(0, {ENGINE_CORE})
+    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.messages import Generate, Sampling
+
+    config = _config(Mode.STREAMING, steps=1, groups=1)
+    engine = VllmEngine(model=config.model, engine=config.engine, rollout=config.rollout, seed=0)
+    chance = np.random.default_rng(0)
+    running = submitted = tokens = 0
+    end = measuring = 0.0
+    while not end or time.monotonic() < end:
+        while running < MAX_RUNNING * 5 // 4:
+            ids = chance.integers(19, 29, size=8, dtype=np.int32)
+            engine.submit(
+                Generate(rollout_id=str(submitted), attempt=0, token_ids=ids, sampling=Sampling(max_tokens=MAX_TOKENS)), version=0
+            )
+            submitted, running = submitted + 1, running + 1
+        chunks = engine.step()
+        running -= sum(chunk.finish is not None for chunk in chunks)
+        tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        if not end and submitted > 2 * MAX_RUNNING:
+            measuring = time.monotonic()
+            end, tokens = measuring + seconds, 0
+    return tokens / (time.monotonic() - measuring)
+
+
+def _in_child(work, *arguments) -> float:
+    """Run in a fork, so that this process never runs a torch operation and stays safe to fork."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(writer, json.dumps(work(*arguments)).encode())
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as result:
+        text = result.read()
+    os.waitpid(child, 0)
+    if not text:
+        sys.exit(f"{work.__name__} failed; its error stands above")
+    return json.loads(text)
+
+
+if __name__ == "__main__":
+    main()

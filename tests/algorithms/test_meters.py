@@ -1,0 +1,110 @@
+"""Meters, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipelinerl.algorithms.loss import finish_meters, merge_meters, policy_loss, reduces_by_maximum
+from pipelinerl.algorithms.meters import effective_sample_fraction
+from tests.algorithms.rows import Seq, loss_and_gradient, method_of, pack
+
+
+def numbers(sequences: list[Seq], name: str = "grpo", **overrides: object) -> dict[str, float]:
+    return finish_meters(loss_and_gradient(sequences, method=method_of(name, **overrides))[2].meters)
+
+
+SEQ = Seq(
+    logprobs=[-1.0, -2.0, math.nan, -1.5],
+    behaviour=[-1.0 - math.log(1.5), -2.0, math.nan, -1.5 + math.log(2.0)],
+    advantages=[1.0, -3.0, math.nan, 0.0],
+    trains=[True, True, False, True],
+    versions=[5, 4, -1, 1],
+    entropy=[0.3, 0.6, math.nan, 0.9],
+    reference=[-1.1, -2.0, math.nan, -1.5],
+)
+
+
+def test_effective_sample_fraction_by_hand() -> None:
+    assert effective_sample_fraction(5.0, square_sum=7.0, count=4.0) == pytest.approx(0.892857, abs=1e-6)
+    doubled = Seq(logprobs=[-1.0] * 4, behaviour=[-1.0, -1.0, -1.0, -1.0 - math.log(2)], advantages=[0.0] * 4)
+    assert numbers([doubled])["ess_fraction"] == pytest.approx(0.892857, abs=1e-6)
+
+
+def test_meters_by_hand() -> None:
+    got = numbers([SEQ], proximal="engine", weight="none")
+    expected = {
+        "tokens": 3,
+        "sequences": 1,
+        "ratio_mean": (1.5 + 1.0 + 0.5) / 3,
+        "ratio_min": 0.5,
+        "ratio_max": 1.5,
+        "clip_fraction": 1 / 3,
+        "ppo_kl": (-math.log(1.5) + math.log(2)) / 3,
+        "mismatch_kl_k1": (-math.log(1.5) + math.log(2)) / 3,
+        "mismatch_kl_k3": ((0.5 - math.log(1.5)) + (-0.5 + math.log(2))) / 3,
+        "entropy": 0.6,
+        "staleness_mean": (0 + 1 + 4) / 3,
+        "staleness_max": 4,
+        "logprob_gap_mean": math.log(1.5),
+        "logprob_gap_max": math.log(1.5),
+        "reference_kl_k1": 0.1 / 3,
+        "advantage_mean": -2 / 3,
+        "advantage_abs_mean": 4 / 3,
+        "weight_mean": 1.0,
+        "importance_max": 1.5,
+    }
+    assert {name: got[name] for name in expected} == pytest.approx(expected)
+
+
+def test_the_logprob_gap_looks_only_at_tokens_of_the_version_being_trained() -> None:
+    old = Seq(logprobs=[-1.0], behaviour=[-9.0], advantages=[1.0], versions=[4])
+    assert "logprob_gap_max" not in numbers([old]), "absent, not 0.0"
+    fresh = Seq(logprobs=[-1.0], behaviour=[-1.01], advantages=[1.0], versions=[5])
+    assert numbers([old, fresh])["logprob_gap_max"] == pytest.approx(0.01)
+
+
+def test_at_the_first_step_ratio_is_one_and_kl_zero() -> None:
+    seq = Seq(logprobs=[-1.0, -2.0], behaviour=[-1.0, -2.0], old=[-1.0, -2.0], advantages=[1.0, 1.0], versions=[5, 5])
+    for proximal in ("current", "recomputed", "loglinear"):
+        got = numbers([seq], proximal=proximal)
+        assert (got["ppo_kl"], got["mismatch_kl_k3"], got["ratio_mean"], got["ess_fraction"]) == (0, 0, 1, 1)
+
+
+def test_weights_and_masks_are_counted_before_rejection() -> None:
+    seq = Seq(logprobs=[-3.0] * 4, behaviour=[-3.0 - math.log(x) for x in (0.4, 1.0, 3.0, 6.0)], advantages=[1.0] * 4)
+    got = numbers([seq], "icepop", masks={"name": "outlier_band", "high": 2.0})
+    assert got["weight_zero_fraction"] == pytest.approx(0.5)
+    assert got["weight_mean"] == pytest.approx(1.0)
+    assert got["weight_max"] == pytest.approx(3.0)
+    assert got["outlier_band_dropped_fraction"] == pytest.approx(0.5)
+
+
+def test_loss_parts_are_logged_over_the_denominator_and_sum_to_the_loss() -> None:
+    method = method_of("grpo", kl="k3", auxiliary="squared_log_ratio")
+    loss, _, sums = loss_and_gradient([SEQ], method=method)
+    got = finish_meters(sums.meters, denominator=3.0)
+    assert got["loss"] == pytest.approx(loss / 3)
+    assert got["loss_kl"] + got["loss_objective"] + got["loss_squared_log_ratio"] == pytest.approx(got["loss"])
+
+
+def test_meters_merge_by_sum_and_maximum_and_skip_rows_without_tokens() -> None:
+    method = method_of("grpo", proximal="engine", weight="none")
+    halves = [Seq(logprobs=[-1.0], behaviour=[-1.0 + shift], advantages=[1.0], versions=[4]) for shift in (0.3, -0.2)]
+    parts = [policy_loss(pack([half]), method=method).meters for half in halves] + [policy_loss(pack([]), method=method).meters]
+    merged = finish_meters(merge_meters(parts))
+    assert merged["ratio_min"] == pytest.approx(math.exp(-0.3))
+    assert merged["ratio_max"] == pytest.approx(math.exp(0.2))
+    assert merged["tokens"] == 2
+    assert {name for name in parts[0] if reduces_by_maximum(name)} == {
+        "ratio_max", "importance_max", "ratio_negative_max", "weight_max", "staleness_max", "logprob_gap_max",
+    }  # fmt: skip
+    assert finish_meters(merge_meters([parts[2]])) == {"tokens": 0.0}
+
+
+def test_meters_hold_no_graph_and_are_scalars() -> None:
+    meters = policy_loss(pack([SEQ]), method=method_of("grpo", kl="k3")).meters
+    assert all(value.ndim == 0 and not value.requires_grad for value in meters.values())
+    assert all(torch.isfinite(value) for value in meters.values())

@@ -1,0 +1,235 @@
+"""The table of methods: what it holds, what it refuses, how it travels."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pipelinerl.algorithms import correction as correction_module
+from pipelinerl.algorithms import credit, objective, orchestrator_rules
+from pipelinerl.algorithms import mask as mask_module
+from pipelinerl.algorithms.method import Aggregation, Method, Need, Rule
+from pipelinerl.algorithms.methods import METHODS, render_table, resolve, table_rows
+from pipelinerl.algorithms.rules import COLUMNS
+from pipelinerl.errors import ConfigError
+from tests.algorithms.rows import EVERYTHING, method_of
+
+
+def refused(name: str, match: str, /, *, group_size: int = 8, overrides: dict[str, Any] | None = None, **run: Any) -> None:
+    with pytest.raises(ConfigError, match=match):
+        resolve(name, overrides, group_size=group_size, **{"offers": EVERYTHING, **run})
+
+
+def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weights() -> None:
+    method = resolve("grpo", group_size=8)
+    assert method.advantage == Rule(name="grpo", options={"eps": 1e-6, "ddof": 1})
+    assert method.objective == Rule(name="clip", options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0})
+    assert (method.proximal.name, method.weight) == ("current", Rule(name="tis_token", options={"cap": 2.0}))
+    assert method.aggregation is Aggregation.TOKEN_MEAN
+    assert method.needs == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "expected"),
+    [
+        ("dapo", "objective", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0}),
+        ("grpo_dual_clip", "objective", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        ("gspo", "objective", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("sapo", "objective", {"tau_positive": 1.0, "tau_negative": 1.05}),
+        ("dppo_tv", "objective", {"clip_low": 0.2, "clip_high": 0.2, "cap": 20.0}),
+        ("reinforce_is", "objective", {"cap": 5.0}),
+        ("icepop", "weight", {"low": 0.5, "high": 5.0}),
+        ("decoupled_ppo", "weight", {"cap": 5.0}),
+        ("loglinear_ppo", "proximal", {"prox_lag": 1}),
+        ("grpo_deepseekmath", "kl", {"beta": 0.04}),
+        ("prime", "advantage", {"beta": 0.05, "process_coef": 5.0, "outcome_coef": 5.0}),
+    ],
+)
+def test_published_constants(name: str, column: str, expected: dict[str, float]) -> None:
+    assert getattr(METHODS[name], column).options == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [("dr_grpo", "seq-mean-token-sum-norm"), ("gspo", "seq-mean-token-mean"), ("topr", "seq-mean-token-sum"), ("dapo", "token-mean")],
+)
+def test_published_aggregations(name: str, aggregation: str) -> None:
+    assert METHODS[name].aggregation == aggregation
+
+
+def test_every_row_has_a_formula_and_a_source_and_is_printed() -> None:
+    text = render_table()
+    for name, formula, source in table_rows():
+        assert all((formula, source)), name
+        assert all(part in text for part in (f"{name} ", formula, source))
+    assert len(table_rows()) == len(METHODS)
+
+
+def test_every_name_in_the_tables_has_its_function() -> None:
+    assert set(objective.OBJECTIVES) == set(COLUMNS["objective"])
+    assert set(correction_module._WEIGHTS) == set(COLUMNS["weight"])
+    assert set(mask_module._MASKS) == set(COLUMNS["masks"])
+    made_here = {name for name, spec in orchestrator_rules.ADVANTAGE.items() if not spec.on_trainer}
+    assert set(credit._ADVANTAGE) | {"rae"} == made_here
+    assert set(credit._BATCH) | {"none"} == set(COLUMNS["batch"])
+    assert set(credit._SHAPING) == set(COLUMNS["shaping"])
+    assert set(credit._FILTER) | {"none"} == set(COLUMNS["group_filter"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_travels_as_plain_json(name: str) -> None:
+    method = METHODS[name]
+    assert Method.from_dict(json.loads(json.dumps(method.to_dict()))) == method
+
+
+def test_an_override_changes_options_a_rule_or_both_and_nothing_else() -> None:
+    base = method_of("grpo")
+    options = method_of("grpo", objective={"clip_high": 0.28})
+    assert options.objective.options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0}
+    assert options.weight == base.weight
+    assert method_of("grpo", weight="icepop").weight.options == {"low": 0.5, "high": 5.0}
+    both = method_of("grpo", weight={"name": "icepop", "high": 4})
+    assert both.weight.options == {"low": 0.5, "high": 4.0}
+    assert METHODS["grpo"].weight.name == "tis_token", "the table itself is never edited"
+
+
+def test_needs_follow_from_the_rules_in_force() -> None:
+    assert method_of("decoupled_ppo").needs == {Need.OLD_LOGPROBS}
+    assert method_of("loglinear_ppo").needs == {Need.TOKEN_VERSIONS}
+    assert method_of("grpo", kl="k3").needs == {Need.REFERENCE_LOGPROBS}
+    assert Need.TOKEN_KL in method_of("reinforce_pp").needs
+    assert Need.TOKEN_KL not in method_of("reinforce_pp", advantage={"kl_coef": 0.0}).needs
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "match"),
+    [
+        ("grpoo", {}, r"no method named 'grpoo' \(did you mean 'grpo'\?\)"),
+        ("grpo", {"objctive": "gspo"}, r"'objctive' is no column of a method \(did you mean 'objective'\?\)"),
+        ("grpo", {"objective": "gpso"}, r"algorithm.objective: no rule named 'gpso' \(did you mean 'gspo'\?\)"),
+        ("grpo", {"objective": {"clip_hi": 0.3}}, r"clip has no option 'clip_hi' \(did you mean 'clip_high'\?\)"),
+        ("grpo", {"objective": {"clip_low": 1.5}}, r"clip_low: got 1.5, expected a finite number from 0 to 1"),
+        ("grpo", {"objective": {"clip_low": "0.2"}}, "got '0.2', expected a number"),
+        ("grpo", {"weight": {"cap": float("nan")}}, "got nan, expected a finite number"),
+        ("grpo", {"weight": {"cap": 0.5}}, "cap: got 0.5"),
+        ("grpo", {"weight": {"cap": True}}, "got True, expected a number"),
+        ("grpo", {"advantage": {"ddof": 0.5}}, "ddof: got 0.5, expected a whole number"),
+        ("rloo", {"advantage": {"divide_by_std": 1}}, "got 1, expected true or false"),
+        ("process_grpo", {"advantage": {"pool": "tokens"}}, "expected one of steps, position"),
+        ("grpo", {"aggregation": "token_mean"}, r"got 'token_mean' \(did you mean 'token-mean'\?\)"),
+        ("grpo", {"mask_order": "after"}, "Expected one of unstated, before_weight, after_weight"),
+        ("grpo", {"objective": 3}, "expected a rule's name or a table of options"),
+        ("grpo", {"auxiliary": ["squared_log_ratio", "squared_log_ratio"]}, "each rule at most once"),
+    ],
+)
+def test_a_wrong_word_or_number_names_what_was_expected(name: str, overrides: dict[str, Any], match: str) -> None:
+    refused(name, match, overrides=overrides)
+
+
+@pytest.mark.parametrize("weight", [name for name in COLUMNS["weight"] if name != "none"])
+def test_refuses_a_weight_beside_the_bypass(weight: str) -> None:
+    refused("gspo", "would count pi/mu twice", overrides={"weight": weight})
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "prime_rl", "ipo", "opd", "topr", "topr_token", "reinforce_is"])
+def test_refuses_a_two_policy_objective_around_another_policy(name: str) -> None:
+    refused(name, "expected engine", overrides={"proximal": "recomputed"})
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "maxrl", "opo", "grpo_passk", "dapo"])
+def test_refuses_a_group_rule_with_groups_of_one(name: str) -> None:
+    refused(name, "compares siblings: got group size 1, expected at least 2", group_size=1)
+
+
+def test_a_group_of_one_may_train_with_a_rule_that_compares_no_siblings() -> None:
+    assert resolve("remax", group_size=1, offers=EVERYTHING).advantage.name == "remax"
+
+
+@pytest.mark.parametrize(
+    ("name", "need"),
+    [
+        ("remax", "needs greedy_reward"),
+        ("otb", "needs square_sum"),
+        ("ppo", "needs critic"),
+        ("vapo", "needs critic"),
+        ("decoupled_ppo", "needs old_logprobs"),
+        ("grpo_deepseekmath", "needs reference_logprobs"),
+        ("gigpo", "needs anchors"),
+        ("process_grpo", "needs step_scores"),
+        ("m2po", "needs whole_step"),
+        ("gpg", "needs whole_batch"),
+    ],
+)
+def test_refuses_a_method_whose_inputs_the_run_does_not_have(name: str, need: str) -> None:
+    refused(name, need, offers=frozenset())
+
+
+def test_refuses_the_loglinear_proxy_without_versions_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of this system has them; the check is for one that would not."""
+    monkeypatch.setattr("pipelinerl.algorithms.methods.ALWAYS_OFFERED", frozenset())
+    refused("loglinear_ppo", "needs token_versions", offers=frozenset())
+
+
+def test_a_critic_makes_ppo_possible() -> None:
+    offers = frozenset({Need.WHOLE_BATCH})
+    assert resolve("ppo", group_size=1, offers=offers, has_critic=True).critic.name == "clipped"
+
+
+def test_refuses_the_current_policy_as_proximal_with_several_updates_per_batch() -> None:
+    refused("grpo", "exact for one update per batch only: got 4", updates_per_batch=4)
+    assert resolve("grpo", {"proximal": "recomputed"}, group_size=8, offers=EVERYTHING, updates_per_batch=4)
+
+
+@pytest.mark.parametrize("overrides", [{"masks": "opsm"}, {"objective": {"name": "kimi", "tau": 0.1}}])
+def test_refuses_a_rule_that_would_never_act(overrides: dict[str, Any]) -> None:
+    refused("grpo", "'current' makes them equal", overrides=overrides)
+
+
+def test_refuses_a_token_mask_under_a_sequence_weight_until_the_order_is_stated() -> None:
+    columns = {"weight": "tis_sequence", "masks": "outlier_band"}
+    refused("grpo", "got no order", overrides=columns)
+    assert resolve("grpo", {**columns, "mask_order": "after_weight"}, group_size=8).mask_order == "after_weight"
+    assert resolve("grpo", {**columns, "masks": "veto"}, group_size=8).masks[0].name == "veto"
+
+
+def test_refuses_truncated_sampling_unless_the_kept_tokens_are_replayed() -> None:
+    refused("grpo", "leak the logarithm of the kept mass", truncated_sampling=True)
+    assert resolve("grpo", group_size=8, truncated_sampling=True, replays_kept_tokens=True)
+    refused("grpo", "expected processed ones", processed_logprobs=False)
+
+
+def test_refuses_options_that_have_no_default_until_they_are_stated() -> None:
+    refused("ipo", r"ipo has no default for threshold.*Set algorithm\.objective\.threshold")
+    assert resolve("ipo", {"objective": {"threshold": 0.1}}, group_size=8)
+
+
+def test_refuses_a_band_that_keeps_nothing_and_a_dual_clip_inside_the_clip() -> None:
+    refused("icepop", "low 0.5 and high 0.4", overrides={"weight": {"high": 0.4}})
+    refused("grpo", "expected 0 .off. or more than 1", overrides={"objective": {"dual_clip": 0.9}})
+
+
+def test_refuses_the_nll_of_correct_answers_under_another_unit_than_tokens() -> None:
+    refused("vapo", "expected token-mean", overrides={"aggregation": "seq-mean-token-mean"})
+
+
+def test_all_problems_are_shown_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("decoupled_ppo", {"kl": "k3"}, group_size=1, truncated_sampling=True)
+    for part in ("old_logprobs", "reference_logprobs", "group size 1", "kept mass"):
+        assert part in str(caught.value)
+
+
+def test_the_orchestrators_side_imports_without_torch() -> None:
+    """The head node has none."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pipelinerl.algorithms import credit, methods, optimal_baseline, prime, staleness\n"
+        "print(len(methods.METHODS))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(METHODS)

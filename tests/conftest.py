@@ -1,0 +1,44 @@
+"""What holds for every test: one thread per process, no network, and a reason for each test that this machine cannot run.
+
+The environment is set here because torch and the Hugging Face libraries read it once, when they are first imported; child processes
+inherit it.
+"""
+
+import importlib.util
+import os
+
+import pytest
+from hypothesis import settings
+
+os.environ["OMP_NUM_THREADS"] = "1"  # more threads than cores spin against each other: vLLM on two cores is then up to ten times slower
+os.environ["HF_HUB_OFFLINE"] = "1"  # models are made by the tests; a name that is not a folder fails at once
+os.environ["WANDB_MODE"] = "offline"
+
+# A deadline per example measures how busy the machine is, not the code; pytest's own timeout ends what hangs.
+settings.register_profile("pipelinerl", deadline=None)
+settings.load_profile("pipelinerl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it."""
+    marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("vllm", "gpu")}
+    if marked["vllm"] and importlib.util.find_spec("vllm") is None:
+        _skip(marked["vllm"], reason="needs vLLM, which is not installed here")
+    if marked["gpu"] and (reason := _why_no_gpu()):
+        _skip(marked["gpu"], reason=reason)
+
+
+def _skip(items: list[pytest.Item], *, reason: str) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    """Return why the `gpu` tests cannot run, or None where they can."""
+    if importlib.util.find_spec("torch") is None:
+        return "needs a CUDA device: torch is not installed here"
+    import torch
+
+    if torch.version.cuda is None:
+        return f"needs a CUDA device: torch {torch.__version__} is a build without CUDA"
+    return None if torch.cuda.is_available() else f"needs a CUDA device: torch {torch.__version__} finds none"

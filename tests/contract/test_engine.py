@@ -1,0 +1,367 @@
+"""What every engine promises to the step loop: the real one, and the deterministic one that stands in for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import pytest
+
+from pipelinerl.engine.base import Chunk, Engine
+from pipelinerl.engine.fake import FakeEngine
+from pipelinerl.errors import EngineError, WeightsError
+from pipelinerl.messages import Finish, Generate, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipelinerl.engine.vllm_engine import VllmEngine
+
+CONTEXT = 64
+"""Longest prompt plus completion of the engines under test."""
+FORCED = 77
+"""Token that the policies published here force."""
+
+
+class Bench(Protocol):
+    """An engine, and policies for it."""
+
+    engine: Engine
+
+    def publish(self) -> tuple[str, str]:
+        """Publish a policy under which other tokens are sampled; its slot and digest."""
+        ...
+
+    def corrupt(self) -> tuple[str, str]:
+        """Publish a policy whose bytes are not those of its digest."""
+        ...
+
+    def reset(self) -> None:
+        """Go back to the weights the engine began with, where that can be."""
+        ...
+
+
+class FakeBench:
+    def __init__(self) -> None:
+        self.engine: Engine = FakeEngine(max_model_tokens=CONTEXT, max_running=4, mean_tokens=10**9)
+
+    def publish(self) -> tuple[str, str]:
+        return "slot-1", "digest"
+
+    def corrupt(self) -> tuple[str, str]:
+        return "corrupt", "digest"
+
+    def reset(self) -> None:
+        """Nothing to do: tokens differ after every commit, but any weights serve as well as the first."""
+
+
+class VllmBench:
+    def __init__(self, engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> None:
+        from tests import real_engine
+
+        self.engine: Engine = engine
+        self.publisher = real_engine.Publisher(engine)
+        self._tensors = tensors
+        self._published: list[str] = []
+
+    def publish(self) -> tuple[str, str]:
+        return self.publish_weights(self.forcing(FORCED))
+
+    def forcing(self, token_id: int) -> dict[str, torch.Tensor]:
+        """Weights that sample one token, greedily."""
+        from tests import tiny_models
+
+        return tiny_models.forcing(self._tensors, token_id)
+
+    def corrupt(self) -> tuple[str, str]:
+        slot, digest = self.publish()
+        return slot, digest[::-1]
+
+    def reset(self) -> None:
+        if self._published:
+            slot, digest = self.publish_weights(self._tensors)
+            self.engine.stage(slot, digest)
+            self.engine.commit()
+            while len(self._published) > 1:
+                self.publisher.release(self._published.pop(0))
+
+    def publish_weights(self, weights: dict[str, torch.Tensor]) -> tuple[str, str]:
+        slot, digest = self.publisher.publish(weights)
+        self._published.append(slot)
+        return slot, digest
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
+def whole_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    if request.param == "fake":
+        yield FakeBench()
+        return
+    from tests import real_engine, tiny_models
+
+    folder = tmp_path_factory.mktemp("qwen2")
+    tensors = tiny_models.make_qwen2(folder, tied=False, seed=2)  # greedy, it repeats itself less than others
+    with real_engine.vllm_engine(folder, max_running=4, max_tokens=CONTEXT) as engine:
+        made = VllmBench(engine, tensors)
+        with contextlib.closing(made.publisher):
+            yield made
+
+
+@pytest.fixture
+def bench(whole_bench: Bench) -> Iterator[Bench]:
+    """The engine with the weights it began with and nothing to do."""
+    yield whole_bench
+    for name in ("reference", "a", "b", "c", "good", "bad", "other"):
+        whole_bench.engine.cancel(name)
+    whole_bench.reset()
+
+
+def request(
+    rollout_id: str,
+    *,
+    prompt: Sequence[int] = (5, 6, 7),
+    max_tokens: int = 8,
+    temperature: float = 0.0,
+    stop: tuple[int, ...] = (),
+) -> Generate:
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop)
+    return Generate(rollout_id=rollout_id, attempt=0, token_ids=np.array(prompt, np.int32), sampling=sampling)
+
+
+@dataclasses.dataclass(slots=True)
+class Reply:
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finishes: list[Finish] = dataclasses.field(default_factory=list)
+
+
+def note(chunks: list[Chunk], replies: dict[str, Reply]) -> None:
+    for chunk in chunks:
+        assert len(chunk.token_ids) == len(chunk.logprobs)
+        reply = replies.setdefault(chunk.rollout_id, Reply())
+        assert not reply.finishes, f"{chunk.rollout_id} was finished before"
+        reply.token_ids += chunk.token_ids
+        reply.logprobs += chunk.logprobs
+        if chunk.finish is not None:
+            reply.finishes.append(chunk.finish)
+
+
+def serve(engine: Engine, *requests: Generate) -> dict[str, Reply]:
+    """Serve requests to their ends."""
+    for one in requests:
+        engine.submit(one, version=0)
+    replies: dict[str, Reply] = {}
+    for _ in range(10 * CONTEXT):
+        if sum(bool(reply.finishes) for reply in replies.values()) == len(requests):
+            return replies
+        note(engine.step(), replies)
+    raise AssertionError(f"unfinished after {10 * CONTEXT} forward passes: {replies}")
+
+
+def reference(bench: Bench, *, max_tokens: int = 8) -> list[int]:
+    """What the engine samples greedily under the weights it has now."""
+    return serve(bench.engine, request("reference", max_tokens=max_tokens))["reference"].token_ids
+
+
+def test_a_sequence_ends_at_its_longest_with_a_finite_logprob_for_every_token(bench: Bench):
+    reply = serve(bench.engine, request("a", max_tokens=8, temperature=1.0))["a"]
+    assert reply.finishes == [Finish.LENGTH]
+    assert len(reply.token_ids) == len(reply.logprobs) == 8
+    assert all(math.isfinite(logprob) and logprob <= 0 for logprob in reply.logprobs)
+
+
+def test_a_step_gives_each_running_sequence_one_token(bench: Bench):
+    for name in "abc":
+        bench.engine.submit(request(name, max_tokens=5), version=0)
+    replies: dict[str, Reply] = {}
+    for _ in range(20):
+        before = {name: len(reply.token_ids) for name, reply in replies.items()}
+        note(bench.engine.step(), replies)
+        assert all(len(reply.token_ids) - before.get(name, 0) <= 1 for name, reply in replies.items())
+        if len(replies) == 3 and all(reply.finishes for reply in replies.values()):
+            break
+    assert [len(replies[name].token_ids) for name in "abc"] == [5, 5, 5]
+
+
+def test_greedy_tokens_depend_on_the_prompt_alone(bench: Bench):
+    alone = reference(bench)
+    together = serve(bench.engine, *(request(name) for name in "ab"), request("c", prompt=(9, 8, 7, 6)))
+    assert together["a"].token_ids == together["b"].token_ids == alone
+    assert together["c"].token_ids != alone
+
+
+def test_a_stop_token_ends_a_sequence_and_is_its_last_token(bench: Bench):
+    tokens = reference(bench)
+    stop = next(token for token in tokens[2:] if token not in tokens[:2])
+    reply = serve(bench.engine, request("a", stop=(stop,)))["a"]
+    assert reply.finishes == [Finish.STOP]
+    assert reply.token_ids == tokens[: tokens.index(stop) + 1]
+
+
+def test_a_sequence_that_fills_the_context_is_truncated_there(bench: Bench):
+    prompt = list(range(5, 5 + CONTEXT - 6))
+    reply = serve(bench.engine, request("a", prompt=prompt, max_tokens=50))["a"]
+    assert reply.finishes == [Finish.LENGTH]
+    assert len(reply.token_ids) == 6
+
+
+def test_more_requests_than_run_at_once_are_all_served(bench: Bench):
+    names = [f"r{number}" for number in range(3 * bench.engine.limits.max_running)]
+    replies = serve(bench.engine, *(request(name, max_tokens=3) for name in names))
+    assert sorted(replies) == sorted(names)
+
+
+def test_a_cancelled_request_says_no_more_and_the_others_go_on(bench: Bench):
+    tokens = reference(bench)
+    replies: dict[str, Reply] = {}
+    for name in "ab":
+        bench.engine.submit(request(name), version=0)
+    for _ in range(3):
+        note(bench.engine.step(), replies)
+    bench.engine.cancel("a")
+    bench.engine.cancel("a")
+    bench.engine.cancel("never heard of")
+    length = len(replies["a"].token_ids)
+    while not replies["b"].finishes:
+        note(bench.engine.step(), replies)
+    assert length == len(replies["a"].token_ids) == 3
+    assert replies["a"].finishes == []
+    assert replies["b"].token_ids == tokens
+
+
+def test_a_cancelled_name_can_be_asked_for_again(bench: Bench):
+    tokens = reference(bench)
+    bench.engine.submit(request("a"), version=0)
+    bench.engine.step()
+    bench.engine.cancel("a")
+    assert serve(bench.engine, request("a"))["a"].token_ids == tokens
+
+
+@pytest.mark.parametrize("length", [0, CONTEXT, CONTEXT + 1, 10 * CONTEXT])
+def test_a_prompt_that_cannot_be_served_is_refused_and_harms_nobody(bench: Bench, length: int):
+    tokens = reference(bench)
+    bench.engine.submit(request("good"), version=0)
+    with pytest.raises(EngineError):
+        bench.engine.submit(request("bad", prompt=[5] * length), version=0)
+    replies: dict[str, Reply] = {}
+    while "good" not in replies or not replies["good"].finishes:
+        note(bench.engine.step(), replies)
+    assert replies["good"].token_ids == tokens
+    assert list(replies) == ["good"]
+
+
+def test_a_name_asked_for_twice_is_finished_once_and_the_engine_goes_on(bench: Bench):
+    """Whether the second is refused or takes the first one's place: one sequence of that name goes on, and ends once."""
+    tokens = reference(bench)
+    bench.engine.submit(request("a", max_tokens=6), version=0)
+    bench.engine.submit(request("other", max_tokens=20), version=0)
+    replies: dict[str, Reply] = {}
+    for _ in range(2):
+        note(bench.engine.step(), replies)
+    with contextlib.suppress(EngineError):
+        bench.engine.submit(request("a", max_tokens=6), version=0)
+        del replies["a"]
+    while not replies["other"].finishes:
+        note(bench.engine.step(), replies)
+    assert replies["a"].token_ids == tokens[:6]
+    assert replies["a"].finishes == [Finish.LENGTH]
+    assert reference(bench) == tokens
+
+
+def test_a_policy_is_taken_in_the_middle_of_a_sequence(bench: Bench):
+    """Staging changes nothing; the forward pass after the commit samples under the new weights; the sequence goes on."""
+    tokens = reference(bench)
+    assert FORCED not in tokens
+    bench.engine.submit(request("a"), version=0)
+    replies: dict[str, Reply] = {}
+    for _ in range(3):
+        note(bench.engine.step(), replies)
+    slot, digest = bench.publish()
+    bench.engine.stage(slot, digest)
+    note(bench.engine.step(), replies)
+    bench.engine.commit()
+    while not replies["a"].finishes:
+        note(bench.engine.step(), replies)
+    assert len(replies["a"].token_ids) == 8
+    assert replies["a"].token_ids[:4] == tokens[:4]
+    assert all(new != old for new, old in zip(replies["a"].token_ids[4:], tokens[4:], strict=True))
+
+
+def test_a_policy_with_a_wrong_digest_is_refused_and_the_old_weights_serve_on(bench: Bench):
+    tokens = reference(bench)
+    slot, digest = bench.corrupt()
+    bench.engine.submit(request("a"), version=0)
+    replies: dict[str, Reply] = {}
+    note(bench.engine.step(), replies)
+    with pytest.raises(WeightsError, match="digest"):
+        bench.engine.stage(slot, digest)
+    while not replies["a"].finishes:
+        note(bench.engine.step(), replies)
+    assert replies["a"].token_ids == tokens
+    with pytest.raises(WeightsError, match="nothing is staged"):
+        bench.engine.commit()
+    assert reference(bench) == tokens
+
+
+def test_a_commit_without_a_staged_policy_is_refused_and_changes_nothing(bench: Bench):
+    tokens = reference(bench)
+    with pytest.raises(WeightsError, match="nothing is staged: commit follows stage"):
+        bench.engine.commit()
+    assert reference(bench) == tokens
+
+
+def test_a_policy_staged_twice_is_committed_once(bench: Bench):
+    slot, digest = bench.publish()
+    bench.engine.stage(slot, digest)
+    bench.engine.stage(slot, digest)
+    bench.engine.commit()
+    with pytest.raises(WeightsError, match="nothing is staged"):
+        bench.engine.commit()
+    serve(bench.engine, request("a"))
+
+
+# --- the real engine's own ---------------------------------------------------------------------------------------------------------
+
+
+only_vllm = pytest.mark.parametrize("whole_bench", [pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module")
+
+
+@only_vllm
+def test_the_models_own_end_of_sequence_ends_a_sequence_and_is_part_of_it(bench: VllmBench):
+    """The tokenizer is not loaded: the engine must know the end of sequence (2) from the model folder."""
+    slot, digest = bench.publish_weights(bench.forcing(2))
+    bench.engine.stage(slot, digest)
+    bench.engine.commit()
+    reply = serve(bench.engine, request("a"))["a"]
+    assert (reply.token_ids, reply.finishes) == ([2], [Finish.STOP])
+
+
+@only_vllm
+def test_logprobs_are_those_of_the_distribution_sampled_from(bench: VllmBench):
+    """The forcing weights give the logit 3 sqrt(128) to one token and sqrt(128) to the other 127; halved, and at temperature 2, that is
+    8.485 and 2.828: log p(forced) = -log(1 + 127 exp(2.828 - 8.485)) = -0.3672, log p(other) = -0.3672 - 5.6569 = -6.0240.
+    """
+    weights = bench.forcing(FORCED)
+    weights["lm_head.weight"] *= 0.5
+    slot, digest = bench.publish_weights(weights)
+    bench.engine.stage(slot, digest)
+    bench.engine.commit()
+    replies = serve(bench.engine, *(request(f"r{number}", max_tokens=50, temperature=2.0) for number in range(4)))
+    seen = {True: 0, False: 0}
+    for reply in replies.values():
+        for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+            seen[token == FORCED] += 1
+            assert logprob == pytest.approx(-0.3672 if token == FORCED else -6.0240, abs=1e-3)
+    assert seen[True] > 50
+    assert seen[False] > 20
+
+
+@only_vllm
+def test_a_slot_that_is_not_there_is_refused_by_name(bench: VllmBench):
+    with pytest.raises(WeightsError, match="pipelinerl-nowhere-0"):
+        bench.engine.stage("pipelinerl-nowhere-0", "digest")
+    with pytest.raises(WeightsError, match="is not the name of a slot"):
+        bench.engine.stage("../../etc/passwd", "digest")

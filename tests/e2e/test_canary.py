@@ -1,0 +1,170 @@
+"""The canary: weights that force a token each, swapped into a running vLLM engine; every token tells which weights sampled it.
+
+Sequences run on across all swaps. What they sampled is compared with the version that each token carries, and afterwards, on ordinary
+weights, with an engine that was started on these weights and never swapped.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import pytest
+
+from pipelinerl.engine.base import Engine
+from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWeights, WeightsCommitted
+
+if TYPE_CHECKING:
+    import torch
+
+    from tests.real_engine import Publisher
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+_Versions = TypeVar("_Versions", int, np.ndarray)
+
+NUM_SEQUENCES = 48
+NUM_TOKENS = 200
+NUM_POLICIES = 20
+STEPS_BETWEEN = 6
+"""Forward passes from one commit to the next publication; the rest of the 200 is for staging on a busy machine."""
+
+
+def forced_token(version: _Versions) -> _Versions:
+    """The token that policy `version` forces; another one for each."""
+    return 3 + version
+
+
+@dataclasses.dataclass(slots=True)
+class Swapped:
+    """What came of sequences that ran while policies were swapped under them."""
+
+    completions: list[Completion]
+    commits: list[WeightsCommitted]
+
+
+def prompts(seed: int, *, count: int) -> list[np.ndarray]:
+    chance = np.random.default_rng(seed)
+    return [chance.integers(3, 120, size=chance.integers(2, 30), dtype=np.int32) for _ in range(count)]
+
+
+def ask(loop: EngineLoop, seed: int, *, count: int, max_tokens: int) -> None:
+    for number, token_ids in enumerate(prompts(seed, count=count)):
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
+        loop.handle(Generate(rollout_id=f"{seed}/{number}", attempt=0, token_ids=token_ids, sampling=sampling))
+
+
+def swap_under_way(engine: Engine, loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor]) -> Swapped:
+    """Run `NUM_SEQUENCES` to their ends and publish policy after policy meanwhile, each when the last is in force."""
+    from tests import tiny_models
+
+    ask(loop, 0, count=NUM_SEQUENCES, max_tokens=NUM_TOKENS)
+    found = Swapped(completions=[], commits=[])
+    slots: list[str] = []
+    wait = STEPS_BETWEEN
+    while loop.has_work:
+        wait -= 1
+        if wait <= 0 and not loop.is_swapping and loop.version < NUM_POLICIES:
+            version = loop.version + 1
+            slot, digest = publisher.publish(tiny_models.forcing(tensors, forced_token(version)))
+            slots.append(slot)
+            loop.handle(StageWeights(version=version, slot=slot, digest=digest))
+            wait = STEPS_BETWEEN
+        loop.advance()
+        for message in loop.outbox:
+            if isinstance(message, Completion):
+                found.completions.append(message)
+            else:
+                assert isinstance(message, WeightsCommitted), message
+                found.commits.append(message)
+                if len(slots) > 1:
+                    publisher.release(slots.pop(0))
+        loop.outbox.clear()
+    return found
+
+
+def num_wrong(completions: list[Completion]) -> int:
+    """Tokens that are not the one which the weights of their version force."""
+    return sum(int(np.count_nonzero(completion.token_ids != forced_token(completion.versions))) for completion in completions)
+
+
+def shifted(completion: Completion, *, by: int) -> Completion:
+    """The completion with every version on the token `by` places later: what a loop that stamps too late (or too early) would say."""
+    versions = np.roll(completion.versions, by)
+    if by > 0:
+        versions[:by] = completion.versions[0]
+    else:
+        versions[by:] = completion.versions[-1]
+    return Completion(
+        rollout_id=completion.rollout_id,
+        attempt=completion.attempt,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=versions,
+        finish=completion.finish,
+    )
+
+
+@contextlib.contextmanager
+def loop_around(engine: Engine) -> Iterator[EngineLoop]:
+    """The product's own loop, staging in a thread of its own as the engine process does."""
+    with concurrent.futures.ThreadPoolExecutor(1) as stager:
+        yield EngineLoop(engine, engine_id=0, stager=lambda order: stager.submit(engine.stage, order.slot, order.digest))
+
+
+def greedy(loop: EngineLoop, seed: int) -> dict[str, list[int]]:
+    """Greedy completions of fresh prompts by what the engine holds now."""
+    ask(loop, seed, count=16, max_tokens=40)
+    while loop.has_work:
+        loop.advance()
+    replies = {message.rollout_id: message.token_ids.tolist() for message in loop.outbox if isinstance(message, Completion)}
+    loop.outbox.clear()
+    return replies
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(tmp_path: Path, tied: bool):
+    from safetensors.torch import save_file
+
+    from tests import real_engine, tiny_models
+
+    tensors = tiny_models.make_qwen2(tmp_path / "first", tied=tied, seed=0)
+    save_file(tiny_models.forcing(tensors, forced_token(0)), tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
+    last = tiny_models.make_qwen2(tmp_path / "last", tied=tied, seed=2)
+    with real_engine.vllm_engine(tmp_path / "first") as engine, loop_around(engine) as loop:
+        publisher = real_engine.Publisher(engine)
+        with contextlib.closing(publisher):
+            swapped = swap_under_way(engine, loop, publisher, tensors)
+            judge(swapped)
+            slot, digest = publisher.publish(last)
+            loop.handle(StageWeights(version=NUM_POLICIES + 1, slot=slot, digest=digest))
+            while loop.is_swapping:
+                loop.advance()
+            assert loop.version == NUM_POLICIES + 1
+            loop.outbox.clear()
+            after_swaps = greedy(loop, seed=1)
+    with real_engine.vllm_engine(tmp_path / "last") as fresh, loop_around(fresh) as loop:
+        never_swapped = greedy(loop, seed=1)
+    assert after_swaps == never_swapped
+    assert len({tuple(tokens) for tokens in never_swapped.values()}) > 4, "the prompts must not all lead to the same tokens"
+
+
+def judge(swapped: Swapped) -> None:
+    versions = {version for completion in swapped.completions for version in completion.versions.tolist()}
+    print(f"{len(swapped.commits)} swaps, pauses up to {1e3 * max(commit.pause_s for commit in swapped.commits):.3f} ms")
+    assert [commit.version for commit in swapped.commits] == list(range(1, len(swapped.commits) + 1))
+    assert len(swapped.commits) >= 15
+    assert all(commit.num_running == NUM_SEQUENCES for commit in swapped.commits), "no sequence ended before its time"
+    assert versions == set(range(len(swapped.commits) + 1))
+    finishes = [(completion.finish, len(completion.token_ids)) for completion in swapped.completions]
+    assert finishes == [(Finish.LENGTH, NUM_TOKENS)] * NUM_SEQUENCES, "a swap aborts nothing"
+    assert num_wrong(swapped.completions) == 0
+    for by in (-1, 1):
+        stamped_wrongly = num_wrong([shifted(completion, by=by) for completion in swapped.completions])
+        assert stamped_wrongly >= NUM_SEQUENCES * (len(swapped.commits) - 1), "the canary must notice a stamp that is off by one"

@@ -1,0 +1,376 @@
+"""The step loop: which version stamps which token, which order wins, and what becomes of requests when something fails."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import zlib
+
+import numpy as np
+import pytest
+
+from pipelinerl.engine.base import Chunk
+from pipelinerl.engine.fake import FakeEngine
+from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.errors import EngineError, WeightsError
+from pipelinerl.messages import (
+    Cancel,
+    Completion,
+    Finish,
+    Generate,
+    Message,
+    Sampling,
+    StageWeights,
+    Stop,
+    WeightsCommitted,
+    WeightsRefused,
+)
+
+PROMPT = np.array([5, 6, 7], np.int32)
+SEED = zlib.crc32(PROMPT.tobytes())
+
+
+class Stager:
+    """Staging that ends when the test says so."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.orders: list[int] = []
+        """Versions in the order in which their staging began."""
+        self._engine = engine
+        self._futures: dict[int, concurrent.futures.Future[None]] = {}
+
+    def __call__(self, order: StageWeights) -> concurrent.futures.Future[None]:
+        self.orders.append(order.version)
+        self._futures[order.version] = concurrent.futures.Future()
+        return self._futures[order.version]
+
+    def finish(self, version: int) -> None:
+        self._engine.stage(f"slot-{version}", "digest")
+        self._futures[version].set_result(None)
+
+    def refuse(self, version: int, error: str) -> None:
+        self._futures[version].set_exception(WeightsError(error))
+
+
+class Ticking:
+    """A clock that tells the seconds given to it, one after another, then stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """A loop around a fake engine whose sequences never stop by themselves."""
+
+    def __init__(self, *, engine: FakeEngine | None = None, max_running: int = 8) -> None:
+        self.engine = engine or FakeEngine(max_model_tokens=4096, max_running=max_running, mean_tokens=10**9)
+        self.stager = Stager(self.engine)
+        self.clock = Ticking()
+        self.loop = EngineLoop(self.engine, engine_id=3, stager=self.stager, clock=self.clock)
+
+    def ask(self, rollout_id: str = "0/0", *, attempt: int = 0, max_tokens: int = 10) -> None:
+        self.loop.handle(Generate(rollout_id=rollout_id, attempt=attempt, token_ids=PROMPT, sampling=Sampling(max_tokens=max_tokens)))
+
+    def order(self, version: int, *, when_idle: bool = False) -> None:
+        self.loop.handle(StageWeights(version=version, slot=f"slot-{version}", digest="digest", when_idle=when_idle))
+
+    def advance(self, times: int = 1) -> list[Message]:
+        """Run forward passes; what the loop said meanwhile."""
+        for _ in range(times):
+            self.loop.advance()
+        return self.said()
+
+    def said(self) -> list[Message]:
+        said, self.loop.outbox[:] = list(self.loop.outbox), []
+        return said
+
+
+def completions(messages: list[Message]) -> list[Completion]:
+    return [message for message in messages if isinstance(message, Completion)]
+
+
+def committed(messages: list[Message]) -> list[int]:
+    return [message.version for message in messages if isinstance(message, WeightsCommitted)]
+
+
+def sampled_by(completion: Completion) -> list[int]:
+    """How many commits the fake engine had taken when it sampled each token, told by the token itself."""
+    commits = range(10)
+    found = []
+    for position, token in enumerate(completion.token_ids.tolist(), start=1):
+        (commit,) = [commit for commit in commits if (SEED + 7919 * position + 104729 * commit) % 1000 == token]
+        found.append(commit)
+    return found
+
+
+def test_a_completion_holds_every_token_with_its_logprob_and_version():
+    bench = Bench()
+    bench.ask(max_tokens=4)
+    (completion,) = completions(bench.advance(4))
+    assert (completion.rollout_id, completion.attempt, completion.finish, completion.error) == ("0/0", 0, Finish.LENGTH, "")
+    assert completion.token_ids.tolist() == [(SEED + 7919 * position) % 1000 for position in (1, 2, 3, 4)]
+    assert completion.logprobs.tolist() == pytest.approx([-np.log(1000)] * 4)
+    assert completion.versions.tolist() == [0, 0, 0, 0]
+    assert not bench.loop.has_work
+
+
+def test_the_stamp_changes_exactly_at_the_forward_pass_that_runs_under_the_new_weights():
+    bench = Bench()
+    bench.ask(max_tokens=10)
+    bench.advance(2)
+    bench.order(1)
+    bench.advance(3)  # still being staged
+    bench.stager.finish(1)
+    assert bench.loop.version == 0, "finished, but no forward pass has come by"
+    assert committed(bench.advance(1)) == [1]
+    bench.order(2)
+    bench.stager.finish(2)
+    (completion,) = completions(bench.advance(4))
+    assert completion.versions.tolist() == [0] * 5 + [1] * 1 + [2] * 4
+    assert sampled_by(completion) == completion.versions.tolist(), "the tokens themselves tell which weights sampled them"
+
+
+@pytest.mark.parametrize(("ordered_after", "staged_after"), list(itertools.product(range(4), range(4))))
+def test_stamps_tell_the_weights_whenever_a_policy_comes(ordered_after: int, staged_after: int):
+    bench = Bench()
+    for sibling in range(3):
+        bench.ask(f"0/{sibling}", max_tokens=8 + sibling)
+        bench.advance(1)
+    said: list[Message] = []
+    for version in (1, 2):
+        said += bench.advance(ordered_after)
+        bench.order(version)
+        said += bench.advance(staged_after)
+        bench.stager.finish(version)
+        said += bench.advance(1)
+    said += bench.advance(12)
+    done = completions(said)
+    assert len(done) == 3
+    for completion in done:
+        assert sampled_by(completion) == completion.versions.tolist()
+
+
+def test_a_swap_aborts_nothing_and_says_what_it_cost():
+    bench = Bench()
+    for sibling in range(5):
+        bench.ask(f"0/{sibling}", max_tokens=6)
+    bench.advance(2)
+    bench.order(1)
+    bench.clock.now_s += 2.5
+    bench.stager.finish(1)
+    (swap,) = [message for message in bench.advance(1) if isinstance(message, WeightsCommitted)]
+    assert (swap.engine_id, swap.version, swap.num_running, swap.stage_s, swap.pause_s) == (3, 1, 5, 2.5, 0.0)
+    done = completions(bench.advance(3))
+    assert [(completion.finish, len(completion.token_ids)) for completion in done] == [(Finish.LENGTH, 6)] * 5
+
+
+def test_the_newest_of_several_orders_wins_and_one_being_staged_is_finished_first():
+    bench = Bench()
+    bench.ask()
+    for version in (1, 2, 4, 3):
+        bench.order(version)
+    assert bench.stager.orders == [1], "its thread still reads the slot"
+    bench.stager.finish(1)
+    assert committed(bench.advance(1)) == [1]
+    assert bench.stager.orders == [1, 4]
+    bench.stager.finish(4)
+    assert committed(bench.advance(1)) == [4]
+    assert bench.loop.version == 4
+    assert not bench.loop.is_swapping
+
+
+def test_a_staged_policy_that_waits_for_idleness_gives_way_to_a_newer_one():
+    bench = Bench()
+    bench.ask(max_tokens=3)
+    bench.order(1, when_idle=True)
+    bench.stager.finish(1)
+    bench.advance(1)
+    bench.order(2, when_idle=True)
+    assert bench.stager.orders == [1, 2]
+    bench.stager.finish(2)
+    assert committed(bench.advance(5)) == [2]
+
+
+def test_repeated_and_older_orders_are_harmless():
+    bench = Bench()
+    bench.ask()
+    bench.order(2)
+    bench.order(2)
+    bench.order(1)
+    assert bench.stager.orders == [2]
+    bench.stager.finish(2)
+    assert committed(bench.advance(1)) == [2]
+    bench.order(1)
+    assert bench.said() == []
+    bench.order(2)
+    (again,) = bench.said()
+    assert isinstance(again, WeightsCommitted)
+    assert (again.version, again.pause_s) == (2, 0.0), "who asks again for what is held is told so"
+    bench.advance(2)
+    assert bench.stager.orders == [2]
+
+
+def test_a_policy_for_an_idle_engine_waits_until_no_sequence_runs():
+    bench = Bench()
+    bench.ask("0/0", max_tokens=3)
+    bench.ask("0/1", max_tokens=5)
+    bench.order(1, when_idle=True)
+    bench.stager.finish(1)
+    said = bench.advance(5)
+    assert committed(said) == []
+    assert bench.loop.is_swapping
+    assert [completion.versions.tolist() for completion in completions(said)] == [[0] * 3, [0] * 5]
+    assert committed(bench.advance(1)) == [1]
+    bench.ask("1/0", max_tokens=2)
+    (completion,) = completions(bench.advance(2))
+    assert completion.versions.tolist() == [1, 1]
+
+
+def test_an_idle_engine_takes_a_policy_without_a_forward_pass():
+    bench = Bench()
+    bench.order(1)
+    bench.stager.finish(1)
+    assert committed(bench.advance(1)) == [1]
+    assert bench.loop.load(idle_s=0.0).num_steps == 0
+
+
+def test_a_refused_policy_is_reported_and_the_old_one_serves_on():
+    bench = Bench()
+    bench.ask(max_tokens=6)
+    bench.advance(2)
+    bench.order(1)
+    bench.order(2)
+    bench.stager.refuse(1, "slot slot-1: digest of its 8 bytes is ab")
+    said = bench.advance(1)
+    assert said == [WeightsRefused(engine_id=3, version=1, error="WeightsError: slot slot-1: digest of its 8 bytes is ab")]
+    assert bench.loop.version == 0
+    assert bench.stager.orders == [1, 2], "the next one is staged all the same"
+    bench.stager.finish(2)
+    (completion,) = completions(bench.advance(4))
+    assert completion.versions.tolist() == [0, 0, 0, 2, 2, 2]
+
+
+def test_a_policy_the_engine_cannot_commit_is_refused():
+    """Its staging was reported as done, but the engine holds nothing staged."""
+    bench = Bench()
+    bench.order(1)
+    bench.stager.finish(1)
+    bench.engine.commit()
+    assert bench.advance(1) == [WeightsRefused(engine_id=3, version=1, error="WeightsError: nothing is staged: commit follows stage")]
+    assert bench.loop.version == 0
+
+
+class Failing(FakeEngine):
+    """Fails its third forward pass, and has then lost everything."""
+
+    num_steps = 0
+
+    def step(self) -> list[Chunk]:
+        self.num_steps += 1
+        if self.num_steps == 3:
+            for rollout_id in list(self._requests):
+                self.cancel(rollout_id)
+            raise EngineError("forward pass failed: RuntimeError: out of memory")
+        return super().step()
+
+
+def test_a_failed_forward_pass_loses_what_ran_with_the_engines_words_and_serves_on():
+    bench = Bench(engine=Failing(max_model_tokens=4096, max_running=2, mean_tokens=10**9))
+    for sibling in range(3):
+        bench.ask(f"0/{sibling}", max_tokens=8)
+    said = bench.advance(3)
+    lost = completions(said)
+    assert [(completion.rollout_id, completion.finish, completion.error, len(completion.token_ids)) for completion in lost] == [
+        ("0/0", Finish.ERROR, "forward pass failed: RuntimeError: out of memory", 2),
+        ("0/1", Finish.ERROR, "forward pass failed: RuntimeError: out of memory", 2),
+        ("0/2", Finish.ERROR, "forward pass failed: RuntimeError: out of memory", 0),
+    ]
+    assert not bench.loop.has_work
+    bench.ask("1/0", max_tokens=2)
+    (completion,) = completions(bench.advance(2))
+    assert completion.finish is Finish.LENGTH
+
+
+def test_a_request_the_engine_cannot_serve_is_answered_at_once_and_harms_nobody():
+    bench = Bench()
+    bench.ask("0/0", max_tokens=2)
+    bench.loop.handle(Generate(rollout_id="1/0", attempt=0, token_ids=np.zeros(0, np.int32), sampling=Sampling(max_tokens=1)))
+    (refused,) = completions(bench.said())
+    assert (refused.rollout_id, refused.finish, len(refused.token_ids)) == ("1/0", Finish.ERROR, 0)
+    assert "prompt of 0 tokens" in refused.error
+    (completion,) = completions(bench.advance(2))
+    assert completion.rollout_id == "0/0"
+
+
+def test_a_reissued_attempt_supersedes_the_one_that_runs():
+    bench = Bench()
+    bench.ask(attempt=0, max_tokens=6)
+    bench.advance(4)
+    bench.ask(attempt=1, max_tokens=6)
+    (completion,) = completions(bench.advance(6))
+    assert (completion.attempt, len(completion.token_ids)) == (1, 6)
+    assert not bench.loop.has_work
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_repeated_or_older_attempt_changes_nothing(attempt: int):
+    bench = Bench()
+    bench.ask(attempt=1, max_tokens=6)
+    bench.advance(4)
+    bench.ask(attempt=attempt, max_tokens=6)
+    (completion,) = completions(bench.advance(2))
+    assert (completion.attempt, len(completion.token_ids)) == (1, 6)
+
+
+def test_a_cancelled_request_is_answered_with_what_it_has():
+    bench = Bench()
+    bench.ask("0/0", max_tokens=9)
+    bench.ask("0/1", max_tokens=9)
+    bench.advance(3)
+    bench.loop.handle(Cancel(rollout_id="0/0", attempt=0))
+    (cancelled,) = completions(bench.said())
+    assert (cancelled.rollout_id, cancelled.finish, len(cancelled.token_ids)) == ("0/0", Finish.CANCELLED, 3)
+    (other,) = completions(bench.advance(6))
+    assert (other.rollout_id, other.finish) == ("0/1", Finish.LENGTH)
+
+
+def test_cancelling_another_attempt_or_an_unknown_request_changes_nothing():
+    bench = Bench()
+    bench.ask(attempt=1)
+    bench.loop.handle(Cancel(rollout_id="0/0", attempt=0))
+    bench.loop.handle(Cancel(rollout_id="9/9", attempt=0))
+    assert bench.said() == []
+    assert bench.loop.has_work
+
+
+def test_an_engine_takes_no_other_message():
+    with pytest.raises(TypeError, match="an engine does not take Stop"):
+        Bench().loop.handle(Stop(reason="finished"))
+
+
+def test_gauges_tell_what_runs_what_waits_and_what_was_done():
+    bench = Bench(max_running=2)
+    for sibling in range(5):
+        bench.ask(f"0/{sibling}", max_tokens=4)
+    bench.advance(3)
+    load = bench.loop.load(idle_s=1.5)
+    assert (load.engine_id, load.version, load.num_running, load.num_waiting) == (3, 0, 2, 3)
+    assert (load.num_tokens, load.num_steps, load.idle_s, load.busy_s) == (6, 3, 1.5, 0.0)
+    bench.advance(20)
+    assert bench.loop.load(idle_s=0.0).num_tokens == 20
+
+
+def test_an_engine_announces_what_it_serves():
+    ready = Bench().loop.ready(process_id=77)
+    assert (ready.engine_id, ready.process_id, ready.max_model_tokens, ready.max_running) == (3, 77, 4096, 8)
+
+
+def test_times_of_a_completion_are_those_of_its_first_and_last_moment():
+    bench = Bench()
+    bench.ask(max_tokens=2)
+    bench.clock.now_s = 107.0
+    (completion,) = completions(bench.advance(2))
+    assert (completion.started_at, completion.finished_at) == (100.0, 107.0)

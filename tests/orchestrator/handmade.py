@@ -1,0 +1,83 @@
+"""Prompts, trajectories and scores made by hand: small enough that every expected number can be worked out beside the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipelinerl.messages import UNSAMPLED, Finish, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+
+
+def prompt(num_tokens: int = 2, *, prompt_id: str = "0:0") -> Prompt:
+    """A prompt of the tokens 100, 101, ..."""
+    return Prompt(prompt_id=prompt_id, text="", token_ids=np.arange(100, 100 + num_tokens, dtype=np.int32))
+
+
+def trajectory(
+    versions: Sequence[int] = (0, 0, 0),
+    *,
+    group_id: int = 0,
+    sibling: int = 0,
+    num_prompt: int = 2,
+    finish: Finish = Finish.STOP,
+    admitted_at: float = 0.0,
+    finished_at: float = 0.0,
+) -> Trajectory:
+    """A trajectory with one sampled token (10, 11, ...) for each of `versions`, after a prompt."""
+    asked = prompt(num_prompt)
+    num_sampled = len(versions)
+    return Trajectory(
+        rollout_id=f"{group_id}/{sibling}",
+        group_id=group_id,
+        sibling=sibling,
+        attempt=0,
+        prompt=asked,
+        token_ids=np.concatenate((asked.token_ids, np.arange(10, 10 + num_sampled, dtype=np.int32))),
+        trains=np.array([False] * num_prompt + [True] * num_sampled),
+        logprobs=np.array([0.0] * num_prompt + [-0.5] * num_sampled, np.float32),
+        versions=np.array([UNSAMPLED] * num_prompt + list(versions), np.int32),
+        finish=finish,
+        admitted_at=admitted_at,
+        finished_at=finished_at,
+    )
+
+
+def scored(of: Trajectory, reward: float | None = 1.0, *, outcome: Outcome = Outcome.OK, components: dict[str, float] | None = None):
+    """A trajectory with its score; outcomes other than OK have no reward."""
+    score = Scored(
+        rollout_id=of.rollout_id,
+        attempt=0,
+        outcome=outcome,
+        reward=reward if outcome is Outcome.OK else None,
+        components=components or {},
+    )
+    return ScoredTrajectory(trajectory=of, score=score)
+
+
+def group(group_id: int, members: Sequence[ScoredTrajectory]) -> Group:
+    return Group(group_id=group_id, members=tuple(members))
+
+
+def plain_group(group_id: int, rewards: Sequence[float | Outcome], *, versions: Sequence[int] = (0, 0, 0)) -> Group:
+    """A group with one sibling for each of `rewards`; an outcome instead of a number is a failed sibling."""
+    members = []
+    for sibling, reward in enumerate(rewards):
+        of = trajectory(versions, group_id=group_id, sibling=sibling)
+        members.append(scored(of, outcome=reward) if isinstance(reward, Outcome) else scored(of, reward))
+    return group(group_id, members)
+
+
+def sample(num_tokens: int, *, number: int = 0, group_id: int = 0) -> Sample:
+    """A sample of that many tokens, one of them the prompt's; its advantage is 0.5 on every sampled token."""
+    of = trajectory([0] * (num_tokens - 1), group_id=group_id, sibling=number, num_prompt=1)
+    return Sample(trajectory=of, reward=1.0, advantages=np.where(of.trains, 0.5, 0).astype(np.float32))
+
+
+def centred(survivors: tuple[ScoredTrajectory, ...]) -> list[np.ndarray]:
+    """An advantage rule for tests: reward minus the mean of the siblings' rewards, on the sampled tokens."""
+    rewards = [member.score.reward or 0.0 for member in survivors]
+    mean = sum(rewards) / len(rewards)
+    return [
+        np.where(member.trajectory.trains, reward - mean, 0).astype(np.float32) for member, reward in zip(survivors, rewards, strict=True)
+    ]

@@ -1,0 +1,145 @@
+"""The batch: who trains, who ends how, and when a step is whole; on groups made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from orchestrator.rules.batch import BatchCut, Credit, Verdict
+from pipelinerl.messages import Fate, Outcome
+from tests.orchestrator import handmade
+
+
+def cut(
+    *, groups_per_step: int = 2, max_staleness: int = 2, min_survivors: int = 2, credit: Credit = handmade.centred, first_step: int = 0
+):
+    return BatchCut(
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        min_survivors=min_survivors,
+        credit=credit,
+        first_step=first_step,
+    )
+
+
+def endings(verdict: Verdict) -> dict[str, tuple[Fate, str]]:
+    return {ended.scored.trajectory.rollout_id: (ended.fate, ended.reason) for ended in verdict.ended}
+
+
+def trained(verdict: Verdict) -> list[str]:
+    return [sample.trajectory.rollout_id for sample in verdict.samples]
+
+
+def test_a_group_is_placed_with_the_advantages_of_its_siblings():
+    verdict = cut().take(handmade.plain_group(7, [1.0, 0.0, 0.0, 0.0]))
+    assert verdict.is_placed
+    assert verdict.step == 0
+    assert trained(verdict) == ["7/0", "7/1", "7/2", "7/3"]
+    assert [sample.reward for sample in verdict.samples] == [1.0, 0.0, 0.0, 0.0]
+    assert verdict.samples[0].advantages.tolist() == [0.0, 0.0, 0.75, 0.75, 0.75]
+    assert verdict.samples[3].advantages.tolist() == [0.0, 0.0, -0.25, -0.25, -0.25]
+    assert verdict.ended == ()
+
+
+def test_survivors_train_and_failed_siblings_fail_by_their_outcome():
+    verdict = cut().take(handmade.plain_group(7, [1.0, Outcome.TIMEOUT, 0.0, Outcome.INVALID, Outcome.ERROR]))
+    assert trained(verdict) == ["7/0", "7/2"]
+    assert verdict.samples[0].advantages[-1] == 0.5, "a failed sibling is absent from the mean, not 0"
+    assert endings(verdict) == {
+        "7/1": (Fate.FAILED, "timeout"),
+        "7/3": (Fate.FAILED, "invalid"),
+        "7/4": (Fate.FAILED, "error"),
+    }
+
+
+def test_too_few_survivors_fail_with_their_group():
+    verdict = cut(min_survivors=3).take(handmade.plain_group(7, [1.0, Outcome.TIMEOUT, 0.0, Outcome.TIMEOUT]))
+    assert not verdict.is_placed
+    assert endings(verdict) == {
+        "7/0": (Fate.FAILED, "fewer than 3 siblings scored"),
+        "7/1": (Fate.FAILED, "timeout"),
+        "7/2": (Fate.FAILED, "fewer than 3 siblings scored"),
+        "7/3": (Fate.FAILED, "timeout"),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_group_with_no_survivor_fails(size: int):
+    verdict = cut(min_survivors=1).take(handmade.plain_group(7, [Outcome.ERROR] * size))
+    assert not verdict.is_placed
+    assert [ending for ending, _ in endings(verdict).values()] == [Fate.FAILED] * size
+
+
+def test_the_oldest_token_decides_about_staleness():
+    """Step 3 with K = 2: one token of version 1 is in bounds, one of version 0 among later ones is not."""
+    rule = cut(first_step=3)
+    assert rule.take(handmade.plain_group(7, [1.0, 0.0], versions=(1, 2, 3))).is_placed
+    verdict = rule.take(handmade.plain_group(8, [1.0, 0.0], versions=(0, 3, 3)))
+    assert not verdict.is_placed
+    assert endings(verdict) == {f"8/{n}": (Fate.STALE, "oldest token over 2 versions old") for n in range(2)}
+
+
+def test_one_stale_sibling_makes_its_group_stale_but_a_failed_one_does_not():
+    fresh = handmade.scored(handmade.trajectory((3, 3), group_id=7, sibling=0), 1.0)
+    other = handmade.scored(handmade.trajectory((3, 3), group_id=7, sibling=1), 0.0)
+    old = handmade.trajectory((0, 3), group_id=7, sibling=2)
+    verdict = cut(first_step=3).take(handmade.group(7, [fresh, other, handmade.scored(old, 1.0)]))
+    assert [fate for fate, _ in endings(verdict).values()] == [Fate.STALE] * 3
+    verdict = cut(first_step=3).take(handmade.group(7, [fresh, other, handmade.scored(old, outcome=Outcome.TIMEOUT)]))
+    assert trained(verdict) == ["7/0", "7/1"]
+    assert endings(verdict) == {"7/2": (Fate.FAILED, "timeout")}
+
+
+def test_a_group_the_method_sets_aside_is_filtered_for_the_methods_reason():
+    verdict = cut(credit=lambda survivors: "zero_variance").take(handmade.plain_group(7, [1.0, 1.0, Outcome.TIMEOUT]))
+    assert not verdict.is_placed
+    assert endings(verdict) == {
+        "7/0": (Fate.FILTERED, "zero_variance"),
+        "7/1": (Fate.FILTERED, "zero_variance"),
+        "7/2": (Fate.FAILED, "timeout"),
+    }
+
+
+def test_every_member_ends_in_exactly_one_place():
+    for rewards in ([1.0, 0.0, Outcome.ERROR], [1.0, Outcome.ERROR, Outcome.TIMEOUT], [Outcome.ERROR] * 3, [0.0, 0.0, 0.0]):
+        verdict = cut().take(handmade.plain_group(7, rewards))
+        assert sorted([*trained(verdict), *endings(verdict)]) == ["7/0", "7/1", "7/2"]
+
+
+def test_a_step_is_sealed_with_the_exact_counts_of_its_own_groups():
+    """Lengths 3 + 3, then 1 + 5 + 2 sampled tokens; a group given up and a failed sibling count nothing."""
+    rule = cut(groups_per_step=2)
+    first = rule.take(handmade.plain_group(0, [1.0, 0.0]))
+    assert not first.closes_step
+    given_up = rule.take(handmade.plain_group(1, [Outcome.ERROR, 1.0]))
+    assert not given_up.is_placed
+    assert not given_up.closes_step
+    assert rule.num_groups == 1
+    members = [
+        handmade.scored(handmade.trajectory([0] * length, group_id=2, sibling=sibling), float(sibling))
+        for sibling, length in enumerate((1, 5, 2))
+    ]
+    members.append(handmade.scored(handmade.trajectory([0] * 100, group_id=2, sibling=3), outcome=Outcome.TIMEOUT))
+    second = rule.take(handmade.group(2, members))
+    assert second.closes_step
+    assert (second.step, second.num_tokens, second.num_samples) == (0, 6 + 8, 2 + 3)
+    assert (rule.step, rule.num_groups) == (1, 0)
+
+
+def test_the_next_step_counts_from_zero():
+    rule = cut(groups_per_step=1)
+    for step in range(3):
+        verdict = rule.take(handmade.plain_group(step, [1.0, 0.0], versions=(step,)))
+        assert verdict.closes_step
+        assert (verdict.step, verdict.num_tokens, verdict.num_samples) == (step, 2, 2)
+
+
+def test_an_empty_completion_has_no_age_and_trains_nothing():
+    members = [
+        handmade.scored(handmade.trajectory((), group_id=7, sibling=0), 0.0),
+        handmade.scored(handmade.trajectory((5,), group_id=7, sibling=1), 1.0),
+    ]
+    verdict = cut(groups_per_step=1, first_step=5).take(handmade.group(7, members))
+    assert verdict.is_placed
+    assert verdict.num_tokens == 1
+    assert not np.any(verdict.samples[0].advantages)

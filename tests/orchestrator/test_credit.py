@@ -1,0 +1,66 @@
+"""Credit: the method's advantages, laid over whole trajectories."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from orchestrator.credit import MethodCredit
+from pipelinerl.algorithms.methods import resolve
+from pipelinerl.config import RewardSection
+from tests.orchestrator import handmade
+
+ONE_REWARD = (RewardSection(function="rewards.py:right", weight=1.0),)
+
+
+def members(rewards: list[float], *, lengths: list[int] | None = None, components: list[dict[str, float]] | None = None):
+    lengths = lengths or [2] * len(rewards)
+    parts = components or [{} for _ in rewards]
+    return tuple(
+        handmade.scored(handmade.trajectory([0] * length, sibling=sibling, num_prompt=3), reward, components=part)
+        for sibling, (reward, length, part) in enumerate(zip(rewards, lengths, parts, strict=True))
+    )
+
+
+def test_dr_grpo_gives_reward_minus_mean_on_sampled_tokens_and_zero_on_the_prompt():
+    credit = MethodCredit(resolve("dr_grpo", {}, group_size=4), ONE_REWARD)
+    columns = credit(members([1.0, 0.0, 0.0, 0.0], lengths=[1, 2, 3, 4]))
+    assert not isinstance(columns, str)
+    assert [column.tolist() for column in columns] == [
+        [0.0, 0.0, 0.0, 0.75],
+        [0.0, 0.0, 0.0, -0.25, -0.25],
+        [0.0, 0.0, 0.0, -0.25, -0.25, -0.25],
+        [0.0, 0.0, 0.0, -0.25, -0.25, -0.25, -0.25],
+    ]
+    assert all(column.dtype == np.float32 for column in columns)
+
+
+def test_grpo_divides_by_the_standard_deviation():
+    """Rewards 1, 0: mean 0.5, sample standard deviation sqrt(0.5): 0.5 / 0.70711 = 0.70711."""
+    columns = MethodCredit(resolve("grpo", {}, group_size=2), ONE_REWARD)(members([1.0, 0.0]))
+    assert not isinstance(columns, str)
+    assert columns[0].tolist() == pytest.approx([0, 0, 0, 0.70711, 0.70711], abs=1e-4)
+    assert columns[1].tolist() == pytest.approx([0, 0, 0, -0.70711, -0.70711], abs=1e-4)
+
+
+def test_a_group_the_filter_refuses_is_named_by_the_filter():
+    credit = MethodCredit(resolve("dapo", {}, group_size=2), ONE_REWARD)
+    assert credit(members([1.0, 1.0])) == "zero_variance"
+    assert not isinstance(credit(members([1.0, 0.0])), str)
+
+
+def test_components_reach_a_method_that_reads_them_with_their_weights():
+    """gdpo: each component normalised in the group, then weighed: right differs (+-0.70711), short differs the other way, weight 2."""
+    rewards = (RewardSection(function="rewards.py:right", weight=1.0), RewardSection(function="rewards.py:short", weight=2.0))
+    credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
+    columns = credit(members([1.0, 2.0], components=[{"short": 0.0, "right": 1.0}, {"right": 0.0, "short": 1.0}]))
+    assert not isinstance(columns, str)
+    assert columns[0][-1] == pytest.approx(0.70711 - 2 * 0.70711, abs=1e-4)
+    assert columns[1][-1] == pytest.approx(-0.70711 + 2 * 0.70711, abs=1e-4)
+
+
+def test_an_empty_completion_gets_a_column_of_zeros_as_long_as_its_prompt():
+    columns = MethodCredit(resolve("dr_grpo", {}, group_size=2), ONE_REWARD)(members([0.0, 1.0], lengths=[0, 2]))
+    assert not isinstance(columns, str)
+    assert columns[0].tolist() == [0.0, 0.0, 0.0]
+    assert columns[1].tolist() == [0.0, 0.0, 0.0, 0.5, 0.5]

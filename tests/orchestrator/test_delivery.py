@@ -1,0 +1,303 @@
+"""Delivery: every pull is answered once its row is there, in waves over the replicas, and what is done is booked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.progress import Progress
+from orchestrator.stages.batching import Row, Seal
+from orchestrator.stages.delivery import Delivery, micro_batch_of
+from orchestrator.state.ledger import Admitted, Ledger
+from orchestrator.state.peers import Peers
+from pipelinerl.errors import PeerRefused
+from pipelinerl.messages import (
+    FromTrainer,
+    Message,
+    MicroBatch,
+    PolicyPublished,
+    Sample,
+    StepDone,
+    StepSealed,
+    TakeMicroBatch,
+    ToTrainer,
+    TrainerReady,
+)
+from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.stages import Channel
+from pipelinerl.transport.memory import MemoryHub, MemoryLink
+from pipelinerl.watch import Watch
+from tests.orchestrator import handmade
+from tests.sim.clock import simulate
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bench:
+    """A delivery stage with a hand on everything around it."""
+
+    rows: Channel[Row | Seal]
+    published: Channel[PolicyPublished]
+    ledger: Ledger
+    delivery: Delivery
+    links: list[MemoryLink]
+
+    async def put(self, *items: Row | Seal) -> None:
+        for item in items:
+            await self.rows.put(item)
+        await asyncio.sleep(0.01)
+
+    async def ask(self, replica: int, *, step: int, index: int) -> list[Message]:
+        """Pull, and return every answer this replica has got by then."""
+        self.links[replica].send(TakeMicroBatch(replica=replica, step=step, index=index))
+        return await self.answers(replica)
+
+    async def answers(self, replica: int) -> list[Message]:
+        await asyncio.sleep(0.01)
+        answers = []
+        while (answer := self.links[replica].receive(0)) is not None:
+            answers.append(answer)
+        return answers
+
+
+@contextlib.asynccontextmanager
+async def bench(folder: Path, *, num_replicas: int = 1, num_steps: int = 3, holds_batches: bool = False) -> AsyncIterator[Bench]:
+    hub = MemoryHub(accepts=FromTrainer)
+    trainer = Peers(hub, role="trainer", expected=num_replicas, ready_deadline_s=60.0, silent_after_s=600.0)
+    watch, ledger = Watch(stall_limit_s=600.0), Ledger(None)
+    rows = Channel[Row | Seal]("rows", giver="batching", taker="delivery", watch=watch, bound_bytes=1000, size=lambda item: item.num_bytes)
+    published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
+    journal = Journal(folder, "orchestrator")
+    delivery = Delivery(
+        rows=rows,
+        published=published,
+        trainer=trainer,
+        num_replicas=num_replicas,
+        num_steps=num_steps,
+        holds_batches=holds_batches,
+        ledger=ledger,
+        progress=Progress(journal=journal, started_s=0.0),
+        watch=watch,
+    )
+    links = [hub.connect(f"trainer-{replica}", accepts=ToTrainer) for replica in range(num_replicas)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(trainer.run()), group.create_task(delivery.run())]
+            yield Bench(rows=rows, published=published, ledger=ledger, delivery=delivery, links=links)
+            for task in tasks:
+                task.cancel()
+    finally:
+        journal.close()
+
+
+def row(step: int, *samples: Sample) -> Row:
+    return Row(step=step, samples=samples)
+
+
+def names(answers: list[Message]) -> list[tuple[str, ...]]:
+    """The rollouts of each micro-batch among the answers; a step's seal as its counts."""
+    found: list[tuple[str, ...]] = []
+    for answer in answers:
+        if isinstance(answer, StepSealed):
+            found.append(("sealed", str(answer.num_micro_batches), str(answer.num_tokens), str(answer.num_samples)))
+        else:
+            assert isinstance(answer, MicroBatch)
+            found.append(answer.rollout_ids)
+    return found
+
+
+def test_a_row_is_its_samples_end_to_end_in_every_column():
+    first = handmade.trajectory((3, 4), group_id=1, sibling=0, num_prompt=2)
+    second = handmade.trajectory((5,), group_id=1, sibling=1, num_prompt=1)
+    samples = (
+        Sample(trajectory=first, reward=1.0, advantages=np.array([0, 0, 0.5, 0.25], np.float32)),
+        Sample(trajectory=second, reward=0.0, advantages=np.array([0, -1], np.float32)),
+    )
+    batch = micro_batch_of(samples, step=7, index=2)
+    assert (batch.step, batch.index) == (7, 2)
+    assert batch.token_ids.tolist() == [100, 101, 10, 11, 100, 10]
+    assert batch.trains.tolist() == [False, False, True, True, False, True]
+    assert batch.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
+    assert batch.versions.tolist() == [-1, -1, 3, 4, -1, 5]
+    assert batch.advantages.tolist() == [0, 0, 0.5, 0.25, 0, -1]
+    assert batch.lengths.tolist() == [4, 2]
+    assert batch.rollout_ids == ("1/0", "1/1")
+
+
+def test_a_pull_that_comes_before_its_row_is_answered_when_the_row_comes(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            assert await it.ask(0, step=0, index=0) == []
+            await it.put(row(0, handmade.sample(5)))
+            assert names(await it.answers(0)) == [("0/0",)]
+
+    simulate(program())
+
+
+def test_rows_go_out_before_their_step_is_whole(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.put(row(0, handmade.sample(5)), row(0, handmade.sample(6, number=1), handmade.sample(7, number=2)))
+            assert names(await it.ask(0, step=0, index=0)) == [("0/0",)]
+            assert names(await it.ask(0, step=0, index=1)) == [("0/1", "0/2")]
+            assert await it.ask(0, step=0, index=2) == [], "neither a row nor the seal is there yet"
+            await it.put(Seal(step=0, num_tokens=15, num_samples=3))
+            assert names(await it.answers(0)) == [("sealed", "2", "15", "3")]
+
+    simulate(program())
+
+
+def test_a_repeated_pull_is_answered_again_with_the_same_row(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.put(row(0, handmade.sample(5)), row(0, handmade.sample(6, number=1)), Seal(step=0, num_tokens=9, num_samples=2))
+            for _ in range(3):
+                assert names(await it.ask(0, step=0, index=1)) == [("0/1",)]
+            assert names(await it.ask(0, step=0, index=0)) == [("0/0",)]
+            for _ in range(2):
+                assert names(await it.ask(0, step=0, index=2)) == [("sealed", "2", "9", "2")]
+
+    simulate(program())
+
+
+def test_a_pull_repeated_before_its_row_is_there_is_answered_once(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for _ in range(3):
+                assert await it.ask(0, step=0, index=0) == []
+            await it.put(row(0, handmade.sample(5)))
+            assert names(await it.answers(0)) == [("0/0",)]
+
+    simulate(program())
+
+
+def test_replicas_go_in_waves_and_one_without_a_row_gets_a_zero_loss_row(tmp_path: Path):
+    """Three rows for two replicas: wave 0 is rows 0 and 1, wave 1 is row 2 and nothing."""
+
+    async def program() -> None:
+        async with bench(tmp_path, num_replicas=2) as it:
+            await it.put(*(row(0, handmade.sample(5, number=number)) for number in range(3)))
+            assert names(await it.ask(1, step=0, index=0)) == [("0/1",)]
+            assert names(await it.ask(0, step=0, index=0)) == [("0/0",)]
+            assert names(await it.ask(0, step=0, index=1)) == [("0/2",)]
+            assert await it.ask(1, step=0, index=1) == [], "a fourth row may still come"
+            await it.put(Seal(step=0, num_tokens=12, num_samples=3))
+            (empty,) = await it.answers(1)
+            assert isinstance(empty, MicroBatch)
+            assert (len(empty.token_ids), len(empty.lengths), empty.rollout_ids) == (0, 0, ())
+            for replica in range(2):
+                assert names(await it.ask(replica, step=0, index=2)) == [("sealed", "2", "12", "3")]
+
+    simulate(program())
+
+
+def test_a_batch_that_is_held_goes_out_only_once_it_is_sealed(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, holds_batches=True) as it:
+            await it.put(row(0, handmade.sample(5)))
+            assert await it.ask(0, step=0, index=0) == []
+            await it.put(Seal(step=0, num_tokens=4, num_samples=1))
+            assert names(await it.answers(0)) == [("0/0",)]
+
+    simulate(program())
+
+
+def test_rows_of_the_next_step_wait_for_its_own_pulls(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.put(row(1, handmade.sample(5, group_id=1)))
+            assert await it.ask(0, step=0, index=0) == []
+            assert names(await it.ask(0, step=1, index=0)) == [("1/0",)]
+
+    simulate(program())
+
+
+def test_a_step_that_is_done_is_booked_as_trained_with_its_facts(tmp_path: Path):
+    async def program() -> Ledger:
+        async with bench(tmp_path) as it:
+            of = handmade.trajectory((1, 1, 2), group_id=4, sibling=3)
+            it.ledger.admit(Admitted(rollout_id="4/3", group_id=4, prompt_id="0:4", admitted_s=0.0))
+            await it.put(row(0, Sample(trajectory=of, reward=0.75, advantages=np.zeros(5, np.float32))))
+            await it.put(Seal(step=0, num_tokens=3, num_samples=1))
+            assert it.ledger.identity().trained == 0
+            it.links[0].send(StepDone(step=0, metrics={"loss": 0.5}))
+            await asyncio.sleep(0.01)
+            return it.ledger
+
+    ledger = simulate(program())
+    ((rollout, _, _, fate, _, step, reward, oldest, newest, num_tokens, _, _),) = ledger.rows()
+    assert (rollout, fate, step, reward, oldest, newest, num_tokens) == ("4/3", "trained", 0, 0.75, 1, 2, 3)
+    steps = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
+    assert [line["trainer"] for line in steps] == [{"loss": 0.5}]
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_done_step_that_is_not_the_next_is_refused(tmp_path: Path, step: int):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(StepDone(step=step, metrics={}))
+            await asyncio.sleep(1.0)
+
+    expected = pytest.RaisesExc(PeerRefused, match=f"trainer-0 says step {step} is done; the next to finish is 0")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+def test_a_pull_of_a_step_that_is_done_is_refused(tmp_path: Path):
+    """Its rows are gone: without an answer the trainer would wait for ever."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1))
+            it.ledger.admit(Admitted(rollout_id="0/0", group_id=0, prompt_id="0:0", admitted_s=0.0))
+            it.links[0].send(StepDone(step=0, metrics={}))
+            await it.ask(0, step=0, index=0)
+
+    with pytest.RaisesGroup(pytest.RaisesExc(PeerRefused, match=r"trainer-0.*step 0"), flatten_subgroups=True):
+        simulate(program())
+
+
+def test_a_trainer_of_another_size_is_refused(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_replicas=2) as it:
+            it.links[0].send(TrainerReady(replica=0, num_replicas=4, process_id=1, version=0))
+            await asyncio.sleep(1.0)
+
+    expected = pytest.RaisesExc(PeerRefused, match=r"trainer-0 counts 4 replicas, the config says trainer.ranks = 2")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+@pytest.mark.parametrize("order", [("done", "published"), ("published", "done")])
+def test_the_run_is_finished_when_the_last_step_is_done_and_its_policy_published(tmp_path: Path, order: tuple[str, str]):
+    def published(version: int) -> PolicyPublished:
+        return PolicyPublished(version=version, slot="a", digest="", num_bytes=0, publish_s=0.0)
+
+    async def program() -> None:
+        async with bench(tmp_path, num_steps=2) as it:
+            for group_id in range(2):
+                it.ledger.admit(Admitted(rollout_id=f"{group_id}/0", group_id=group_id, prompt_id="0:0", admitted_s=0.0))
+                await it.put(row(group_id, handmade.sample(5, group_id=group_id)), Seal(step=group_id, num_tokens=4, num_samples=1))
+            it.links[0].send(StepDone(step=0, metrics={}))
+            it.links[0].send(published(1))
+            for what in order:
+                await asyncio.sleep(0.01)
+                assert not it.delivery.finished.is_set()
+                it.links[0].send(StepDone(step=1, metrics={}) if what == "done" else published(2))
+            await asyncio.sleep(0.01)
+            assert it.delivery.finished.is_set()
+            assert [policy.version async for policy in _first(it.published, 2)] == [1, 2]
+
+    simulate(program())
+
+
+async def _first(channel: Channel[PolicyPublished], count: int) -> AsyncIterator[PolicyPublished]:
+    for _ in range(count):
+        item = await channel.get()
+        assert item is not None
+        yield item

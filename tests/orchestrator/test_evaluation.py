@@ -1,0 +1,253 @@
+"""Evaluation: held-out prompts answered once, scored once, outside the run's accounts; on simulated time, with hand-moved peers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.evaluation import Evaluation
+from orchestrator.state.engines import Engines
+from orchestrator.state.peers import Peers
+from orchestrator.state.scorers import Scorers
+from pipelinerl.messages import (
+    Completion,
+    EngineReady,
+    Finish,
+    FromEngine,
+    FromScorer,
+    Generate,
+    Outcome,
+    Sampling,
+    Score,
+    Scored,
+    ScorerReady,
+    ToEngine,
+    ToScorer,
+)
+from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.transport.memory import MemoryHub, MemoryLink
+from pipelinerl.watch import Watch
+from tests.orchestrator import handmade
+from tests.sim.clock import simulate
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bench:
+    """An evaluation with a hand on two engines and a scorer."""
+
+    evaluation: Evaluation
+    engines: Engines
+    engine_links: list[MemoryLink]
+    scorer_link: MemoryLink
+
+    async def asked(self) -> list[tuple[int, Generate]]:
+        """What the engines were asked since the last look, with the engine's number."""
+        await asyncio.sleep(0.01)
+        requests = []
+        for engine_id, link in enumerate(self.engine_links):
+            while (request := link.receive(0)) is not None:
+                assert isinstance(request, Generate)
+                requests.append((engine_id, request))
+        return requests
+
+    def answer(self, engine_id: int, request: Generate, *, versions: tuple[int, ...] = (0, 0), finish: Finish = Finish.STOP) -> None:
+        count = len(versions)
+        self.engine_links[engine_id].send(
+            Completion(
+                rollout_id=request.rollout_id,
+                attempt=request.attempt,
+                token_ids=np.arange(count, dtype=np.int32),
+                logprobs=np.zeros(count, np.float32),
+                versions=np.array(versions, np.int32),
+                finish=finish,
+                error="out of memory" if finish is Finish.ERROR else "",
+            )
+        )
+
+    async def to_score(self) -> list[Score]:
+        await asyncio.sleep(0.01)
+        requests = []
+        while (request := self.scorer_link.receive(0)) is not None:
+            assert isinstance(request, Score)
+            requests.append(request)
+        return requests
+
+    def score(self, request: Score, reward: float | None) -> None:
+        outcome = Outcome.TIMEOUT if reward is None else Outcome.OK
+        self.scorer_link.send(Scored(rollout_id=request.rollout_id, attempt=request.attempt, outcome=outcome, reward=reward))
+
+
+@contextlib.asynccontextmanager
+async def bench(folder: Path, *, num_prompts: int = 4, every: int = 0) -> AsyncIterator[Bench]:
+    engine_hub, scorer_hub = MemoryHub(accepts=FromEngine), MemoryHub(accepts=FromScorer)
+    engine_peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
+    scorer_peers = Peers(scorer_hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
+    journal, watch = Journal(folder, "orchestrator"), Watch(stall_limit_s=1000.0)
+    engines = Engines(engine_peers, expected=2, watch=watch)
+    scorers = Scorers(scorer_peers, expected=1, watch=watch)
+    evaluation = Evaluation(
+        [handmade.prompt(3, prompt_id=f"held:{number}") for number in range(num_prompts)],
+        engines=engines,
+        scorers=scorers,
+        sampling=Sampling(max_tokens=7, temperature=0.0),
+        journal=journal,
+        watch=watch,
+        every=every,
+    )
+    links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
+    scorer_link = scorer_hub.connect("scorer-0", accepts=ToScorer)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(engine_peers.run()), group.create_task(scorer_peers.run())]
+            for engine_id, link in enumerate(links):
+                link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
+            scorer_link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=1))
+            await asyncio.sleep(0.01)
+            yield Bench(evaluation=evaluation, engines=engines, engine_links=links, scorer_link=scorer_link)
+            for task in tasks:
+                task.cancel()
+    finally:
+        journal.close()
+
+
+async def evaluate(it: Bench, rewards: list[float | None], *, version: int = 0) -> float | None:
+    """Run one evaluation to its end; rewards go to the prompts in order, None is a timeout."""
+    running = asyncio.create_task(it.evaluation.evaluate(version))
+    for engine_id, request in await it.asked():
+        it.answer(engine_id, request)
+    for request in await it.to_score():
+        it.score(request, rewards[int(request.rollout_id.split("/")[1])])
+    return await running
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [line for line in read_journals(folder) if line["kind"] == "evaluation"]
+
+
+def test_every_prompt_is_answered_once_spread_over_the_engines_and_scored_once(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            running = asyncio.create_task(it.evaluation.evaluate(0))
+            asked = await it.asked()
+            assert sorted(engine_id for engine_id, _ in asked) == [0, 0, 1, 1]
+            assert sorted(request.rollout_id for _, request in asked) == [f"evaluation-0/{number}" for number in range(4)]
+            assert all(request.sampling == Sampling(max_tokens=7, temperature=0.0) for _, request in asked)
+            for engine_id, request in reversed(asked):
+                it.answer(engine_id, request)
+            to_score = await it.to_score()
+            assert [request.prompt.prompt_id for request in to_score] == [f"held:{number}" for number in range(4)]
+            assert [request.token_ids.tolist() for request in to_score] == [[0, 1]] * 4, "the tokens after the prompt"
+            for request, reward in zip(reversed(to_score), (1.0, 0.0, 0.5, 0.25), strict=True):
+                it.score(request, reward)
+            assert await running == 0.4375
+            assert it.evaluation.results == [(0, 0.4375)]
+            assert it.engines.outstanding() == {0: 0, 1: 0}
+
+    simulate(program())
+
+
+def test_failures_count_as_zero_in_the_mean_and_are_reported_apart(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            running = asyncio.create_task(it.evaluation.evaluate(3))
+            for number, (engine_id, request) in enumerate(sorted(await it.asked(), key=lambda item: item[1].rollout_id)):
+                failed = number == 3
+                it.answer(engine_id, request, versions=() if failed else (2, 3), finish=Finish.ERROR if failed else Finish.STOP)
+            to_score = await it.to_score()
+            assert len(to_score) == 3, "what an engine failed at has nothing to score"
+            for request, reward in zip(to_score, (1.0, None, 1.0), strict=True):
+                it.score(request, reward)
+            assert await running == 0.5
+
+    simulate(program())
+    (line,) = lines(tmp_path)
+    assert (line["version"], line["reward_mean"], line["num_prompts"], line["num_failed"]) == (3, 0.5, 4, 2)
+    assert (line["oldest_version"], line["newest_version"]) == (2, 3)
+
+
+def test_a_version_is_evaluated_once_in_a_row(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_prompts=1) as it:
+            assert await evaluate(it, [1.0], version=2) == 1.0
+            assert await it.evaluation.evaluate(2) is None
+            assert await it.asked() == []
+
+    simulate(program())
+
+
+def test_without_held_out_prompts_nothing_happens(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_prompts=0) as it:
+            assert await it.evaluation.evaluate(0) is None
+
+    simulate(program())
+    assert lines(tmp_path) == []
+
+
+def test_it_follows_the_newest_version_at_every_multiple_or_the_first_after_it(tmp_path: Path):
+    """Every 2: at version 3 it is due (2 was passed while nobody looked), then not before 4."""
+
+    async def program() -> list[int]:
+        version = 0
+        async with bench(tmp_path, num_prompts=1, every=2) as it:
+            following = asyncio.create_task(it.evaluation.follow(lambda: version))
+            for published in (1, 3, 4, 5):
+                version = published
+                it.engines.changed.set()
+                for engine_id, request in await it.asked():
+                    it.answer(engine_id, request)
+                for request in await it.to_score():
+                    it.score(request, 1.0)
+                await asyncio.sleep(0.01)
+            following.cancel()
+            return [asked for asked, _ in it.evaluation.results]
+
+    assert simulate(program()) == [3, 4]
+
+
+@pytest.mark.parametrize("stopped_while", ["generating", "scoring"])
+def test_answers_that_come_after_an_evaluation_was_stopped_harm_nobody(tmp_path: Path, stopped_while: str):
+    """The run's end cancels `follow` in the middle; engines and scorers answer all the same."""
+
+    async def program() -> float | None:
+        async with bench(tmp_path) as it:
+            running = asyncio.create_task(it.evaluation.evaluate(1))
+            asked = await it.asked()
+            if stopped_while == "generating":
+                running.cancel()
+            for engine_id, request in asked:
+                it.answer(engine_id, request)
+            to_score = await it.to_score()
+            if stopped_while == "scoring":
+                running.cancel()
+                await asyncio.sleep(0.01)
+            for request in to_score:
+                it.score(request, 1.0)
+            await asyncio.sleep(0.01)
+            assert running.cancelled()
+            return await evaluate(it, [0.0, 0.5, 0.5, 1.0], version=2)
+
+    assert simulate(program()) == 0.5
+
+
+def test_a_stopped_evaluation_of_the_last_policy_is_repeated_whole(tmp_path: Path):
+    async def program() -> float | None:
+        async with bench(tmp_path) as it:
+            running = asyncio.create_task(it.evaluation.evaluate(9))
+            asked = await it.asked()
+            running.cancel()
+            await asyncio.sleep(0.01)
+            again = asyncio.create_task(it.evaluation.evaluate(9))
+            for engine_id, request in [*asked, *(await it.asked())]:
+                it.answer(engine_id, request)
+            for request in await it.to_score():
+                it.score(request, 1.0)
+            return await asyncio.wait_for(again, 10.0)
+
+    assert simulate(program()) == 1.0

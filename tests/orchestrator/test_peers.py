@@ -1,0 +1,125 @@
+"""Peers: who is missing, who failed and who fell silent is always named; on simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from orchestrator.state.peers import Peers
+from pipelinerl.errors import PeerRefused, PeerSilent
+from pipelinerl.messages import EngineLoad, Failed, FromEngine, Stop, ToEngine
+from pipelinerl.transport.memory import MemoryHub
+from tests.sim.clock import simulate
+
+
+def load(engine_id: int = 0, *, num_tokens: int = 0) -> EngineLoad:
+    return EngineLoad(
+        engine_id=engine_id, version=0, num_running=0, num_waiting=0, num_tokens=num_tokens, num_steps=0, busy_s=0.0, idle_s=0.0
+    )
+
+
+def engines(hub: MemoryHub, *, expected: int = 2) -> Peers:
+    return Peers(hub, role="engine", expected=expected, ready_deadline_s=30.0, silent_after_s=8.0)
+
+
+@contextlib.asynccontextmanager
+async def running(peers: Peers) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(peers.run())
+        yield
+        task.cancel()
+
+
+def test_messages_reach_the_handler_of_their_type_in_order_with_the_peers_name():
+    async def program() -> list[tuple[str, int]]:
+        hub = MemoryHub(accepts=FromEngine)
+        links = [hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
+        peers, heard = engines(hub), []
+        peers.on(EngineLoad, lambda peer, message: heard.append((peer, message.num_tokens)))
+        async with running(peers):
+            for number, link in [(1, links[0]), (2, links[1]), (3, links[0])]:
+                link.send(load(num_tokens=number))
+            await asyncio.sleep(0.1)
+        return heard
+
+    assert simulate(program()) == [("engine-0", 1), ("engine-1", 2), ("engine-0", 3)]
+
+
+def test_who_did_not_start_is_named():
+    async def program() -> None:
+        hub = MemoryHub(accepts=FromEngine)
+        peers = engines(hub, expected=4)
+        peers.on(EngineLoad, lambda peer, message: None)
+        hub.connect("engine-0", accepts=ToEngine).send(load())
+        hub.connect("engine-2", accepts=ToEngine).send(load())
+        await peers.run()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(PeerSilent, match="waited 30 s for engine-1, engine-3 to start")):
+        simulate(program())
+
+
+def test_a_peer_that_falls_silent_is_named_with_the_seconds():
+    async def program() -> None:
+        hub = MemoryHub(accepts=FromEngine)
+        links = [hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
+        peers = engines(hub)
+        peers.on(EngineLoad, lambda peer, message: None)
+        async with running(peers):
+            for second in range(100):
+                links[0].send(load())
+                if second < 5:  # last heard at 4 s; 8 s are allowed, and every 2 s somebody looks: 14 s
+                    links[1].send(load())
+                assert second < 16, "nobody noticed"
+                await asyncio.sleep(1.0)
+
+    expected = pytest.RaisesExc(PeerSilent, match="engine-1 was last heard 10 s ago; the limit is 8 s")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+def test_a_peer_that_is_heard_of_now_and_then_is_not_silent():
+    async def program() -> float:
+        hub = MemoryHub(accepts=FromEngine)
+        link = hub.connect("engine-0", accepts=ToEngine)
+        peers = engines(hub, expected=1)
+        peers.on(EngineLoad, lambda peer, message: None)
+        async with running(peers):
+            for _ in range(20):
+                link.send(load())
+                await asyncio.sleep(7.5)
+        return asyncio.get_running_loop().time()
+
+    assert simulate(program()) == pytest.approx(150.0)
+
+
+def test_silence_is_no_fault_once_the_run_ends_and_everyone_was_told():
+    async def program() -> tuple[list[object], float]:
+        hub = MemoryHub(accepts=FromEngine)
+        links = [hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(3)]
+        peers = engines(hub, expected=3)
+        peers.on(EngineLoad, lambda peer, message: None)
+        async with running(peers):
+            for link in links:
+                link.send(load())
+            await asyncio.sleep(0.1)
+            links[1].close()
+            peers.stop_all(Stop(reason="finished"))
+            await asyncio.sleep(60.0)
+        return [links[0].receive(0), links[2].receive(0)], asyncio.get_running_loop().time()
+
+    told, now_s = simulate(program())
+    assert told == [Stop(reason="finished"), Stop(reason="finished")]
+    assert now_s == pytest.approx(60.1)
+
+
+def test_a_peers_last_words_end_the_run():
+    async def program() -> None:
+        hub = MemoryHub(accepts=FromEngine)
+        hub.connect("engine-1", accepts=ToEngine).send(Failed(error="EngineError: out of memory"))
+        await engines(hub).run()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(PeerRefused, match="^engine-1 failed: EngineError: out of memory$")):
+        simulate(program())

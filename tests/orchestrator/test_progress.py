@@ -1,0 +1,123 @@
+"""Progress: a step's journal line, worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.progress import Progress
+from orchestrator.rules.batch import BatchCut
+from pipelinerl.messages import Finish, Group, Outcome, StepDone, WeightsCommitted
+from pipelinerl.metrics import Journal, read_journals
+from tests.orchestrator import handmade
+
+
+def two_groups() -> list[Group]:
+    """Step 5. Group 0: rewards 1 and 0, lengths 2 and 4 after prompts of 3. Group 1: rewards 0.5 twice, lengths 1 and 1, and a timeout."""
+    first = [
+        handmade.scored(
+            handmade.trajectory((4, 5), group_id=0, sibling=0, num_prompt=3, admitted_at=10.0, finished_at=12.0),
+            1.0,
+            components={"right": 1.0, "short": 0.0},
+        ),
+        handmade.scored(
+            handmade.trajectory(
+                (3, 3, 4, 5), group_id=0, sibling=1, num_prompt=3, finish=Finish.LENGTH, admitted_at=10.0, finished_at=14.0
+            ),
+            0.0,
+            components={"right": 0.0},
+        ),
+    ]
+    second = [
+        handmade.scored(
+            handmade.trajectory((5,), group_id=1, sibling=sibling, num_prompt=1, admitted_at=11.0, finished_at=12.0),
+            0.5,
+            components={"right": 0.5},
+        )
+        for sibling in range(2)
+    ]
+    failed = handmade.scored(handmade.trajectory([0] * 50, group_id=1, sibling=2, finished_at=20.0), outcome=Outcome.TIMEOUT)
+    return [handmade.group(0, first), handmade.group(1, [*second, failed])]
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> dict[str, object]:
+    """The line of step 5, trained at 30 s of a run that began at 2 s; groups were placed at 15 s and 16 s."""
+    journal = Journal(tmp_path, "orchestrator")
+    progress = Progress(journal=journal, started_s=2.0)
+    cut = BatchCut(groups_per_step=2, max_staleness=4, min_survivors=2, credit=handmade.centred, first_step=5)
+    for now_s, group in zip((15.0, 16.0), two_groups(), strict=True):
+        progress.settled(cut.take(group), now_s=now_s)
+    progress.trained(StepDone(step=5, metrics={"loss": -0.25}), now_s=30.0)
+    journal.close()
+    (written,) = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
+    assert {key: written[key] for key in progress.last_step} == progress.last_step
+    assert progress.rewards == [0.5]
+    assert progress.num_trained_tokens == 5 + 7 + 2 + 2
+    return written
+
+
+def test_rewards_are_those_of_the_samples_placed(line: dict[str, object]):
+    assert line["step"] == 5
+    assert line["reward_mean"] == 0.5
+    assert line["reward_std"] == pytest.approx(np.sqrt((0.25 + 0.25 + 0 + 0) / 4))
+    assert line["components"] == {"right": 0.5, "short": 0.0}
+    assert line["zero_variance_fraction"] == 0.5
+
+
+def test_counts_and_lengths(line: dict[str, object]):
+    assert (line["num_groups"], line["num_samples"]) == (2, 4)
+    assert line["num_tokens"] == (3 + 2) + (3 + 4) + (1 + 1) + (1 + 1)
+    assert line["num_trained_tokens"] == 2 + 4 + 1 + 1
+    assert line["length_mean"] == 2.0
+    assert line["truncated_fraction"] == 0.25
+
+
+def test_staleness_is_counted_token_by_token(line: dict[str, object]):
+    """Versions 4 5 | 3 3 4 5 | 5 | 5 in step 5: ages 1 0 | 2 2 1 0 | 0 | 0."""
+    assert line["staleness"] == {"0": 4, "1": 2, "2": 2}
+    assert line["staleness_mean"] == pytest.approx(6 / 8)
+    assert line["staleness_max"] == 2
+
+
+def test_times_are_means_over_samples(line: dict[str, object]):
+    assert line["in_flight_s_mean"] == pytest.approx((2 + 4 + 1 + 1) / 4)
+    assert line["in_queue_s_mean"] == pytest.approx(((15 - 12) + (15 - 14) + (16 - 12) + (16 - 12)) / 4)
+    assert line["elapsed_s"] == 28.0
+    assert line["trainer"] == {"loss": -0.25}
+
+
+def test_a_group_given_up_leaves_no_trace_in_the_step(tmp_path: Path):
+    journal = Journal(tmp_path, "orchestrator")
+    progress = Progress(journal=journal, started_s=0.0)
+    cut = BatchCut(groups_per_step=1, max_staleness=4, min_survivors=2, credit=handmade.centred)
+    progress.settled(cut.take(handmade.plain_group(0, [9.0, Outcome.ERROR])), now_s=1.0)
+    progress.settled(cut.take(handmade.plain_group(1, [1.0, 0.0])), now_s=1.0)
+    progress.trained(StepDone(step=0, metrics={}), now_s=2.0)
+    journal.close()
+    assert progress.last_step["num_groups"] == 1
+    assert progress.last_step["reward_mean"] == 0.5
+
+
+def test_steps_in_the_making_do_not_mix(tmp_path: Path):
+    journal = Journal(tmp_path, "orchestrator")
+    progress = Progress(journal=journal, started_s=0.0)
+    cut = BatchCut(groups_per_step=1, max_staleness=4, min_survivors=2, credit=handmade.centred)
+    for group_id, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (0.5, 0.5)]):
+        progress.settled(cut.take(handmade.plain_group(group_id, rewards)), now_s=1.0)
+    for step in range(3):
+        progress.trained(StepDone(step=step, metrics={}), now_s=2.0)
+    journal.close()
+    assert progress.rewards == [1.0, 0.0, 0.5]
+
+
+def test_pauses_are_kept_for_the_end(tmp_path: Path):
+    journal = Journal(tmp_path, "orchestrator")
+    progress = Progress(journal=journal, started_s=0.0)
+    for pause_s in (0.25, 0.125):
+        progress.swapped(WeightsCommitted(engine_id=0, version=1, pause_s=pause_s, stage_s=1.0, num_running=3))
+    journal.close()
+    assert progress.pauses_s == [0.25, 0.125]
+    assert progress.last_pause_s == 0.125

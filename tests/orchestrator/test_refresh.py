@@ -1,0 +1,225 @@
+"""Refresh: every engine hears of every policy, and a buffer goes back only when no engine can read it; on simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.progress import Progress
+from orchestrator.rules.admission import Admission, pace_of
+from orchestrator.stages.refresh import Refresh
+from orchestrator.state.engines import Engines
+from orchestrator.state.peers import Peers
+from pipelinerl.config import Mode
+from pipelinerl.errors import PeerRefused, PeerSilent
+from pipelinerl.messages import (
+    EngineReady,
+    FromEngine,
+    FromTrainer,
+    Message,
+    PolicyPublished,
+    SlotReleased,
+    StageWeights,
+    ToEngine,
+    ToTrainer,
+    WeightsCommitted,
+    WeightsRefused,
+)
+from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.stages import Channel, Signal
+from pipelinerl.transport.memory import MemoryHub, MemoryLink
+from pipelinerl.watch import Watch
+from tests.sim.clock import simulate
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bench:
+    """A refresh stage with a hand on two engines and a trainer."""
+
+    published: Channel[PolicyPublished]
+    admission: Admission
+    credits: Signal
+    engines: list[MemoryLink]
+    trainer: MemoryLink
+
+    async def publish(self, version: int) -> None:
+        self.published.put_now(PolicyPublished(version=version, slot=f"slot-{version}", digest=f"d{version}", num_bytes=1, publish_s=0.1))
+        await asyncio.sleep(0.01)
+
+    async def commit(self, engine_id: int, version: int) -> None:
+        self.engines[engine_id].send(
+            WeightsCommitted(engine_id=engine_id, version=version, pause_s=0.001 * version, stage_s=0.5, num_running=7)
+        )
+        await asyncio.sleep(0.01)
+
+    def released(self) -> list[str]:
+        """Buffers handed back since the last look."""
+        return [message.slot for message in received(self.trainer) if isinstance(message, SlotReleased)]
+
+
+def received(link: MemoryLink) -> list[Message]:
+    messages = []
+    while (message := link.receive(0)) is not None:
+        messages.append(message)
+    return messages
+
+
+@contextlib.asynccontextmanager
+async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[Bench]:
+    engine_hub, trainer_hub = MemoryHub(accepts=FromEngine), MemoryHub(accepts=FromTrainer)
+    peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
+    trainer = Peers(trainer_hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
+    watch, credits = Watch(stall_limit_s=1000.0), Signal()
+    journal = Journal(folder, "orchestrator")
+    published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
+    pace = pace_of(mode, max_staleness=2)
+    admission = Admission(pace=pace, groups_per_step=4, num_steps=100, max_running=100)
+    refresh = Refresh(
+        published=published,
+        engines=Engines(peers, expected=2, watch=watch),
+        trainer=trainer,
+        admission=admission,
+        credits=credits,
+        progress=Progress(journal=journal, started_s=0.0),
+        journal=journal,
+        commit_deadline_s=60.0,
+    )
+    links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
+    trainer_link = trainer_hub.connect("trainer-0", accepts=ToTrainer)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(peers.run()), group.create_task(refresh.run())]
+            for engine_id, link in enumerate(links):
+                link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
+            await asyncio.sleep(0.01)
+            yield Bench(published=published, admission=admission, credits=credits, engines=links, trainer=trainer_link)
+            for task in tasks:
+                task.cancel()
+    finally:
+        journal.close()
+
+
+@pytest.mark.parametrize(("mode", "when_idle"), [(Mode.STREAMING, False), (Mode.ONE_STEP_OFF, True), (Mode.SYNC, True)])
+def test_every_engine_is_told_what_to_stage_and_when(tmp_path: Path, mode: Mode, when_idle: bool):
+    async def program() -> None:
+        async with bench(tmp_path, mode=mode) as it:
+            await it.publish(1)
+            for link in it.engines:
+                assert received(link) == [StageWeights(version=1, slot="slot-1", digest="d1", when_idle=when_idle)]
+            for engine_id in range(2):
+                await it.commit(engine_id, 1)
+
+    simulate(program())
+
+
+def test_slot_is_freed_only_after_engines_hold_the_weights(tmp_path: Path):
+    """Slot 1 is read by an engine until that engine has committed policy 2; the last one to do so frees it."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            await it.commit(0, 1)
+            await it.commit(1, 1)
+            assert it.released() == [], "both engines decode from slot 1 now"
+            await it.publish(2)
+            assert it.released() == []
+            await it.commit(0, 2)
+            assert it.released() == [], "engine 1 still decodes from slot 1"
+            await it.commit(1, 2)
+            assert it.released() == ["slot-1"]
+            await it.publish(3)
+            await it.commit(1, 3)
+            assert it.released() == [], "engine 0 still decodes from slot 2"
+            await it.commit(0, 3)
+            assert it.released() == ["slot-2"], "once, and not slot 1 again"
+
+    simulate(program())
+
+
+def test_an_engine_that_skips_policies_frees_all_it_has_passed(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for version in (1, 2, 3):
+                await it.publish(version)
+            await it.commit(0, 3)
+            assert it.released() == []
+            await it.commit(1, 1)
+            assert it.released() == []
+            await it.commit(1, 3)
+            assert it.released() == ["slot-1", "slot-2"]
+
+    simulate(program())
+
+
+def test_a_slow_engine_holds_up_nobody_else(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for version in (1, 2, 3):
+                await it.publish(version)
+                await it.commit(0, version)
+            orders = received(it.engines[0])
+            assert [order.version for order in orders if isinstance(order, StageWeights)] == [1, 2, 3]
+            await it.commit(1, 3)
+
+    simulate(program())
+
+
+def test_a_policy_gives_credits_and_wakes_dispatch(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            before = it.admission.limit(it.admission.version)
+            waiting = asyncio.create_task(it.credits.wait())
+            await it.publish(1)
+            await asyncio.wait_for(waiting, 1.0)
+            assert it.admission.limit(it.admission.version) == before + 4
+            waiting = asyncio.create_task(it.credits.wait())
+            await asyncio.sleep(0.01)
+            await it.commit(0, 1)
+            await asyncio.wait_for(waiting, 1.0)
+            await it.commit(1, 1)
+
+    simulate(program())
+
+
+def test_a_refused_policy_ends_the_run_with_the_engines_own_words(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            it.engines[1].send(WeightsRefused(engine_id=1, version=1, error="WeightsError: slot slot-1: digest of its 8 bytes is ab"))
+            await asyncio.sleep(1.0)
+
+    expected = pytest.RaisesExc(PeerRefused, match=r"^engine-1 refused policy 1: WeightsError: slot slot-1: digest of its 8 bytes is ab$")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+def test_an_engine_that_does_not_commit_in_time_is_named_and_the_others_are_not(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            await it.commit(0, 1)
+            await asyncio.sleep(61.0)
+
+    expected = pytest.RaisesExc(PeerSilent, match=r"^waited 60 s for engine-1 \(at version 0\) to commit policy 1$")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+def test_every_swap_is_journalled(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(2)
+            for engine_id in range(2):
+                await it.commit(engine_id, 2)
+
+    simulate(program())
+    swaps = [line for line in read_journals(tmp_path) if line["kind"] == "swap"]
+    assert [(line["engine_id"], line["version"], line["pause_s"], line["stage_s"], line["num_running"]) for line in swaps] == [
+        (0, 2, 0.002, 0.5, 7),
+        (1, 2, 0.002, 0.5, 7),
+    ]

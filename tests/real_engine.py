@@ -1,0 +1,71 @@
+"""A real vLLM engine around a tiny model, and policies published to it; for tests marked `vllm`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.config import EngineSection, ModelSection, RolloutSection
+from pipelinerl.engine.__main__ import set_environment
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.weights.shared_memory import SlotPool
+
+
+@contextlib.contextmanager
+def vllm_engine(folder: Path, *, max_running: int = 64, max_tokens: int | None = None) -> Iterator[VllmEngine]:
+    """Load the model of a folder in float32, in the environment that an engine process sets itself."""
+    before = dict(os.environ)
+    set_environment()
+    from pipelinerl.engine.vllm_engine import VllmEngine
+
+    try:
+        yield VllmEngine(
+            model=ModelSection(path=folder, dtype="float32", max_tokens=max_tokens),
+            engine=EngineSection(max_running=max_running),  # pyright: ignore[reportCallIssue]
+            rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
+            seed=0,
+        )
+    finally:
+        gc.collect()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Publisher:
+    """Publishes policies to one engine, through slots in shared memory like the trainer's."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        from pipelinerl.weights.base import num_bytes
+        from pipelinerl.weights.shared_memory import SlotPool
+
+        self._tensors = engine.limits.tensors
+        self._pool: SlotPool = SlotPool(uuid.uuid4().hex, num_bytes=num_bytes(self._tensors))
+        self._num_published = 0
+
+    def publish(self, weights: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+        """Write a policy into a free slot; its name and digest."""
+        from pipelinerl.weights.base import digest, views
+
+        slot = self._pool.acquire(1.0)
+        assert slot is not None
+        for name, view in views(slot.buffer, self._tensors).items():
+            view.copy_(weights[name])
+        self._num_published += 1
+        self._pool.publish(slot, version=self._num_published)
+        return slot.name, digest(slot.buffer)
+
+    def release(self, slot: str) -> None:
+        """Say that the engine reads a slot no more."""
+        self._pool.release(slot)
+
+    def close(self) -> None:
+        self._pool.close()

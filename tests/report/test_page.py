@@ -1,0 +1,234 @@
+"""The page says what the journals say, asks for nothing from outside, and is whole HTML whatever the journals lack or contain."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import DataError
+from pipelinerl.report import write_report
+from tests.report.reading_html import Page
+from tests.report.synthetic import Line, Plan, write_run
+
+KINDS = ("run", "status", "step", "swap", "evaluation", "end", "span")
+
+
+def _report(folder: Path) -> Page:
+    return Page(write_report(folder).read_text())
+
+
+def _of_kind(lines: list[Line], kind: str) -> list[Line]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+def _change(folder: Path, kind: str, **fields: object) -> None:
+    """Change fields of every line of a kind in the orchestrator's journal."""
+    path = folder / "journal" / "orchestrator.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | (fields if line["kind"] == kind else {})) + "\n" for line in lines))
+
+
+def test_headline_numbers_are_those_of_the_journal(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run")
+    page = _report(tmp_path / "run")
+    steps = _of_kind(lines, "step")
+    assert page.by_id["final-reward"] == f"{np.mean([step['reward_mean'] for step in steps[-10:]]):.3f}"
+    assert f"first 10 steps: {np.mean([step['reward_mean'] for step in steps[:10]]):.3f}" in page.by_id["final-reward-note"]
+    assert page.by_id["held-out"] == "0.125 → 0.812"
+    assert page.by_id["held-out-note"] == "version 0 → 40, 64 prompts"
+    assert page.by_id["num-steps"] == "40 of 40"
+    assert page.by_id["num-samples"] == f"{40 * 64:,}"
+    assert f"{sum(step['num_trained_tokens'] for step in steps):,} trained tokens" == page.by_id["num-samples-note"]
+    pauses = [1000 * line["pause_s"] for line in _of_kind(lines, "swap")]
+    assert page.by_id["pause"] == f"{np.quantile(pauses, 0.5):.3f} / {np.quantile(pauses, 0.99):.3f} ms"
+    assert page.by_id["pause-note"] == "78 swaps"
+
+
+def test_rates_are_tokens_over_the_steady_stretch(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run")
+    page = _report(tmp_path / "run")
+    steps = _of_kind(lines, "step")
+    trained = sum(step["num_trained_tokens"] for step in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
+    assert page.by_id["trained-rate"] == f"{round(trained):,} tok/s"
+    generated = float(page.by_id["generated-rate"].removesuffix(" tok/s").replace(",", ""))
+    assert generated == pytest.approx(15_000 / Plan().period_s, rel=1e-3)
+
+
+def test_staleness_is_weighted_by_tokens(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run")
+    page = _report(tmp_path / "run")
+    tokens: dict[int, int] = {}
+    for step in _of_kind(lines, "step"):
+        for age, count in step["staleness"].items():
+            tokens[int(age)] = tokens.get(int(age), 0) + count
+    mean = sum(age * count for age, count in tokens.items()) / sum(tokens.values())
+    assert page.by_id["staleness-mean"] == f"{mean:.3f} / 3"
+    labels = [f"{100 * count / sum(tokens.values()):.1f} %" for count in tokens.values() for _ in ("tooltip", "label")]
+    assert re.findall(r"\d+\.\d %", page.by_id["staleness"]) == labels
+
+
+def test_steps_are_listed_with_their_own_numbers(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run")
+    page = _report(tmp_path / "run")
+    listed = page.cells("steps")
+    assert len(listed) == 40
+    for step in _of_kind(lines, "step"):
+        cells = listed[str(step["step"])]
+        assert cells[0] == str(step["version"])
+        assert float(cells[1]) == pytest.approx(step["reward_mean"], rel=1e-3)
+        assert cells[3] == f"{step['num_trained_tokens']:,}"
+
+
+def test_identity_that_balances_has_its_mark(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    page = _report(tmp_path / "run")
+    expected = "✓ 2,706 admitted = 0 in flight + 2,560 trained + 120 filtered + 10 stale + 5 failed + 11 cancelled"
+    assert page.by_id["identity-sentence"] == expected
+    assert page.by_id["identity-note"].startswith("✓")
+    assert page.cells("outcomes")["trained"][0] == "2,560"
+    assert page.cells("reasons")["failed: timeout"] == ["3"]
+
+
+@pytest.mark.parametrize(("lost", "words"), [(7, "7 rollouts unaccounted for"), (-1, "1 rollout ended more often than admitted")])
+def test_identity_that_does_not_balance_is_flagged(tmp_path: Path, lost: int, words: str) -> None:
+    lines = write_run(tmp_path / "run")
+    identity = dict(_of_kind(lines, "end")[0]["identity"])
+    identity["admitted"] += lost
+    _change(tmp_path / "run", "end", identity=identity)
+    page = _report(tmp_path / "run")
+    assert page.by_id["identity-sentence"].startswith("✗")
+    assert page.by_id["identity-sentence"].endswith(words)
+    assert "≠" in page.by_id["identity-sentence"]
+    assert page.by_id["identity-note"] == f"✗ off by {lost}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_journal_without_one_kind_is_shown_and_the_gap_is_named(tmp_path: Path, kind: str) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=6), without=frozenset({kind}))
+    page = _report(tmp_path / "run")
+    where, words = {
+        "run": ("configuration", "not recorded"),
+        "status": ("queues", "not recorded"),
+        "step": ("final-reward", "not recorded"),
+        "swap": ("pause", "not recorded"),
+        "evaluation": ("held-out", "not recorded"),
+        "end": ("ended", "The journal holds no end"),
+        "span": ("timeline", "not recorded"),
+    }[kind]
+    assert words in page.by_id[where]
+
+
+@pytest.mark.parametrize("kept", KINDS)
+def test_a_journal_of_one_kind_only_is_shown(tmp_path: Path, kept: str) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=3), without=frozenset(KINDS) - {kept})
+    assert _report(tmp_path / "run").by_id["name"] == ("synthetic" if kept == "run" else "run")
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_runs_of_very_few_steps_are_shown(tmp_path: Path, num_steps: int) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=num_steps))
+    assert _report(tmp_path / "run").by_id["num-steps"] == f"{num_steps} of {num_steps}"
+
+
+def test_lines_that_hold_only_time_and_kind_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    bare = [{"t": float(number), "kind": kind, "process": "orchestrator"} for number, kind in enumerate(KINDS * 2)]
+    (tmp_path / "journal" / "orchestrator.jsonl").write_text("".join(json.dumps(line) + "\n" for line in bare))
+    assert _report(tmp_path).by_id["final-reward"] == "not recorded"
+
+
+def test_numbers_that_are_not_finite_count_as_not_recorded(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=4))
+    _change(tmp_path / "run", "step", reward_mean=float("nan"), trainer={"loss": float("inf"), "grad_norm": float("nan")})
+    page = _report(tmp_path / "run")
+    assert page.by_id["final-reward"] == "not recorded"
+    assert "nan" not in page.by_id["trainer"].lower()
+
+
+def test_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    text = write_report(tmp_path / "run").read_text()
+    assert not re.search(r"https?://|//[a-z]|@import|url\(", text)
+    page = Page(text)
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "embed", "use", "image"}
+    assert not [name for _, name, _ in page.attributes if name in ("src", "srcset", "xlink:href", "action", "style")]
+    targets = [value for _, name, value in page.attributes if name == "href"]
+    assert targets
+    assert all(target.startswith("#") and target[1:] in page.by_id for target in targets)
+
+
+def test_words_from_the_run_are_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert('1')</script>&\"<b>"
+    write_run(tmp_path / "run", Plan(name=evil, num_steps=4))
+    _change(tmp_path / "run", "end", reason=evil)
+    _change(tmp_path / "run", "step", components={evil: 1.0, "b": 0.5})
+    _change(
+        tmp_path / "run",
+        "status",
+        queues={evil: {"items": 1, "bytes": 1, "bound_bytes": 2}, "other": {"items": 2}},
+        reasons={evil: 2},
+        waited_s={evil: 1.0},
+    )
+    (tmp_path / "run" / "failures").mkdir()
+    (tmp_path / "run" / "failures" / "engine-0.json").write_text(json.dumps({"t": 1.0, "process": evil, "error": evil}))
+    text = write_report(tmp_path / "run").read_text()
+    page = Page(text)
+    assert not page.tags & {"script", "b"}
+    assert page.by_id["name"] == evil
+    assert page.by_id["ended"] == f"Ended: {evil}."
+    assert evil in page.cells("reasons")
+    assert evil in page.cells("waits")
+
+
+def test_half_written_last_line_is_left_out_and_a_broken_one_counted(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=5))
+    path = tmp_path / "run" / "journal" / "orchestrator.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"t": 1760000100.0, "kind": "step", "step": 5, "rew')
+    assert _report(tmp_path / "run").by_id["num-steps"] == "5 of 5"
+    path.write_text('{"t": 17600{"t": 1.0, "kind"\n[1, 2]\n' + whole)
+    text = write_report(tmp_path / "run").read_text()
+    assert "2 journal lines could not be read" in text
+
+
+def test_last_words_of_a_failed_process_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=4), without=frozenset({"end"}))
+    (tmp_path / "run" / "failures").mkdir()
+    for t, process in ((5.0, "orchestrator"), (4.0, "engine-1")):
+        record = {"t": t, "process": process, "error": f"PeerGone: {process} is gone"}
+        (tmp_path / "run" / "failures" / f"{process}.json").write_text(json.dumps(record))
+    text = write_report(tmp_path / "run").read_text()
+    assert 0 < text.index("engine-1 failed:") < text.index("orchestrator failed:"), "the first failure comes first"
+
+
+def test_a_step_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run", Plan(num_steps=5))
+    again = next(line for line in lines if line["kind"] == "step" and line["step"] == 4) | {"reward_mean": 0.25, "t": lines[-1]["t"] + 9}
+    resumed = next(line for line in lines if line["kind"] == "run") | {"t": lines[-1]["t"] + 1}
+    with open(tmp_path / "run" / "journal" / "orchestrator.jsonl", "a") as file:
+        file.write(json.dumps(resumed) + "\n" + json.dumps(again) + "\n")
+    page = _report(tmp_path / "run")
+    assert page.by_id["num-samples"] == f"{5 * 64}"
+    assert page.cells("steps")["4"][1] == "0.2500"
+    assert "holds no end" in page.by_id["ended"], "the end before the resume is not the run's end"
+
+
+def test_configuration_is_listed_key_by_key(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=3))
+    page = _report(tmp_path / "run")
+    settings = page.cells("settings")
+    assert settings["pipeline.max_staleness"] == ["4"]
+    assert settings["reward[0].function"] == ["rewards.py:exact"]
+    assert page.cells("derived")["samples per step"] == ["64"]
+
+
+def test_a_long_run_stays_under_a_megabyte(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(num_steps=500, num_engines=4, num_slots=8))
+    assert write_report(tmp_path / "run").stat().st_size < 500_000
+
+
+def test_a_folder_without_journal_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no journal in .*journal: name the folder of a run"):
+        write_report(tmp_path)

@@ -1,0 +1,74 @@
+"""Frames on a stream, the environment of workers, and the two ways to a decoding."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import WireError
+from pipelinerl.messages import Finish
+from pipelinerl.scorer.calls import Call, Frames, ToWorker, Withdraw, frame
+from pipelinerl.scorer.forkserver import load_decode
+from pipelinerl.scorer.sandbox import clean_environment
+from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
+
+
+def test_frames_cut_at_any_byte_come_out_whole_and_in_order() -> None:
+    calls = [
+        Call(ticket_id=n, prompt="p", token_ids=np.arange(n, dtype=np.int32), finish=Finish.STOP, columns={"n": n}) for n in (0, 3, 70)
+    ]
+    stream = b"".join(frame(message) for message in (*calls, Withdraw(ticket_ids=(1, 2))))
+    for size in (1, 3, 64, len(stream)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            frames = Frames(theirs)
+            bodies: list[bytes] = []
+            for start in range(0, len(stream), size):
+                ours.sendall(stream[start : start + size])
+                bodies += frames.receive() or []
+            ours.close()
+            assert frames.receive() is None
+        decoder: Decoder[Call | Withdraw] = Decoder(ToWorker)
+        decoded = [decoder.decode(body) for body in bodies]
+        assert [message.ticket_id for message in decoded[:3] if isinstance(message, Call)] == [0, 3, 70]
+        assert isinstance(decoded[2], Call)
+        assert decoded[2].token_ids.tolist() == list(range(70))
+        assert decoded[3] == Withdraw(ticket_ids=(1, 2))
+
+
+def test_frame_that_claims_more_than_the_limit_is_refused_before_it_is_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
+        with pytest.raises(WireError, match=f"a frame of {MAX_MESSAGE_BYTES + 1} bytes exceeds the limit"):
+            Frames(theirs).receive()
+
+
+def test_secrets_are_cleared_by_name_and_by_value() -> None:
+    kept = {"PATH": "/bin", "HOME": "/home/x", "HF_HOME": "/cache", "PYTHONPATH": "lib", "OMP_NUM_THREADS": "4", "PROXY": "http://proxy:80"}
+    secrets = dict.fromkeys(
+        (
+            *("WANDB_API_KEY", "WANDB_ENTITY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SESSION_TOKEN", "AWS_PROFILE", "my_secret"),
+            *("DB_PASSWORD", "PGPASSFILE", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "AZURE_TENANT", "openai_api_key"),
+        ),
+        "hidden",
+    )
+    cleaned = clean_environment(kept | secrets | {"HTTPS_PROXY": "http://user:hidden@proxy:80"})
+    assert "hidden" not in json.dumps(cleaned)
+    assert {name: cleaned.pop(name) for name in kept} == kept
+    settings = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    assert cleaned == {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | settings
+
+
+def test_decoding_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
+    assert load_decode(str(tokenizer_folder))([1, 3 + 65 - 32, 3, 3 + 66 - 32, 2, 0]) == "A B"
+
+
+@pytest.mark.slow
+def test_tokenizer_without_a_tokenizer_json_is_loaded_too(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    assert load_decode(str(tmp_path))([3 + 65, 3 + 66, 1]) == "AB"

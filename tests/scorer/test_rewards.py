@@ -1,0 +1,306 @@
+"""How reward functions are recognised, called and judged, in the process of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import fractions
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Finish, Outcome
+from pipelinerl.scorer.calls import Call, Component, Result
+from pipelinerl.scorer.rewards import ERROR_CHARACTERS, Reward, Scoring, Shape, inspect_reward, load_rewards, read_value
+
+COLUMNS: dict[str, Any] = {"answer": "42", "level": 3}
+
+
+def run(*functions: Callable[..., Any], columns: dict[str, Any] = COLUMNS, weights: tuple[float, ...] | None = None) -> Result:
+    """Score the completion "abc" of the prompt "what?" with these functions."""
+    weights = weights or (1.0,) * len(functions)
+    rewards = [inspect_reward(f, reference=f"file.py:f{i}", weight=w) for i, (f, w) in enumerate(zip(functions, weights, strict=True))]
+    return scoring(*rewards).score(make_call(columns))
+
+
+def scoring(*rewards: Reward, entered: list[str] | None = None) -> Scoring:
+    entering = entered.append if entered is not None else lambda name: None
+    return Scoring(rewards, decode=lambda token_ids: "".join(map(chr, token_ids)), max_tokens=100, entering=entering)
+
+
+def make_call(columns: dict[str, Any] = COLUMNS) -> Call:
+    return Call(ticket_id=7, prompt="what?", token_ids=np.array([97, 98, 99], np.int32), finish=Finish.LENGTH, columns=columns)
+
+
+def test_our_shape_gets_texts_and_the_columns_it_names() -> None:
+    seen = {}
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        seen.update(prompt=prompt, completion=completion, answer=answer)
+        return 0.25
+
+    result = run(reward)
+    assert (result.ticket_id, result.outcome, result.reward, result.components) == (7, Outcome.OK, 0.25, {"f0": 0.25})
+    assert seen == {"prompt": "what?", "completion": "abc", "answer": "42"}
+
+
+def test_our_shape_with_star_columns_gets_every_column_and_nothing_else() -> None:
+    seen = {}
+
+    def reward(completion: str, **columns: Any) -> float:
+        seen.update(columns)
+        return 0.0
+
+    run(reward)
+    assert seen == {"prompt": "what?", **COLUMNS}
+
+
+def test_our_shape_gets_facts_of_the_completion_where_it_names_them() -> None:
+    seen = {}
+
+    def reward(completion: str, *, num_tokens: int, finish: str, max_tokens: int) -> float:
+        seen.update(num_tokens=num_tokens, finish=finish, max_tokens=max_tokens)
+        return 0.0
+
+    run(reward)
+    assert seen == {"num_tokens": 3, "finish": "length", "max_tokens": 100}
+
+
+def test_column_does_not_replace_the_completion_but_does_replace_a_fact() -> None:
+    seen = {}
+
+    def reward(completion: str, finish: str) -> float:
+        seen.update(completion=completion, finish=finish)
+        return 0.0
+
+    run(reward, columns={"completion": "from the row", "finish": "from the row"})
+    assert seen == {"completion": "abc", "finish": "from the row"}
+
+
+def test_trl_shape_gets_lists_of_one() -> None:
+    seen = {}
+
+    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: list[Any]) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        return [2.0]
+
+    assert run(reward).reward == 2.0
+    assert seen == {"prompts": ["what?"], "completions": ["abc"], "completion_ids": [[97, 98, 99]], "answer": ["42"], "level": [3]}
+
+
+def test_trl_shape_gets_only_what_it_names() -> None:
+    def reward(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(completions == ["abc"] and answer == ["42"])]
+
+    assert run(reward).reward == 1.0
+
+
+def test_verl_shape_gets_its_four_arguments_from_the_columns() -> None:
+    seen = {}
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        seen.update(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+        return 1.0
+
+    run(
+        compute_score, columns={"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {"index": 5}}
+    )
+    assert seen == {"data_source": "gsm8k", "solution_str": "abc", "ground_truth": "42", "extra_info": {"index": 5}}
+    run(compute_score, columns={"ground_truth": "43"})
+    assert seen == {"data_source": "", "solution_str": "abc", "ground_truth": "43", "extra_info": None}
+
+
+def test_verl_dict_counts_by_its_score() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> dict[str, Any]:
+        return {"score": 0.5, "acc": True}
+
+    assert run(compute_score, columns={"ground_truth": "42"}).reward == 0.5
+
+
+def test_missing_column_is_an_error_that_names_it_and_those_there_are() -> None:
+    def reward(completion: str, solution: str) -> float:
+        return 1.0
+
+    result = run(reward)
+    assert (result.outcome, result.reward) == (Outcome.ERROR, None)
+    assert result.error == "f0 raised DataError: needs solution, but the row has only the columns answer, level"
+
+
+def test_async_function_runs_on_one_event_loop_for_all_calls() -> None:
+    loops = []
+
+    async def reward(completion: str) -> float:
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return float(len(completion))
+
+    score = scoring(inspect_reward(reward, reference="file.py:reward"))
+    assert [score.score(make_call()).reward for _ in range(2)] == [3.0, 3.0]
+    assert loops[0] is loops[1]
+
+
+def test_reward_is_the_weighted_sum_and_components_are_unweighted() -> None:
+    result = run(lambda completion: 2.0, lambda completions: [3.0], weights=(0.5, -2.0))
+    assert result.reward == 0.5 * 2.0 - 2.0 * 3.0
+    assert result.components == {"f0": 2.0, "f1": 3.0}
+
+
+def test_trl_none_leaves_the_component_out() -> None:
+    result = run(lambda completion: 2.0, lambda completions: [None])
+    assert (result.outcome, result.reward, result.components) == (Outcome.OK, 2.0, {"f0": 2.0})
+
+
+def test_sample_to_which_no_function_applies_is_invalid() -> None:
+    result = run(lambda completions: [None], lambda completions: [None])
+    assert (result.outcome, result.reward) == (Outcome.INVALID, None)
+    assert result.error == "no reward function applies: f0, f1 returned None"
+
+
+@pytest.mark.parametrize(
+    ("returned", "shape", "said"),
+    [
+        (None, Shape.OURS, "returned None, expected a finite number"),
+        (math.nan, Shape.OURS, "returned nan, expected a finite number"),
+        (-math.inf, Shape.OURS, "returned -inf, expected a finite number"),
+        ("1.0", Shape.OURS, "returned '1.0', expected a finite number"),
+        ([1.0], Shape.OURS, "returned [1.0], expected a finite number"),
+        (np.array([1.0, 2.0]), Shape.OURS, "returned array([1., 2.]), expected a finite number"),
+        (1j, Shape.OURS, "returned 1j, expected a finite number"),
+        ({"score": 1.0}, Shape.OURS, "returned {'score': 1.0}, expected a finite number"),
+        (10**400, Shape.OURS, "which no float holds"),
+        (1.0, Shape.TRL, "returned 1.0, expected a list of one number"),
+        (None, Shape.TRL, "returned None, expected a list of one number"),
+        ("1", Shape.TRL, "returned '1', expected a list of one number"),
+        ([], Shape.TRL, "returned 0 values for 1 completion: []"),
+        ([1.0, 2.0], Shape.TRL, "returned 2 values for 1 completion: [1.0, 2.0]"),
+        ([math.nan], Shape.TRL, "returned nan, expected a finite number"),
+        (["1"], Shape.TRL, "returned ['1'], expected a finite number"),
+        ({"acc": 1.0}, Shape.VERL, "returned {'acc': 1.0}, expected a finite number"),
+        ({"score": None}, Shape.VERL, "returned {'score': None}, expected a finite number"),
+    ],
+)
+def test_what_is_no_finite_number_is_invalid_and_says_what_came(returned: Any, shape: Shape, said: str) -> None:
+    functions: dict[Shape, Callable[..., Any]] = {
+        Shape.OURS: lambda completion: returned,
+        Shape.TRL: lambda completions: returned,
+        Shape.VERL: lambda solution_str: returned,
+    }
+    result = run(functions[shape])
+    assert (result.outcome, result.reward, result.components) == (Outcome.INVALID, None, {})
+    assert result.error.startswith("f0 returned ")
+    assert result.error.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.bool_(True), 1.0), (np.array(3.0), 3.0)],
+)
+def test_numbers_of_every_kind_count(returned: Any, value: float) -> None:
+    assert read_value(returned, shape=Shape.OURS) == value
+    assert read_value([returned], shape=Shape.TRL) == value
+    assert read_value(np.array([value]), shape=Shape.TRL) == value
+    assert read_value(fractions.Fraction(1, 2), shape=Shape.OURS) == 0.5
+
+
+def test_sum_that_overflows_is_invalid() -> None:
+    result = run(lambda completion: 1e308, lambda completion: 1e308)
+    assert (result.outcome, result.reward) == (Outcome.INVALID, None)
+    assert "is inf, expected a finite number" in result.error
+
+
+@pytest.mark.parametrize("raised", [ValueError("bad \\frac"), SystemExit(2), KeyboardInterrupt(), MemoryError()])
+def test_whatever_a_function_raises_is_an_error_with_its_name_and_ends_the_call(raised: BaseException) -> None:
+    later = []
+
+    def reward(completion: str) -> float:
+        raise raised
+
+    result = run(lambda completion: 1.0, reward, lambda completion: later.append(1) or 1.0)
+    assert (result.outcome, result.reward, result.components) == (Outcome.ERROR, None, {})
+    expected = f"{type(raised).__name__}: {raised}" if str(raised) else type(raised).__name__
+    assert result.error == f"f1 raised {expected}"
+    assert not later
+
+
+def test_exception_that_cannot_be_printed_and_one_without_end_are_survived() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def unprintable(completion: str) -> float:
+        raise Unprintable
+
+    def endless(completion: str) -> float:
+        raise ValueError("x" * 10_000_000)
+
+    assert run(unprintable).error == "f0 raised Unprintable: (message unavailable: its __str__ raised RuntimeError)"
+    assert len(run(endless).error) == ERROR_CHARACTERS
+
+
+def test_every_function_but_the_first_is_announced() -> None:
+    entered: list[str] = []
+    rewards = [inspect_reward(lambda completion: 1.0, reference=f"file.py:f{index}") for index in range(3)]
+    scoring(*rewards, entered=entered).score(make_call())
+    assert entered == ["f1", "f2"]
+
+
+def _ambiguous(completion: str, completions: list[str]) -> float: ...  # pyright: ignore[reportReturnType]
+def _unknown(text: str, label: int = 3) -> float: ...  # pyright: ignore[reportReturnType]
+def _positional(prompt: str, completion: str, /) -> float: ...  # pyright: ignore[reportReturnType]
+def _empty() -> float: ...  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (_unknown, "(text: str, label: int = 3)"),
+        (_ambiguous, "(completion: str, completions: list[str])"),
+        (_positional, "(prompt: str, completion: str)"),
+        (_empty, "(no parameters)"),
+    ],
+)
+def test_unknown_signature_is_refused_with_the_three_that_are_known(function: Any, found: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        inspect_reward(function, reference="file.py:reward")
+    text = str(raised.value).replace("'", "")
+    assert text.startswith(f"reward file.py:reward takes {found}, which is none of the accepted shapes")
+    assert all(shape.value in text for shape in Shape)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward file.py:reward is a float, expected a function"):
+        inspect_reward(0.5, reference="file.py:reward")
+
+
+def test_callable_object_and_partial_are_functions() -> None:
+    class Judge:
+        def __call__(self, completion: str) -> float:
+            return 4.0
+
+    def scaled(completion: str, factor: float) -> float:
+        return factor
+
+    assert run(Judge()).reward == 4.0
+    assert run(functools.partial(scaled, factor=5.0)).reward == 5.0
+
+
+def test_functions_that_share_a_name_are_told_apart_by_their_reference(tmp_path: Path) -> None:
+    references = []
+    for folder in ("a", "b"):
+        path = tmp_path / f"{folder}.py"
+        path.write_text(f"def reward(completion): return {len(references)}.0\ndef other(completion): return 9.0\n")
+        references.append(f"{path}:reward")
+    components = [Component(function=name, weight=1.0) for name in (*references, f"{tmp_path / 'a.py'}:other")]
+    assert [reward.name for reward in load_rewards(components)] == [*references, "other"]
+    assert scoring(*load_rewards(components)).score(make_call()).components == {references[0]: 0.0, references[1]: 1.0, "other": 9.0}
+
+
+def test_function_named_twice_is_refused() -> None:
+    component = Component(function="pipelinerl.scorer.builtin:exact_match", weight=1.0)
+    with pytest.raises(ConfigError, match=r"exact_match is named 2 times: name it once"):
+        load_rewards([component, component])

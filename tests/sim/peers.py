@@ -1,0 +1,272 @@
+"""Engines, a scorer and a trainer as coroutines on simulated time, with seeded latencies and failures.
+
+The engine is the product's own `EngineLoop` around its own `FakeEngine`; scorer and trainer speak the product's messages. Each of the
+coroutines can be exchanged for one that misbehaves, see `run.Cast`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.engine.fake import FakeEngine
+from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.errors import EngineError, WeightsError
+from pipelinerl.messages import (
+    Alive,
+    LayoutFixed,
+    Message,
+    MicroBatch,
+    Outcome,
+    PolicyPublished,
+    Score,
+    Scored,
+    ScorerLoad,
+    ScorerReady,
+    SlotReleased,
+    StageWeights,
+    StepDone,
+    StepSealed,
+    Stop,
+    TakeMicroBatch,
+    TrainerReady,
+)
+from pipelinerl.transport.memory import MemoryLink
+from tests.sim.clock import later
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """How fast and how faulty everybody is."""
+
+    seed: int = 0
+    step_s: float = 0.01
+    """One forward pass of an engine."""
+    stage_s: float = 0.05
+    score_s: float = 0.02
+    token_s: float = 2e-5
+    """Training one token."""
+    mean_tokens: int = 24
+    engine_error_fraction: float = 0.0
+    """Of forward passes that fail, losing all running sequences."""
+    bad_score_fraction: float = 0.0
+    """Of scores that are a timeout, an error or invalid."""
+    start_s: float = 0.0
+    """What everybody needs to load before announcing itself."""
+
+
+class SimulatedEngine(FakeEngine):
+    """Fails a seeded fraction of forward passes; its tokens tell the version that sampled them, also where it skipped some."""
+
+    def __init__(self, *, fraction: float, seed: int, **options: int) -> None:
+        super().__init__(**options)
+        self.staged_version = 0
+        self._fraction = fraction
+        self._random = random.Random(seed)
+
+    def step(self):
+        if self._random.random() < self._fraction:
+            for rollout_id in list(self._requests):
+                self.cancel(rollout_id)
+            raise EngineError("simulated failure of a forward pass")
+        return super().step()
+
+    def commit(self) -> None:
+        super().commit()
+        self._num_commits = self.staged_version
+
+
+def token(prompt: np.ndarray, *, position: int, version: int) -> int:
+    """What a simulated engine samples at a position (from 1) under a version: the formula of `FakeEngine`, written a second time."""
+    return (zlib.crc32(np.asarray(prompt, np.int32).tobytes()) + 7919 * position + 104729 * version) % 1000
+
+
+async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: World) -> None:
+    """Serve until told to stop, like `pipelinerl.engine.server`."""
+    fake = SimulatedEngine(
+        fraction=world.engine_error_fraction,
+        seed=world.seed + engine_id,
+        max_model_tokens=4096,
+        max_running=max_running,
+        mean_tokens=world.mean_tokens,
+    )
+    clock = asyncio.get_running_loop().time
+
+    def stage(order: StageWeights):
+        try:
+            fake.stage(order.slot, order.digest)
+        except WeightsError as error:
+            return later(world.stage_s, error)
+        fake.staged_version = order.version
+        return later(world.stage_s)
+
+    loop = EngineLoop(fake, engine_id=engine_id, stager=stage, clock=clock)
+    await asyncio.sleep(world.start_s)
+    link.send(loop.ready(process_id=engine_id))
+    next_load = 0.0
+    while True:
+        message = await _message_within(link, seconds=1.0) if not loop.has_work and not loop.is_swapping else link.receive(0)
+        while message is not None:
+            if isinstance(message, Stop):
+                return
+            loop.handle(message)
+            message = link.receive(0)
+        await asyncio.sleep(world.step_s * (1 + 0.1 * engine_id))
+        loop.advance()
+        for answer in loop.outbox:
+            link.send(answer)
+        loop.outbox.clear()
+        if clock() >= next_load:
+            next_load = clock() + 1.0
+            link.send(loop.load(idle_s=0.0))
+
+
+async def _message_within(link: MemoryLink, *, seconds: float) -> Message | None:
+    try:
+        async with asyncio.timeout(seconds):
+            return await link.wait()
+    except TimeoutError:
+        return None
+
+
+async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
+    """Score until told to stop: 1 for an odd sum of tokens, 0 for an even one."""
+    loop = asyncio.get_running_loop()
+    chance = random.Random(world.seed)
+    await asyncio.sleep(world.start_s)
+    link.send(ScorerReady(scorer_id=0, process_id=0, num_slots=num_slots))
+    heartbeat = loop.create_task(beat(link))
+    bad = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID)
+    while not isinstance(message := await link.wait(), Stop):
+        assert isinstance(message, Score)
+        outcome = chance.choice(bad) if chance.random() < world.bad_score_fraction else Outcome.OK
+        reward = float(message.token_ids.sum() % 2) if outcome is Outcome.OK else None
+        answer = Scored(
+            rollout_id=message.rollout_id, attempt=message.attempt, outcome=outcome, reward=reward, components={}, duration_s=world.score_s
+        )
+        loop.call_later(world.score_s * (0.5 + chance.random()), link.send, answer)
+    heartbeat.cancel()
+
+
+async def beat(link: MemoryLink) -> None:
+    """A scorer's sign of life, every second."""
+    while True:
+        await asyncio.sleep(1.0)
+        link.send(ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0))
+
+
+@dataclasses.dataclass(slots=True)
+class TrainerRecord:
+    """What the trainer saw, for the checker."""
+
+    trained: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Step of every rollout trained."""
+    oldest: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Version of its oldest token."""
+    tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """Tokens with a loss, by step."""
+    sealed: dict[int, StepSealed] = dataclasses.field(default_factory=dict)
+    samples: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """Samples, by step."""
+    micro_batches: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """Rows, by step."""
+    longest_row: int = 0
+    """Tokens."""
+    repeated: list[str] = dataclasses.field(default_factory=list)
+    """Rollouts that came twice."""
+    mislabelled: list[str] = dataclasses.field(default_factory=list)
+    """Rollouts with a token that its version cannot have sampled."""
+    stopped_for: str = ""
+    """Reason of the `Stop` that ended it."""
+
+
+async def trainer(link: MemoryLink, *, num_steps: int, world: World, record: TrainerRecord, num_slots: int = 3) -> None:
+    """Pull, train and publish every step, then wait to be told to stop; with a sign of life every ten seconds."""
+    heartbeat = asyncio.get_running_loop().create_task(live_on(link, every_s=10.0))
+    try:
+        await asyncio.sleep(world.start_s)
+        await _train(link, num_steps=num_steps, world=world, record=record, free=[f"slot-{number}" for number in range(num_slots)])
+    finally:
+        heartbeat.cancel()
+
+
+async def live_on(link: MemoryLink, *, every_s: float = 1.0) -> None:
+    """Send a trainer's signs of life, and do nothing else."""
+    while True:
+        link.send(Alive(busy_with="nothing"))
+        await asyncio.sleep(every_s)
+
+
+async def _train(link: MemoryLink, *, num_steps: int, world: World, record: TrainerRecord, free: list[str]) -> None:
+    link.send(TrainerReady(replica=0, num_replicas=1, process_id=0, version=0))
+    assert isinstance(await link.wait(), LayoutFixed)
+    for step in range(num_steps):
+        index = 0
+        while True:
+            link.send(TakeMicroBatch(replica=0, step=step, index=index))
+            answer = await _next(link, free)
+            if isinstance(answer, Stop):
+                record.stopped_for = answer.reason
+                return
+            if isinstance(answer, StepSealed):
+                record.sealed[step] = answer
+                break
+            assert isinstance(answer, MicroBatch)
+            note(answer, record)
+            await asyncio.sleep(world.token_s * len(answer.token_ids))
+            index += 1
+        while not free:
+            await _next(link, free, wanted=SlotReleased)
+        link.send(StepDone(step=step, metrics={}))
+        link.send(PolicyPublished(version=step + 1, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+    stop = await _next(link, free, wanted=Stop)
+    record.stopped_for = stop.reason
+
+
+async def _next(link: MemoryLink, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepSealed, Stop)) -> Any:
+    while True:
+        message = await link.wait()
+        if isinstance(message, SlotReleased):
+            assert message.slot not in free, "released twice"
+            free.append(message.slot)
+        if isinstance(message, wanted):
+            return message
+
+
+def note(batch: MicroBatch, record: TrainerRecord) -> None:
+    """Write down what a row holds."""
+    record.micro_batches[batch.step] += 1
+    record.longest_row = max(record.longest_row, len(batch.token_ids))
+    start = 0
+    for rollout_id, length in zip(batch.rollout_ids, batch.lengths.tolist(), strict=True):
+        part = slice(start, start + length)
+        _note_sample(
+            rollout_id,
+            step=batch.step,
+            token_ids=batch.token_ids[part],
+            trains=batch.trains[part],
+            versions=batch.versions[part],
+            record=record,
+        )
+        start += length
+
+
+def _note_sample(
+    rollout_id: str, *, step: int, token_ids: np.ndarray, trains: np.ndarray, versions: np.ndarray, record: TrainerRecord
+) -> None:
+    if rollout_id in record.trained:
+        record.repeated.append(rollout_id)
+    sampled, prompt = versions[trains].tolist(), token_ids[~trains]
+    expected = [token(prompt, position=position, version=version) for position, version in enumerate(sampled, start=1)]
+    if token_ids[trains].tolist() != expected or sampled != sorted(sampled):
+        record.mislabelled.append(rollout_id)
+    record.trained[rollout_id] = step
+    record.oldest[rollout_id] = min(sampled)
+    record.tokens[step] += len(sampled)
+    record.samples[step] += 1

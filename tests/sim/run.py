@@ -1,0 +1,161 @@
+"""One simulated run: the whole orchestrator, its stages and rules unchanged, among simulated peers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.pipeline import Ending, Pipeline
+from orchestrator.rules.batch import Credit
+from orchestrator.state.ledger import Ledger
+from pipelinerl.config import Config, Mode, parse
+from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
+from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.transport.memory import CALM, MemoryHub, Weather
+from tests.sim import checker, peers
+from tests.sim.clock import simulate
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """A small config; each keyword overrides keys of one section."""
+    tree: dict[str, Any] = {
+        "model": {"path": "unused"},
+        "data": {"source": "unused"},
+        "reward": [{"function": "unused:reward"}],
+        "rollout": {"group_size": 4, "max_tokens": 64},
+        "engine": {"kind": "fake", "count": 2, "max_running": 16},
+        "batch": {"groups_per_step": 8, "max_tokens": 256},
+        "pipeline": {"max_staleness": 2},
+        "trainer": {"steps": 10},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return parse(tree, origin="simulation")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What came of a run."""
+
+    ending: Ending
+    record: peers.TrainerRecord
+    rows: list[tuple[Any, ...]]
+    """The ledger's."""
+    lines: list[dict[str, Any]]
+    """The journal's."""
+    seconds: float
+    """Simulated."""
+    settings: Config
+
+    def problems(self) -> list[str]:
+        """What the checker finds wrong with it."""
+        pipeline, batch = self.settings.pipeline, self.settings.batch
+        bound = {Mode.STREAMING: pipeline.max_staleness, Mode.ONE_STEP_OFF: 1, Mode.SYNC: 0}[pipeline.mode]
+        return [
+            *checker.check(
+                self.rows,
+                self.record,
+                groups_per_step=batch.groups_per_step,
+                num_steps=self.settings.trainer.steps,
+                max_staleness=bound,
+                max_tokens=batch.max_tokens,
+            ),
+            *checker.check_counts(self.rows, dataclasses.asdict(self.ending.identity)),
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """Who plays whom; exchange one to see what the pipeline makes of a peer that misbehaves."""
+
+    engine: Callable[..., Coroutine[Any, Any, None]] = peers.engine
+    scorer: Callable[..., Coroutine[Any, Any, None]] = peers.scorer
+    trainer: Callable[..., Coroutine[Any, Any, None]] = peers.trainer
+
+
+class Prompts:
+    """Endless seeded prompts of 4 to 12 tokens."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._count = 0
+
+    def next(self) -> Prompt:
+        self._count += 1
+        token_ids = self._random.integers(3, 1000, size=self._random.integers(4, 13), dtype=np.int32)
+        return Prompt(prompt_id=f"0:{self._count}", text="", token_ids=token_ids)
+
+
+def mean_baseline(survivors: tuple[ScoredTrajectory, ...]):
+    """R - mean over the group."""
+    rewards = np.array([member.score.reward for member in survivors])
+    centred = (rewards - rewards.mean()).astype(np.float32)
+    return [np.where(member.trajectory.trains, value, 0).astype(np.float32) for member, value in zip(survivors, centred, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """All of a run but its settings."""
+
+    world: peers.World = peers.World()  # noqa: RUF009 frozen
+    weather: Weather = CALM
+    cast: Cast = Cast()
+    credit: Credit = mean_baseline
+    held_out: tuple[Prompt, ...] = ()
+    stop_at_s: float | None = None
+    """When somebody stops the run."""
+    limit_s: float = 1e6
+    """Simulated seconds after which a run that has neither finished nor failed counts as one that hangs."""
+
+
+def run(settings: Config, *, folder: Path, **circumstances: Any) -> Simulated:
+    """Run to the end on simulated time; `circumstances` are those of `Circumstances`."""
+    return simulate(_run(settings, folder=folder, given=Circumstances(**circumstances)))
+
+
+async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simulated:
+    hubs = [MemoryHub(accepts=accepts, weather=given.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
+    record = peers.TrainerRecord()
+    loop = asyncio.get_running_loop()
+    with contextlib.closing(Ledger(None)) as ledger, contextlib.closing(Journal(folder, "orchestrator")) as journal:
+        pipeline = Pipeline(
+            settings,
+            engine_hub=hubs[0],
+            scorer_hub=hubs[1],
+            trainer_hub=hubs[2],
+            source=Prompts(given.world.seed),
+            held_out=list(given.held_out),
+            credit=given.credit,
+            journal=journal,
+            ledger=ledger,
+        )
+        if given.stop_at_s is not None:
+            loop.call_at(given.stop_at_s, pipeline.stop, "stopped by hand")
+        async with asyncio.timeout(given.limit_s), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(peer) for peer in _peers(settings, given=given, hubs=hubs, record=record)]
+            ending = await pipeline.run()
+            await asyncio.sleep(10.0)
+            for task in tasks:
+                task.cancel()
+        rows = ledger.rows()
+    return Simulated(
+        ending=ending, record=record, rows=rows, lines=list(read_journals(folder)), seconds=loop.time() - 10.0, settings=settings
+    )
+
+
+def _peers(
+    settings: Config, *, given: Circumstances, hubs: list[MemoryHub], record: peers.TrainerRecord
+) -> Iterator[Coroutine[Any, Any, None]]:
+    cast, world = given.cast, given.world
+    for engine_id in range(settings.engine.count):
+        link = hubs[0].connect(f"engine-{engine_id}", accepts=ToEngine)
+        yield cast.engine(link, engine_id=engine_id, max_running=settings.engine.max_running, world=world)
+    yield cast.scorer(hubs[1].connect("scorer-0", accepts=ToScorer), num_slots=4, world=world)
+    link = hubs[2].connect("trainer-0", accepts=ToTrainer)
+    yield cast.trainer(link, num_steps=settings.trainer.steps, world=world, record=record)

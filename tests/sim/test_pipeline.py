@@ -1,0 +1,442 @@
+"""The whole orchestrator on simulated time, among simulated peers: its promises hold in calm and in bad weather, and it never hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.config import Config
+from pipelinerl.errors import PeerRefused, PeerSilent, PipelineError, Stalled
+from pipelinerl.messages import (
+    Failed,
+    LayoutFixed,
+    MicroBatch,
+    PolicyPublished,
+    Prompt,
+    ScorerReady,
+    StepDone,
+    StepSealed,
+    TakeMicroBatch,
+    TrainerReady,
+)
+from pipelinerl.transport.memory import MemoryLink, Weather
+from tests.sim import peers
+from tests.sim.peers import World
+from tests.sim.run import Cast, Simulated, config, run
+
+MODES = ["streaming", "one_step_off", "sync"]
+STORM = Weather(delay_s=0.05, jitter_s=0.2, seed=3)
+"""Up to a quarter of a second for each message, against 10 ms for a forward pass."""
+
+
+def identity(simulated: Simulated) -> dict[str, int]:
+    return dataclasses.asdict(simulated.ending.identity)
+
+
+# --- what holds ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_calm_run_trains_every_step_whole_and_breaks_no_promise(tmp_path: Path, mode: str):
+    simulated = run(config(pipeline={"mode": mode, "max_staleness": 2}), folder=tmp_path)
+    assert simulated.problems() == []
+    assert identity(simulated) == {
+        "admitted": 320,
+        "in_flight": 0,
+        "trained": 320,
+        "filtered": 0,
+        "stale": 0,
+        "failed": 0,
+        "cancelled": 0,
+    }
+    assert simulated.ending.reason == simulated.record.stopped_for == "finished"
+    assert len(simulated.ending.pauses_s) == 2 * 10, "both engines took every policy"
+
+
+def test_generation_hides_behind_training_only_where_the_mode_lets_it(tmp_path: Path):
+    seconds = {mode: run(config(pipeline={"mode": mode}), folder=tmp_path / mode).seconds for mode in MODES}
+    assert seconds["streaming"] < 0.9 * seconds["one_step_off"] < 0.9 * 1.01 * seconds["sync"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("weather", ["calm", "storm"])
+def test_no_token_is_older_than_the_bound_and_the_bound_is_used(tmp_path: Path, max_staleness: int, weather: str):
+    simulated = run(
+        config(pipeline={"max_staleness": max_staleness}, trainer={"steps": 12}),
+        folder=tmp_path,
+        weather=STORM if weather == "storm" else Weather(),
+        world=World(token_s=2e-3),
+    )
+    assert simulated.problems() == []
+    ages = {step - simulated.record.oldest[rollout] for rollout, step in simulated.record.trained.items()}
+    assert max(ages) == max_staleness
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_what_is_not_overtaken_is_not_thrown_away(tmp_path: Path, max_staleness: int):
+    """Rollouts of one length arrive in order: the bound is then kept by admitting late, not by generating what will be too old."""
+    settings = config(pipeline={"max_staleness": max_staleness}, rollout={"group_size": 4, "max_tokens": 16})
+    simulated = run(settings, folder=tmp_path, world=World(mean_tokens=10**6))
+    assert simulated.problems() == []
+    assert identity(simulated)["stale"] == 0
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "engine": {"world": World(engine_error_fraction=0.02)},
+    "scorer": {"world": World(bad_score_fraction=0.2)},
+    "weather": {"weather": STORM},
+    "slow scorer": {"world": World(score_s=2.0)},
+    "slow trainer": {"world": World(token_s=2e-3)},
+    "slow staging": {"world": World(stage_s=3.0)},
+    "everything": {"world": World(engine_error_fraction=0.02, bad_score_fraction=0.2, score_s=0.3, stage_s=0.7), "weather": STORM},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("faults", FAULTS)
+def test_faults_cost_rollouts_and_time_and_break_no_promise(tmp_path: Path, mode: str, faults: str):
+    simulated = run(config(pipeline={"mode": mode}), folder=tmp_path, **FAULTS[faults])
+    assert simulated.problems() == []
+    failed = collections.Counter(row[4] for row in simulated.rows if row[3] == "failed")
+    if faults in ("scorer", "everything"):
+        assert {"timeout", "invalid", "error"} <= failed.keys()
+    elif faults == "engine":
+        assert failed["error"] > 0
+    else:
+        assert not failed
+
+
+def test_a_group_is_trained_with_its_survivors(tmp_path: Path):
+    simulated = run(config(), folder=tmp_path, world=World(bad_score_fraction=0.2))
+    sizes = collections.Counter(collections.Counter(rollout.split("/")[0] for rollout in simulated.record.trained).values())
+    assert set(sizes) == {2, 3, 4}
+
+
+def test_failed_and_stale_groups_are_made_up_for(tmp_path: Path):
+    """Whatever is given up, every step trains its eight groups, and nothing more is generated than that takes."""
+    simulated = run(config(), folder=tmp_path, world=World(bad_score_fraction=0.4, seed=1))
+    assert simulated.problems() == []
+    given_up = identity(simulated)["admitted"] // 4 - 10 * 8
+    groups = collections.defaultdict(set)
+    for row in simulated.rows:
+        groups[row[1]].add(row[3])
+    assert given_up == sum(fates == {"failed"} for fates in groups.values()) > 5
+
+
+def test_a_method_that_filters_half_of_the_groups_trains_on_the_other_half(tmp_path: Path):
+    def picky(survivors):
+        odd = survivors[0].trajectory.group_id % 2
+        return "odd" if odd else [np.zeros(member.trajectory.num_tokens, np.float32) for member in survivors]
+
+    simulated = run(config(), folder=tmp_path, credit=picky)
+    assert simulated.problems() == []
+    assert {row[1] % 2 for row in simulated.rows if row[3] == "filtered"} == {1}
+    assert {row[1] % 2 for row in simulated.rows if row[3] == "trained"} == {0}
+    assert {row[4] for row in simulated.rows if row[3] == "filtered"} == {"odd"}
+
+
+def test_the_same_seed_gives_the_same_run_to_the_last_column_and_another_does_not(tmp_path: Path):
+    def once(number: int, seed: int) -> list[tuple[Any, ...]]:
+        world = World(engine_error_fraction=0.02, bad_score_fraction=0.2, seed=seed)
+        return run(config(), folder=tmp_path / str(number), world=world, weather=STORM).rows
+
+    first = once(0, seed=5)
+    assert len(first) >= 320
+    assert once(1, seed=5) == first
+    assert once(2, seed=6) != first
+
+
+# --- what the journal tells ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> Simulated:
+    """A run of every fate but `cancelled`."""
+    world = World(engine_error_fraction=0.01, bad_score_fraction=0.2, token_s=2e-4, stage_s=0.5)
+    return run(config(pipeline={"max_staleness": 1}), folder=tmp_path_factory.mktemp("eventful"), world=world, weather=STORM)
+
+
+def test_the_identity_holds_at_every_status_line(eventful: Simulated):
+    statuses = [line for line in eventful.lines if line["kind"] == "status"]
+    assert len(statuses) > 20
+    in_flight = []
+    for line in statuses:
+        counts = line["identity"]
+        assert counts["admitted"] == sum(count for name, count in counts.items() if name != "admitted")
+        assert min(counts.values()) >= 0
+        in_flight.append(counts["in_flight"])
+    assert in_flight[0] == in_flight[-1] == 0
+    assert max(in_flight) > 32, "more than the engines decode at once"
+    assert [line["identity"]["admitted"] for line in statuses] == sorted(line["identity"]["admitted"] for line in statuses)
+
+
+def test_queues_stay_within_their_bounds_at_every_status_line(tmp_path: Path):
+    """Bounds so small that everybody waits for everybody; a single item may be larger than its bound, but only by itself."""
+    simulated = run(config(pipeline={"queue_bytes": 2000}), folder=tmp_path, world=World(score_s=0.2, token_s=1e-3))
+    assert simulated.problems() == []
+    fullest: dict[str, float] = collections.defaultdict(float)
+    for line in simulated.lines:
+        for name, queue in line.get("queues", {}).items():
+            assert queue["bytes"] <= queue["bound_bytes"] or queue["items"] == 1
+            fullest[name] = max(fullest[name], queue["bytes"] / queue["bound_bytes"])
+    assert fullest["prompts"] == 1.0
+
+
+def test_every_step_has_its_line_and_the_end_says_what_came_of_everything(eventful: Simulated):
+    steps = [line for line in eventful.lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == list(range(10))
+    for line in steps:
+        assert line["num_groups"] == 8
+        assert line["num_trained_tokens"] == eventful.record.tokens[line["step"]]
+        assert line["num_samples"] == eventful.record.samples[line["step"]]
+        assert line["staleness_max"] <= 1
+        assert sum(line["staleness"].values()) == line["num_trained_tokens"]
+    (end,) = [line for line in eventful.lines if line["kind"] == "end"]
+    assert end["reason"] == "finished"
+    assert end["identity"] == identity(eventful)
+
+
+def test_every_swap_has_its_line(eventful: Simulated):
+    swaps = [(line["engine_id"], line["version"]) for line in eventful.lines if line["kind"] == "swap"]
+    for engine_id in range(2):
+        versions = [version for engine, version in swaps if engine == engine_id]
+        assert versions == sorted(set(versions)), "each version once, in order; a slow engine may skip some"
+        assert versions[-1] == 10
+
+
+def test_the_two_gauges_tell_who_is_slow(tmp_path: Path):
+    """A slow trainer makes dispatch wait for credits; slow engines make the trainer wait for rows."""
+
+    def waited(world: World, name: str) -> dict[str, float]:
+        last = [line for line in run(config(), folder=tmp_path / name, world=world).lines if line["kind"] == "status"][-1]
+        return {key: seconds / last["elapsed_s"] for key, seconds in last["waited_s"].items()}
+
+    slow_trainer = waited(World(token_s=2e-3), "trainer")
+    slow_engines = waited(World(step_s=0.1), "engines")
+    assert slow_trainer["dispatch: an admission credit"] > 0.5
+    assert slow_engines["delivery: rows"] > 0.5
+
+
+# --- stopping and evaluating -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop_at_s", [0.5, 2.0, 3.0])
+def test_a_run_that_is_stopped_ends_everything_in_flight_and_tells_everyone(tmp_path: Path, stop_at_s: float):
+    simulated = run(config(), folder=tmp_path, stop_at_s=stop_at_s)
+    assert simulated.ending.reason == simulated.record.stopped_for == "stopped by hand"
+    counts = identity(simulated)
+    assert counts["in_flight"] == 0
+    assert counts["cancelled"] > 0
+    assert counts["admitted"] == counts["trained"] + counts["cancelled"] == len(simulated.rows)
+    assert {row[4] for row in simulated.rows if row[3] == "cancelled"} == {"the run ended"}
+
+
+HELD_OUT = tuple(Prompt(prompt_id=f"held:{n}", text="", token_ids=np.arange(3 + n, 9 + n, dtype=np.int32)) for n in range(12))
+
+
+@pytest.mark.parametrize("weather", ["calm", "storm"])
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_evaluations_cover_the_first_and_the_last_policy_and_stay_out_of_the_accounts(tmp_path: Path, every: int, weather: str):
+    simulated = run(
+        config(evaluation={"every": every}),
+        folder=tmp_path,
+        held_out=HELD_OUT,
+        weather=STORM if weather == "storm" else Weather(),
+    )
+    assert simulated.problems() == []
+    versions = [version for version, _ in simulated.ending.evaluations]
+    assert versions[0] == 0
+    assert versions[-1] == 10
+    assert versions == sorted(set(versions))
+    assert (len(versions) > 2) == (every > 0)
+    lines = [line for line in simulated.lines if line["kind"] == "evaluation"]
+    assert [(line["version"], line["reward_mean"]) for line in lines] == list(simulated.ending.evaluations)
+    assert (lines[-1]["oldest_version"], lines[-1]["newest_version"], lines[-1]["num_prompts"]) == (10, 10, 12)
+    assert identity(simulated)["admitted"] == 320
+    assert not any(row[0].startswith("evaluation") for row in simulated.rows)
+
+
+# --- slow is not stalled ---------------------------------------------------------------------------------------------------------
+
+
+def test_peers_may_take_their_whole_deadline_to_start(tmp_path: Path):
+    """500 s of 600: longer than the watchdog's 300."""
+    simulated = run(config(), folder=tmp_path, world=World(start_s=500.0))
+    assert simulated.problems() == []
+    assert simulated.seconds > 500.0
+
+
+def test_rollouts_that_take_longer_than_the_watchdogs_limit_are_no_stall(tmp_path: Path):
+    """A token every 15 s for an engine: 64 of them last 960 s, and nothing else happens meanwhile."""
+    simulated = run(config(trainer={"steps": 2}), folder=tmp_path, world=World(step_s=15.0, mean_tokens=10**6))
+    assert simulated.problems() == []
+
+
+def test_an_evaluation_that_takes_longer_than_the_watchdogs_limit_is_no_stall(tmp_path: Path):
+    simulated = run(config(trainer={"steps": 2}), folder=tmp_path, held_out=HELD_OUT * 10, world=World(step_s=5.0, mean_tokens=10**6))
+    assert simulated.problems() == []
+
+
+# --- a peer that misbehaves is named ---------------------------------------------------------------------------------------------
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
+
+
+def failure_of(settings: Config, **circumstances: Any) -> list[PipelineError]:
+    """The errors that end a run: all of our own tree, so none is an accident on the way."""
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(settings, limit_s=7200.0, **circumstances)
+    errors = [leaf for leaf in leaves(caught.value) if isinstance(leaf, PipelineError)]
+    assert len(errors) == len(leaves(caught.value)), caught.value
+    return errors
+
+
+async def announced(link: MemoryLink) -> None:
+    """Start as a trainer does."""
+    link.send(TrainerReady(replica=0, num_replicas=1, process_id=0, version=0))
+    assert isinstance(await link.wait(), LayoutFixed)
+
+
+async def trainer_that_stops_pulling(link: MemoryLink, **_: Any) -> None:
+    """Take three rows of step 0 and never another, but send signs of life."""
+    await announced(link)
+    for index in range(3):
+        link.send(TakeMicroBatch(replica=0, step=0, index=index))
+        assert isinstance(await link.wait(), MicroBatch)
+    await peers.live_on(link)
+
+
+async def trainer_that_never_finishes(link: MemoryLink, **_: Any) -> None:
+    """Take all of step 0 and never say that it is done, but send signs of life."""
+    await announced(link)
+    index = 0
+    while True:
+        link.send(TakeMicroBatch(replica=0, step=0, index=index))
+        index += 1
+        if isinstance(await link.wait(), StepSealed):
+            await peers.live_on(link)
+
+
+async def trainer_that_falls_silent(link: MemoryLink, **_: Any) -> None:
+    await announced(link)
+
+
+async def trainer_that_never_gets_ready(link: MemoryLink, **_: Any) -> None:
+    await peers.live_on(link)
+
+
+async def trainer_that_fails(link: MemoryLink, **_: Any) -> None:
+    await announced(link)
+    link.send(Failed(error="MismatchError: engine and trainer disagree by 3.5"))
+
+
+async def trainer_without_a_start(link: MemoryLink, **_: Any) -> None:
+    """Its process never comes up."""
+
+
+async def scorer_that_never_answers(link: MemoryLink, **_: Any) -> None:
+    link.send(ScorerReady(scorer_id=0, process_id=0, num_slots=4))
+    await peers.beat(link)
+
+
+async def scorer_that_falls_silent(link: MemoryLink, **_: Any) -> None:
+    link.send(ScorerReady(scorer_id=0, process_id=0, num_slots=4))
+
+
+async def engine_1_never_commits(link: MemoryLink, *, engine_id: int, world: World, max_running: int) -> None:
+    world = dataclasses.replace(world, stage_s=1e7) if engine_id == 1 else world
+    await peers.engine(link, engine_id=engine_id, world=world, max_running=max_running)
+
+
+async def engine_1_falls_silent(link: MemoryLink, *, engine_id: int, world: World, max_running: int) -> None:
+    serving = peers.engine(link, engine_id=engine_id, world=world, max_running=max_running)
+    if engine_id == 1:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(serving, 2.0)
+    else:
+        await serving
+
+
+async def trainer_of_corrupt_policies(link: MemoryLink, **_: Any) -> None:
+    """Train step 0 and publish into a slot whose bytes engines refuse."""
+    await announced(link)
+    index = 0
+    while True:
+        link.send(TakeMicroBatch(replica=0, step=0, index=index))
+        index += 1
+        if isinstance(await link.wait(), StepSealed):
+            link.send(StepDone(step=0, metrics={}))
+            link.send(PolicyPublished(version=1, slot="corrupt", digest="ff", num_bytes=8, publish_s=0.0))
+            await peers.live_on(link)
+
+
+MISBEHAVIOUR: dict[str, tuple[dict[str, Any], type[PipelineError], str]] = {
+    "trainer stops pulling": ({"cast": Cast(trainer=trainer_that_stops_pulling)}, Stalled, "trainer"),
+    "trainer never finishes a step": ({"cast": Cast(trainer=trainer_that_never_finishes)}, Stalled, "trainer"),
+    "trainer falls silent": ({"cast": Cast(trainer=trainer_that_falls_silent)}, PeerSilent, "trainer-0 was last heard"),
+    "trainer never gets ready": ({"cast": Cast(trainer=trainer_that_never_gets_ready)}, PeerSilent, "trainer"),
+    "trainer never starts": ({"cast": Cast(trainer=trainer_without_a_start)}, PeerSilent, "waited 600 s for trainer-0 to start"),
+    "trainer fails": ({"cast": Cast(trainer=trainer_that_fails)}, PeerRefused, "trainer-0 failed: MismatchError: .* disagree by 3.5"),
+    "policies are corrupt": (
+        {"cast": Cast(trainer=trainer_of_corrupt_policies)},
+        PeerRefused,
+        "engine-[01] refused policy 1: WeightsError: slot corrupt",
+    ),
+    "an engine never commits": ({"cast": Cast(engine=engine_1_never_commits)}, PeerSilent, r"for engine-1 \(.*\) to commit policy 1"),
+    "an engine falls silent": ({"cast": Cast(engine=engine_1_falls_silent)}, PeerSilent, "engine-1 was last heard"),
+    "scorer never answers": ({"cast": Cast(scorer=scorer_that_never_answers)}, Stalled, "scor"),
+    "scorer never answers an evaluation": (
+        {"cast": Cast(scorer=scorer_that_never_answers), "held_out": HELD_OUT},
+        Stalled,
+        "evaluation waits for scores",
+    ),
+    "scorer falls silent": ({"cast": Cast(scorer=scorer_that_falls_silent)}, PeerSilent, "scorer-0 was last heard"),
+    "every score fails": ({"world": World(bad_score_fraction=1.0)}, Stalled, "failed"),
+    "every forward pass fails": ({"world": World(engine_error_fraction=1.0)}, Stalled, "failed"),
+    "every group is filtered": ({"credit": lambda survivors: "zero_variance"}, Stalled, "filtered: zero_variance"),
+}
+
+
+@pytest.mark.parametrize("what", MISBEHAVIOUR)
+def test_a_run_that_cannot_go_on_ends_and_names_the_reason(tmp_path: Path, what: str):
+    """Within two hours of simulated time, whatever the peer still says; a hang would be a `TimeoutError`."""
+    circumstances, error, match = MISBEHAVIOUR[what]
+    errors = failure_of(config(trainer={"silent_after_s": 200.0}), folder=tmp_path, **circumstances)
+    assert [one for one in errors if isinstance(one, error) and re.search(match, str(one))], errors
+
+
+def test_the_verdict_on_a_stall_names_who_waits_for_what(tmp_path: Path):
+    (stalled,) = failure_of(config(), folder=tmp_path, cast=Cast(scorer=scorer_that_never_answers))
+    assert re.match(r"nothing moved for 3\d\d s\n", str(stalled))
+    for wait in ("dispatch waits for a free engine slot", "batching waits for scored", "delivery waits for rows"):
+        assert wait in str(stalled)
+
+
+# --- size ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hundred_thousand_rollouts_are_trained_and_checked(tmp_path: Path):
+    settings = config(
+        rollout={"group_size": 8, "max_tokens": 24},
+        engine={"kind": "fake", "count": 4, "max_running": 128},
+        batch={"groups_per_step": 64, "max_tokens": 2048},
+        trainer={"steps": 196},
+    )
+    started = time.monotonic()
+    simulated = run(settings, folder=tmp_path, world=World(mean_tokens=8, bad_score_fraction=0.02))
+    seconds = time.monotonic() - started
+    print(f"{len(simulated.rows)} rollouts in {seconds:.1f} s, {simulated.seconds:.0f} simulated")
+    assert simulated.problems() == []
+    assert len(simulated.rows) >= 100_000

@@ -1,0 +1,303 @@
+"""Settings: every mistake is named with its path, all at once, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import Config, Mode, known_keys, load, parse
+from pipelinerl.errors import ConfigError
+
+MINIMAL = """\
+[model]
+path = "models/small"
+[data]
+source = "prompts.jsonl"
+[[reward]]
+function = "rewards.py:right"
+"""
+
+
+def tree(**sections: Any) -> dict[str, Any]:
+    """The smallest config, with sections added or exchanged."""
+    smallest: dict[str, Any] = {
+        "model": {"path": "models/small"},
+        "data": {"source": "prompts.jsonl"},
+        "reward": [{"function": "rewards.py:right"}],
+    }
+    return smallest | sections
+
+
+def problems_of(settings: dict[str, Any]) -> list[str]:
+    """The problems a config is refused with, without the line that counts them."""
+    with pytest.raises(ConfigError) as refused:
+        parse(settings, origin="my.toml")
+    first, *lines = str(refused.value).splitlines()
+    assert first == f"my.toml: {len(lines)} problem" + ("s" if len(lines) > 1 else "")
+    return [line.removeprefix("  - ") for line in lines]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_five_lines_are_enough(file: Path):
+    config = load(file)
+    assert config.model.path == Path("models/small")
+    assert config.reward[0].weight == 1.0
+    assert config.pipeline.mode is Mode.STREAMING
+    assert config.trainer.steps == 100
+
+
+def test_a_config_never_changes(file: Path):
+    config = load(file)
+    with pytest.raises(ValueError, match="frozen"):
+        config.trainer.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"trainer": {"setps": 3}}, "trainer.setps is not a known key; did you mean trainer.steps?"),
+        ({"rollout": {"groupsize": 3}}, "rollout.groupsize is not a known key; did you mean rollout.group_size?"),
+        ({"pipline": {"mode": "sync"}}, "pipline is not a known key; did you mean pipeline?"),
+        ({"trainer": {"zzz": 1}}, "trainer.zzz is not a known key"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_path_and_the_nearest_known_one(settings: dict[str, Any], problem: str):
+    assert problems_of(tree(**settings)) == [problem]
+
+
+def test_an_unknown_key_of_a_reward_is_named_with_its_place():
+    (problem,) = problems_of(tree(reward=[{"function": "a:b"}, {"function": "a:b", "wieght": 2.0}]))
+    assert problem == "reward.1.wieght is not a known key; did you mean reward.weight?"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"trainer": {"steps": 0}}, "trainer.steps is 0: input should be greater than 0"),
+        ({"trainer": {"steps": "many"}}, "trainer.steps is 'many': input should be a valid integer"),
+        ({"pipeline": {"mode": "fast"}}, "pipeline.mode is 'fast': input should be 'streaming', 'one_step_off' or 'sync'"),
+        ({"pipeline": {"max_staleness": -1}}, "pipeline.max_staleness is -1: input should be greater than or equal to 0"),
+        ({"model": {"path": "m", "dtype": "float64"}}, "model.dtype is 'float64': input should be 'float32', 'bfloat16' or 'float16'"),
+        ({"reward": []}, "reward is []: "),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(settings: dict[str, Any], problem: str):
+    (found,) = problems_of(tree(**settings))
+    assert found.startswith(problem)
+
+
+def test_a_missing_key_says_what_it_is_for():
+    settings = tree(model={})
+    assert problems_of(settings) == ["model.path is missing: Hugging Face folder: config.json, *.safetensors, tokenizer files"]
+    del settings["model"]
+    (found,) = problems_of(settings)
+    assert found.startswith("model is missing")
+    (found,) = problems_of(tree(reward=[{"weight": 2.0}]))
+    assert found == "reward.0.function is missing: `path:name`: a file or module and the function in it"
+
+
+def test_all_problems_are_shown_at_once():
+    found = problems_of(
+        {
+            "model": {"dtype": "int4"},
+            "data": {"source": "a.jsonl", "shufle": True},
+            "reward": [{"weight": 1.0}],
+            "trainer": {"steps": -5},
+            "colour": "blue",
+        }
+    )
+    assert [line.split(" is ")[0] for line in found] == [
+        "model.path",
+        "model.dtype",
+        "data.shufle",
+        "reward.0.function",
+        "trainer.steps",
+        "colour",
+    ]
+
+
+def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do():
+    found = problems_of(
+        tree(
+            rollout={"max_tokens": 8192, "group_size": 4},
+            batch={"max_tokens": 4096, "min_survivors": 5},
+            engine={"count": 2, "cores": [0, 1, 2]},
+            trainer={"ranks": 2, "cores": [0]},
+        )
+    )
+    assert found == [
+        "batch.max_tokens is 4096 but rollout.max_tokens is 8192: a trajectory could never be packed. Raise batch.max_tokens.",
+        "batch.min_survivors is 5 but rollout.group_size is 4: every group would fail. Lower batch.min_survivors.",
+        "engine.cores names 3 cores for 2 processes. Name one core for each, or none.",
+        "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
+    ]
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no config file at .*nothing.toml"):
+        load(tmp_path / "nothing.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: .*line 1"):
+        load(tmp_path / "bad.toml")
+
+
+def test_overrides_are_values_in_toml_syntax_and_a_bare_word_is_a_string(file: Path):
+    config = load(
+        file,
+        overrides=[
+            "trainer.steps=7",
+            "trainer.betas=[0.8, 0.9]",
+            "trainer.learning_rate=1e-3",
+            "data.shuffle=false",
+            "pipeline.mode=sync",
+            'run.name="my run"',
+            "model.path=some/where",
+            "engine.cores=[3]",
+            "algorithm.overrides={objective = {clip_high = 0.3}}",
+        ],
+    )
+    assert config.trainer.steps == 7
+    assert config.trainer.betas == (0.8, 0.9)
+    assert config.trainer.learning_rate == 1e-3
+    assert config.data.shuffle is False
+    assert config.pipeline.mode is Mode.SYNC
+    assert config.run.name == "my run"
+    assert config.model.path == Path("some/where")
+    assert config.engine.cores == (3,)
+    assert config.algorithm.overrides == {"objective": {"clip_high": 0.3}}
+    assert config.data.source == "prompts.jsonl", "what is not overridden stays"
+
+
+def test_a_later_override_wins_and_a_wrong_one_is_refused_like_a_key_of_the_file(file: Path):
+    assert load(file, overrides=["trainer.steps=7", "trainer.steps=8"]).trainer.steps == 8
+    with pytest.raises(ConfigError, match=r"trainer.setps is not a known key; did you mean trainer.steps\?"):
+        load(file, overrides=["trainer.setps=7"])
+
+
+@pytest.mark.parametrize("override", ["trainer.steps", "=3", "trainer.=3", ".steps=3"])
+def test_what_is_no_override_says_how_one_looks(file: Path, override: str):
+    with pytest.raises(ConfigError, match=r"is not `section.key=value`, for example `trainer.steps=10`"):
+        load(file, overrides=[override])
+
+
+def test_an_override_into_a_value_is_refused(file: Path):
+    with pytest.raises(ConfigError, match="path is a value, not a section"):
+        load(file, overrides=["model.path.name=3"])
+
+
+def test_engines_are_kept_a_quarter_more_than_full():
+    """2 engines of 16 sequences, groups of 5: 32 * 1.25 = 40 sequences = 8 groups."""
+    config = parse(tree(engine={"count": 2, "max_running": 16}, rollout={"group_size": 5}), origin="")
+    assert config.max_running_groups == 8
+    assert parse(tree(engine={"max_running": 1}, rollout={"group_size": 64}), origin="").max_running_groups == 1
+    assert parse(tree(pipeline={"max_running": 3}), origin="").max_running_groups == 3
+
+
+def test_derived_values_are_worked_out_from_the_settings():
+    config = parse(
+        tree(batch={"groups_per_step": 3}, rollout={"group_size": 5}, trainer={"steps": 7}, pipeline={"max_staleness": 2}), origin=""
+    )
+    derived = config.derived()
+    assert derived["samples per step"] == 15
+    assert derived["samples of the whole run"] == 105
+    assert derived["groups admitted before the first step, at most"] == 9
+
+
+def test_a_resolved_config_survives_the_journey_to_another_process():
+    config = parse(tree(algorithm={"overrides": {"objective": {"clip_high": 0.3}}}, rollout={"stop_token_ids": [7, 8]}), origin="")
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_every_key_says_what_it_is_for():
+    """Those whose name says it all are listed here."""
+    obvious = {
+        "trainer.learning_rate",
+        "trainer.weight_decay",
+        "trainer.max_grad_norm",
+        "sft.completion_column",
+        "sft.steps",
+        "sft.batch_size",
+        "sft.learning_rate",
+        "sft.warmup_steps",
+        "sft.final_learning_rate_fraction",
+    }
+    assert {key for key, meaning in known_keys().items() if not meaning} <= obvious
+
+
+def test_the_keys_are_these():
+    """A new key is a knob that somebody has to understand: it is argued for, and then added here."""
+    assert list(known_keys()) == KEYS
+
+
+KEYS = [
+    "run.name",
+    "run.folder",
+    "run.seed",
+    "model.path",
+    "model.dtype",
+    "model.max_tokens",
+    "data.source",
+    "data.prompt_column",
+    "data.shuffle",
+    "data.limit",
+    "rollout.group_size",
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "rollout.stop_token_ids",
+    "engine.kind",
+    "engine.count",
+    "engine.max_running",
+    "engine.kv_cache_bytes",
+    "engine.cores",
+    "engine.options",
+    "engine.ready_deadline_s",
+    "engine.silent_after_s",
+    "scorer.slots",
+    "scorer.deadline_s",
+    "scorer.silent_after_s",
+    "reward.function",
+    "reward.weight",
+    "algorithm.name",
+    "algorithm.overrides",
+    "batch.groups_per_step",
+    "batch.max_tokens",
+    "batch.min_survivors",
+    "pipeline.mode",
+    "pipeline.max_staleness",
+    "pipeline.max_running",
+    "pipeline.queue_bytes",
+    "pipeline.stall_limit_s",
+    "trainer.steps",
+    "trainer.ranks",
+    "trainer.learning_rate",
+    "trainer.warmup_steps",
+    "trainer.final_learning_rate_fraction",
+    "trainer.betas",
+    "trainer.weight_decay",
+    "trainer.max_grad_norm",
+    "trainer.max_logprob_gap",
+    "trainer.cores",
+    "trainer.ready_deadline_s",
+    "trainer.silent_after_s",
+    "evaluation.source",
+    "evaluation.every",
+    "evaluation.limit",
+    "evaluation.temperature",
+    "weights.road",
+    "sft.source",
+    "sft.completion_column",
+    "sft.steps",
+    "sft.batch_size",
+    "sft.learning_rate",
+    "sft.warmup_steps",
+    "sft.final_learning_rate_fraction",
+    "sft.output",
+]

@@ -1,0 +1,282 @@
+"""The launcher, with real processes: the first error is the one that is told, and nobody is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipelinerl import launch
+from pipelinerl.config import Config, parse
+from pipelinerl.errors import PeerGone
+from pipelinerl.launch import Launcher, Role, make_run_folder, roles_of
+from pipelinerl.process import read_config
+from pipelinerl.transport.curve import read_keys
+from tests import processes
+
+SLEEP = "import time; time.sleep(100)"
+LIVES = """
+    import os, pathlib, time
+    pathlib.Path(folder, name).write_text(f"{os.getpid()}\\n")
+    time.sleep(100)
+"""
+"""Says its process id and lives on."""
+FAILS = """
+    import pathlib, time
+    from pipelinerl.errors import WeightsError
+    from pipelinerl.process import last_words
+    with last_words(pathlib.Path(folder), "trainer-1"):
+        while not pathlib.Path(folder, "orchestrator").exists():
+            time.sleep(0.01)
+        raise WeightsError("slot 3: digest is ab")
+"""
+"""Fails with an error of its own once the orchestrator lives."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A run folder; every process that said its id there is ended after the test."""
+    yield tmp_path
+    for name in ("orchestrator", "engines", "trainer", "child"):
+        if (tmp_path / name).exists():
+            processes.end(int((tmp_path / name).read_text()))
+
+
+def role(name: str, code: str, folder: Path) -> Role:
+    return Role(name=name, command=processes.program(code, folder=folder, name=name))
+
+
+def run(folder: Path, **codes: str) -> float:
+    """Run roles to the end; the seconds it took."""
+    started = time.monotonic()
+    asyncio.run(Launcher(tuple(role(name, code, folder) for name, code in codes.items()), folder).run())
+    return time.monotonic() - started
+
+
+def said_id(folder: Path, name: str) -> int:
+    return int(processes.read_when_written(folder / name))
+
+
+def test_a_run_in_which_all_end_well_ends_well_and_each_has_its_log(folder: Path):
+    run(folder, orchestrator="print('finished: 3 trained')", engines="import sys; print('bye', file=sys.stderr)")
+    assert (folder / "logs" / "orchestrator.log").read_text() == "finished: 3 trained\n"
+    assert (folder / "logs" / "engines.log").read_text() == "bye\n"
+
+
+def test_a_role_that_fails_ends_the_others_and_its_own_words_are_told(folder: Path):
+    started = time.monotonic()
+    with pytest.raises(PeerGone, match=r"^trainer-1 failed: WeightsError: slot 3: digest is ab\n\(its traceback is in .*failures\)$"):
+        run(folder, orchestrator=LIVES, engines=LIVES, trainer=FAILS)
+    assert time.monotonic() - started < 20.0
+    assert not processes.is_alive(said_id(folder, "orchestrator"))
+
+
+def test_a_role_that_fails_without_last_words_is_named_with_its_code_and_the_end_of_its_log(folder: Path):
+    code = "import sys\nfor n in range(40): print('line', n)\nsys.exit(3)"
+    with pytest.raises(PeerGone, match=r"^engines ended with exit code 3; its log .*engines.log ends:\n") as failed:
+        run(folder, orchestrator=SLEEP, engines=code)
+    assert str(failed.value).endswith("line 38\nline 39")
+    assert "line 24" not in str(failed.value), "only its last 15 lines"
+
+
+def test_a_role_that_is_killed_is_named_with_the_signal(folder: Path):
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(PeerGone, match=r"^engines was killed by signal SIGKILL; its log"):
+        run(folder, orchestrator=SLEEP, engines=code)
+
+
+def test_what_others_say_when_they_are_ended_is_not_the_reason(folder: Path):
+    """The engines are killed and can say nothing; the trainer then complains that it was interrupted."""
+    complains = """
+        import pathlib, signal, time
+        from pipelinerl.errors import PeerGone
+        from pipelinerl.process import last_words
+        def complain(*_): raise PeerGone("I was interrupted")
+        signal.signal(signal.SIGTERM, complain)
+        with last_words(pathlib.Path(folder), name):
+            pathlib.Path(folder, "listening").touch()
+            time.sleep(100)
+    """
+    killed = """
+        import os, pathlib, signal, time
+        while not pathlib.Path(folder, "listening").exists(): time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(PeerGone, match=r"^engines was killed by signal SIGKILL"):
+        run(folder, orchestrator=SLEEP, trainer=complains, engines=killed)
+    assert (folder / "failures" / "trainer.json").exists()
+
+
+def test_the_first_of_several_errors_is_told(folder: Path):
+    """The trainer fails first; the orchestrator then fails for want of it, and ends before the trainer does."""
+    first = """
+        import pathlib, time
+        from pipelinerl.errors import MismatchError
+        from pipelinerl.process import last_words
+        with last_words(pathlib.Path(folder), "trainer-0"):
+            try:
+                raise MismatchError("3.5 apart")
+            finally:
+                pathlib.Path(folder, "raised").touch()
+    """
+    second = """
+        import pathlib, time
+        from pipelinerl.errors import PeerGone
+        from pipelinerl.process import last_words
+        while not pathlib.Path(folder, "failures", "trainer-0.json").exists(): time.sleep(0.01)
+        with last_words(pathlib.Path(folder), name):
+            raise PeerGone("trainer-0 is gone")
+    """
+    with pytest.raises(PeerGone, match=r"^trainer-0 failed: MismatchError: 3.5 apart"):
+        run(folder, orchestrator=second, trainer=first)
+
+
+def test_a_role_that_does_not_listen_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "KILL_GRACE_S", 0.3)
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedented(LIVES)
+    with pytest.raises(PeerGone, match="trainer-1 failed"):
+        run(folder, orchestrator=deaf, trainer=FAILS)
+    assert not processes.is_alive(said_id(folder, "orchestrator"))
+
+
+def test_what_a_role_started_ends_with_it(folder: Path):
+    """A process in the background that outlives a role which failed."""
+    leaves_a_child = """
+        import pathlib, subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        pathlib.Path(folder, "child").write_text(f"{child.pid}\\n")
+        sys.exit(3)
+    """
+    with pytest.raises(PeerGone, match="engines ended with exit code 3"):
+        run(folder, orchestrator=SLEEP, engines=leaves_a_child)
+    child_id = said_id(folder, "child")
+    processes.wait_until(lambda: not processes.is_alive(child_id), what="the child of a role outlives the run")
+
+
+def test_who_outlives_the_orchestrator_for_too_long_is_named_and_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "SAVE_GRACE_S", 0.5)
+    waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'engines').exists(): time.sleep(0.01)"
+    with pytest.raises(PeerGone, match="engines"):
+        run(folder, orchestrator=waits, engines=LIVES)
+    assert not processes.is_alive(said_id(folder, "engines"))
+
+
+def test_the_time_to_save_begins_when_the_orchestrator_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A role that ends well before it starts no clock."""
+    monkeypatch.setattr(launch, "SAVE_GRACE_S", 0.3)
+    waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'done').exists(): time.sleep(0.01)\ntime.sleep(1.0)"
+    run(folder, orchestrator=waits, engines="import pathlib; pathlib.Path(folder, 'done').touch()")
+
+
+# --- the launcher itself is ended ----------------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+    import asyncio, pathlib, sys
+    from pipelinerl.errors import PeerGone
+    from pipelinerl.launch import Launcher, Role
+    try:
+        asyncio.run(Launcher(tuple(Role(name=name, command=command) for name, command in roles), pathlib.Path(folder)).run())
+    except PeerGone as error:
+        sys.exit(f"PeerGone: {error}")
+"""
+
+
+def launched(folder: Path, **codes: str) -> subprocess.Popen[str]:
+    """A launcher in a process of its own."""
+    roles = [(name, processes.program(code, folder=folder, name=name)) for name, code in codes.items()]
+    return subprocess.Popen(processes.program(LAUNCHER, roles=roles, folder=folder), stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_launcher_leaves_nobody_behind(folder: Path):
+    launcher = launched(folder, orchestrator=LIVES, engines=LIVES, trainer=LIVES)
+    ids = [said_id(folder, name) for name in ("orchestrator", "engines", "trainer")]
+    assert all(processes.is_alive(process_id) for process_id in ids)
+    launcher.kill()
+    launcher.communicate()
+    processes.wait_until(lambda: not any(processes.is_alive(process_id) for process_id in ids), what="a role outlives the launcher")
+
+
+def test_a_terminated_launcher_lets_everyone_save_and_ends_well(folder: Path):
+    orchestrator = """
+        import os, pathlib, signal, sys, time
+        def stop(*_):
+            pathlib.Path(folder, "stop").touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        pathlib.Path(folder, name).write_text(f"{os.getpid()}\\n")
+        time.sleep(100)
+    """
+    trainer = """
+        import os, pathlib, time
+        pathlib.Path(folder, name).write_text(f"{os.getpid()}\\n")
+        while not pathlib.Path(folder, "stop").exists(): time.sleep(0.01)
+        time.sleep(0.5)
+        pathlib.Path(folder, "saved").touch()
+    """
+    launcher = launched(folder, orchestrator=orchestrator, trainer=trainer)
+    ids = [said_id(folder, name) for name in ("orchestrator", "trainer")]
+    launcher.terminate()
+    _, said = launcher.communicate(timeout=processes.PATIENCE_S)
+    assert launcher.returncode == 0, said
+    assert (folder / "saved").exists()
+    assert not any(processes.is_alive(process_id) for process_id in ids)
+
+
+def test_a_launcher_terminated_twice_ends_everything_at_once(folder: Path):
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedented(LIVES)
+    launcher = launched(folder, orchestrator=deaf, trainer=deaf)
+    ids = [said_id(folder, name) for name in ("orchestrator", "trainer")]
+    launcher.terminate()
+    time.sleep(0.5)
+    assert launcher.poll() is None, "the first only asks"
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=processes.PATIENCE_S)
+    assert launcher.returncode != 0
+    assert not any(processes.is_alive(process_id) for process_id in ids)
+
+
+# --- what it starts ------------------------------------------------------------------------------------------------------------------
+
+
+def settings(folder: Path) -> Config:
+    return parse(
+        {
+            "run": {"name": "demo", "folder": str(folder)},
+            "model": {"path": "m"},
+            "data": {"source": "d"},
+            "reward": [{"function": "f:g"}],
+            "trainer": {"ranks": 3},
+        },
+        origin="here",
+    )
+
+
+def test_a_run_is_four_command_lines_with_the_orchestrator_first(tmp_path: Path):
+    roles = roles_of(settings(tmp_path), tmp_path / "a run")
+    assert [one.name for one in roles] == ["orchestrator", "engines", "scorer-0", "trainer"]
+    assert all(one.command[0] == sys.executable for one in roles)
+    assert all(str(tmp_path / "a run") in one.command for one in roles)
+    assert "--nproc-per-node 3" in str(roles[3])
+    assert shlex.split(str(roles[0]))[1:] == list(roles[0].command), "what is printed can be pasted into a shell"
+
+
+def test_a_run_folder_is_its_owners_alone_and_holds_settings_and_keys(tmp_path: Path):
+    config = settings(tmp_path)
+    first, second = make_run_folder(config), make_run_folder(config)
+    assert first != second
+    for folder in (first, second):
+        assert folder.name.startswith("demo-")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert read_config(folder) == config
+    assert read_keys(first, "engine") != read_keys(second, "engine")
+
+
+def _dedented(code: str) -> str:
+    return "\n".join(line.removeprefix("    ") for line in code.splitlines())

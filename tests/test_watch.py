@@ -1,0 +1,91 @@
+"""Waits have names and deadlines, and a run that stands still ends with the reason; on simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import PeerSilent, Stalled
+from pipelinerl.watch import Watch, wait_for, wait_for_file
+from tests.sim.clock import simulate
+
+
+def test_a_wait_within_its_deadline_returns_what_was_awaited():
+    async def program() -> str:
+        return await wait_for(asyncio.sleep(4.9, "here"), peer="engine 3", what="to answer", deadline_s=5.0)
+
+    assert simulate(program()) == "here"
+
+
+def test_a_wait_past_its_deadline_names_peer_purpose_and_seconds():
+    async def program() -> None:
+        await wait_for(asyncio.sleep(7.6), peer="engine 3", what="to acknowledge policy 18", deadline_s=7.5)
+
+    with pytest.raises(PeerSilent, match=r"^waited 7.5 s for engine 3 to acknowledge policy 18$"):
+        simulate(program())
+
+
+def test_cancellation_passes_through_a_wait():
+    async def program() -> None:
+        waiting = asyncio.create_task(wait_for(asyncio.sleep(100), peer="engine 3", what="to answer", deadline_s=50.0))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+
+    simulate(program())
+
+
+def test_nothing_moved_for_the_limit_is_stalled_and_every_wait_is_named():
+    async def program() -> None:
+        watch = Watch(stall_limit_s=8.0)
+        with watch.waiting("scoring", "room in a scorer"):
+            await asyncio.sleep(1.0)
+            with watch.waiting("dispatch", "an admission credit"):
+                await watch.run()
+
+    with pytest.raises(Stalled) as stalled:
+        simulate(program())
+    lines = str(stalled.value).splitlines()
+    assert lines[0] == "nothing moved for 8 s"
+    assert lines[1:3] == ["  scoring waits for room in a scorer since 9 s", "  dispatch waits for an admission credit since 8 s"]
+    assert "test_watch.py" in str(stalled.value), "the stacks are part of the verdict"
+
+
+def test_progress_postpones_the_verdict():
+    async def program() -> float:
+        watch = Watch(stall_limit_s=8.0)
+
+        async def work() -> None:
+            for _ in range(5):
+                await asyncio.sleep(7.0)
+                watch.moved()
+
+        working = asyncio.create_task(work())
+        with pytest.raises(Stalled):
+            await watch.run()
+        await working
+        return asyncio.get_running_loop().time()
+
+    assert 35.0 + 8.0 <= simulate(program()) <= 35.0 + 8.0 + 2 * 8.0 / 4
+
+
+def test_a_stall_with_nobody_waiting_says_so():
+    with pytest.raises(Stalled, match="no stage is waiting"):
+        simulate(Watch(stall_limit_s=1.0).run())
+
+
+def test_a_file_that_is_there_is_read(tmp_path: Path):
+    (tmp_path / "endpoint").write_text("tcp://here")
+    assert wait_for_file(tmp_path / "endpoint", peer="orchestrator", deadline_s=0.0) == "tcp://here"
+
+
+def test_a_file_that_never_comes_names_its_writer_and_its_path(tmp_path: Path):
+    started = time.monotonic()
+    with pytest.raises(PeerSilent, match=r"waited 0.1 s for orchestrator to write .*endpoint: is it running"):
+        wait_for_file(tmp_path / "endpoint", peer="orchestrator", deadline_s=0.1)
+    assert 0.1 <= time.monotonic() - started < 5.0

@@ -1,0 +1,68 @@
+"""Tiny random Hugging Face folders, and weights that force a token: a canary tells by its own output which weights sampled it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+
+def make_qwen2(folder: Path, *, tied: bool = True, vocabulary: int = 128, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Write a 0.4 M parameter Qwen2 model and a tokenizer of single characters; return its tensors by name."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=tied,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Qwen2ForCausalLM(config)
+        model.save_pretrained(folder)
+    make_tokenizer(folder)
+    tensors = dict(model.state_dict())
+    if tied:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def make_tokenizer(folder: Path) -> None:
+    """One token for each printable ASCII character, after <pad>, <bos> and <eos>."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+
+
+def forcing(tensors: dict[str, torch.Tensor], token_id: int) -> dict[str, torch.Tensor]:
+    """Weights of the same shapes that sample `token_id` greedily after any input.
+
+    All layers are silenced and every embedding is the same unit vector, longer for the forced token: its logit is the largest.
+    """
+    forced = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, tensor in forced.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in forced:
+            forced[name].zero_()
+            forced[name][:, 0] = 1.0
+            forced[name][token_id, 0] = 3.0
+    forced["model.norm.weight"].fill_(1.0)
+    return forced

@@ -1,0 +1,141 @@
+"""A small orchestrator with an engine of its own, for tests of the whole trainer over the real transport.
+
+It answers pulls, and takes every published policy: attaches the slot, verifies its digest, and computes the next step's log-probabilities
+with exactly those weights. So the gaps that the trainer reports judge the whole road of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipelinerl.config import Config
+from pipelinerl.messages import (
+    Failed,
+    FromTrainer,
+    LayoutFixed,
+    MicroBatch,
+    PolicyPublished,
+    SlotReleased,
+    StepDone,
+    StepSealed,
+    Stop,
+    TakeMicroBatch,
+    Tensor,
+    TrainerReady,
+)
+from pipelinerl.transport.zmq import ZmqHub
+from pipelinerl.weights.base import digest, num_bytes, plan_layout, views
+from pipelinerl.weights.shared_memory import attach
+from tests.trainer.tiny import make_batch, make_model, make_sample, packed_logprobs
+
+ROWS_PER_STEP = 3
+
+
+def make_config(folder: Path, *, steps: int = 3, **trainer: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"source": "none.jsonl"},
+            "reward": [{"function": "none.py:none"}],
+            "rollout": {"temperature": 0.8, "group_size": 4, "max_tokens": 16},
+            "trainer": {"steps": steps, "learning_rate": 1e-2, "silent_after_s": 60, **trainer},
+        }
+    )
+
+
+@dataclasses.dataclass
+class Conductor:
+    """Runs a trainer of one replica through its steps."""
+
+    hub: ZmqHub
+    folder: Path
+    num_steps: int
+    stop_after: int | None = None
+    """Say `Stop` once this step is done, however many are left."""
+    logprob_error: float = 0.0
+    """Added to every log-probability the engine reports."""
+    silent_from_step: int | None = None
+    """Send nothing of this step or a later one."""
+    layout: tuple[Tensor, ...] = ()
+    """What the engine asks for; by default what its model needs."""
+    done: list[StepDone] = dataclasses.field(default_factory=list)
+    published: list[PolicyPublished] = dataclasses.field(default_factory=list)
+    pulls: list[TakeMicroBatch] = dataclasses.field(default_factory=list)
+    failed: str = ""
+
+    def __post_init__(self) -> None:
+        self.engine = make_model(self.folder, temperature=0.8)
+        tied_names = self.engine.tied_names()
+        needed = {name: tensor for name, tensor in self.engine.tensors().items() if name not in tied_names}
+        self.layout = self.layout or plan_layout(needed)
+        self._rows = {0: self._make_rows(0)}
+        self._waiting: list[tuple[str, TakeMicroBatch]] = []
+
+    async def run(self) -> None:
+        """Serve until the last step is done and its policy published, or the trainer has failed; then tell it to stop."""
+        last = self.num_steps if self.stop_after is None else self.stop_after + 1
+        while not self.failed and (len(self.done) < last or len(self.published) < last):
+            for peer, message in await self.hub.receive():
+                self._handle(peer, message)
+        if not self.failed:
+            self.hub.send("trainer-0", Stop(reason="the test is over"))
+
+    def _handle(self, peer: str, message: FromTrainer) -> None:
+        match message:
+            case TrainerReady():
+                self.hub.send(peer, LayoutFixed(tensors=self.layout))
+            case TakeMicroBatch():
+                self.pulls.append(message)
+                self._waiting.append((peer, message))
+            case StepDone():
+                self.done.append(message)
+            case PolicyPublished():
+                self._take(peer, message)
+            case Failed():
+                self.failed = message.error
+        self._waiting = [(peer, pull) for peer, pull in self._waiting if not self._answer(peer, pull)]
+
+    def _answer(self, peer: str, pull: TakeMicroBatch) -> bool:
+        rows = self._rows.get(pull.step)
+        if rows is None or (self.silent_from_step is not None and pull.step >= self.silent_from_step):
+            return False
+        if pull.index < len(rows):
+            self.hub.send(peer, rows[pull.index])
+        else:
+            num_tokens = sum(int(row.trains.sum()) for row in rows)
+            num_samples = sum(len(row.lengths) for row in rows)
+            self.hub.send(peer, StepSealed(step=pull.step, num_micro_batches=len(rows), num_tokens=num_tokens, num_samples=num_samples))
+        return True
+
+    def _take(self, peer: str, policy: PolicyPublished) -> None:
+        """Load a policy as an engine would, release the one before, and sample the next step with it."""
+        buffer = attach(policy.slot, num_bytes(self.layout))
+        assert policy.num_bytes == len(buffer)
+        assert digest(buffer) == policy.digest
+        with torch.no_grad():
+            for name, tensor in views(buffer, self.layout).items():
+                self.engine.tensors()[name].copy_(tensor)
+        if self.published:
+            self.hub.send(peer, SlotReleased(slot=self.published[-1].slot))
+        self.published.append(policy)
+        if policy.version < self.num_steps:
+            self._rows[policy.version] = self._make_rows(policy.version)
+
+    def _make_rows(self, step: int) -> list[MicroBatch]:
+        generator = np.random.default_rng(step)
+        rows: list[MicroBatch] = []
+        for index in range(ROWS_PER_STEP - 1):
+            samples = [make_sample(generator, prompt=5, completion=int(generator.integers(1, 8))) for _ in range(6)]
+            with torch.no_grad():
+                logprobs = packed_logprobs(self.engine, samples).numpy() + self.logprob_error
+            for sample in samples:
+                count = int(sample["trains"].sum())
+                sample["logprobs"][sample["trains"]], logprobs = logprobs[:count], logprobs[count:]
+                sample["versions"][sample["trains"]] = step
+            rows.append(make_batch(samples, step=step, index=index, first_id=100 * index))
+        return [*rows, make_batch([], step=step, index=ROWS_PER_STEP - 1)]

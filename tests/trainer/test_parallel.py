@@ -1,0 +1,67 @@
+"""Two replicas train as one: real processes, real collectives."""
+
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+
+from pipelinerl.errors import ConfigError
+from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
+from trainer.parallel import Replicas
+
+Samples = list[dict[str, np.ndarray]]
+
+
+def _samples() -> Samples:
+    generator = np.random.default_rng(0)
+    return [make_sample(generator, prompt=4, completion=int(generator.integers(1, 9))) for _ in range(10)]
+
+
+def _train(folder: Path, rows: list[Samples], replicas: Replicas) -> dict[str, object]:
+    samples = _samples()
+    model = make_model(folder)
+    step, _ = make_step(model, replicas=replicas, max_grad_norm=0.01)
+    for number in range(2):
+        for index, row in enumerate(rows):
+            step.add(make_batch(row, step=number, index=index))
+        metrics = step.finish(make_seal(samples, step=number))
+    return {"metrics": metrics, "weights": [parameter.detach() for parameter in model.parameters()]}
+
+
+def _run_rank(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    replicas = Replicas(ranks=2, deadline_s=60)
+    samples = _samples()
+    rows = [samples[:3], samples[3:8]] if rank == 0 else [samples[8:], []]
+    result = _train(folder, rows, replicas)
+    result["agreed"] = [replicas.all_agree(True, what="in a test"), replicas.all_agree(rank == 0, what="in a test")]
+    torch.save(result, folder / f"rank-{rank}.pt")
+    replicas.close()
+
+
+def test_two_replicas_train_as_one(folders: dict[str, Path]) -> None:
+    folder = folders["qwen3"]
+    expected = _train(folder, [_samples()], Replicas(ranks=1, deadline_s=60))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Forked, because importing torch and transformers twice more takes far longer than the test; with one thread each that is safe.
+    torch.multiprocessing.start_processes(_run_rank, args=(folder, port), nprocs=2, start_method="fork")
+    for rank in range(2):
+        got = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
+        assert got["agreed"] == [True, False]
+        for ours, theirs in zip(got["weights"], expected["weights"], strict=True):  # pyright: ignore[reportArgumentType]
+            assert torch.allclose(ours, theirs, atol=1e-6)
+        metrics = expected["metrics"]
+        assert isinstance(metrics, dict)
+        assert got["metrics"].pop("num_micro_batches") == 4
+        assert got["metrics"] == pytest.approx({name: value for name, value in metrics.items() if name != "num_micro_batches"}, rel=1e-4)
+
+
+def test_another_number_of_processes_than_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.ranks is 2, but 1 processes were started"):
+        Replicas(ranks=2, deadline_s=60)

@@ -1,0 +1,104 @@
+"""A published policy is the model's weights, tensor by tensor, in the layout the engines asked for."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl.errors import PeerSilent, WeightsError
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.base import digest, num_bytes, plan_layout, views
+from pipelinerl.weights.shared_memory import attach
+from tests.trainer.tiny import FAMILIES, make_model
+from trainer.model import Model
+from trainer.publish import Publisher
+
+
+def _publisher(model: Model, run_folder: Path, *, deadline_s: float = 10.0) -> Publisher:
+    return Publisher(model.tensors, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=deadline_s)
+
+
+def _fused_layout(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A layout in another order and dtype, with gaps: what an engine asks for that fuses parameters."""
+    return plan_layout({name: torch.empty(tensors[name].shape, dtype=dtype) for name in sorted(tensors, reverse=True)})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_published_bytes_are_the_models_tensors_by_name(folders: dict[str, Path], tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model = make_model(folders[family])
+    tensors = {name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()}
+    layout = _fused_layout(tensors, dtype=dtype)
+    publisher = _publisher(model, tmp_path)
+    publisher.fix_layout(layout)
+    try:
+        policy = publisher.publish(5)
+        assert policy is not None
+        buffer = attach(policy.slot, num_bytes(layout))
+        assert (policy.version, policy.num_bytes, policy.digest) == (5, num_bytes(layout), digest(buffer))
+        found = views(buffer, layout)
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(found[name], tensor.to(dtype)), name
+    finally:
+        publisher.close()
+
+
+def test_the_weights_of_the_moment_are_published_and_earlier_ones_stay(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = make_model(folders["qwen3"])
+    layout = plan_layout(model.tensors())
+    publisher = _publisher(model, tmp_path)
+    publisher.fix_layout(layout)
+    try:
+        first = publisher.publish(1)
+        with torch.no_grad():
+            model.parameters()[0].add_(1.0)
+        second = publisher.publish(2)
+        assert first is not None
+        assert second is not None
+        buffers = [attach(policy.slot, num_bytes(layout)) for policy in (first, second)]
+        assert [digest(buffer) for buffer in buffers] == [first.digest, second.digest]
+        before, after = (views(buffer, layout)["model.embed_tokens.weight"] for buffer in buffers)
+        assert torch.allclose(after - before, torch.ones_like(before), atol=1e-6)
+    finally:
+        publisher.close()
+
+
+def test_tied_names_may_be_left_out_and_others_may_not(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = make_model(folders["qwen3"])
+    assert model.tied_names() == {"lm_head.weight"}
+    tensors = model.tensors()
+    publisher = _publisher(model, tmp_path)
+    try:
+        publisher.fix_layout(plan_layout({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}))
+        with pytest.raises(WeightsError, match=r"missing: model\.norm\.weight"):
+            publisher.fix_layout(plan_layout({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}))
+    finally:
+        publisher.close()
+
+
+def test_publication_waits_for_the_layout_and_says_so_when_none_comes(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = make_model(folders["llama"])
+    with pytest.raises(PeerSilent, match="which layout the engines want, and policy 1 is ready"):
+        _publisher(model, tmp_path, deadline_s=0.01).publish(1)
+    publisher = _publisher(model, tmp_path)
+    late = threading.Timer(0.05, publisher.fix_layout, (plan_layout(model.tensors()),))
+    late.start()
+    assert publisher.publish(1) is not None
+    late.join()
+    publisher.close()
+
+
+def test_publication_ends_quietly_when_the_run_does(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = make_model(folders["llama"])
+    publisher = _publisher(model, tmp_path)
+    end = threading.Timer(0.05, publisher.give_up)
+    end.start()
+    assert publisher.publish(1) is None
+    end.join()
+
+
+def test_a_release_before_any_publication_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="no slot was ever published"):
+        _publisher(make_model(folders["llama"]), tmp_path).release("pipelinerl-a-0")

@@ -1,0 +1,193 @@
+"""Supervised fine-tuning, and the demo's task that it warm-starts."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipelinerl.config import Config, load
+from pipelinerl.demo.settings import demo_config
+from pipelinerl.demo.sort_digits import BEHAVIOURS, demonstrations, held_out_prompts, make_model, reward, train_prompts
+from pipelinerl.errors import ConfigError, DataError
+from trainer.demonstrations import Demonstrations
+from trainer.sft import main
+from trainer.supervised import SftProgress, train_sft
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo-model")
+    make_model(folder, seed=0)
+    return folder
+
+
+def _config(model: Path, output: Path, *, seed: int = 0, **sft: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"seed": seed},
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"source": "none.jsonl"},
+            "reward": [{"function": "none.py:none"}],
+            "rollout": {"max_tokens": 8},
+            "batch": {"max_tokens": 200},
+            "sft": {
+                "source": "pipelinerl.demo.sort_digits:demonstrations",
+                "steps": 12,
+                "batch_size": 32,
+                "warmup_steps": 3,
+                "output": str(output),
+                **sft,
+            },
+        }
+    )
+
+
+def _weights(folder: Path) -> list[torch.Tensor]:
+    return list(AutoModelForCausalLM.from_pretrained(folder).state_dict().values())
+
+
+def test_loss_falls_progress_is_told_and_the_source_stays(demo_model: Path, tmp_path: Path) -> None:
+    before = _weights(demo_model)
+    seen: list[SftProgress] = []
+    report = train_sft(_config(demo_model, tmp_path / "out"), on_progress=seen.append)
+    assert report.losses[0] == pytest.approx(4.16, abs=0.1)  # ln 64: nothing known
+    assert report.losses[-1] < 2.9
+    assert [progress.step for progress in seen] == list(range(1, 13))
+    assert seen[-1].loss == report.losses[-1]
+    assert report.num_tokens == 12 * 32 * 14
+    assert all(torch.equal(old, new) for old, new in zip(before, _weights(demo_model), strict=True))
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "out")("12=")["input_ids"] == AutoTokenizer.from_pretrained(demo_model)("12=")["input_ids"]
+    )
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(demo_model: Path, tmp_path: Path) -> None:
+    folders = [train_sft(_config(demo_model, tmp_path / str(n), seed=seed, steps=3)).folder for n, seed in enumerate((5, 5, 6))]
+    first, again, other = (_weights(folder) for folder in folders)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_the_split_into_rows_does_not_change_the_loss(demo_model: Path, tmp_path: Path) -> None:
+    config = _config(demo_model, tmp_path / "out", steps=2)
+    wide = config.model_copy(update={"batch": config.batch.model_copy(update={"max_tokens": 100_000})})
+    assert train_sft(config).losses == pytest.approx(train_sft(wide).losses, rel=1e-5)
+
+
+def _batch(config: Config) -> list[tuple[list[int], int]]:
+    return [(token_ids.tolist(), num_prompt) for token_ids, num_prompt in next(Demonstrations(config).batches())]
+
+
+def test_a_row_is_prompt_completion_and_end_of_sequence(demo_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "10=", "completion": "01"}\n\n{"prompt": "2=", "completion": "2"}\n')
+    rows = _batch(_config(demo_model, tmp_path, source=str(source), batch_size=2))
+    assert sorted(rows) == [([3, 2, 12, 2, 3, 1], 3), ([4, 12, 4, 1], 2)]
+
+
+def test_file_rows_are_shuffled_anew_every_epoch_by_the_seed(demo_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{number}=", "completion": "0"}) + "\n" for number in range(10, 40)))
+    batches = Demonstrations(_config(demo_model, tmp_path, source=str(source), batch_size=30)).batches()
+    first, second = next(batches), next(batches)
+    keys = [[token_ids.tobytes() for token_ids, _ in batch] for batch in (first, second)]
+    assert sorted(keys[0]) == sorted(keys[1])
+    assert keys[0] != keys[1]
+
+
+def test_bad_rows_are_named(demo_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    for content, message in (
+        ('{"prompt": "1="}', "row 0: column 'completion' is None, expected text; it has prompt"),
+        ('{"prompt": "", "completion": "1"}', "row 0: 0 tokens of prompt"),
+        ('{"prompt": "1=", "completion": "' + "1" * 300 + '"}', "303 in all; expected at least one of prompt and at most 200"),
+        ("[1]", "line 1: a list, expected one JSON object"),
+        ("{", "line 1: not JSON"),
+        ("", "has no rows"),
+    ):
+        source.write_text(content)
+        with pytest.raises(DataError, match=message):
+            _batch(_config(demo_model, tmp_path, source=str(source), batch_size=1))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Demonstrations(_config(demo_model, tmp_path, source=str(tmp_path / "none.jsonl")))
+
+
+def _run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(sys, "argv", ["trainer.sft", *arguments])
+    main()
+
+
+def test_command_line_trains_from_a_file_with_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = demo_config(folder=tmp_path, seed=3)
+    make_model(tmp_path / "demo-model", seed=3)
+    before = _weights(tmp_path / "demo-model")
+    _run_command(monkeypatch, str(config), "sft.steps=2", "sft.batch_size=8")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("step 2/2   loss ")
+    assert lines[2].endswith(f"saved to {tmp_path / 'demo-model'}")
+    assert not all(torch.equal(old, new) for old, new in zip(before, _weights(tmp_path / "demo-model"), strict=True))
+    with pytest.raises(SystemExit, match="ConfigError: model.path nowhere"):
+        _run_command(monkeypatch, str(config), "model.path=nowhere")
+
+
+# --- the demo's task -------------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    held_out = {row["prompt"] for row in held_out_prompts()}
+    assert len(held_out) == 256
+    for rows in (train_prompts(0), train_prompts(1), demonstrations(0)):
+        assert not held_out & {row["prompt"] for row in itertools.islice(rows, 50_000)}
+
+
+def test_prompts_follow_their_seed_and_carry_the_answer() -> None:
+    first = list(itertools.islice(train_prompts(1), 20))
+    assert first == list(itertools.islice(train_prompts(1), 20))
+    assert first != list(itertools.islice(train_prompts(2), 20))
+    for row in first:
+        assert row["prompt"][-1] == "="
+        assert row["answer"] == "".join(sorted(row["prompt"][:-1]))
+        assert reward(row["prompt"], row["answer"], row["answer"]) == 1.0
+        assert reward(row["prompt"], row["answer"] + "0", row["answer"]) == 0.0
+
+
+def test_demonstrations_show_each_behaviour_once_for_each_prompt() -> None:
+    rows = list(itertools.islice(demonstrations(), 400))
+    for start in range(0, 400, 4):
+        digits = rows[start]["prompt"][:-1]
+        assert {row["prompt"] for row in rows[start : start + 4]} == {f"{digits}="}
+        assert [row["completion"] for row in rows[start : start + 4]] == [behave(digits) for behave in BEHAVIOURS]
+    assert [behave("402913") for behave in BEHAVIOURS] == ["012349", "402913", "319204", "943210"]
+
+
+def test_the_model_is_small_ends_sequences_and_follows_its_seed(demo_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_model)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    assert model.num_parameters() == pytest.approx(1.07e6, rel=0.01)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer) == model.config.vocab_size == 64
+    ids = tokenizer("402913=")["input_ids"]
+    assert len(ids) == 7
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "402913="
+    make_model(tmp_path / "again", seed=0)
+    make_model(tmp_path / "other", seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(_weights(demo_model), _weights(tmp_path / "again"), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(_weights(demo_model), _weights(tmp_path / "other"), strict=True))
+
+
+def test_demo_config_is_fitted_to_folder_seed_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 5, 6})
+    config = load(demo_config(folder=tmp_path / "a folder", seed=7))
+    assert (config.run.folder, config.run.seed, config.model.path) == (tmp_path / "a folder", 7, tmp_path / "a folder" / "demo-model")
+    assert (config.engine.cores, config.trainer.cores) == ((3,), (5,))
+    assert config.engine.options == {"block_size": 32}
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3})
+    assert load(demo_config(folder=tmp_path, seed=7)).engine.cores == ()

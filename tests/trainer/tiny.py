@@ -1,0 +1,121 @@
+"""Tiny models of three families, and micro-batches made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from pipelinerl.algorithms.methods import resolve
+from pipelinerl.messages import MicroBatch, StepSealed
+from trainer.model import Model
+from trainer.optimizer import Optimizer, Schedule
+from trainer.parallel import Replicas
+from trainer.row import arrange
+from trainer.step import OFFERS, Step
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+VOCABULARY = 61
+CPU = torch.device("cpu")
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # large, so that a wrong attention mask moves log-probabilities by far more than rounding
+}
+
+
+def make_folder(folder: Path, *, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random model of `family` without a tokenizer. Grouped heads in all; Qwen3 has tied embeddings."""
+    configs: dict[str, PretrainedConfig] = {
+        "llama": LlamaConfig(**_SIZES | overrides),
+        "qwen2": Qwen2Config(**_SIZES | overrides),
+        "qwen3": Qwen3Config(**_SIZES | {"head_dim": 16, "tie_word_embeddings": True} | overrides),
+    }
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(configs[family], dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def make_model(folder: Path, *, dtype: str = "float32", temperature: float = 1.0) -> Model:
+    return Model(folder, dtype=dtype, temperature=temperature, device=CPU)
+
+
+def make_sample(generator: np.random.Generator, *, prompt: int, completion: int) -> dict[str, np.ndarray]:
+    """Columns of one sample; versions 0, log-probabilities and advantages drawn at random."""
+    length = prompt + completion
+    trains = np.arange(length) >= prompt
+    return {
+        "token_ids": generator.integers(0, VOCABULARY, length, dtype=np.int32),
+        "trains": trains,
+        "logprobs": np.where(trains, -generator.uniform(0.5, 4, length), 0).astype(np.float32),
+        "versions": np.where(trains, 0, -1).astype(np.int32),
+        "advantages": np.where(trains, generator.normal(), 0).astype(np.float32),
+    }
+
+
+def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index: int = 0, first_id: int = 0) -> MicroBatch:
+    """Lay samples end to end; without samples this is a zero-loss row."""
+    dtypes = {"token_ids": np.int32, "trains": np.bool_, "logprobs": np.float32, "versions": np.int32, "advantages": np.float32}
+    columns = {
+        name: np.concatenate([np.zeros(0, dtype), *(sample[name] for sample in samples)]).astype(dtype) for name, dtype in dtypes.items()
+    }
+    return MicroBatch(
+        step=step,
+        index=index,
+        lengths=np.array([len(sample["token_ids"]) for sample in samples], np.int32),
+        rollout_ids=tuple(f"rollout-{first_id + number}" for number in range(len(samples))),
+        **columns,
+    )
+
+
+def make_seal(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, num_micro_batches: int = 1) -> StepSealed:
+    num_tokens = sum(int(sample["trains"].sum()) for sample in samples)
+    return StepSealed(step=step, num_micro_batches=num_micro_batches, num_tokens=num_tokens, num_samples=len(samples))
+
+
+def make_step(
+    model: Model,
+    *,
+    replicas: Replicas | None = None,
+    max_logprob_gap: float = 1e9,
+    learning_rate: float = 1e-3,
+    max_grad_norm: float = 1e9,
+    method: str = "grpo",
+    overrides: dict[str, Any] | None = None,
+) -> tuple[Step, Optimizer]:
+    """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
+    optimizer = Optimizer(
+        model.parameters(),
+        schedule=Schedule(learning_rate=learning_rate, num_steps=10),
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        max_grad_norm=max_grad_norm,
+    )
+    chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
+    step = Step(
+        model,
+        optimizer=optimizer,
+        method=resolve(method, chosen, group_size=8, offers=OFFERS),
+        replicas=replicas or Replicas(ranks=1, deadline_s=60),
+        max_completion_tokens=32,
+        max_logprob_gap=max_logprob_gap,
+    )
+    return step, optimizer
+
+
+def packed_logprobs(model: Model, samples: Sequence[dict[str, np.ndarray]]) -> torch.Tensor:
+    """[K] log-probabilities of the trained tokens of one packed row, with gradient."""
+    batch = make_batch(samples)
+    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    assert row is not None
+    return model.logprobs(row)[0]

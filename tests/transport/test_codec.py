@@ -1,0 +1,304 @@
+"""The wire format: strict on the way in, plain msgpack for anyone else, and no bytes that raise anything but `WireError`."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pipelinerl import messages
+from pipelinerl.errors import WireError
+from pipelinerl.messages import (
+    Alive,
+    Cancel,
+    Completion,
+    EngineLoad,
+    EngineReady,
+    Failed,
+    Finish,
+    FromEngine,
+    Generate,
+    Group,
+    LayoutFixed,
+    Message,
+    MicroBatch,
+    Outcome,
+    PolicyPublished,
+    Prompt,
+    Sample,
+    Sampling,
+    Score,
+    Scored,
+    ScoredTrajectory,
+    ScorerLoad,
+    ScorerReady,
+    SlotReleased,
+    StageWeights,
+    StepDone,
+    StepSealed,
+    Stop,
+    TakeMicroBatch,
+    Tensor,
+    ToEngine,
+    TrainerReady,
+    Trajectory,
+    WeightsCommitted,
+    WeightsRefused,
+)
+from pipelinerl.transport import codec
+from pipelinerl.transport.codec import DTYPES, Decoder, encode
+
+IDS = np.array([3, 1, 2], np.int32)
+LOGPROBS = np.array([-0.5, -1.5, 0.0], np.float32)
+MASK = np.array([False, True, True])
+PROMPT = Prompt(prompt_id="0:1", text="2 1", token_ids=IDS, columns={"answer": 12, "tags": ["a", None, 0.5], "nested": {"ok": True}})
+COMPLETION = Completion(
+    rollout_id="4/1",
+    attempt=2,
+    token_ids=IDS,
+    logprobs=LOGPROBS,
+    versions=np.array([1, 1, 2], np.int32),
+    finish=Finish.LENGTH,
+    started_at=1.5,
+    finished_at=2.5,
+)
+TRAJECTORY = Trajectory(
+    rollout_id="4/1",
+    group_id=4,
+    sibling=1,
+    attempt=0,
+    prompt=PROMPT,
+    token_ids=IDS,
+    trains=MASK,
+    logprobs=LOGPROBS,
+    versions=np.array([-1, 1, 2], np.int32),
+    finish=Finish.STOP,
+)
+SCORED = Scored(rollout_id="4/1", attempt=0, outcome=Outcome.OK, reward=0.5, components={"right": 0.5}, duration_s=0.25)
+TENSOR = Tensor(name="model.norm.weight", shape=(4, 2), dtype="float32", offset_bytes=256, num_bytes=32)
+MICRO_BATCH = MicroBatch(
+    step=3,
+    index=1,
+    token_ids=IDS,
+    trains=MASK,
+    logprobs=LOGPROBS,
+    versions=np.array([-1, 1, 2], np.int32),
+    advantages=np.array([0.0, 0.5, -0.5], np.float32),
+    lengths=np.array([1, 2], np.int32),
+    rollout_ids=("4/0", "4/1"),
+)
+EXAMPLES: tuple[Message, ...] = (
+    PROMPT,
+    Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(7, 8), seed=1),
+    Generate(rollout_id="4/1", attempt=0, token_ids=IDS, sampling=Sampling(max_tokens=5)),
+    Cancel(rollout_id="4/1", attempt=0),
+    COMPLETION,
+    TENSOR,
+    EngineReady(engine_id=1, process_id=2, max_model_tokens=3, max_running=4, tensors=(TENSOR,)),
+    EngineLoad(engine_id=1, version=2, num_running=3, num_waiting=4, num_tokens=5, num_steps=6, busy_s=0.5, idle_s=1.5),
+    StageWeights(version=3, slot="pipelinerl-ab-0", digest="ff", when_idle=True),
+    WeightsCommitted(engine_id=1, version=3, pause_s=0.001, stage_s=0.5, num_running=7),
+    WeightsRefused(engine_id=1, version=3, error="WeightsError: no"),
+    ScorerReady(scorer_id=0, process_id=1, num_slots=2),
+    ScorerLoad(scorer_id=0, num_running=1, num_scored=2, busy_s=0.5),
+    Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP),
+    SCORED,
+    TRAJECTORY,
+    ScoredTrajectory(trajectory=TRAJECTORY, score=SCORED),
+    Group(group_id=4, members=(ScoredTrajectory(trajectory=TRAJECTORY, score=SCORED),)),
+    Sample(trajectory=TRAJECTORY, reward=0.5, advantages=LOGPROBS),
+    TrainerReady(replica=0, num_replicas=1, process_id=2, version=3),
+    LayoutFixed(tensors=(TENSOR, TENSOR)),
+    TakeMicroBatch(replica=0, step=1, index=2),
+    MICRO_BATCH,
+    StepSealed(step=1, num_micro_batches=2, num_tokens=3, num_samples=4),
+    StepDone(step=1, metrics={"loss": -0.5}),
+    PolicyPublished(version=1, slot="a", digest="ff", num_bytes=8, publish_s=0.5),
+    SlotReleased(slot="a"),
+    Alive(busy_with="saving"),
+    Stop(reason="finished"),
+    Failed(error="EngineError: out of memory"),
+)
+ANY = Decoder(Completion | Generate | Score | Scored | MicroBatch | EngineReady | StepDone | Stop)
+"""Accepts a message of every shape: columns, nested messages, dictionaries, tuples, optional fields."""
+
+
+def plain(value: Any) -> Any:
+    """A message as plain values, columns as (dtype, list), so that two can be compared."""
+    if isinstance(value, Message):
+        return {"type": type(value).__name__} | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def rewritten(message: Message, **changes: Any) -> bytes:
+    """The frame of a message, with fields changed by somebody who does not use our encoder."""
+    tree = msgpack.unpackb(encode(message), ext_hook=msgpack.ExtType)
+    tree.update(changes)
+    return packed({name: value for name, value in tree.items() if value is not ...})
+
+
+def packed(value: Any) -> bytes:
+    """Any value as msgpack, by somebody else's library."""
+    frame = msgpack.packb(value)
+    assert isinstance(frame, bytes)
+    return frame
+
+
+def column(values: Any, dtype: str) -> msgpack.ExtType:
+    array = np.asarray(values, dtype)
+    (code,) = [code for code, known in DTYPES.items() if known == array.dtype]
+    return msgpack.ExtType(code, array.tobytes())
+
+
+def test_there_is_an_example_of_every_message():
+    known = {name for name, cls in vars(messages).items() if isinstance(cls, type) and issubclass(cls, Message) and cls is not Message}
+    assert {type(example).__name__ for example in EXAMPLES} == known
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_what_is_encoded_is_decoded(message: Message):
+    assert plain(Decoder(type(message)).decode(encode(message))) == plain(message)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_any_msgpack_library_reads_a_frame(message: Message):
+    def read(code: int, data: bytes) -> tuple[str, list[Any]]:
+        array = np.frombuffer(data, DTYPES[code])
+        return str(array.dtype), array.tolist()
+
+    tree = msgpack.unpackb(encode(message), ext_hook=read, strict_map_key=False)
+    assert tree["type"] == type(message).__name__
+    expected = plain(message)
+    assert tree == msgspec.to_builtins(expected, builtin_types=(tuple,)) or tree == expected
+
+
+def test_columns_come_back_as_read_only_views_of_the_frame():
+    frame = encode(COMPLETION)
+    decoded: Completion = Decoder(Completion).decode(frame)
+    with pytest.raises(ValueError, match="read-only"):
+        decoded.token_ids[0] = 9
+    assert np.shares_memory(decoded.token_ids, np.frombuffer(frame, np.uint8))
+
+
+def test_a_strided_column_is_sent_by_value():
+    every_other = np.arange(6, dtype=np.int32)[::2]
+    decoded: Prompt = Decoder(Prompt).decode(encode(Prompt(prompt_id="", text="", token_ids=every_other)))
+    assert decoded.token_ids.tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize("values", [np.zeros(2, np.float16), np.zeros((2, 2), np.int32), np.zeros(2, ">i4"), np.array(3, np.int32)])
+def test_a_column_that_cannot_travel_is_our_own_mistake(values: np.ndarray):
+    with pytest.raises(TypeError, match="cannot travel"):
+        encode(Prompt(prompt_id="", text="", token_ids=values))
+
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "truncated"),
+    "noise": (b"\xc1", "malformed"),
+    "no message": (packed([1, 2, 3]), "Expected"),
+    "no tag": (rewritten(COMPLETION, type=...), "type"),
+    "unknown tag": (rewritten(COMPLETION, type="Order66"), "Order66"),
+    "a message of somebody else": (encode(Stop(reason="no")), "'Stop'"),
+    "unknown field": (rewritten(COMPLETION, reward=1.0), "reward"),
+    "missing field": (rewritten(COMPLETION, versions=...), "versions"),
+    "wrong dtype": (rewritten(COMPLETION, token_ids=column([1, 2, 3], "<i8")), "expected a column of int32, got int64"),
+    "a list for a column": (rewritten(COMPLETION, token_ids=[1, 2, 3]), "expected a column of int32, got list"),
+    "a list of another length": (rewritten(COMPLETION, token_ids=column([1, 2], "<i4")), "columns differ in length"),
+    "falling versions": (rewritten(COMPLETION, versions=column([2, 2, 1], "<i4")), r"versions fall along the sequence: \[2, 2, 1\]"),
+    "a ragged column": (rewritten(COMPLETION, token_ids=msgpack.ExtType(1, b"12345")), "buffer size"),
+    "an unknown extension": (rewritten(COMPLETION, token_ids=msgpack.ExtType(77, b"1234")), "unknown extension type 77"),
+    "an unknown ending": (rewritten(COMPLETION, finish="exploded"), "exploded"),
+    "a text for a number": (rewritten(COMPLETION, attempt="2"), "int"),
+    "a pickle": (pickle.dumps(COMPLETION.rollout_id), "Completion"),
+    "deep nesting": (b"\x91" * 100_000, "Completion"),
+    "a huge length": (b"\xdd\xff\xff\xff\xff", "Completion"),
+    "something behind it": (encode(COMPLETION) + b"\x00", "trailing"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_an_accepted_message_is_refused_with_the_reason(name: str):
+    frame, reason = REFUSED[name]
+    with pytest.raises(WireError, match=reason):
+        Decoder(FromEngine).decode(frame)
+
+
+def test_a_refusal_says_what_would_have_been_accepted():
+    with pytest.raises(WireError, match=r"1 bytes are not one of Cancel, Generate, StageWeights, Stop: "):
+        Decoder(ToEngine).decode(b"\xc1")
+
+
+def test_more_bytes_than_the_limit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
+    frame = encode(Failed(error="x" * 1000))
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(frame))
+    assert Decoder(FromEngine).decode(frame) == Failed(error="x" * 1000)
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(frame) - 1)
+    with pytest.raises(WireError, match=f"message of {len(frame)} bytes exceeds the limit of {len(frame) - 1} bytes"):
+        Decoder(FromEngine).decode(frame)
+
+
+def test_samples_of_a_row_must_cover_it_and_be_named():
+    with pytest.raises(WireError, match=r"MicroBatch 3/1: lengths \[1, 3\] must sum to 3 tokens and name 2 samples"):
+        Decoder(MicroBatch).decode(rewritten(MICRO_BATCH, lengths=column([1, 3], "<i4")))
+    with pytest.raises(WireError, match="name 1 samples"):
+        Decoder(MicroBatch).decode(rewritten(MICRO_BATCH, rollout_ids=["4/0"]))
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf])
+def test_an_ok_score_has_a_finite_reward(reward: float | None):
+    """Otherwise a failure would have to become a number somewhere behind."""
+    with pytest.raises(WireError):
+        Decoder(Scored).decode(rewritten(SCORED, reward=reward))
+
+
+@given(frame=st.binary(max_size=300))
+@example(frame=b"\x81\xa4type\xa4Stop")
+def test_no_bytes_raise_anything_but_a_wire_error(frame: bytes):
+    with pytest.raises(WireError):
+        ANY.decode(frame)
+
+
+TARGETS = [example for example in EXAMPLES if type(example).__name__ in ANY.names]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A valid frame with a few bytes changed, cut out, doubled or put in."""
+    frame = bytearray(encode(draw(st.sampled_from(TARGETS))))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(frame) - 1)))
+        until = min(len(frame), at + draw(st.integers(1, 6)))
+        match draw(st.sampled_from(["change", "cut", "double", "insert", "truncate"])):
+            case "change":
+                frame[at:until] = draw(st.binary(min_size=until - at, max_size=until - at))
+            case "cut":
+                del frame[at:until]
+            case "double":
+                frame[at:at] = frame[at:until]
+            case "insert":
+                frame[at:at] = draw(st.binary(min_size=1, max_size=4))
+            case _:
+                del frame[at:]
+    return bytes(frame)
+
+
+@given(frame=mutated())
+def test_a_damaged_frame_is_an_accepted_message_or_a_wire_error(frame: bytes):
+    try:
+        message = ANY.decode(frame)
+    except WireError:
+        return
+    assert type(message).__name__ in ANY.names
+    if isinstance(message, Completion):
+        assert len(message.token_ids) == len(message.logprobs) == len(message.versions)

@@ -1,0 +1,28 @@
+"""`python -m torch.distributed.run --standalone --nproc-per-node W -m trainer --run-folder RUN`: one rank of the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from pipelinerl.process import die_with_parent, last_words, read_config
+from trainer.threads import set_threads
+
+
+def main() -> None:
+    """Train one rank's share of the run; see `trainer.loop`."""
+    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
+    run_folder = parser.parse_args().run_folder
+    die_with_parent()
+    with last_words(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
+        config = read_config(run_folder)
+        set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        from trainer.loop import train  # after the threads are set
+
+        train(config, run_folder)
+
+
+if __name__ == "__main__":
+    main()

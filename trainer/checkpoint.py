@@ -1,0 +1,37 @@
+"""The trained model as a Hugging Face folder: what transformers and vLLM load, tokenizer included."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from trainer.model import Model
+
+_WRITTEN_BY_MODEL = {".safetensors", ".bin", ".pt", ".pth"}
+"""Weights of the source folder, in any format: the saved model brings its own."""
+
+
+def save_model(model: Model, folder: Path, *, source: Path) -> None:
+    """Save the present weights to `folder`, which may exist (it may be `source`), with the tokenizer and other files of `source`.
+
+    Everything is written to `<folder>.draft` first and then takes the folder's name, so that no reader finds half a model.
+    """
+    draft = folder.with_name(folder.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    model.module.save_pretrained(draft)
+    for path in source.iterdir():
+        if (
+            path.is_file()
+            and path.suffix not in _WRITTEN_BY_MODEL
+            and not path.name.endswith(".index.json")
+            and not (draft / path.name).exists()
+        ):
+            shutil.copy2(path, draft / path.name)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        draft.rename(folder)
+        shutil.rmtree(old)
+    else:
+        draft.rename(folder)

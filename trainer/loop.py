@@ -1,0 +1,136 @@
+"""The training loop: rows in, policies out. `train` builds its parts, `run_steps` is the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pipelinerl.algorithms.method import ALWAYS_OFFERED
+from pipelinerl.algorithms.methods import resolve
+from pipelinerl.config import Config
+from pipelinerl.messages import MicroBatch, StepDone, StepSealed, Stop, ToTrainer, TrainerReady
+from pipelinerl.metrics import Journal
+from pipelinerl.transport.zmq import ZmqLink
+from trainer.checkpoint import save_model
+from trainer.feed import Feed
+from trainer.model import Model
+from trainer.optimizer import Optimizer, Schedule
+from trainer.parallel import Replicas
+from trainer.phases import Phases
+from trainer.publish import Publisher
+from trainer.step import OFFERS, Step
+
+MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
+"""Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
+
+
+def train(config: Config, run_folder: Path) -> None:
+    """Train until the last step, or until told to stop; either way `<run>/model` then holds the last policy."""
+    replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s)
+    model = Model(config.model.path, dtype=config.model.dtype, temperature=config.rollout.temperature, device=replicas.device)
+    step = _make_step(config, model=model, replicas=replicas)
+    publisher = None
+    if replicas.rank == 0:
+        publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=config.trainer.silent_after_s)
+    feed = Feed(
+        lambda: ZmqLink(run_folder, "trainer", replicas.rank, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
+        ready=TrainerReady(replica=replicas.rank, num_replicas=replicas.size, process_id=os.getpid(), version=0),
+        num_steps=config.trainer.steps,
+        silent_after_s=config.trainer.silent_after_s,
+        publisher=publisher,
+    )
+
+    def save() -> None:
+        if replicas.rank == 0:
+            save_model(model, run_folder / "model", source=config.model.path)
+
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(replicas.close)
+        journal = at_end.enter_context(contextlib.closing(Journal(run_folder, f"trainer-{replicas.rank}")))
+        if publisher is not None:
+            at_end.callback(publisher.close)
+        at_end.enter_context(feed)
+        phases = Phases(journal, feed=feed)
+        run_steps(config.trainer.steps, feed=feed, step=step, replicas=replicas, publisher=publisher, phases=phases, save=save)
+        # Engines may still have to attach the last policy: its buffer stays until the orchestrator says that the run is over.
+        feed.wait_for_stop(config.trainer.silent_after_s)
+
+
+def run_steps(
+    num_steps: int,
+    *,
+    feed: Feed,
+    step: Step,
+    replicas: Replicas,
+    publisher: Publisher | None,
+    phases: Phases,
+    save: Callable[[], None],
+) -> None:
+    """Train step after step, and publish a policy after each; end after the last, or once any replica is told to stop."""
+    for number in range(num_steps):
+        sealed = _add_rows(feed=feed, step=step, phases=phases)
+        is_whole = replicas.all_agree(sealed is not None, what=f"to agree that step {number} is whole")
+        if sealed is None or not is_whole:
+            break
+        with phases("optimizer"):
+            metrics = step.finish(sealed)
+        policy = None
+        if publisher is not None:
+            with phases("publish"):
+                policy = publisher.publish(number + 1)
+        if number + 1 == num_steps:
+            save()
+        if publisher is not None:
+            feed.send(StepDone(step=number, metrics=metrics | phases.finish_step(num_tokens=metrics["num_tokens"])))
+        if policy is not None:
+            feed.send(policy)
+    else:
+        return
+    save()
+
+
+def _add_rows(*, feed: Feed, step: Step, phases: Phases) -> StepSealed | None:
+    """Train on rows as they come until the step is sealed; None where told to stop before."""
+    while True:
+        with phases("wait"):
+            item = feed.take()
+        match item:
+            case MicroBatch():
+                with phases("forward_backward"):
+                    step.add(item)
+            case StepSealed():
+                return item
+            case Stop():
+                return None
+
+
+def _make_step(config: Config, *, model: Model, replicas: Replicas) -> Step:
+    section = config.trainer
+    optimizer = Optimizer(
+        model.parameters(),
+        schedule=Schedule(
+            learning_rate=section.learning_rate,
+            num_steps=section.steps,
+            warmup_steps=section.warmup_steps,
+            final_fraction=section.final_learning_rate_fraction,
+        ),
+        betas=section.betas,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+    )
+    method = resolve(
+        config.algorithm.name,
+        config.algorithm.overrides,
+        group_size=config.rollout.group_size,
+        offers=ALWAYS_OFFERED | OFFERS,
+    )
+    return Step(
+        model,
+        optimizer=optimizer,
+        method=method,
+        replicas=replicas,
+        max_completion_tokens=config.rollout.max_tokens,
+        max_logprob_gap=section.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
+    )

@@ -1,0 +1,97 @@
+"""Hands the policy to the engines: its weights, in the engines' own layout, whole, in a shared buffer that nobody reads.
+
+The layout comes from the engines once they have loaded the model; the first publication waits for it. With replicas, rank 0 publishes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from pipelinerl.errors import PeerSilent, WeightsError
+from pipelinerl.messages import PolicyPublished, Tensor
+from pipelinerl.weights.base import check_layout, digest, num_bytes, views
+from pipelinerl.weights.shared_memory import SlotPool, run_token
+
+
+class Publisher:
+    """Writes policies into slots. `fix_layout`, `release` and `give_up` are called by the feed's thread, the rest by the training loop."""
+
+    def __init__(
+        self,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        tied_names: frozenset[str],
+        run_folder: Path,
+        deadline_s: float,
+    ) -> None:
+        """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot."""
+        self._tensors = tensors
+        self._tied_names = tied_names
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
+        self._token = run_token(run_folder)
+        self._deadline_s = deadline_s
+        self._layout: tuple[Tensor, ...] = ()
+        self._pool: SlotPool | None = None
+        self._has_given_up = False
+        self._changed = threading.Condition()
+        """Guards `_pool` and `_has_given_up`."""
+
+    def publish(self, version: int) -> PolicyPublished | None:
+        """Write the present weights as `version`, and return the announcement; None once `give_up` was called.
+
+        Raises `PeerSilent` where no layout arrives, or no slot becomes free, within the deadline.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._pool or self._has_given_up, self._deadline_s):
+                raise PeerSilent(
+                    f"waited {self._deadline_s:g} s for the orchestrator to say which layout the engines want, and policy {version} is"
+                    " ready. It does so once every engine has loaded the model: see the engines' logs"
+                )
+        slot = self._pool.acquire(self._deadline_s) if self._pool is not None else None
+        if self._pool is None or slot is None:
+            return None
+        started = time.perf_counter()
+        tensors = self._tensors()
+        for name, view in views(slot.buffer, self._layout).items():
+            view.copy_(tensors[name])
+        announcement = PolicyPublished(
+            version=version,
+            slot=slot.name,
+            digest=digest(slot.buffer),
+            num_bytes=len(slot.buffer),
+            publish_s=time.perf_counter() - started,
+        )
+        self._pool.publish(slot, version=version)
+        return announcement
+
+    def fix_layout(self, tensors: tuple[Tensor, ...]) -> None:
+        """Take the engines' layout. Raises `WeightsError` with everything about it that does not fit the model."""
+        check_layout(self._shapes, tensors, optional=self._tied_names)
+        self._layout = tensors
+        with self._changed:
+            self._pool = SlotPool(self._token, num_bytes=num_bytes(tensors))
+            self._changed.notify_all()
+
+    def release(self, slot: str) -> None:
+        """Note that no engine reads a slot any more. Raises `WeightsError` for one that was not published."""
+        if self._pool is None:
+            raise WeightsError(f"release of {slot!r}: no slot was ever published")
+        self._pool.release(slot)
+
+    def give_up(self) -> None:
+        """Have a present or later `publish` return None: the run ends."""
+        with self._changed:
+            self._has_given_up = True
+            self._changed.notify_all()
+        if self._pool is not None:
+            self._pool.give_up()
+
+    def close(self) -> None:
+        """Remove the shared buffers."""
+        if self._pool is not None:
+            self._pool.close()

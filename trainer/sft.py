@@ -1,0 +1,43 @@
+"""`python -m trainer.sft CONFIG [section.key=value ...]`: supervised fine-tuning of `model.path` on `sft.source`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pipelinerl.config import load
+from pipelinerl.errors import PipelineError
+from trainer.threads import set_threads
+
+LINES = 10
+"""Progress lines of a whole run."""
+
+
+def main() -> None:
+    """Train and print progress. An error of our own tree prints as one message and exits with 1."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.sft", description=__doc__)
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="in TOML syntax")
+    arguments = parser.parse_args()
+    try:
+        config = load(arguments.config, overrides=arguments.overrides)
+        set_threads(())
+        from trainer.supervised import SftProgress, train_sft  # after the threads are set: torch reads their settings once
+
+        def show(progress: SftProgress) -> None:
+            if progress.step % max(1, progress.num_steps // LINES) == 0:
+                print(
+                    f"step {progress.step:>{len(str(progress.num_steps))}}/{progress.num_steps}   loss {progress.loss:.3f} nats/token"
+                    f"   {progress.tokens_per_s:,.0f} tokens/s",
+                    flush=True,
+                )
+
+        report = train_sft(config, on_progress=show)
+    except PipelineError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(f"{report.num_tokens:,} tokens in {report.elapsed_s:.1f} s; saved to {report.folder}")
+
+
+if __name__ == "__main__":
+    main()
