@@ -12,7 +12,7 @@ from orchestrator.credit import MethodCredit
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.sources import PromptSource, fixed
 from orchestrator.state.ledger import Ledger
-from pipelinerl.algorithms.methods import resolve
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt
 from pipelinerl.metrics import Journal
@@ -41,7 +41,7 @@ async def _run(config: Config, run_folder: Path) -> Ending:
     try:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
         source, held_out = _prompts(config)
-        method = resolve(config.algorithm.name, config.algorithm.overrides, group_size=config.rollout.group_size)
+        method = method_of(config.algorithm, group_size=config.rollout.group_size)
         pipeline = Pipeline(
             config,
             engine_hub=hubs[0],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import ScoredGroup
 from pipelinerl.algorithms.credit import group_advantages, keeps_group, token_columns
+from pipelinerl.algorithms.credit.advantage import ScoredGroup
 from pipelinerl.algorithms.method import Method
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import Float32, ScoredTrajectory

@@ -22,6 +22,7 @@ from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
 from pipelinerl.process import die_with_parent
 from pipelinerl.transport.curve import make_keys
+from pipelinerl.weights.slots import run_token, unlink_slots
 
 SAVE_GRACE_S = 60.0
 """How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
@@ -109,10 +110,12 @@ class Launcher:
             os.close(log)
 
     async def _wait(self) -> str | None:
-        """Wait until all have ended well, or one has not; its name then. A process may outlive the orchestrator by `SAVE_GRACE_S`."""
+        """Wait until all have ended well, or one has not; its name then. The others may outlive the orchestrator by `SAVE_GRACE_S`."""
         waiting = {asyncio.create_task(process.wait(), name=name) for name, process in self._processes.items()}
-        timeout_s: float | None = None
+        loop = asyncio.get_running_loop()
+        deadline_s: float | None = None
         while waiting:
+            timeout_s = None if deadline_s is None else deadline_s - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             failed = [task.get_name() for task in done if task.result() != 0]
             if failed or not done:
@@ -120,7 +123,8 @@ class Launcher:
                 for task in waiting:
                     task.cancel()
                 return failed[0] if failed else min(task.get_name() for task in waiting)
-            timeout_s = SAVE_GRACE_S
+            if deadline_s is None and any(task.get_name() == self._roles[0].name for task in done):
+                deadline_s = loop.time() + SAVE_GRACE_S
         return None
 
     def _interrupt(self) -> None:
@@ -138,13 +142,15 @@ class Launcher:
             async with asyncio.timeout(KILL_GRACE_S):
                 for process in self._processes.values():
                     await process.wait()
-        self._signal_all(signal.SIGKILL)
+        self._signal_all(signal.SIGKILL, even_ended=True)
         for process in self._processes.values():
             await process.wait()
+        unlink_slots(run_token(self._run_folder))
 
-    def _signal_all(self, number: signal.Signals) -> None:
+    def _signal_all(self, number: signal.Signals, *, even_ended: bool = False) -> None:
+        """Signal every process with its whole group; `even_ended`: also what a process that ended has left behind in its group."""
         for process in self._processes.values():
-            if process.returncode is None:
+            if process.returncode is None or even_ended:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipelinerl.algorithms.methods import resolve
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.plugin import load_plugin
@@ -46,7 +46,7 @@ def _model(config: Config) -> None:
 
 
 def _method(config: Config) -> None:
-    resolve(config.algorithm.name, config.algorithm.overrides, group_size=config.rollout.group_size)
+    method_of(config.algorithm, group_size=config.rollout.group_size)
 
 
 def _rewards(config: Config) -> None:

@@ -42,11 +42,17 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
         errors = list(_leaves(error))
         text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
         trace = "".join(traceback.format_exception(error))
-        folder = run_folder / "failures"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{process}.json").write_text(json.dumps({"t": time.time(), "process": process, "error": text, "traceback": trace}))
+        record_failure(run_folder, process, error=text, trace=trace)
         print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "") -> None:
+    """Write down what ended a process, for the launcher to show; a record that is there already stands."""
+    folder = run_folder / "failures"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError), open(folder / f"{process}.json", "x") as file:
+        json.dump({"t": time.time(), "process": process, "error": error, "traceback": trace}, file)
 
 
 def read_config(run_folder: Path) -> Config:

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelinerl.algorithms.method import ALWAYS_OFFERED
-from pipelinerl.algorithms.methods import resolve
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import MicroBatch, StepDone, StepSealed, Stop, ToTrainer, TrainerReady
 from pipelinerl.metrics import Journal
@@ -20,7 +19,7 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publish import Publisher
-from trainer.step import OFFERS, Step
+from trainer.step import Step
 
 MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
 """Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
@@ -120,12 +119,7 @@ def _make_step(config: Config, *, model: Model, replicas: Replicas) -> Step:
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
     )
-    method = resolve(
-        config.algorithm.name,
-        config.algorithm.overrides,
-        group_size=config.rollout.group_size,
-        offers=ALWAYS_OFFERED | OFFERS,
-    )
+    method = method_of(config.algorithm, group_size=config.rollout.group_size)
     return Step(
         model,
         optimizer=optimizer,

@@ -15,7 +15,8 @@ import torch
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.weights.base import check_layout, digest, num_bytes, views
-from pipelinerl.weights.shared_memory import SlotPool, run_token
+from pipelinerl.weights.shared_memory import SlotPool
+from pipelinerl.weights.slots import run_token
 
 
 class Publisher:

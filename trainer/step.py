@@ -20,9 +20,6 @@ from trainer.optimizer import Optimizer
 from trainer.parallel import Replicas
 from trainer.row import Row, arrange
 
-OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS})
-"""What a method may read beyond what every run has. A step makes one update, so the policy at its start is the one being differentiated."""
-
 
 class Step:
     """The step under way: `add` every row, then `finish`, or `drop` it. Used again for the next."""

@@ -3,13 +3,13 @@
 Orchestrator side, numpy only, importable without torch:
     methods          METHODS, the table; `resolve(name, overrides)` gives the one `Method` a run uses
     rules, method    the parts a row is made of, each with defaults, source and needs; refusals says what does not combine
-    credit           the two calls of the orchestrator: `group_advantages` when a group closes, `step_advantages` when a batch is cut
-    advantage, token_advantage, step_credit, prime, optimal_baseline, role_baseline, shaping, selection, batch_rule
+    credit/          the two calls of the orchestrator: `group_advantages` when a group closes, `step_advantages` when a batch is cut;
+                     in it, a file for each kind of advantage
     staleness        how old tokens are, and which of them may still train
 
 Trainer side, torch:
-    loss             the call of the trainer: `policy_loss(columns, method=...)`, raw sums; `denominator(...)`, applied once per step
-    columns, objective, correction, mask, kl, probability, critic, step_statistics, meters
+    loss/            the call of the trainer: `policy_loss(columns, method=...)`, raw sums; `denominator(...)`, applied once per step;
+                     in it, a file for each term: objective, correction, mask, kl, critic, ...
 
 Notation, everywhere: pi the policy being trained (with gradient), mu the engine's probability of the token it sampled, prox the
 proximal policy the trust region is drawn around, ratio = pi / prox, rho = prox / mu, A the advantage.

@@ -59,6 +59,8 @@ class Need(enum.StrEnum):
 
 ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS})
 """What the wire carries in every run."""
+TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS})
+"""What the trainer computes where a method asks for it. A step makes one update, so the policy at its start is the one being trained."""
 
 
 class Aggregation(enum.StrEnum):

@@ -14,9 +14,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, Method, Need
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS, Method, Need
 from pipelinerl.algorithms.refusals import RunFacts, problems_of
 from pipelinerl.algorithms.rules import nearest, with_columns
+from pipelinerl.config import AlgorithmSection
 from pipelinerl.errors import ConfigError
 
 METHODS: dict[str, Method] = {}
@@ -182,6 +183,11 @@ _row(
 )
 _row("opsm", "drop bad answers the policy has already left", "slime; DeepSeek-V3.2", masks="opsm", **_ENGINE)
 _row("m2po", "clip around mu, without the tokens of largest second moment", "arXiv:2510.01161", masks="m2po", **_ENGINE)
+
+
+def method_of(algorithm: AlgorithmSection, *, group_size: int) -> Method:
+    """The method a run's config names, checked against what this system supplies. Raises `ConfigError` as `resolve` does."""
+    return resolve(algorithm.name, algorithm.overrides, group_size=group_size, offers=ALWAYS_OFFERED | TRAINER_OFFERS)
 
 
 def resolve(

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.process import die_with_parent, last_words, read_config
+from pipelinerl.process import die_with_parent, last_words, read_config, record_failure
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
 
             import_everything()
         children = {_fork(engine_id, config, run_folder): engine_id for engine_id in range(config.engine.count)}
-        sys.exit(_wait_for_all(children))
+        sys.exit(_wait_for_all(children, run_folder))
 
 
 def set_environment() -> None:
@@ -86,15 +86,17 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path) -> None:
     serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))
 
 
-def _wait_for_all(children: dict[int, int]) -> int:
-    """Wait for every child; end all when one fails. Returns the first failing child's exit code, or 0."""
+def _wait_for_all(children: dict[int, int], run_folder: Path) -> int:
+    """Wait for every child; when one fails, write down how and end all. Returns 1 then, else 0."""
     verdict = 0
     while children:
         process_id, status = os.wait()
-        children.pop(process_id, None)
+        engine_id = children.pop(process_id)
         code = os.waitstatus_to_exitcode(status)
         if code and not verdict:
             verdict = 1
+            how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            record_failure(run_folder, f"engine-{engine_id}", error=f"engine-{engine_id} (process {process_id}) {how}")
             for other in children:
                 os.kill(other, signal.SIGTERM)
     return verdict

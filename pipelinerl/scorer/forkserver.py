@@ -25,11 +25,12 @@ import time
 import traceback
 from pathlib import Path
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.process import die_with_parent
-from pipelinerl.tokenizer import load_tokenizer
 from pipelinerl.scorer.calls import PACKET_BYTES, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
 from pipelinerl.scorer.worker import Decode, run_worker
+from pipelinerl.tokenizer import load_tokenizer
 from pipelinerl.transport.codec import Decoder, encode
 
 REAP_DEADLINE_S = 5.0
@@ -56,6 +57,7 @@ class ForkServer:
         self._process_ids: dict[int, int] = {}
         """By worker id."""
         self._folder = Path(tempfile.mkdtemp(prefix="pipelinerl-scorer-"))
+        self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
@@ -67,22 +69,21 @@ class ForkServer:
         assert isinstance(setup, Setup), f"first message is {type(setup).__name__}, expected Setup"
         try:
             decode = load_decode(setup.model_path)
-        except Exception as error:  # transformers raises what it likes for a folder it cannot read
-            self._send(Refused(error=f"no tokenizer in model.path {setup.model_path}: {type(error).__name__}: {error}"))
+        except ConfigError as error:
+            self._send(Refused(error=str(error)))
             return
         gc.freeze()  # a collection in a worker would touch, hence copy, every page it shares with this process
         self._send(Prepared())
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is self._control:
-                        if not self._obey(setup, decode):
-                            return
-                    else:
-                        os.read(self._woken, 4096)
-                self._reap()
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._control:
+                    if not self._obey(setup, decode):
+                        return
+                else:
+                    os.read(self._woken, 4096)
+            self._reap()
 
     def close(self) -> None:
         """Kill every worker with all it started, wait until they are gone, and remove their folders."""
@@ -136,6 +137,7 @@ class ForkServer:
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
         self._control.close()
         os.close(self._woken)
         os.close(self._waker)
@@ -162,8 +164,13 @@ class ForkServer:
 
 
 def load_decode(model_path: str) -> Decode:
-    """Load the tokenizer of a model folder and return its decoding, special tokens left out."""
-    tokenizer = load_tokenizer(Path(model_path))
+    """Load the tokenizer of a model folder and return its decoding, special tokens left out. Raises `ConfigError`."""
+    try:
+        tokenizer = load_tokenizer(Path(model_path))
+    except ConfigError:
+        raise
+    except Exception as error:  # for a damaged file, transformers and its tokenizers raise what they like
+        raise ConfigError(f"model.path: the tokenizer of {model_path} cannot be loaded: {type(error).__name__}: {error}") from error
     return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+import msgspec
+
 from pipelinerl.config import Config
 from pipelinerl.messages import Cancel, Failed, Message, Score, ScorerLoad, ScorerReady, Stop
 from pipelinerl.metrics import Journal
@@ -99,6 +101,5 @@ class Server:
             num_scored=self._num_scored,
             busy_s=self._pool.total_busy_s(),
         )
+        self._journal.write("load", **msgspec.structs.asdict(load))
         self._link.send(load)
-        fields = {name: getattr(load, name) for name in ScorerLoad.__struct_fields__}
-        self._journal.write("load", **fields)

@@ -7,7 +7,6 @@ latest published policy is never handed out, released or not, so that an engine 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import mmap
@@ -20,21 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 
 from pipelinerl.errors import PeerSilent, WeightsError
+from pipelinerl.weights.slots import FOLDER, unlink_slots
 
-FOLDER = Path("/dev/shm")
-"""Where slots live: memory that is also a file, so that a name is all an engine needs to find it."""
 MAX_SLOTS = 3
 """One that engines decode from, one they move to, one being written. Fewer: the trainer waits for the slowest engine; more: memory."""
 
 _NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-[0-9]+")
-
-
-def run_token(run_folder: Path) -> str:
-    """A name for the run that its slots carry: the same after a restart, different for every run folder of the machine."""
-    return xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -179,10 +171,3 @@ def attach(name: str, num_bytes: int, *, folder: Path = FOLDER) -> torch.Tensor:
     array = (ctypes.c_uint8 * len(mapped)).from_address(np.frombuffer(mapped, np.uint8).ctypes.data)
     array.mapped = mapped  # pyright: ignore[reportAttributeAccessIssue]
     return torch.frombuffer(array, dtype=torch.uint8)[:num_bytes]
-
-
-def unlink_slots(token: str, *, folder: Path = FOLDER) -> None:
-    """Remove every slot a run left behind; for the trainer when it starts and ends, and for a launcher whose trainer was killed."""
-    for path in folder.glob(f"pipelinerl-{token}-*"):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms import advantage, shaping
-from pipelinerl.algorithms.advantage import ScoredGroup
-from pipelinerl.algorithms.credit import group_advantages, keeps_group, token_columns
-from pipelinerl.algorithms.role_baseline import RoleBaselines
+from pipelinerl.algorithms.credit import advantage, group_advantages, keeps_group, shaping, token_columns
+from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
 from tests.algorithms.rows import method_of
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.algorithms.correction import importance_weights, loglinear_logprobs, terms_of
 from pipelinerl.algorithms.loss import StepStatistics, policy_loss
-from pipelinerl.algorithms.mask import keep_mask
+from pipelinerl.algorithms.loss.correction import importance_weights, loglinear_logprobs, terms_of
+from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.method import Rule
 from pipelinerl.algorithms.rules import rule_from
 from pipelinerl.errors import ConfigError

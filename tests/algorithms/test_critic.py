@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pipelinerl.algorithms.columns import Segments
-from pipelinerl.algorithms.critic import clipped_value_loss, implicit_prm_loss
+from pipelinerl.algorithms.loss.columns import Segments
+from pipelinerl.algorithms.loss.critic import clipped_value_loss, implicit_prm_loss
 
 
 def value_loss(value: float, *, old: float, target: float) -> tuple[float, int, float]:

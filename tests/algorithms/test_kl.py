@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipelinerl.algorithms import kl
+from pipelinerl.algorithms.loss import kl
 from tests.algorithms.rows import Seq, loss_and_gradient, method_of
 
 

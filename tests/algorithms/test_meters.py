@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelinerl.algorithms.loss import finish_meters, merge_meters, policy_loss, reduces_by_maximum
-from pipelinerl.algorithms.meters import effective_sample_fraction
+from pipelinerl.algorithms.loss.meters import effective_sample_fraction
 from tests.algorithms.rows import Seq, loss_and_gradient, method_of, pack
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.algorithms import correction as correction_module
-from pipelinerl.algorithms import credit, objective, orchestrator_rules
-from pipelinerl.algorithms import mask as mask_module
+from pipelinerl.algorithms import credit, orchestrator_rules
+from pipelinerl.algorithms.loss import correction as correction_module
+from pipelinerl.algorithms.loss import mask as mask_module
+from pipelinerl.algorithms.loss import objective
 from pipelinerl.algorithms.method import Aggregation, Method, Need, Rule
 from pipelinerl.algorithms.methods import METHODS, render_table, resolve, table_rows
 from pipelinerl.algorithms.rules import COLUMNS
@@ -94,6 +95,7 @@ def test_an_override_changes_options_a_rule_or_both_and_nothing_else() -> None:
     assert method_of("grpo", weight="icepop").weight.options == {"low": 0.5, "high": 5.0}
     both = method_of("grpo", weight={"name": "icepop", "high": 4})
     assert both.weight.options == {"low": 0.5, "high": 4.0}
+    assert method_of("dapo", objective={"clip_low": 0.1}).objective.options["clip_high"] == 0.28, "what the row had stated stays"
     assert METHODS["grpo"].weight.name == "tis_token", "the table itself is never edited"
 
 
@@ -227,7 +229,8 @@ def test_the_orchestrators_side_imports_without_torch() -> None:
     """The head node has none."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pipelinerl.algorithms import credit, methods, optimal_baseline, prime, staleness\n"
+        "from pipelinerl.algorithms import credit, methods, staleness\n"
+        "from pipelinerl.algorithms.credit import optimal_baseline, prime\n"
         "print(len(methods.METHODS))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

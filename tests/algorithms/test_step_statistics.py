@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import StepStatistics
 from pipelinerl.algorithms.loss import TokenColumns, measure_step, policy_loss
+from pipelinerl.algorithms.loss.columns import StepStatistics
+from pipelinerl.algorithms.loss.step_statistics import covariance, second_moments, uniform_draws
 from pipelinerl.algorithms.method import Method
-from pipelinerl.algorithms.step_statistics import covariance, second_moments, uniform_draws
 from tests.algorithms.rows import Seq, method_of, pack, random_seq
 
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms import prime, step_credit, token_advantage
-from pipelinerl.algorithms.advantage import ScoredGroup, StepScores
-from pipelinerl.algorithms.credit import group_advantages
-from pipelinerl.algorithms.optimal_baseline import energies, optimal_token_baseline
+from pipelinerl.algorithms.credit import group_advantages, prime, step_credit, token_advantage
+from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
+from pipelinerl.algorithms.credit.optimal_baseline import energies, optimal_token_baseline
 from tests.algorithms.rows import method_of
 
 REWARDS = np.array([0.0, 0.0, 1.0])

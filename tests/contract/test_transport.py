@@ -93,10 +93,11 @@ class ZmqWire:
         for frame in frames:
             socket.send(frame)
 
-    def dealer(self, name: bytes, *, keys: KeyPair | None, server_key: bytes | None = None) -> zmq.Socket[bytes]:
+    def dealer(self, name: bytes, *, keys: KeyPair | None, server_key: bytes | None = None, reconnects: bool = True) -> zmq.Socket[bytes]:
         """A socket of somebody who does not use our link; without keys it does not even try to encrypt."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.reconnect_ivl = 100 if reconnects else -1
         socket.routing_id = name
         if keys is not None:
             socket.curve_serverkey = server_key or read_keys(self.folder, "orchestrator").public
@@ -425,6 +426,20 @@ def test_a_stranger_never_gets_through_while_those_with_a_key_do(on_zmq: Callabl
             await asyncio.sleep(0.01)
         assert {peer for peer, _ in arrived} == {"engine-0"}
         assert not stranger.poll(0)
+
+    on_zmq(program)
+
+
+def test_a_peer_takes_over_from_its_own_dead_connection(on_zmq: Callable[[Program], None]):
+    """As after a crash of its machine: the old connection was never closed and still stands under the name."""
+
+    async def program(wire: ZmqWire) -> None:
+        dead = wire.dealer(b"engine-0", keys=read_keys(wire.folder, "engine"), reconnects=False)
+        dead.send(encode(load(1)))
+        assert await arrivals(wire.hub, 1) == [("engine-0", load(1))]
+        (restarted,) = await connected(wire, 0)
+        wire.hub.send("engine-0", Stop(reason="hello again"))
+        assert await arrival(restarted) == Stop(reason="hello again")
 
     on_zmq(program)
 

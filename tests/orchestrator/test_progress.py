@@ -98,6 +98,7 @@ def test_a_group_given_up_leaves_no_trace_in_the_step(tmp_path: Path):
     progress.trained(StepDone(step=0, metrics={}), now_s=2.0)
     journal.close()
     assert progress.last_step["num_groups"] == 1
+    assert progress.last_step["zero_variance_fraction"] == 0.0
     assert progress.last_step["reward_mean"] == 0.5
 
 

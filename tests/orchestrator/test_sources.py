@@ -251,7 +251,14 @@ def test_prompts_that_are_too_long_are_skipped_and_counted(tmp_path: Path) -> No
 def test_epoch_of_prompts_that_are_all_too_long_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * n} for n in (50, 20, 30)])
     with pytest.raises(DataError, match=r"3 prompts in a row are too long: at most 10 tokens are allowed, the shortest of them has 21\."):
-        make_source(path, max_prompt_tokens=10).next()
+        make_source(path, shuffle=False, max_prompt_tokens=10).next()
+
+
+def test_table_is_read_to_its_end_before_it_is_given_up(plugin: Callable[[str], str]) -> None:
+    source = make_source(
+        plugin(f'rows = [{{"prompt": "aaa"}}] * {MAX_SKIPPED_OF_STREAM + 1} + [{{"prompt": "a"}}]'), shuffle=False, max_prompt_tokens=3
+    )
+    assert source.next().text == "a"
 
 
 @pytest.mark.parametrize("position", [(0, 0), (3, 2)])

@@ -41,7 +41,6 @@ class Scorer:
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder
-        self.loads: list[ScorerLoad] = []
         self._loop = asyncio.new_event_loop()
         self._hub = self._loop.run_until_complete(self._open())
         self._arrived: list[Message] = []
@@ -61,7 +60,7 @@ class Scorer:
         self._hub.send("scorer-3", message)
 
     def next(self, kind: type[Any], *, within_s: float = PATIENCE_S) -> Any:
-        """Wait for the next message of a class; loads are kept aside."""
+        """Wait for the next message of a class; others are kept for later."""
         end = time.monotonic() + within_s
         while True:
             for index, message in enumerate(self._arrived):
@@ -89,6 +88,11 @@ class Scorer:
         request = score("one", completion, **columns)
         self.send(request)
         return self.scored("one")["one"]
+
+    def new_load(self) -> ScorerLoad:
+        """Wait for a load sent after the last answer that was waited for."""
+        self._arrived = [message for message in self._arrived if not isinstance(message, ScorerLoad)]
+        return self.next(ScorerLoad)
 
     def wait_for_no_process_with(self, marker: str, *, within_s: float = 10.0) -> None:
         """Wait until no process has `marker` in its command line or environment."""

@@ -83,7 +83,7 @@ def _tell(columns: dict[str, Any]) -> float:
         "process_id": os.getpid(),
         "group": os.getpgid(0),
         "session": os.getsid(0),
-        "files": [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")],
+        "files": list(_open_files().values()),
         "core": resource.getrlimit(resource.RLIMIT_CORE),
         "address_space": resource.getrlimit(resource.RLIMIT_AS),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -95,11 +95,29 @@ def _tell(columns: dict[str, Any]) -> float:
 
 def _write_garbage(columns: dict[str, Any]) -> float:
     """Write into the only socket this process has, the one to the scorer."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "socket" in os.readlink(f"/proc/self/fd/{name}"):
-                os.write(int(name), b"\x04\x00\x00\x00junk")
+    for descriptor, path in _open_files().items():
+        if path.startswith("socket:"):
+            os.write(descriptor, b"\x04\x00\x00\x00junk")
     return _hang(columns)
+
+
+def _open_files() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing itself is closed by now
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _start_daemon(columns: dict[str, Any]) -> float:
+    """Leave a process that is no child of this one, and go on for a while."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep(1000) # {columns['marker']}"])
+        os._exit(0)
+    os.wait()
+    return _sleep(columns)
 
 
 def _log(columns: dict[str, Any]) -> float:
@@ -114,6 +132,7 @@ _ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "hang": _hang,
     "children": _leave_children_and_hang,
     "die with children": _leave_children_and_die,
+    "daemon": _start_daemon,
     "sleep": _sleep,
     "raise": _fail,
     "exit": lambda columns: sys.exit("leaving"),

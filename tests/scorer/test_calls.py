@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.errors import WireError
+from pipelinerl.errors import ConfigError, WireError
 from pipelinerl.messages import Finish
-from pipelinerl.scorer.calls import Call, Frames, ToWorker, Withdraw, frame
+from pipelinerl.scorer.calls import Call, Frames, Setup, ToWorker, Withdraw, frame
 from pipelinerl.scorer.forkserver import load_decode
-from pipelinerl.scorer.sandbox import clean_environment
+from pipelinerl.scorer.sandbox import Sandbox, clean_environment
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
 
 
@@ -66,6 +66,14 @@ def test_secrets_are_cleared_by_name_and_by_value() -> None:
 
 def test_decoding_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
     assert load_decode(str(tokenizer_folder))([1, 3 + 65 - 32, 3, 3 + 66 - 32, 2, 0]) == "A B"
+
+
+def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    sandbox = Sandbox(Setup(model_path=str(tmp_path), components=(), max_tokens=1))
+    with pytest.raises(ConfigError, match=rf"model.path: the tokenizer of {tmp_path} cannot be loaded"):
+        sandbox.wait_until_prepared()
+    sandbox.close()
 
 
 @pytest.mark.slow

@@ -252,6 +252,7 @@ def test_every_function_but_the_first_is_announced() -> None:
 def _ambiguous(completion: str, completions: list[str]) -> float: ...  # pyright: ignore[reportReturnType]
 def _unknown(text: str, label: int = 3) -> float: ...  # pyright: ignore[reportReturnType]
 def _positional(prompt: str, completion: str, /) -> float: ...  # pyright: ignore[reportReturnType]
+def _half_positional(text: str, /, completion: str) -> float: ...  # pyright: ignore[reportReturnType]
 def _empty() -> float: ...  # pyright: ignore[reportReturnType]
 
 
@@ -261,6 +262,7 @@ def _empty() -> float: ...  # pyright: ignore[reportReturnType]
         (_unknown, "(text: str, label: int = 3)"),
         (_ambiguous, "(completion: str, completions: list[str])"),
         (_positional, "(prompt: str, completion: str)"),
+        (_half_positional, "(text: str, completion: str)"),
         (_empty, "(no parameters)"),
     ],
 )

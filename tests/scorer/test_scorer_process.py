@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.messages import Cancel, Failed, Outcome, ScorerLoad, ScorerReady
+from pipelinerl.messages import Cancel, Failed, Outcome, ScorerReady
 from pipelinerl.metrics import read_journal
 from tests.scorer.conftest import SECRETS, Scorer, processes_with, score, stop
 
@@ -119,6 +119,15 @@ def test_children_of_a_worker_that_died_are_killed(scorer: Scorer) -> None:
     scorer.wait_for_no_process_with(marker)
 
 
+def test_daemon_of_a_live_worker_outlives_another_worker(scorer: Scorer) -> None:
+    marker = f"marker-{uuid.uuid4()}"
+    scorer.send(score("with daemon", "daemon", marker=marker, seconds=0.6))
+    scorer.send(score("dies", "die"))
+    answers = scorer.scored("with daemon", "dies")
+    assert [answers[name].outcome for name in ("with daemon", "dies")] == [Outcome.OK, Outcome.ERROR]
+    assert len(processes_with(marker)) == 1
+
+
 def test_samples_around_a_hanging_one_get_their_own_scores_once(scorer: Scorer, tmp_path: Path) -> None:
     for index in range(60):  # fast calls, so that the scorer hands many ahead
         scorer.send(score(f"fast-{index}", "one"))
@@ -147,6 +156,7 @@ def test_worker_sees_no_secret_and_no_descriptor_of_the_run(scorer: Scorer, tmp_
     assert seen["environment"]["PATH"] == os.environ["PATH"]
     run_folder = str(scorer.run_folder)
     assert not [path for path in seen["files"] if path.startswith(run_folder) and not path.endswith("scorer.log")]
+    assert [path.partition(":")[0] for path in seen["files"] if not path.startswith("/")] == ["socket"], "only its own channel"
     assert run_folder not in json.dumps(seen["environment"])
     secrets = [path.read_bytes().split()[1] for path in (scorer.run_folder / "keys").iterdir()]
     memory = _memory_of_group(_process_of(scorer))
@@ -191,12 +201,14 @@ def test_request_repeated_while_it_runs_is_answered_once(scorer: Scorer) -> None
 
 
 def test_load_and_spans_are_sent_and_journaled(scorer: Scorer) -> None:
-    first = scorer.next(ScorerLoad)
+    scorer.ask("one")
+    first = scorer.new_load()
     scorer.ask("sleep", seconds=0.7)
     scorer.ask("one")
-    while (last := scorer.next(ScorerLoad)).num_scored < first.num_scored + 2:
-        pass
-    assert last.busy_s - first.busy_s >= 0.7
+    last = scorer.new_load()
+    assert (first.num_running, last.num_running) == (0, 0)
+    assert last.num_scored == first.num_scored + 2
+    assert 0.7 <= last.busy_s - first.busy_s < 0.7 + PROMPT_S
     lines = list(read_journal(scorer.run_folder / "journal" / "scorer-3.jsonl"))
     load = next(line for line in lines if line["kind"] == "load" and line["num_scored"] == last.num_scored)
     assert {name: load[name] for name in ("scorer_id", "num_running", "busy_s")} == {
@@ -217,8 +229,8 @@ def test_stop_ends_with_exit_code_0_and_without_orphans(scorer: Scorer, tmp_path
     descendants = _descendants(scorer.process.pid)
     assert len(descendants) >= 4  # the fork server, two workers, a child
     assert stop(scorer) == 0
-    scorer.wait_for_no_process_with(marker)
     assert not [process_id for process_id in descendants if _is_alive(process_id)]
+    assert not processes_with(marker)
 
 
 def test_killing_the_server_leaves_no_process(start_scorer: Start, tmp_path: Path) -> None:
@@ -237,9 +249,11 @@ def test_killing_the_server_leaves_no_process(start_scorer: Start, tmp_path: Pat
         time.sleep(0.02)
 
 
-def test_end_of_the_fork_server_ends_the_scorer_and_every_worker(start_scorer: Start) -> None:
-    scorer = start_scorer({"act": 1.0})
+def test_end_of_the_fork_server_ends_the_scorer_and_every_worker(start_scorer: Start, tmp_path: Path) -> None:
+    scorer = start_scorer({"act": 1.0}, deadline_s=100.0)
     scorer.next(ScorerReady)
+    scorer.send(score("last", "log", path=str(tmp_path / "started"), line="begun", seconds=1000.0))
+    _wait_for(tmp_path / "started")
     descendants = _descendants(scorer.process.pid)
     assert len(descendants) == 3
     os.kill(descendants[0], signal.SIGKILL)

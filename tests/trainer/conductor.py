@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -50,11 +51,12 @@ def make_config(folder: Path, *, steps: int = 3, **trainer: Any) -> Config:
 
 @dataclasses.dataclass
 class Conductor:
-    """Runs a trainer of one replica through its steps."""
+    """Runs a trainer through its steps."""
 
     hub: ZmqHub
     folder: Path
     num_steps: int
+    num_replicas: int = 1
     stop_after: int | None = None
     """Say `Stop` once this step is done, however many are left."""
     logprob_error: float = 0.0
@@ -83,12 +85,15 @@ class Conductor:
             for peer, message in await self.hub.receive():
                 self._handle(peer, message)
         if not self.failed:
-            self.hub.send("trainer-0", Stop(reason="the test is over"))
+            for replica in range(self.num_replicas):
+                self.hub.send(f"trainer-{replica}", Stop(reason="the test is over"))
 
     def _handle(self, peer: str, message: FromTrainer) -> None:
         match message:
             case TrainerReady():
-                self.hub.send(peer, LayoutFixed(tensors=self.layout))
+                assert (f"trainer-{message.replica}", message.num_replicas) == (peer, self.num_replicas)
+                if peer == "trainer-0":
+                    self.hub.send(peer, LayoutFixed(tensors=self.layout))
             case TakeMicroBatch():
                 self.pulls.append(message)
                 self._waiting.append((peer, message))
@@ -104,12 +109,15 @@ class Conductor:
         rows = self._rows.get(pull.step)
         if rows is None or (self.silent_from_step is not None and pull.step >= self.silent_from_step):
             return False
-        if pull.index < len(rows):
-            self.hub.send(peer, rows[pull.index])
+        number, num_micro_batches = pull.index * self.num_replicas + pull.replica, -(-len(rows) // self.num_replicas)
+        if pull.index < num_micro_batches:
+            row = rows[number] if number < len(rows) else make_batch([], step=pull.step)
+            self.hub.send(peer, msgspec.structs.replace(row, index=pull.index))
         else:
             num_tokens = sum(int(row.trains.sum()) for row in rows)
             num_samples = sum(len(row.lengths) for row in rows)
-            self.hub.send(peer, StepSealed(step=pull.step, num_micro_batches=len(rows), num_tokens=num_tokens, num_samples=num_samples))
+            seal = StepSealed(step=pull.step, num_micro_batches=num_micro_batches, num_tokens=num_tokens, num_samples=num_samples)
+            self.hub.send(peer, seal)
         return True
 
     def _take(self, peer: str, policy: PolicyPublished) -> None:

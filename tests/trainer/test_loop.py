@@ -17,7 +17,7 @@ from pipelinerl.messages import FromTrainer, Tensor
 from pipelinerl.metrics import read_journals
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
-from pipelinerl.weights.shared_memory import FOLDER, run_token
+from pipelinerl.weights.slots import FOLDER, run_token
 from tests.trainer.conductor import ROWS_PER_STEP, Conductor, make_config
 from trainer.loop import train
 

@@ -1,5 +1,6 @@
 """Two replicas train as one: real processes, real collectives."""
 
+import asyncio
 import os
 import socket
 from pathlib import Path
@@ -10,7 +11,13 @@ import torch
 import torch.multiprocessing
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.messages import FromTrainer
+from pipelinerl.process import read_config
+from pipelinerl.transport.curve import make_keys
+from pipelinerl.transport.zmq import ZmqHub
+from tests.trainer.conductor import Conductor, make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
+from trainer.loop import train
 from trainer.parallel import Replicas
 
 Samples = list[dict[str, np.ndarray]]
@@ -32,8 +39,18 @@ def _train(folder: Path, rows: list[Samples], replicas: Replicas) -> dict[str, o
     return {"metrics": metrics, "weights": [parameter.detach() for parameter in model.parameters()]}
 
 
-def _run_rank(rank: int, folder: Path, port: int) -> None:
+def _be_rank(rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run_rank(rank: int, folder: Path, port: int) -> None:
+    _be_rank(rank, port)
     replicas = Replicas(ranks=2, deadline_s=60)
     samples = _samples()
     rows = [samples[:3], samples[3:8]] if rank == 0 else [samples[8:], []]
@@ -46,11 +63,8 @@ def _run_rank(rank: int, folder: Path, port: int) -> None:
 def test_two_replicas_train_as_one(folders: dict[str, Path]) -> None:
     folder = folders["qwen3"]
     expected = _train(folder, [_samples()], Replicas(ranks=1, deadline_s=60))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # Forked, because importing torch and transformers twice more takes far longer than the test; with one thread each that is safe.
-    torch.multiprocessing.start_processes(_run_rank, args=(folder, port), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(_run_rank, args=(folder, _free_port()), nprocs=2, start_method="fork")
     for rank in range(2):
         got = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
         assert got["agreed"] == [True, False]
@@ -60,6 +74,42 @@ def test_two_replicas_train_as_one(folders: dict[str, Path]) -> None:
         assert isinstance(metrics, dict)
         assert got["metrics"].pop("num_micro_batches") == 4
         assert got["metrics"] == pytest.approx({name: value for name, value in metrics.items() if name != "num_micro_batches"}, rel=1e-4)
+
+
+def _run_trainer_rank(rank: int, run_folder: Path, port: int) -> None:
+    _be_rank(rank, port)
+    train(read_config(run_folder), run_folder)
+
+
+@pytest.mark.parametrize("stop_after", [None, 0])
+def test_two_replicas_go_through_a_run_and_end_together(folders: dict[str, Path], tmp_path: Path, stop_after: int | None) -> None:
+    config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    make_keys(tmp_path)
+    ranks = torch.multiprocessing.start_processes(
+        _run_trainer_rank, args=(tmp_path, _free_port()), nprocs=2, join=False, start_method="fork"
+    )
+
+    async def conduct() -> Conductor:
+        hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
+        try:
+            conductor = Conductor(hub, config.model.path, config.trainer.steps, num_replicas=2, stop_after=stop_after)
+            async with asyncio.timeout(60):
+                await conductor.run()
+        finally:
+            hub.close()
+        return conductor
+
+    conductor = asyncio.run(conduct())
+    assert ranks is not None
+    while not ranks.join(60):  # raises where a rank failed
+        pass
+    num_done = 2 if stop_after is None else 1
+    assert [done.step for done in conductor.done] == list(range(num_done))
+    assert [policy.version for policy in conductor.published] == list(range(1, num_done + 1))
+    assert all(done.metrics["logprob_gap_max"] < 1e-4 for done in conductor.done)
+    saved = make_model(tmp_path / "model").tensors()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in conductor.engine.tensors().items())
 
 
 def test_another_number_of_processes_than_ranks_is_refused() -> None:

@@ -134,7 +134,7 @@ def test_command_line_trains_from_a_file_with_overrides(
     assert lines[1].startswith("step 2/2   loss ")
     assert lines[2].endswith(f"saved to {tmp_path / 'demo-model'}")
     assert not all(torch.equal(old, new) for old, new in zip(before, _weights(tmp_path / "demo-model"), strict=True))
-    with pytest.raises(SystemExit, match="ConfigError: model.path nowhere"):
+    with pytest.raises(SystemExit, match=r"ConfigError: model\.path nowhere"):
         _run_command(monkeypatch, str(config), "model.path=nowhere")
 
 

@@ -221,7 +221,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an unknown ending": (rewritten(COMPLETION, finish="exploded"), "exploded"),
     "a text for a number": (rewritten(COMPLETION, attempt="2"), "int"),
     "a pickle": (pickle.dumps(COMPLETION.rollout_id), "Completion"),
-    "deep nesting": (b"\x91" * 100_000, "Completion"),
     "a huge length": (b"\xdd\xff\xff\xff\xff", "Completion"),
     "something behind it": (encode(COMPLETION) + b"\x00", "trailing"),
 }
@@ -246,6 +245,13 @@ def test_more_bytes_than_the_limit_are_refused_before_they_are_read(monkeypatch:
     monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(frame) - 1)
     with pytest.raises(WireError, match=f"message of {len(frame)} bytes exceeds the limit of {len(frame) - 1} bytes"):
         Decoder(FromEngine).decode(frame)
+
+
+def test_values_nested_without_end_are_refused():
+    """A value of a prompt's columns may be anything, also a list in a list in a list."""
+    frame = rewritten(PROMPT, columns={"deep": 7}).replace(b"\xa4deep\x07", b"\xa4deep" + b"\x91" * 100_000 + b"\xc0")
+    with pytest.raises(WireError, match="Prompt: maximum recursion depth"):
+        Decoder(Prompt).decode(frame)
 
 
 def test_samples_of_a_row_must_cover_it_and_be_named():

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pipelinerl.errors import PeerSilent, WeightsError
-from pipelinerl.weights.shared_memory import FOLDER, Slot, SlotPool, attach, run_token, unlink_slots
+from pipelinerl.weights.shared_memory import Slot, SlotPool, attach
+from pipelinerl.weights.slots import FOLDER, run_token, unlink_slots
 
 SIZE = 5000
 

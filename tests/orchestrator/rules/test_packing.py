@@ -32,10 +32,13 @@ def test_every_sample_leaves_exactly_once_and_no_row_is_too_long(lengths: list[i
 
 
 def test_a_row_leaves_the_moment_nothing_fits_it_any_more():
+    """Full to the last token, or with less room than the shortest sample so far would need."""
     packing = Packing(max_tokens=10)
     assert packing.add(handmade.sample(4)) == []
     assert packing.add(handmade.sample(3)) == []
     assert lengths_of(packing.add(handmade.sample(3))) == [[4, 3, 3]]
+    assert packing.add(handmade.sample(3)) == []
+    assert lengths_of(packing.add(handmade.sample(5))) == [[3, 5]]
     assert packing.flush() == []
 
 

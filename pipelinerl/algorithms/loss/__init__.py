@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms import kl as kl_penalty
-from pipelinerl.algorithms.columns import StepStatistics, Terms, TokenColumns, log_difference
-from pipelinerl.algorithms.correction import importance_weights, terms_of
-from pipelinerl.algorithms.mask import keep_mask
-from pipelinerl.algorithms.meters import Meters, finish_meters, measure, merge_meters, reduces_by_maximum
+from pipelinerl.algorithms.loss import kl as kl_penalty
+from pipelinerl.algorithms.loss.columns import StepStatistics, Terms, TokenColumns, log_difference
+from pipelinerl.algorithms.loss.correction import importance_weights, terms_of
+from pipelinerl.algorithms.loss.mask import keep_mask
+from pipelinerl.algorithms.loss.meters import Meters, finish_meters, measure, merge_meters, reduces_by_maximum
+from pipelinerl.algorithms.loss.objective import OBJECTIVES
+from pipelinerl.algorithms.loss.step_statistics import measure_step
 from pipelinerl.algorithms.method import DIVIDES_BY_TOKENS_OF_SEQUENCE, Aggregation, Method, Rule
-from pipelinerl.algorithms.objective import OBJECTIVES
-from pipelinerl.algorithms.step_statistics import measure_step
 from pipelinerl.errors import ConfigError
 
 __all__ = [

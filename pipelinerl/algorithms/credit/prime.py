@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import Float64
-from pipelinerl.algorithms.step_credit import following_sum
+from pipelinerl.algorithms.credit.advantage import Float64
+from pipelinerl.algorithms.credit.step_credit import following_sum
 
 
 def process_rewards(log_ratios: Float64, *, beta: float) -> Float64:

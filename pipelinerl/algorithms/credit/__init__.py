@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.algorithms import advantage, batch_rule, selection, shaping, step_credit, token_advantage
-from pipelinerl.algorithms.advantage import Float64, ScoredGroup
-from pipelinerl.algorithms.batch_rule import Credit
+from pipelinerl.algorithms.credit import advantage, batch_rule, selection, shaping, step_credit, token_advantage
+from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.credit.batch_rule import Credit
+from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
 from pipelinerl.algorithms.method import Method
-from pipelinerl.algorithms.role_baseline import RoleBaselines
 
 _ADVANTAGE: dict[str, Callable[..., Credit]] = {
     "none": advantage.zero,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import Float64, Mask, ScoredGroup
+from pipelinerl.algorithms.credit.advantage import Float64, Mask, ScoredGroup
 
 Credit = Float64 | list[Float64]
 """Advantages of one group: [N], or N arrays [P]."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import Segments, masked
+from pipelinerl.algorithms.loss.columns import Segments, masked
 
 
 def clipped_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, trains: Tensor, clip: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import ScoredGroup
+from pipelinerl.algorithms.credit.advantage import ScoredGroup
 
 
 def has_spread(group: ScoredGroup, *, tolerance: float) -> bool:

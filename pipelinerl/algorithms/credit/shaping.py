@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import Float64, Int64, ScoredGroup
+from pipelinerl.algorithms.credit.advantage import Float64, Int64, ScoredGroup
 
 
 def overlong_penalties(lengths: Int64, *, max_tokens: float, buffer_tokens: float, factor: float) -> Float64:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import (
+from pipelinerl.algorithms.loss.columns import (
     LOG_LIMIT,
     Segments,
     StepStatistics,

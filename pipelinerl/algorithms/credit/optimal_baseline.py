@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import Float64
+from pipelinerl.algorithms.credit.advantage import Float64
 
 
 def energies(probabilities: Float64, *, square_sums: Float64, rho_mean: float | None = None) -> Float64:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import Terms, log_difference
-from pipelinerl.algorithms.kl import k3
+from pipelinerl.algorithms.loss.columns import Terms, log_difference
+from pipelinerl.algorithms.loss.kl import k3
 
 Meters = dict[str, Tensor]
 

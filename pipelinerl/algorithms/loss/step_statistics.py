@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import StepStatistics, TokenColumns, log_difference, masked
+from pipelinerl.algorithms.loss.columns import StepStatistics, TokenColumns, log_difference, masked
 from pipelinerl.algorithms.method import Method, Need
 
 Reduce = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import Float64, Int64, Mask, ScoredGroup
+from pipelinerl.algorithms.credit.advantage import Float64, Int64, Mask, ScoredGroup
 
 
 def gae(rewards: Float64, *, values: Float64, trains: Mask, gamma: float, lam: float) -> Float64:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipelinerl.algorithms.advantage import Float64, Int64, ScoredGroup, StepScores, centred, normalised
-from pipelinerl.algorithms.token_advantage import spread
+from pipelinerl.algorithms.credit.advantage import Float64, Int64, ScoredGroup, StepScores, centred, normalised
+from pipelinerl.algorithms.credit.token_advantage import spread
 
 
 def differences(scores: Float64) -> Float64:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import LOG_LIMIT, Segments, Terms
+from pipelinerl.algorithms.loss.columns import LOG_LIMIT, Segments, Terms
+from pipelinerl.algorithms.loss.probability import binary_kl
+from pipelinerl.algorithms.loss.step_statistics import second_moments
 from pipelinerl.algorithms.method import Rule
-from pipelinerl.algorithms.probability import binary_kl
-from pipelinerl.algorithms.step_statistics import second_moments
 
 
 def keep_mask(terms: Terms, *, rule: Rule) -> Tensor:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import LOG_LIMIT, Terms, log_difference
-from pipelinerl.algorithms.probability import binary_kl
-from pipelinerl.algorithms.step_statistics import covariance, uniform_draws
+from pipelinerl.algorithms.loss.columns import LOG_LIMIT, Terms, log_difference
+from pipelinerl.algorithms.loss.probability import binary_kl
+from pipelinerl.algorithms.loss.step_statistics import covariance, uniform_draws
 
 
 class Loss(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pipelinerl.algorithms.columns import Terms, log_difference
+from pipelinerl.algorithms.loss.columns import Terms, log_difference
 
 
 def k1(d: Tensor) -> Tensor:
