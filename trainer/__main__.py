@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 from pathlib import Path
 
 from pipelinerl.process import die_with_parent, last_words, read_config
@@ -16,6 +18,7 @@ def main() -> None:
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     run_folder = parser.parse_args().run_folder
     die_with_parent()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of every `with`, which removes the shared buffers
     with last_words(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
         config = read_config(run_folder)
         set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))

@@ -127,7 +127,7 @@ class Feed:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
+        if isinstance(error, Exception):
             self._outbox.put(Failed(error=f"{type(error).__name__}: {error}"))
         self._is_closing.set()
         self._thread.join(CLOSE_S)

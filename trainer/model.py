@@ -32,8 +32,11 @@ class Model:
         # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
         self.module.eval()
 
-    def logprobs(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([K] float32 log-probability of every trained token, with gradient; [K] float32 entropy in nats, without)."""
+    def logprobs(self, row: Row, *, with_entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([K] float32 log-probability of every trained token, with gradient; [K] float32 entropy in nats).
+
+        The gradient of the entropy costs memory for one more table of logits, so it is kept only where asked for.
+        """
         output = self.module(
             input_ids=row.token_ids[None],
             position_ids=row.positions[None],
@@ -42,7 +45,7 @@ class Model:
             blocks=row.blocks,
         )
         logprobs = (output.logits[0].float() / self.temperature).log_softmax(-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, row.targets[:, None])[:, 0], entropy
 

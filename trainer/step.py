@@ -56,7 +56,7 @@ class Step:
         row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids, device=self._model.device)
         if row is None:
             return
-        logprobs, entropy = self._model.logprobs(row)
+        logprobs, entropy = self._model.logprobs(row, with_entropy_gradient=Need.ENTROPY in self._method.needs)
         columns = self._columns(batch, row, logprobs=logprobs, entropy=entropy)
         if batch.step == self._first_step:
             check_agreement(columns, batch=batch, limit=self._max_logprob_gap)
@@ -132,7 +132,7 @@ def check_agreement(columns: TokenColumns, *, batch: MicroBatch, limit: float) -
     if not bool(fresh.any()):
         return
     ours, theirs = columns.logprobs.detach(), columns.behaviour_logprobs
-    gaps = (ours - theirs).abs().masked_fill(~fresh, 0.0).nan_to_num(nan=torch.inf)
+    gaps = (ours - theirs).abs().masked_fill(~fresh, 0.0)  # NaN is the largest for argmax, and below no limit
     worst = int(gaps.argmax())
     if float(gaps[worst]) <= limit:
         return

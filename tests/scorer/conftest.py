@@ -39,7 +39,7 @@ SECRETS = {
 class Scorer:
     """A `python -m pipelinerl.scorer` and the orchestrator's end of its connection, driven from the test's own thread."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, *, scratch: Path) -> None:
         self.run_folder = run_folder
         self._loop = asyncio.new_event_loop()
         self._hub = self._loop.run_until_complete(self._open())
@@ -48,7 +48,7 @@ class Scorer:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipelinerl.scorer", "--run-folder", str(run_folder), "--index", "3"],
             cwd=REPOSITORY,
-            env=dict(os.environ) | SECRETS,
+            env=dict(os.environ) | SECRETS | {"TMPDIR": str(scratch)},
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
@@ -130,6 +130,25 @@ def processes_with(marker: str) -> list[int]:
     return found
 
 
+def descendants_of(process_id: int) -> list[int]:
+    """Children of a process, their children, and so on, nearest first."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    found = list(children.get(process_id, []))
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def is_alive(process_id: int) -> bool:
+    """It exists and is no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with one token for each printable ASCII character, after <pad>, <bos> and <eos>."""
@@ -164,7 +183,7 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
             "reward": [{"function": f"{REWARDS}:{name}", "weight": weight} for name, weight in rewards.items()],
         }
         (run_folder / "config.json").write_text(json.dumps(config))
-        started.append(Scorer(run_folder))
+        started.append(Scorer(run_folder, scratch=tmp_path_factory.mktemp("scratch")))
         return started[-1]
 
     yield start

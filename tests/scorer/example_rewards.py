@@ -69,6 +69,11 @@ def _sleep(columns: dict[str, Any]) -> float:
     return columns["seconds"]
 
 
+def _die(columns: dict[str, Any]) -> float:
+    time.sleep(columns.get("seconds", 0.0))
+    os._exit(3)
+
+
 def _fail(columns: dict[str, Any]) -> float:
     raise KeyError("no such theorem")
 
@@ -136,7 +141,7 @@ _ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sleep": _sleep,
     "raise": _fail,
     "exit": lambda columns: sys.exit("leaving"),
-    "die": lambda columns: os._exit(3),
+    "die": _die,
     "crash": lambda columns: os.kill(os.getpid(), 11),
     "none": lambda columns: None,
     "nan": lambda columns: math.nan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 
 from pipelinerl.errors import ConfigError, WireError
 from pipelinerl.messages import Finish
-from pipelinerl.scorer.calls import Call, Frames, Setup, ToWorker, Withdraw, frame
+from pipelinerl.scorer.calls import Call, Component, Frames, Loaded, Setup, ToWorker, Withdraw, frame
 from pipelinerl.scorer.forkserver import load_decode
 from pipelinerl.scorer.sandbox import Sandbox, clean_environment
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
+from tests.scorer.conftest import descendants_of, is_alive
 
 
 def test_frames_cut_at_any_byte_come_out_whole_and_in_order() -> None:
@@ -74,6 +76,21 @@ def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=rf"model.path: the tokenizer of {tmp_path} cannot be loaded"):
         sandbox.wait_until_prepared()
     sandbox.close()
+
+
+def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder: Path) -> None:
+    others = descendants_of(os.getpid())
+    component = Component(function="pipelinerl.scorer.builtin:exact_match", weight=1.0)
+    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), components=(component,), max_tokens=1))
+    sandbox.wait_until_prepared()
+    _, channel = sandbox.spawn()
+    with channel:
+        channel.setblocking(True)
+        assert Frames(channel).receive() == [frame(Loaded(names=("exact_match",)))[4:]]
+        processes = [process_id for process_id in descendants_of(os.getpid()) if process_id not in others]
+        assert len(processes) >= 2  # the fork server and the worker
+        sandbox.close()
+        assert not [process_id for process_id in processes if is_alive(process_id)]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from pipelinerl.messages import Cancel, Failed, Outcome, ScorerReady
 from pipelinerl.metrics import read_journal
-from tests.scorer.conftest import SECRETS, Scorer, processes_with, score, stop
+from tests.scorer.conftest import SECRETS, Scorer, descendants_of, is_alive, processes_with, score, stop
 
 DEADLINE_S = 1.5
 PROMPT_S = 2.0
@@ -121,8 +121,8 @@ def test_children_of_a_worker_that_died_are_killed(scorer: Scorer) -> None:
 
 def test_daemon_of_a_live_worker_outlives_another_worker(scorer: Scorer) -> None:
     marker = f"marker-{uuid.uuid4()}"
-    scorer.send(score("with daemon", "daemon", marker=marker, seconds=0.6))
-    scorer.send(score("dies", "die"))
+    scorer.send(score("with daemon", "daemon", marker=marker, seconds=1.0))
+    scorer.send(score("dies", "die", seconds=0.5))
     answers = scorer.scored("with daemon", "dies")
     assert [answers[name].outcome for name in ("with daemon", "dies")] == [Outcome.OK, Outcome.ERROR]
     assert len(processes_with(marker)) == 1
@@ -226,10 +226,10 @@ def test_stop_ends_with_exit_code_0_and_without_orphans(scorer: Scorer, tmp_path
     marker = f"marker-{uuid.uuid4()}"
     scorer.send(score("last", "children", marker=marker, started=str(tmp_path / "started")))
     _wait_for(tmp_path / "started")
-    descendants = _descendants(scorer.process.pid)
+    descendants = descendants_of(scorer.process.pid)
     assert len(descendants) >= 4  # the fork server, two workers, a child
     assert stop(scorer) == 0
-    assert not [process_id for process_id in descendants if _is_alive(process_id)]
+    assert not [process_id for process_id in descendants if is_alive(process_id)]
     assert not processes_with(marker)
 
 
@@ -239,12 +239,12 @@ def test_killing_the_server_leaves_no_process(start_scorer: Start, tmp_path: Pat
     marker = f"marker-{uuid.uuid4()}"
     scorer.send(score("last", "children", marker=marker, started=str(tmp_path / "started")))
     _wait_for(tmp_path / "started")
-    descendants = _descendants(scorer.process.pid)
+    descendants = descendants_of(scorer.process.pid)
     assert len(descendants) >= 4
     os.kill(scorer.process.pid, signal.SIGKILL)
     scorer.wait_for_no_process_with(marker)
     end = time.monotonic() + 10
-    while left := [process_id for process_id in descendants if _is_alive(process_id)]:
+    while left := [process_id for process_id in descendants if is_alive(process_id)]:
         assert time.monotonic() < end, f"still alive: {left}"
         time.sleep(0.02)
 
@@ -254,12 +254,12 @@ def test_end_of_the_fork_server_ends_the_scorer_and_every_worker(start_scorer: S
     scorer.next(ScorerReady)
     scorer.send(score("last", "log", path=str(tmp_path / "started"), line="begun", seconds=1000.0))
     _wait_for(tmp_path / "started")
-    descendants = _descendants(scorer.process.pid)
+    descendants = descendants_of(scorer.process.pid)
     assert len(descendants) == 3
     os.kill(descendants[0], signal.SIGKILL)
     assert scorer.next(Failed).error.startswith(f"PeerGone: the scorer's fork server (process {descendants[0]}) ended")
     assert scorer.process.wait(20) == 1
-    assert not [process_id for process_id in descendants if _is_alive(process_id)]
+    assert not [process_id for process_id in descendants if is_alive(process_id)]
 
 
 def test_function_that_does_not_exist_ends_the_scorer_at_start(start_scorer: Start) -> None:
@@ -289,27 +289,6 @@ def _memory_of_group(process_id: int) -> bytes:
                 memory.seek(start)
                 pieces.append(memory.read(end - start))
     return b"".join(pieces)
-
-
-def _descendants(process_id: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(process_id, []))
-    for one in found:
-        found += children.get(one, [])
-    return found
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _wait_for(path: Path) -> None:

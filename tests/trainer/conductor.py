@@ -61,6 +61,7 @@ class Conductor:
     """Say `Stop` once this step is done, however many are left."""
     logprob_error: float = 0.0
     """Added to every log-probability the engine reports."""
+    says_stop: bool = True
     silent_from_step: int | None = None
     """Send nothing of this step or a later one."""
     layout: tuple[Tensor, ...] = ()
@@ -84,7 +85,7 @@ class Conductor:
         while not self.failed and (len(self.done) < last or len(self.published) < last):
             for peer, message in await self.hub.receive():
                 self._handle(peer, message)
-        if not self.failed:
+        if not self.failed and self.says_stop:
             for replica in range(self.num_replicas):
                 self.hub.send(f"trainer-{replica}", Stop(reason="the test is over"))
 

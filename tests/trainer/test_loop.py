@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import multiprocessing
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,12 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import Config
 from pipelinerl.errors import MismatchError, PeerSilent, WeightsError
-from pipelinerl.messages import FromTrainer, Tensor
+from pipelinerl.messages import FromTrainer, Tensor, ToTrainer, TrainerReady
 from pipelinerl.metrics import read_journals
 from pipelinerl.transport.curve import make_keys
-from pipelinerl.transport.zmq import ZmqHub
+from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from pipelinerl.weights.slots import FOLDER, run_token
 from tests.trainer.conductor import ROWS_PER_STEP, Conductor, make_config
+from trainer.__main__ import main
+from trainer.feed import Feed
 from trainer.loop import train
 
 Start = Callable[[Config, Path], Awaitable[int]]
@@ -44,9 +48,10 @@ async def _launch(config: Config, run_folder: Path, *module: str) -> int:
 
 def _run(start: Start, run_folder: Path, config: Config, **options: Any) -> Conductor:
     """Run a trainer against a conductor with these options until both have ended. Raises what ended the trainer."""
+    if not (run_folder / "keys").exists():
+        make_keys(run_folder)
 
     async def both() -> Conductor:
-        make_keys(run_folder)
         hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
         try:
             conductor = Conductor(hub, config.model.path, config.trainer.steps, **options)
@@ -68,17 +73,17 @@ def _weights(folder: Path) -> list[torch.Tensor]:
     return list(AutoModelForCausalLM.from_pretrained(folder).state_dict().values())
 
 
-def _check_whole_run(served: Conductor, run_folder: Path) -> None:
-    assert [done.step for done in served.done] == [0, 1, 2]
-    assert [policy.version for policy in served.published] == [1, 2, 3]
-    for done in served.done:
+def _check_whole_run(conductor: Conductor, run_folder: Path) -> None:
+    assert [done.step for done in conductor.done] == [0, 1, 2]
+    assert [policy.version for policy in conductor.published] == [1, 2, 3]
+    for done in conductor.done:
         assert done.metrics["logprob_gap_max"] < 1e-4
         assert done.metrics["num_micro_batches"] == ROWS_PER_STEP
         assert {"wait_s", "forward_backward_s", "optimizer_s", "publish_s", "tokens_per_s"} <= done.metrics.keys()
-    first, *_, last = (served.done[0].metrics, served.done[-1].metrics)
+    first, *_, last = (conductor.done[0].metrics, conductor.done[-1].metrics)
     assert first["grad_norm"] > 0
     assert first["staleness_max"] == last["staleness_max"] == 0
-    for saved, published in zip(_weights(run_folder / "model"), served.engine.module.state_dict().values(), strict=True):
+    for saved, published in zip(_weights(run_folder / "model"), conductor.engine.module.state_dict().values(), strict=True):
         assert torch.equal(saved, published)
     spans = {line["name"] for line in read_journals(run_folder) if line["kind"] == "span" and line["lane"] == "trainer-0"}
     assert spans == {"wait", "forward_backward", "optimizer", "publish"}
@@ -86,29 +91,54 @@ def _check_whole_run(served: Conductor, run_folder: Path) -> None:
 
 
 def test_a_run_trains_publishes_and_ends_by_stop(folders: dict[str, Path], tmp_path: Path) -> None:
-    served = _run(_as_launched, tmp_path, make_config(folders["qwen3"]))
-    _check_whole_run(served, tmp_path)
+    conductor = _run(_as_launched, tmp_path, make_config(folders["qwen3"]))
+    _check_whole_run(conductor, tmp_path)
 
 
 def test_a_run_in_one_process_reports_every_step(folders: dict[str, Path], tmp_path: Path) -> None:
-    served = _run(_in_this_process, tmp_path, make_config(folders["llama"]))
-    _check_whole_run(served, tmp_path)
+    conductor = _run(_in_this_process, tmp_path, make_config(folders["llama"]))
+    _check_whole_run(conductor, tmp_path)
 
 
-def test_rows_are_pulled_two_ahead_and_each_once(folders: dict[str, Path], tmp_path: Path) -> None:
-    served = _run(_in_this_process, tmp_path, make_config(folders["llama"]))
-    asked = [(pull.step, pull.index) for pull in served.pulls]
-    assert asked[:2] == [(0, 0), (0, 1)]
+def test_two_rows_are_asked_for_ahead_and_none_twice(folders: dict[str, Path], tmp_path: Path) -> None:
+    conductor = _run(_in_this_process, tmp_path, make_config(folders["llama"]))
+    asked = [(pull.step, pull.index) for pull in conductor.pulls]
     assert len(set(asked)) == len(asked)
-    for step in range(3):
-        indices = [index for asked_step, index in asked if asked_step == step]
-        assert ROWS_PER_STEP < len(indices) <= ROWS_PER_STEP + 2
+    assert {step: max(index for asked_step, index in asked if asked_step == step) >= ROWS_PER_STEP for step in range(3)} == {
+        0: True,
+        1: True,
+        2: True,
+    }
+
+
+def test_rows_not_taken_are_not_pulled_past(folders: dict[str, Path], tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
+
+    async def pulls() -> list[int]:
+        hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
+        conductor = Conductor(hub, folders["llama"], 3)
+        counts: list[int] = []
+        serving = asyncio.create_task(conductor.run())
+        with Feed(lambda: ZmqLink(tmp_path, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=60) as feed:
+            for count in (2, 3):
+                async with asyncio.timeout(20):
+                    while len(conductor.pulls) < count:  # noqa: ASYNC110  # the conductor tells nobody of a pull
+                        await asyncio.sleep(0.01)
+                await asyncio.sleep(0.2)  # long enough for many more pulls
+                counts.append(len(conductor.pulls))
+                await asyncio.to_thread(feed.take)
+        serving.cancel()
+        hub.close()
+        return counts
+
+    assert asyncio.run(pulls()) == [2, 3]
 
 
 def test_stop_in_the_middle_saves_the_last_policy(folders: dict[str, Path], tmp_path: Path) -> None:
-    served = _run(_in_this_process, tmp_path, make_config(folders["qwen2"], steps=50), stop_after=1)
-    assert len(served.published) == 2
-    for saved, published in zip(_weights(tmp_path / "model"), served.engine.module.state_dict().values(), strict=True):
+    conductor = _run(_in_this_process, tmp_path, make_config(folders["qwen2"], steps=50), stop_after=1)
+    assert len(conductor.published) == 2
+    for saved, published in zip(_weights(tmp_path / "model"), conductor.engine.module.state_dict().values(), strict=True):
         assert torch.equal(saved, published)
 
 
@@ -129,6 +159,26 @@ def test_a_layout_of_another_model_ends_the_run_and_reaches_the_orchestrator(fol
 def test_a_silent_orchestrator_is_named_with_what_was_awaited(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(PeerSilent, match=r"waited 0\.3 s for the orchestrator to send row 0 of step 1,"):
         _run(_in_this_process, tmp_path, make_config(folders["qwen3"], silent_after_s=0.3), silent_from_step=1)
+
+
+def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(folders["qwen3"])
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    monkeypatch.setattr(sys, "argv", ["trainer", "--run-folder", str(tmp_path)])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    process = multiprocessing.get_context("fork").Process(target=main)
+
+    async def is_running(config: Config, run_folder: Path) -> int:
+        return 0
+
+    make_keys(tmp_path)
+    process.start()
+    conductor = _run(is_running, tmp_path, config, stop_after=0, silent_from_step=1, says_stop=False)
+    assert (FOLDER / conductor.published[0].slot).exists()
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert not list(FOLDER.glob(f"pipelinerl-{run_token(tmp_path)}-*"))
 
 
 def test_a_trainer_that_fails_early_leaves_its_last_words(folders: dict[str, Path], tmp_path: Path) -> None:

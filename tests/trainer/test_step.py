@@ -12,6 +12,7 @@ from pipelinerl.errors import MismatchError, PipelineError
 from pipelinerl.messages import StepSealed
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.optimizer import Optimizer, Schedule
+from trainer.row import arrange
 
 Samples = list[dict[str, np.ndarray]]
 
@@ -92,6 +93,30 @@ def test_sequence_means_are_divided_by_the_sealed_count_of_samples(folders: dict
     step.add(batch)
     metrics = step.finish(StepSealed(step=0, num_micro_batches=1, num_tokens=1000, num_samples=5))
     assert metrics["loss"] == pytest.approx(raw / 5, rel=1e-5)
+
+
+def test_an_entropy_bonus_has_a_gradient(folders: dict[str, Path]) -> None:
+    """Advantages of 0 leave the bonus alone: against autograd on minus 0.01 times the summed entropy."""
+    samples = _samples()
+    for sample in samples:
+        sample["advantages"][:] = 0
+    step, optimizer = make_step(make_model(folders["llama"]), overrides={"auxiliary": {"name": "entropy_bonus", "coef": 0.01}})
+    batch = make_batch(samples)
+    step.add(batch)
+    reference = make_model(folders["llama"])
+    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    assert row is not None
+    (-0.01 * reference.logprobs(row, with_entropy_gradient=True)[1].sum()).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None])
+    assert float(expected.norm()) > 0
+    assert float((optimizer.gradient - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_a_recomputed_policy_is_the_one_being_trained(folders: dict[str, Path]) -> None:
+    samples = _samples()
+    step, _ = make_step(make_model(folders["llama"]), method="decoupled_ppo", overrides={})
+    step.add(make_batch(samples))
+    assert step.finish(make_seal(samples))["ratio_mean"] == 1.0
 
 
 def test_metrics_are_those_of_the_step_alone(folders: dict[str, Path]) -> None:

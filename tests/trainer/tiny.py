@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import MicroBatch, StepSealed
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.row import arrange
-from trainer.step import OFFERS, Step
+from trainer.step import Step
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 VOCABULARY = 61
@@ -105,7 +106,7 @@ def make_step(
     step = Step(
         model,
         optimizer=optimizer,
-        method=resolve(method, chosen, group_size=8, offers=OFFERS),
+        method=resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS),
         replicas=replicas or Replicas(ranks=1, deadline_s=60),
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,

@@ -1,0 +1,124 @@
+"""Whole runs, as a user starts them: real vLLM, the real trainer under torchrun, real reward workers, one command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.metrics import read_journals
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's config with an untrained model, cut to four small steps."""
+    from pipelinerl.demo.settings import demo_config, make_demo_model
+
+    folder = tmp_path_factory.mktemp("run")
+    path = demo_config(folder=folder, seed=0)
+    make_demo_model(folder / "demo-model", seed=0)
+    return path
+
+
+def command(settings: Path, *overrides: str) -> list[str]:
+    small = ("trainer.steps=4", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=8")
+    small += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]',)
+    return [sys.executable, "-m", "pipelinerl", "run", str(settings), *small, *overrides]
+
+
+def newest_run(settings: Path, name: str) -> Path:
+    return max(settings.parent.glob(f"{name}-2*"), key=lambda path: path.stat().st_mtime)
+
+
+def processes_of(run_folder: Path) -> list[str]:
+    """Command lines of live processes that name the run's folder."""
+    return [line for line in subprocess.check_output(["ps", "-eo", "args"], text=True).splitlines() if str(run_folder) in line]
+
+
+@pytest.mark.parametrize("mode", ["streaming", "one_step_off", "sync"])
+def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: Path, mode: str):
+    subprocess.run(command(settings, f"pipeline.mode={mode}", f"run.name={mode}"), check=True, capture_output=True, text=True)
+    run_folder = newest_run(settings, mode)
+    lines = read_journals(run_folder)
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [0, 1, 2, 3]
+    assert [line["version"] for line in lines if line["kind"] == "swap"] == [1, 2, 3, 4]
+    assert max(line["staleness_max"] for line in steps) <= {"streaming": 3, "one_step_off": 1, "sync": 0}[mode]
+    assert steps[0]["trainer"]["logprob_gap_max"] <= 1e-4
+    with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
+        trained = ledger.execute("SELECT step, count(*) FROM fates WHERE fate = 'trained' GROUP BY step").fetchall()
+    assert trained == [(step, 32) for step in range(4)]
+    identity = next(line["identity"] for line in lines if line["kind"] == "end")
+    assert identity["in_flight"] == 0
+    assert identity["admitted"] == sum(count for fate, count in identity.items() if fate != "admitted")
+    assert not processes_of(run_folder)
+    assert (run_folder / "report.html").exists()
+
+
+def test_the_trained_model_differs_and_is_served_again(settings: Path):
+    """The folder a run leaves behind starts the next one."""
+    subprocess.run(command(settings, "run.name=first"), check=True, capture_output=True)
+    trained = newest_run(settings, "first") / "model"
+    assert (trained / "model.safetensors").read_bytes() != (settings.parent / "demo-model" / "model.safetensors").read_bytes()
+    subprocess.run(command(settings, "run.name=second", f"model.path={trained}", "trainer.steps=1"), check=True, capture_output=True)
+
+
+def test_ctrl_c_saves_and_ends(settings: Path):
+    run = subprocess.Popen(command(settings, "run.name=stopped", "trainer.steps=5000"), stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    journal = None
+    while journal is None or '"kind": "step"' not in journal.read_text():
+        assert time.monotonic() < deadline, "no step was trained within 120 s"
+        assert run.poll() is None
+        time.sleep(0.2)
+        found = list(settings.parent.glob("stopped-2*/journal/orchestrator.jsonl"))
+        journal = found[0] if found else None
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    run_folder = journal.parent.parent
+    assert run.returncode == 0
+    assert "stopped by a signal" in output
+    assert (run_folder / "model" / "model.safetensors").exists()
+    assert not processes_of(run_folder)
+    end = next(line for line in read_journals(run_folder) if line["kind"] == "end")
+    assert end["identity"]["cancelled"] > 0
+    assert end["identity"]["in_flight"] == 0
+
+
+def test_an_engine_that_dies_ends_the_run_by_its_name(settings: Path):
+    run = subprocess.Popen(command(settings, "run.name=killed", "trainer.steps=5000"), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (found := list(settings.parent.glob("killed-2*/journal/engine-0.jsonl"))):
+        assert time.monotonic() < deadline, "no engine started within 120 s"
+        time.sleep(0.2)
+    run_folder = found[0].parent.parent
+    workers = subprocess.check_output(["pgrep", "-f", f"pipelinerl.engine --run-folder {run_folder}"], text=True).split()
+    killed_at = time.monotonic()
+    subprocess.run(["kill", "-9", max(workers, key=int)], check=True)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "engine-0" in errors
+    assert "SIGKILL" in errors
+    assert time.monotonic() - killed_at < 20
+    assert not processes_of(run_folder)
+
+
+def test_weights_of_another_model_are_noticed_at_the_first_step(settings: Path, tmp_path: Path):
+    """The engine's log-probabilities disagree with the trainer's: the run ends and says what that means."""
+    wrong = settings.parent / "wrong_temperature.toml"
+    wrong.write_text(settings.read_text().replace("[engine.options]", '[engine.options]\nlogprobs_mode = "raw_logprobs"', 1))
+    run = subprocess.run(
+        command(wrong, "run.name=mismatch", "rollout.temperature=1.5"), capture_output=True, text=True, check=False, timeout=200
+    )
+    assert run.returncode == 1
+    assert "MismatchError" in run.stderr
+    assert "processed_logprobs" in run.stderr
+    assert json.loads(next(settings.parent.glob("mismatch-2*/failures/trainer-0.json")).read_text())["error"]

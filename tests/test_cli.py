@@ -1,0 +1,67 @@
+"""The command line as a user meets it: help that teaches, errors that say what to do, and a dry run that starts nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+[model]
+path = "missing-model"
+[data]
+source = "missing.jsonl"
+[[reward]]
+function = "pipelinerl.scorer.builtin:exact_match"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def pipelinerl(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "pipelinerl", *map(str, arguments)], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_help_names_the_first_thing_to_do():
+    shown = pipelinerl("--help")
+    assert shown.returncode == 0
+    for word in ("demo", "run", "sft", "report", "watch", "algorithms", "keys"):
+        assert word in shown.stdout
+    assert "Start here" in shown.stdout
+
+
+def test_a_dry_run_prints_the_processes_and_starts_nothing(config: Path, tmp_path: Path):
+    shown = pipelinerl("run", config, "engine.count=3", "--dry-run", cwd=tmp_path)
+    assert shown.returncode == 0
+    for role in ("orchestrator", "engines", "scorer-0", "trainer"):
+        assert role in shown.stdout
+    assert '"count": 3' in shown.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_everything_wrong_before_the_start_is_said_at_once(config: Path, tmp_path: Path):
+    shown = pipelinerl("run", config, "algorithm.name=grpoo", cwd=tmp_path)
+    assert shown.returncode == 1
+    assert "no folder at missing-model" in shown.stderr
+    assert "did you mean 'grpo'" in shown.stderr
+    assert "no file at missing.jsonl" in shown.stderr
+    assert "Traceback" not in shown.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_key_is_answered_with_the_nearest(config: Path, tmp_path: Path):
+    shown = pipelinerl("run", config, "trainer.stepz=3", cwd=tmp_path)
+    assert shown.returncode == 1
+    assert "did you mean trainer.steps?" in " ".join(shown.stderr.split())
+
+
+def test_the_tables_print():
+    assert "dapo" in pipelinerl("algorithms").stdout
+    assert "pipeline.max_staleness" in pipelinerl("keys").stdout
