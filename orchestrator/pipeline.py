@@ -196,7 +196,7 @@ class Pipeline:
             pace=pace,
             groups_per_step=config.batch.groups_per_step,
             num_steps=config.trainer.steps,
-            max_running=config.max_running_groups,
+            max_running=config.max_running_rollouts,
         )
         credits = Signal()
         prompts = Channel[Prompt]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=PROMPTS_AHEAD)

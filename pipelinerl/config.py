@@ -103,7 +103,7 @@ class BatchSection(Section):
 class PipelineSection(Section):
     mode: Mode = Field(Mode.STREAMING, description="streaming, one_step_off or sync")
     max_staleness: Annotated[int, Field(ge=0)] = Field(4, description="K: versions between the oldest token and the policy it trains")
-    max_running: PositiveInt | None = Field(None, description="groups in engines at once; default: what fills every engine 1.25 times")
+    max_running: PositiveInt | None = Field(None, description="rollouts in engines at once; default: 1.25 times what they decode at once")
     queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue between stages")
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
@@ -189,12 +189,11 @@ class Config(Section):
         return self
 
     @property
-    def max_running_groups(self) -> int:
-        """Groups in engines at once: enough to keep every engine full while finished ones are replaced."""
+    def max_running_rollouts(self) -> int:
+        """Rollouts in engines at once: enough to keep every engine full while finished ones are replaced."""
         if self.pipeline.max_running is not None:
             return self.pipeline.max_running
-        slots = self.engine.count * self.engine.max_running
-        return max(1, -(-slots * 5 // 4 // self.rollout.group_size))
+        return self.engine.count * self.engine.max_running * 5 // 4
 
     def derived(self) -> dict[str, Any]:
         """Values that follow from the settings, by the name they are printed under."""
@@ -202,7 +201,7 @@ class Config(Section):
         return {
             "samples per step": samples,
             "samples of the whole run": samples * self.trainer.steps,
-            "groups running at once, at most": self.max_running_groups,
+            "rollouts in engines at once, at most": self.max_running_rollouts,
             "groups admitted before the first step, at most": (self.pipeline.max_staleness + 1) * self.batch.groups_per_step,
         }
 
@@ -228,7 +227,7 @@ def parse(tree: dict[str, Any], *, origin: str) -> Config:
     try:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
-        problems = [line for item in error.errors() for line in _describe(item)]
+        problems = [line for item in error.errors() for line in _describe(item, others=error.errors())]
         plural = "problem" if len(problems) == 1 else "problems"
         raise ConfigError(f"{origin}: {len(problems)} {plural}\n" + "\n".join(f"  - {line}" for line in problems)) from None
 
@@ -262,16 +261,20 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def _describe(item: Any) -> list[str]:
+def _describe(item: Any, *, others: list[Any]) -> list[str]:
     path = ".".join(str(part) for part in item["loc"])
+    key = ".".join(part for part in item["loc"] if isinstance(part, str))
     if item["type"] == "extra_forbidden":
-        keys = [*known_keys(), *Config.model_fields]
-        near = difflib.get_close_matches(path, keys, n=1, cutoff=0.6)
+        section, _, _ = key.rpartition(".")
+        siblings = [known for known in (*known_keys(), *Config.model_fields) if known.rpartition(".")[0] == section]
+        near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6 if not section else 0.8)
         return [f"{path} is not a known key" + (f"; did you mean {near[0]}?" if near else "")]
     if item["type"] == "missing":
-        return [f"{path} is missing: {known_keys().get(path) or 'it has no default'}"]
+        return [f"{path} is missing: {known_keys().get(key) or 'it has no default'}"]
     if item["type"] == "value_error":
         return str(item["ctx"]["error"]).splitlines()
+    if item["type"] == "too_short" and any(len(other["loc"]) > len(item["loc"]) and other["loc"][0] == item["loc"][0] for other in others):
+        return []  # its entries are there, and what is wrong with them is said
     return [f"{path} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"]
 
 

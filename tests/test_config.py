@@ -196,9 +196,9 @@ def test_an_override_into_a_value_is_refused(file: Path):
 def test_engines_are_kept_a_quarter_more_than_full():
     """2 engines of 16 sequences, groups of 5: 32 * 1.25 = 40 sequences = 8 groups."""
     config = parse(tree(engine={"count": 2, "max_running": 16}, rollout={"group_size": 5}), origin="")
-    assert config.max_running_groups == 8
-    assert parse(tree(engine={"max_running": 1}, rollout={"group_size": 64}), origin="").max_running_groups == 1
-    assert parse(tree(pipeline={"max_running": 3}), origin="").max_running_groups == 3
+    assert config.max_running_rollouts == 40
+    assert parse(tree(engine={"max_running": 1}, rollout={"group_size": 64}), origin="").max_running_rollouts == 1
+    assert parse(tree(pipeline={"max_running": 3}), origin="").max_running_rollouts == 3
 
 
 def test_derived_values_are_worked_out_from_the_settings():

@@ -2,9 +2,10 @@
 
 With bound K and batches of B groups, admit a group to an engine that samples under `version` while
 
-    accepted + running < (K + version + 1) * B     and     running < max_running
+    accepted + running < (K + version + 1) * B     and     generating < max_running
 
-`accepted` counts groups placed in a step since the run began, `running` those admitted and not yet placed or given up. Why it bounds
+`accepted` counts groups placed in a step since the run began, `running` those admitted and not yet placed or given up; `generating` counts
+rollouts that engines still work on: a group that waits for its last sibling, or for its scores, occupies no engine. Why it bounds
 staleness: when a group is admitted to an engine at version v there are fewer than (K + v + 1) * B groups placed or on their way before
 it, so taken in order it falls into step K + v at the latest, and step s trains version s: its oldest token, sampled under v or later, is
 at most K versions old. It must be the version the engine *holds*: one that is published but not yet committed samples nothing. A group
@@ -22,7 +23,7 @@ from pipelinerl.config import Mode
 STALENESS_BOUND = "an admission credit"
 """The bound is reached: only the trainer can end this wait, so the engines are ahead."""
 ENGINES_FULL = "a free engine slot"
-"""As many groups as may run are running: the engines are busy."""
+"""The engines have as many rollouts as they may: they are busy."""
 ROUND_UNDER_WAY = "the round to end"
 """In rounds: the batch is admitted, or the engines do not hold the newest policy yet."""
 
@@ -56,6 +57,7 @@ class Admission:
     """Counts groups and answers `holds_back`. Every admitted group comes back exactly once, by `placed` or `given_up`."""
 
     def __init__(self, *, pace: Pace, groups_per_step: int, num_steps: int, max_running: int) -> None:
+        """`max_running` bounds the rollouts that engines work on or hold in their queues."""
         self.pace = pace
         self.version = 0
         """Policies published so far."""
@@ -70,15 +72,15 @@ class Admission:
         """Groups that may be accepted or running: (K + version + 1) * B, and never more than the run trains on."""
         return min(self.pace.max_staleness + version + 1, self._num_steps) * self._groups_per_step
 
-    def holds_back(self, *, version: int, engines_are_current: bool) -> str | None:
+    def holds_back(self, *, version: int, num_generating: int, engines_are_current: bool) -> str | None:
         """What another group would have to wait for, or None where an engine that samples under `version` may generate it now.
 
-        `engines_are_current`: every engine holds the newest policy.
+        `num_generating`: rollouts engines have not answered; `engines_are_current`: every engine holds the newest policy.
         """
         if self.accepted + self.running >= self.limit(version):
             return STALENESS_BOUND
         if not self.pace.in_rounds:
-            return ENGINES_FULL if self.running >= self._max_running else None
+            return ENGINES_FULL if num_generating >= self._max_running else None
         if self.running == 0 and self._round_left == 0 and engines_are_current:
             self._round_left = self._groups_per_step - self.accepted % self._groups_per_step
         return None if self._round_left > 0 else ROUND_UNDER_WAY

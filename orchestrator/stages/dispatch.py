@@ -33,7 +33,7 @@ class Dispatch:
     takes     Prompt, from prompts; Completion, from engines
     gives     Generate, to engines; Trajectory, to scoring
     waits for an admission credit; room towards scoring
-    woken by  batching placing or giving up a group, a published policy, an engine that announces itself or commits
+    woken by  an engine that answers or commits, batching placing or giving up a group
     fails     PeerGone, where an engine's connection is closed
     ends      when the run does
     """
@@ -87,7 +87,11 @@ class Dispatch:
     def _held_back_by(self, version: int | None = None) -> str | None:
         """What an engine at `version` would have to wait for; without one, the engine that holds the newest."""
         version = max(engine.version for engine in self._engines) if version is None else version
-        return self._admission.holds_back(version=version, engines_are_current=self._engines.all_hold(self._admission.version))
+        return self._admission.holds_back(
+            version=version,
+            num_generating=self._engines.num_outstanding,
+            engines_are_current=self._engines.all_hold(self._admission.version),
+        )
 
     def _send_group(self, group_id: int, prompt: Prompt) -> None:
         admissible = {engine.engine_id: engine.num_outstanding for engine in self._engines if self._held_back_by(engine.version) is None}
@@ -104,6 +108,7 @@ class Dispatch:
     def _sink(self, rollout: Rollout):
         def take(completion: Completion, engine_id: int) -> None:
             self._completions.put_now((rollout, completion, engine_id))  # bounded by admission: one for each rollout outstanding
+            self._credits.set()
 
         return take
 

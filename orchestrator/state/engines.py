@@ -63,6 +63,11 @@ class Engines:
         """Longest prompt plus completion that every engine serves."""
         return min(engine.ready.max_model_tokens for engine in self)
 
+    @property
+    def num_outstanding(self) -> int:
+        """Rollouts asked of engines and not answered."""
+        return len(self._asked)
+
     def outstanding(self) -> dict[int, int]:
         """Outstanding rollouts of each serving engine: what routing looks at."""
         return {engine.engine_id: engine.num_outstanding for engine in self}

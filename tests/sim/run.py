@@ -31,7 +31,7 @@ def config(**sections: dict[str, Any]) -> Config:
         "rollout": {"group_size": 4, "max_tokens": 64},
         "engine": {"kind": "fake", "count": 2, "max_running": 16},
         "batch": {"groups_per_step": 8, "max_tokens": 256},
-        "pipeline": {"max_staleness": 2},
+        "pipeline": {"max_staleness": 4},
         "trainer": {"steps": 10},
     }
     for name, values in sections.items():

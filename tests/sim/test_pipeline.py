@@ -46,7 +46,7 @@ def identity(simulated: Simulated) -> dict[str, int]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_calm_run_trains_every_step_whole_and_breaks_no_promise(tmp_path: Path, mode: str):
-    simulated = run(config(pipeline={"mode": mode, "max_staleness": 2}), folder=tmp_path)
+    simulated = run(config(pipeline={"mode": mode, "max_staleness": 4}), folder=tmp_path)
     assert simulated.problems() == []
     assert identity(simulated) == {
         "admitted": 320,
@@ -228,7 +228,7 @@ def test_the_two_gauges_tell_who_is_slow(tmp_path: Path):
 # --- stopping and evaluating -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop_at_s", [0.5, 2.0, 3.0])
+@pytest.mark.parametrize("stop_at_s", [0.5, 2.0, 2.5])
 def test_a_run_that_is_stopped_ends_everything_in_flight_and_tells_everyone(tmp_path: Path, stop_at_s: float):
     simulated = run(config(), folder=tmp_path, stop_at_s=stop_at_s)
     assert simulated.ending.reason == simulated.record.stopped_for == "stopped by hand"
@@ -418,7 +418,7 @@ def test_a_run_that_cannot_go_on_ends_and_names_the_reason(tmp_path: Path, what:
 def test_the_verdict_on_a_stall_names_who_waits_for_what(tmp_path: Path):
     (stalled,) = failure_of(config(), folder=tmp_path, cast=Cast(scorer=scorer_that_never_answers))
     assert re.match(r"nothing moved for 3\d\d s\n", str(stalled))
-    for wait in ("dispatch waits for a free engine slot", "batching waits for scored", "delivery waits for rows"):
+    for wait in ("dispatch waits for an admission credit", "scoring waits for room in a scorer", "batching waits for scored", "delivery waits for rows"):
         assert wait in str(stalled)
 
 

@@ -1,10 +1,12 @@
 """The whole trainer, over the real transport, against a small orchestrator with an engine of its own."""
 
 import asyncio
+import concurrent.futures
 import json
 import multiprocessing
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,18 @@ Start = Callable[[Config, Path], Awaitable[int]]
 
 
 async def _in_this_process(config: Config, run_folder: Path) -> int:
-    await asyncio.to_thread(train, config, run_folder)
-    return 0
+    """In a daemon thread: one that hangs fails its test by the timeout, and does not keep the tests from ending."""
+    ending: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            train(config, run_folder)
+            ending.set_result(0)
+        except Exception as error:
+            ending.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(ending)
 
 
 async def _as_launched(config: Config, run_folder: Path) -> int:
@@ -55,7 +67,7 @@ def _run(start: Start, run_folder: Path, config: Config, **options: Any) -> Cond
         hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
         try:
             conductor = Conductor(hub, config.model.path, config.trainer.steps, **options)
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(60):
                 served, trained = await asyncio.gather(conductor.run(), start(config, run_folder), return_exceptions=True)
         finally:
             hub.close()

@@ -20,7 +20,9 @@ def admission(pace: Pace, *, groups_per_step: int = 3, num_steps: int = 100, max
 
 def held_back(rule: Admission, *, version: int | None = None, engines_are_current: bool = True) -> str | None:
     """What keeps an engine from generating another group; without `version`, one that holds the newest policy."""
-    return rule.holds_back(version=rule.version if version is None else version, engines_are_current=engines_are_current)
+    return rule.holds_back(
+        version=rule.version if version is None else version, num_generating=rule.running, engines_are_current=engines_are_current
+    )
 
 
 def admit_all(rule: Admission, *, version: int | None = None, engines_are_current: bool = True) -> int:
