@@ -74,6 +74,8 @@ class Launcher:
         self._run_folder = run_folder
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._num_interrupts = 0
+        self._is_overdue = False
+        """The run failed because a process did not end, not because one ended badly."""
         self._failed_at = 0.0
         """Unix seconds at which a failure was noticed; what others record after it, they record because they were ended."""
 
@@ -120,6 +122,7 @@ class Launcher:
             failed = [task.get_name() for task in done if task.result() != 0]
             if failed or not done:
                 self._failed_at = time.time()
+                self._is_overdue = not failed
                 for task in waiting:
                     task.cancel()
                 return failed[0] if failed else min(task.get_name() for task in waiting)
@@ -162,6 +165,8 @@ class Launcher:
         if records:
             first = min(records, key=lambda record: record["t"])
             return f"{first['process']} failed: {first['error']}\n(its traceback is in {self._run_folder / 'failures'})"
+        if self._is_overdue:
+            return f"{failed} had not ended {SAVE_GRACE_S:g} s after the orchestrator, and was killed; its log is {log}"
         code = self._processes[failed].returncode
         how = f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])

@@ -28,6 +28,8 @@ class SftProgress:
     num_steps: int
     loss: float
     """Mean over the completion tokens of the batch, nats."""
+    grad_norm: float
+    """Before clipping."""
     tokens_per_s: float
     """Tokens of prompts and completions, since the start."""
 
@@ -73,11 +75,11 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
     for step, batch in zip(range(section.steps), demonstrations.batches(), strict=False):
         num_trained = sum(len(token_ids) - num_prompt for token_ids, num_prompt in batch)
         total = sum(_add_row(model, row) for row in _rows(batch, max_tokens=config.batch.max_tokens))
-        optimizer.step(step, denominator=num_trained)
+        update = optimizer.step(step, denominator=num_trained)
         losses.append(total / num_trained)
         num_tokens += sum(len(token_ids) for token_ids, _ in batch)
         speed = num_tokens / (time.perf_counter() - started)
-        on_progress(SftProgress(step=step + 1, num_steps=section.steps, loss=losses[-1], tokens_per_s=speed))
+        on_progress(SftProgress(step=step + 1, num_steps=section.steps, loss=losses[-1], grad_norm=update.grad_norm, tokens_per_s=speed))
     elapsed_s = time.perf_counter() - started
     folder = section.output or config.model.path
     save_model(model, folder, source=config.model.path)

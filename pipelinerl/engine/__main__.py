@@ -96,7 +96,9 @@ def _wait_for_all(children: dict[int, int], run_folder: Path) -> int:
         if code and not verdict:
             verdict = 1
             how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            record_failure(run_folder, f"engine-{engine_id}", error=f"engine-{engine_id} (process {process_id}) {how}")
+            error = f"engine-{engine_id} (process {process_id}) {how}"
+            record_failure(run_folder, f"engine-{engine_id}", error=error)
+            print(error, file=sys.stderr, flush=True)
             for other in children:
                 os.kill(other, signal.SIGTERM)
     return verdict

@@ -418,7 +418,12 @@ def test_a_run_that_cannot_go_on_ends_and_names_the_reason(tmp_path: Path, what:
 def test_the_verdict_on_a_stall_names_who_waits_for_what(tmp_path: Path):
     (stalled,) = failure_of(config(), folder=tmp_path, cast=Cast(scorer=scorer_that_never_answers))
     assert re.match(r"nothing moved for 3\d\d s\n", str(stalled))
-    for wait in ("dispatch waits for an admission credit", "scoring waits for room in a scorer", "batching waits for scored", "delivery waits for rows"):
+    for wait in (
+        "dispatch waits for an admission credit",
+        "scoring waits for room in a scorer",
+        "batching waits for scored",
+        "delivery waits for rows",
+    ):
         assert wait in str(stalled)
 
 

@@ -6,6 +6,8 @@ with exactly those weights. So the gaps that the trainer reports judge the whole
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from pipelinerl.config import Config
+from pipelinerl.errors import PeerGone
 from pipelinerl.messages import (
     Failed,
     FromTrainer,
@@ -62,6 +65,8 @@ class Conductor:
     logprob_error: float = 0.0
     """Added to every log-probability the engine reports."""
     says_stop: bool = True
+    starved: int | None = None
+    """Replica that gets nothing more after `stop_after`; the others get their next step whole, and are told to stop after it."""
     silent_from_step: int | None = None
     """Send nothing of this step or a later one."""
     layout: tuple[Tensor, ...] = ()
@@ -78,16 +83,21 @@ class Conductor:
         self.layout = self.layout or plan_layout(needed)
         self._rows = {0: self._make_rows(0)}
         self._waiting: list[tuple[str, TakeMicroBatch]] = []
+        self._sealed: set[int] = set()
 
     async def run(self) -> None:
         """Serve until the last step is done and its policy published, or the trainer has failed; then tell it to stop."""
         last = self.num_steps if self.stop_after is None else self.stop_after + 1
-        while not self.failed and (len(self.done) < last or len(self.published) < last):
+        while not self.failed and (
+            len(self.done) < last or len(self.published) < last or (self.starved is not None and last not in self._sealed)
+        ):
             for peer, message in await self.hub.receive():
                 self._handle(peer, message)
         if not self.failed and self.says_stop:
-            for replica in range(self.num_replicas):
+            for replica in sorted(range(self.num_replicas), key=lambda replica: replica != self.starved):
                 self.hub.send(f"trainer-{replica}", Stop(reason="the test is over"))
+                if replica == self.starved:
+                    await asyncio.sleep(0.5)  # the others go as far as they can before they hear of it
 
     def _handle(self, peer: str, message: FromTrainer) -> None:
         match message:
@@ -110,16 +120,24 @@ class Conductor:
         rows = self._rows.get(pull.step)
         if rows is None or (self.silent_from_step is not None and pull.step >= self.silent_from_step):
             return False
+        if pull.replica == self.starved and self.stop_after is not None and pull.step > self.stop_after:
+            return False
         number, num_micro_batches = pull.index * self.num_replicas + pull.replica, -(-len(rows) // self.num_replicas)
         if pull.index < num_micro_batches:
             row = rows[number] if number < len(rows) else make_batch([], step=pull.step)
-            self.hub.send(peer, msgspec.structs.replace(row, index=pull.index))
+            self._send(peer, msgspec.structs.replace(row, index=pull.index))
         else:
             num_tokens = sum(int(row.trains.sum()) for row in rows)
             num_samples = sum(len(row.lengths) for row in rows)
             seal = StepSealed(step=pull.step, num_micro_batches=num_micro_batches, num_tokens=num_tokens, num_samples=num_samples)
-            self.hub.send(peer, seal)
+            self._send(peer, seal)
+            self._sealed.add(pull.step)
         return True
+
+    def _send(self, peer: str, message: MicroBatch | StepSealed) -> None:
+        """A trainer that has failed may be gone before its last words are read; they are read next."""
+        with contextlib.suppress(PeerGone):
+            self.hub.send(peer, message)
 
     def _take(self, peer: str, policy: PolicyPublished) -> None:
         """Load a policy as an engine would, release the one before, and sample the next step with it."""

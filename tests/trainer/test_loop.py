@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import Config
 from pipelinerl.errors import MismatchError, PeerSilent, WeightsError
-from pipelinerl.messages import FromTrainer, Tensor, ToTrainer, TrainerReady
+from pipelinerl.messages import FromTrainer, Stop, Tensor, ToTrainer, TrainerReady
 from pipelinerl.metrics import read_journals
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
@@ -123,7 +123,7 @@ def test_two_rows_are_asked_for_ahead_and_none_twice(folders: dict[str, Path], t
     }
 
 
-def test_rows_not_taken_are_not_pulled_past(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_rows_not_taken_are_not_pulled_past_nor_taken_after_stop(folders: dict[str, Path], tmp_path: Path) -> None:
     make_keys(tmp_path)
     ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
 
@@ -140,6 +140,9 @@ def test_rows_not_taken_are_not_pulled_past(folders: dict[str, Path], tmp_path: 
                 await asyncio.sleep(0.2)  # long enough for many more pulls
                 counts.append(len(conductor.pulls))
                 await asyncio.to_thread(feed.take)
+            hub.send("trainer-0", Stop(reason="the test is over"))
+            assert await asyncio.to_thread(feed.wait_for_stop, 20)
+            assert isinstance(feed.take(), Stop), "told to stop, the loop takes no more of the rows that wait"
         serving.cancel()
         hub.close()
         return counts

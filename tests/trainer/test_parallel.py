@@ -81,8 +81,10 @@ def _run_trainer_rank(rank: int, run_folder: Path, port: int) -> None:
     train(read_config(run_folder), run_folder)
 
 
-@pytest.mark.parametrize("stop_after", [None, 0])
-def test_two_replicas_go_through_a_run_and_end_together(folders: dict[str, Path], tmp_path: Path, stop_after: int | None) -> None:
+@pytest.mark.parametrize(("stop_after", "starved"), [(None, None), (0, None), (0, 1)], ids=["to the end", "stopped", "stopped apart"])
+def test_two_replicas_go_through_a_run_and_end_together(
+    folders: dict[str, Path], tmp_path: Path, stop_after: int | None, starved: int | None
+) -> None:
     config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     make_keys(tmp_path)
@@ -93,7 +95,7 @@ def test_two_replicas_go_through_a_run_and_end_together(folders: dict[str, Path]
     async def conduct() -> Conductor:
         hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
         try:
-            conductor = Conductor(hub, config.model.path, config.trainer.steps, num_replicas=2, stop_after=stop_after)
+            conductor = Conductor(hub, config.model.path, config.trainer.steps, num_replicas=2, stop_after=stop_after, starved=starved)
             async with asyncio.timeout(60):
                 await conductor.run()
         finally:

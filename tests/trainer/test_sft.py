@@ -73,6 +73,21 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not(demo_model: P
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_the_gradient_is_that_of_the_mean_over_completion_tokens(demo_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "10=", "completion": "01"}\n{"prompt": "2=", "completion": "2222"}\n')
+    seen: list[SftProgress] = []
+    train_sft(_config(demo_model, tmp_path / "out", source=str(source), batch_size=2, steps=1), on_progress=seen.append)
+    module = AutoModelForCausalLM.from_pretrained(demo_model)
+    losses: list[torch.Tensor] = []
+    for ids, num_prompt in (([3, 2, 12, 2, 3, 1], 3), ([4, 12, 4, 4, 4, 4, 1], 2)):
+        logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, num_prompt - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[num_prompt:]), reduction="sum"))
+    (torch.stack(losses).sum() / 8).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in module.parameters()]).norm()
+    assert seen[0].grad_norm == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_the_split_into_rows_does_not_change_the_loss(demo_model: Path, tmp_path: Path) -> None:
     config = _config(demo_model, tmp_path / "out", steps=2)
     wide = config.model_copy(update={"batch": config.batch.model_copy(update={"max_tokens": 100_000})})
