@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 def vllm_engine(folder: Path, *, max_running: int = 64, max_tokens: int | None = None) -> Iterator[VllmEngine]:
     """Load the model of a folder in float32, in the environment that an engine process sets itself."""
     before = dict(os.environ)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)  # vLLM asks for the thread's loop; without one it would make one and leave it open
     set_environment()
     from pipelinerl.engine.vllm_engine import VllmEngine
 
@@ -36,6 +39,8 @@ def vllm_engine(folder: Path, *, max_running: int = 64, max_tokens: int | None =
         )
     finally:
         gc.collect()
+        asyncio.set_event_loop(None)
+        loop.close()
         os.environ.clear()
         os.environ.update(before)
 

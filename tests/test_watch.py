@@ -56,6 +56,19 @@ def test_nothing_moved_for_the_limit_is_stalled_and_every_wait_is_named():
     assert "test_watch.py" in str(stalled.value), "the stacks are part of the verdict"
 
 
+def test_the_verdict_includes_what_stages_have_to_say_for_themselves():
+    """For those that wait for a peer without a wait of their own; who has nothing to say says None."""
+
+    async def program() -> None:
+        watch = Watch(stall_limit_s=8.0)
+        watch.explain(lambda: None)
+        watch.explain(lambda: "delivery holds 3 rows of step 7")
+        await watch.run()
+
+    with pytest.raises(Stalled, match=r"^nothing moved for 8 s\n  delivery holds 3 rows of step 7\n"):
+        simulate(program())
+
+
 def test_progress_postpones_the_verdict():
     async def program() -> float:
         watch = Watch(stall_limit_s=8.0)

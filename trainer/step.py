@@ -20,6 +20,9 @@ from trainer.optimizer import Optimizer
 from trainer.parallel import Replicas
 from trainer.row import Row, arrange
 
+_SHORT_NAMES = {"ess": "ess_fraction", "kl": "mismatch_kl_k3"}
+"""Meters that a live view shows in a narrow column."""
+
 
 class Step:
     """The step under way: `add` every row, then `finish`, or `drop` it. Used again for the next."""
@@ -47,11 +50,9 @@ class Step:
         self._no_meters = policy_loss(_no_columns(model.device), method=method).meters
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
-        self._num_rows = 0
 
     def add(self, batch: MicroBatch) -> None:
         """Compute a row's loss sum and add its gradient. A zero-loss row adds nothing. Raises `MismatchError` and `DataError`."""
-        self._num_rows += 1
         self._num_tokens += len(batch.token_ids)
         row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids, device=self._model.device)
         if row is None:
@@ -75,24 +76,23 @@ class Step:
         )
         update = self._optimizer.step(sealed.step, denominator=divisor)
         totals = self._reduced(sealed.step)
-        num_tokens, num_rows = totals.pop("row_tokens_sum"), totals.pop("rows_sum")
+        num_tokens = totals.pop("row_tokens_sum")
         numbers = finish_meters(totals, denominator=divisor)
         self.drop()
+        numbers |= {short: numbers[name] for short, name in _SHORT_NAMES.items() if name in numbers}
         return numbers | {
-            "ess": numbers.get("ess_fraction", 0.0),
-            "kl": numbers.get("mismatch_kl_k3", 0.0),
             "grad_norm": update.grad_norm,
             "learning_rate": update.learning_rate,
             "num_tokens": num_tokens,
             "num_trained_tokens": float(sealed.num_tokens),
-            "num_micro_batches": num_rows,
+            "num_micro_batches": float(sealed.num_micro_batches),
         }
 
     def drop(self) -> None:
         """Forget the rows added so far."""
         self._optimizer.drop()
         self._meters = dict(self._no_meters)
-        self._num_tokens = self._num_rows = 0
+        self._num_tokens = 0
 
     def _columns(self, batch: MicroBatch, row: Row, *, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenColumns:
         """The loss's view of a row: trained tokens only."""
@@ -116,7 +116,7 @@ class Step:
 
     def _reduced(self, step: int) -> dict[str, float]:
         """The step's meters over all replicas."""
-        meters = self._meters | {"row_tokens_sum": torch.tensor(float(self._num_tokens)), "rows_sum": torch.tensor(float(self._num_rows))}
+        meters = self._meters | {"row_tokens_sum": torch.tensor(float(self._num_tokens))}
         totals: dict[str, float] = {}
         for is_maximum, reduce in ((False, self._replicas.sum), (True, self._replicas.maximum)):
             names = sorted(name for name in meters if reduces_by_maximum(name) == is_maximum)

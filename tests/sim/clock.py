@@ -22,6 +22,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         super().__init__(_Jumping(self))
+        # A timer is due when it is less than this ahead. With the real clock's nanosecond, a number as large as a year in seconds would
+        # not change by adding it: the timer that was jumped to would never be due.
+        self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self._now

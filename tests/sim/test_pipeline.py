@@ -89,6 +89,20 @@ def test_what_is_not_overtaken_is_not_thrown_away(tmp_path: Path, max_staleness:
     assert identity(simulated)["stale"] == 0
 
 
+async def engine_1_swaps_late(link: MemoryLink, *, engine_id: int, world: World, max_running: int) -> None:
+    """Engine 1 needs three seconds to stage a policy."""
+    world = dataclasses.replace(world, stage_s=3.0) if engine_id == 1 else world
+    await peers.engine(link, engine_id=engine_id, world=world, max_running=max_running)
+
+
+def test_an_engine_that_swaps_late_is_given_only_what_its_own_version_may_generate(tmp_path: Path):
+    """With K = 0 whatever it generated under an older policy would be thrown away; the other one does the work meanwhile."""
+    settings = config(pipeline={"max_staleness": 0}, rollout={"group_size": 4, "max_tokens": 16})
+    simulated = run(settings, folder=tmp_path, world=World(mean_tokens=10**6), cast=Cast(engine=engine_1_swaps_late))
+    assert simulated.problems() == []
+    assert identity(simulated)["stale"] == 0
+
+
 FAULTS: dict[str, dict[str, Any]] = {
     "engine": {"world": World(engine_error_fraction=0.02)},
     "scorer": {"world": World(bad_score_fraction=0.2)},

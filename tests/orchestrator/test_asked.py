@@ -1,0 +1,190 @@
+"""Who was asked for what: every answer reaches whoever asked, once; answers of older attempts reach nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from orchestrator.state.engines import Engines
+from orchestrator.state.peers import Peers
+from orchestrator.state.scorers import CALLS_PER_SLOT, Scorers
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import (
+    Completion,
+    EngineLoad,
+    EngineReady,
+    Finish,
+    FromEngine,
+    FromScorer,
+    Generate,
+    Outcome,
+    Sampling,
+    Score,
+    Scored,
+    ScorerReady,
+    Tensor,
+    ToEngine,
+    ToScorer,
+)
+from pipelinerl.transport.memory import MemoryHub, MemoryLink
+from pipelinerl.watch import Watch
+from tests.orchestrator import handmade
+from tests.sim.clock import simulate
+
+TENSOR = Tensor(name="norm", shape=(2,), dtype="float32", offset_bytes=0, num_bytes=8)
+
+
+@contextlib.asynccontextmanager
+async def two_engines(
+    watch: Watch, *, layouts: tuple[tuple[Tensor, ...], ...] = ((TENSOR,), (TENSOR,))
+) -> AsyncIterator[tuple[Engines, list[MemoryLink]]]:
+    hub = MemoryHub(accepts=FromEngine)
+    peers = Peers(hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
+    engines = Engines(peers, expected=2, watch=watch)
+    links = [hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(peers.run())
+        ready = group.create_task(engines.wait_until_ready())
+        for number, link in enumerate(links):
+            assert not ready.done(), "one of two has not announced itself"
+            link.send(EngineReady(engine_id=number, process_id=1, max_model_tokens=100 - number, max_running=4, tensors=layouts[number]))
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(ready, 1.0)
+        yield engines, links
+        task.cancel()
+
+
+def generate(rollout_id: str, *, attempt: int = 0) -> Generate:
+    return Generate(rollout_id=rollout_id, attempt=attempt, token_ids=np.array([1], np.int32), sampling=Sampling(max_tokens=1))
+
+
+def completion(rollout_id: str, *, attempt: int = 0) -> Completion:
+    nothing = np.zeros(0, np.int32)
+    return Completion(
+        rollout_id=rollout_id,
+        attempt=attempt,
+        token_ids=nothing,
+        logprobs=np.zeros(0, np.float32),
+        versions=nothing,
+        finish=Finish.STOP,
+    )
+
+
+def load(num_tokens: int) -> EngineLoad:
+    return EngineLoad(engine_id=1, version=0, num_running=1, num_waiting=0, num_tokens=num_tokens, num_steps=1, busy_s=1.0, idle_s=0.0)
+
+
+def test_a_completion_reaches_who_asked_with_its_engine_and_frees_its_place():
+    async def program() -> None:
+        async with two_engines(Watch(stall_limit_s=1.0)) as (engines, links):
+            answered: list[tuple[str, int]] = []
+            for rollout_id, engine_id in (("0/0", 0), ("0/1", 0), ("1/0", 1)):
+                engines.ask(generate(rollout_id), engine_id, lambda done, engine_id: answered.append((done.rollout_id, engine_id)))
+            assert engines.outstanding() == {0: 2, 1: 1}
+            links[0].send(completion("0/1"))
+            links[1].send(completion("1/0"))
+            await asyncio.sleep(0.01)
+            assert answered == [("0/1", 0), ("1/0", 1)]
+            assert engines.outstanding() == {0: 1, 1: 0}
+
+    simulate(program())
+
+
+def test_an_answer_nobody_waits_for_is_fenced():
+    """One that was never asked for, one of an older attempt, one that comes twice."""
+
+    async def program() -> None:
+        async with two_engines(Watch(stall_limit_s=1.0)) as (engines, links):
+            answered: list[int] = []
+            engines.ask(generate("0/0", attempt=1), 0, lambda done, engine_id: answered.append(done.attempt))
+            for message in (
+                completion("9/9"),
+                completion("0/0", attempt=0),
+                completion("0/0", attempt=1),
+                completion("0/0", attempt=1),
+            ):
+                links[0].send(message)
+            await asyncio.sleep(0.01)
+            assert answered == [1]
+            assert engines.num_fenced == 3
+            assert engines.outstanding() == {0: 0, 1: 0}
+
+    simulate(program())
+
+
+def test_engines_serve_what_the_smallest_serves_and_hold_what_the_slowest_holds():
+    async def program() -> None:
+        async with two_engines(Watch(stall_limit_s=1.0)) as (engines, _):
+            assert engines.max_model_tokens == 99
+            assert engines.layout() == (TENSOR,)
+            engines[0].version = 3
+            assert engines.all_hold(0)
+            assert not engines.all_hold(1)
+            engines[1].version = 5
+            assert engines.all_hold(3)
+            assert not engines.all_hold(4)
+
+    simulate(program())
+
+
+def test_engines_that_ask_for_different_layouts_are_refused():
+    async def program() -> None:
+        async with two_engines(Watch(stall_limit_s=1.0), layouts=((TENSOR,), ())) as (engines, _):
+            with pytest.raises(ConfigError, match="2 engines ask for 2 different weight layouts"):
+                engines.layout()
+
+    simulate(program())
+
+
+def test_sampled_tokens_are_progress_and_a_sign_of_life_is_none():
+    async def program() -> list[int]:
+        watch, moves = Watch(stall_limit_s=1.0), []
+        async with two_engines(watch) as (engines, links):
+            for num_tokens in (5, 5, 6):
+                before = watch.num_moves
+                links[1].send(load(num_tokens))
+                await asyncio.sleep(0.01)
+                moves.append(watch.num_moves - before)
+            last = engines[1].load
+            assert last is not None
+            assert last.num_tokens == 6
+        return moves
+
+    assert simulate(program()) == [1, 0, 1]
+
+
+def test_a_scorer_is_asked_as_long_as_it_has_room_and_an_answer_makes_room():
+    trajectory = handmade.trajectory()
+
+    def score(rollout_id: str) -> Score:
+        return Score(rollout_id=rollout_id, attempt=0, prompt=trajectory.prompt, token_ids=trajectory.token_ids, finish=Finish.STOP)
+
+    async def program() -> None:
+        hub = MemoryHub(accepts=FromScorer)
+        peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
+        scorers = Scorers(peers, expected=1, watch=Watch(stall_limit_s=1.0))
+        link = hub.connect("scorer-0", accepts=ToScorer)
+        answered: list[Scored] = []
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(peers.run())
+            assert not scorers.has_room
+            link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=2))
+            await asyncio.sleep(0.01)
+            for number in range(2 * CALLS_PER_SLOT):
+                assert scorers.has_room
+                scorers.ask(score(f"0/{number}"), answered.append)
+            assert not scorers.has_room
+            waiting = asyncio.create_task(scorers.changed.wait())
+            for attempt in (1, 0, 0):
+                link.send(Scored(rollout_id="0/7", attempt=attempt, outcome=Outcome.OK, reward=0.5))
+            await asyncio.wait_for(waiting, 1.0)
+            assert scorers.has_room
+            assert [scored.rollout_id for scored in answered] == ["0/7"]
+            assert scorers.num_fenced == 2
+            task.cancel()
+
+    simulate(program())

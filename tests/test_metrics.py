@@ -1,0 +1,84 @@
+"""Journals: whole lines in order of time, and work close together joined into one span."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.metrics import Journal, read_journal, read_journals
+
+
+def spans(folder: Path) -> list[tuple[str, str, float, float, int]]:
+    lines = [line for line in read_journals(folder) if line["kind"] == "span"]
+    return sorted((line["lane"], line["name"], line["start"], line["end"], line["count"]) for line in lines)
+
+
+def test_a_line_says_when_what_and_who_and_is_there_at_once(tmp_path: Path):
+    with contextlib.closing(Journal(tmp_path, "engine-1")) as journal:
+        journal.write("load", num_tokens=5, parts=[1, None, "a"])
+        (line,) = read_journals(tmp_path)
+    assert line.pop("t") > 1.7e9
+    assert line == {"kind": "load", "process": "engine-1", "num_tokens": 5, "parts": [1, None, "a"]}
+
+
+def test_the_journals_of_all_processes_are_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now_s = iter([3.0, 1.0, 2.0, 4.0])
+    monkeypatch.setattr("pipelinerl.metrics.time.time", lambda: next(now_s))
+    with contextlib.closing(Journal(tmp_path, "a")) as first, contextlib.closing(Journal(tmp_path, "b")) as second:
+        first.write("x", number=3)
+        second.write("x", number=1)
+        first.write("x", number=2)
+        second.write("x", number=4)
+    assert [line["number"] for line in read_journals(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_process_that_starts_again_goes_on_in_its_journal(tmp_path: Path):
+    for number in range(2):
+        with contextlib.closing(Journal(tmp_path, "a")) as journal:
+            journal.write("x", number=number)
+    assert [line["number"] for line in read_journals(tmp_path)] == [0, 1]
+
+
+def test_a_line_still_being_written_is_left_out(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"t": 1, "kind": "x"}\n{"t": 2, "ki')
+    assert list(read_journal(path)) == [{"t": 1, "kind": "x"}]
+
+
+def work(*parts: tuple[str, str, float, float], folder: Path, **options: Any) -> list[tuple[str, str, float, float, int]]:
+    with contextlib.closing(Journal(folder, "p")) as journal:
+        for lane, name, start, end in parts:
+            journal.span(lane, name, start=start, end=end, **options)
+    return spans(folder)
+
+
+def test_work_closer_than_ten_milliseconds_is_one_span_and_a_longer_gap_ends_it(tmp_path: Path):
+    found = work(
+        ("e", "forward", 10.0, 10.1),
+        ("e", "forward", 10.105, 10.2),
+        ("e", "forward", 10.3, 10.4),
+        folder=tmp_path,
+    )
+    assert found == [("e", "forward", 10.0, 10.2, 2), ("e", "forward", 10.3, 10.4, 1)]
+
+
+def test_a_span_is_written_after_a_second_though_work_goes_on(tmp_path: Path):
+    parts = [("e", "forward", number / 10, (number + 1) / 10) for number in range(25)]
+    found = work(*parts, folder=tmp_path)
+    assert [count for *_, count in found] == [10, 10, 5]
+    assert max(end - start for _, _, start, end, _ in found) <= 1.0
+
+
+def test_lanes_and_names_are_kept_apart(tmp_path: Path):
+    found = work(
+        ("a", "forward", 1.0, 1.1),
+        ("b", "forward", 1.0, 1.2),
+        ("a", "swap", 1.1, 1.15),
+        ("a", "forward", 1.1, 1.3),
+        folder=tmp_path,
+        count=3,
+    )
+    assert found == [("a", "forward", 1.0, 1.3, 6), ("a", "swap", 1.1, 1.15, 3), ("b", "forward", 1.0, 1.2, 3)]
