@@ -76,6 +76,8 @@ class Pipeline:
         self._config = config
         self._journal = journal
         self._ledger = ledger
+        self._credits = Signal()
+        """Set whenever another group might be admitted."""
         self._stop_reason: str | None = None
         self._stopped = asyncio.Event()
         self._started_s = asyncio.get_running_loop().time()
@@ -186,7 +188,7 @@ class Pipeline:
             silent_after_s=config.trainer.silent_after_s,
         )
         self._peers = (engines, scorers, self._trainer)
-        self._engines = Engines(engines, expected=config.engine.count, watch=self.watch)
+        self._engines = Engines(engines, expected=config.engine.count, watch=self.watch, credits=self._credits)
         self._scorers = Scorers(scorers, expected=NUM_SCORERS, watch=self.watch)
 
     def _build_stages(self, source: Source, credit: Credit) -> None:
@@ -198,7 +200,7 @@ class Pipeline:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
-        credits = Signal()
+        credits = self._credits
         prompts = Channel[Prompt]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=PROMPTS_AHEAD)
         trajectories = Channel[Trajectory](
             "trajectories", giver="dispatch", taker="scoring", watch=watch, bound_bytes=bound, size=_bytes_of_trajectory

@@ -108,7 +108,6 @@ class Dispatch:
     def _sink(self, rollout: Rollout):
         def take(completion: Completion, engine_id: int) -> None:
             self._completions.put_now((rollout, completion, engine_id))  # bounded by admission: one for each rollout outstanding
-            self._credits.set()
 
         return take
 

@@ -33,8 +33,10 @@ class Engine:
 class Engines:
     """Sends requests, and hands each completion to whoever asked, once: a result of an older attempt is fenced."""
 
-    def __init__(self, peers: Peers, *, expected: int, watch: Watch) -> None:
+    def __init__(self, peers: Peers, *, expected: int, watch: Watch, credits: Signal) -> None:
+        """`credits` is set with every answer, whoever asked for it: the engine has room again."""
         self.peers = peers
+        self._credits = credits
         self.changed = Signal()
         """Set when an engine announces itself or commits a version."""
         self.num_fenced = 0
@@ -110,4 +112,5 @@ class Engines:
         del self._asked[completion.rollout_id]
         engine_id, _, sink = asked
         self._engines[engine_id].num_outstanding -= 1
+        self._credits.set()
         sink(completion, engine_id)

@@ -30,6 +30,7 @@ from pipelinerl.messages import (
     ToEngine,
     ToScorer,
 )
+from pipelinerl.stages import Signal
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
@@ -44,7 +45,7 @@ async def two_engines(
 ) -> AsyncIterator[tuple[Engines, list[MemoryLink]]]:
     hub = MemoryHub(accepts=FromEngine)
     peers = Peers(hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
-    engines = Engines(peers, expected=2, watch=watch)
+    engines = Engines(peers, expected=2, watch=watch, credits=Signal())
     links = [hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
     async with asyncio.TaskGroup() as group:
         task = group.create_task(peers.run())

@@ -31,6 +31,7 @@ from pipelinerl.messages import (
     ToScorer,
 )
 from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.stages import Signal
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
@@ -89,7 +90,7 @@ async def bench(folder: Path, *, num_prompts: int = 4, every: int = 0) -> AsyncI
     engine_peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
     scorer_peers = Peers(scorer_hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
     journal, watch = Journal(folder, "orchestrator"), Watch(stall_limit_s=1000.0)
-    engines = Engines(engine_peers, expected=2, watch=watch)
+    engines = Engines(engine_peers, expected=2, watch=watch, credits=Signal())
     scorers = Scorers(scorer_peers, expected=1, watch=watch)
     evaluation = Evaluation(
         [handmade.prompt(3, prompt_id=f"held:{number}") for number in range(num_prompts)],

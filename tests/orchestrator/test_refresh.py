@@ -81,7 +81,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
     admission = Admission(pace=pace, groups_per_step=4, num_steps=100, max_running=100)
     refresh = Refresh(
         published=published,
-        engines=Engines(peers, expected=2, watch=watch),
+        engines=Engines(peers, expected=2, watch=watch, credits=Signal()),
         trainer=trainer,
         admission=admission,
         credits=credits,

@@ -30,7 +30,7 @@ from pipelinerl.messages import (
 from pipelinerl.transport.memory import MemoryLink, Weather
 from tests.sim import peers
 from tests.sim.peers import World
-from tests.sim.run import Cast, Simulated, config, run
+from tests.sim.run import Cast, Prompts, Simulated, config, run
 
 MODES = ["streaming", "one_step_off", "sync"]
 STORM = Weather(delay_s=0.05, jitter_s=0.2, seed=3)
@@ -439,6 +439,15 @@ def test_the_verdict_on_a_stall_names_who_waits_for_what(tmp_path: Path):
         "delivery waits for rows",
     ):
         assert wait in str(stalled)
+
+
+def test_an_evaluation_larger_than_the_engines_may_hold_does_not_stop_the_run(tmp_path: Path):
+    """Held-out prompts fill the engines beyond `pipeline.max_running`; once they are answered, training goes on, whoever was last."""
+    settings = config(pipeline={"max_staleness": 4, "max_running": 8}, evaluation={"source": "unused", "every": 2})
+    prompts = Prompts(7)
+    simulated = run(settings, folder=tmp_path, held_out=[prompts.next() for _ in range(60)])
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
 
 
 # --- size ------------------------------------------------------------------------------------------------------------------------
