@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 256
 def keep_plain_weights() -> None:
     """On CPU, have vLLM keep linear weights as they are instead of packing them; must run before a model is loaded.
 
-    Costs 15 to 26 % of throughput on a 44 M model and nothing measurable below 1 M parameters; see reference figures in the README.
+    The packed kernels are faster on larger models, so this costs throughput there; how much is not measured in this project.
     """
     from vllm.platforms import current_platform
 
