@@ -140,7 +140,12 @@ class Scoring:
         self._max_tokens = max_tokens
         self._entering = entering
         """Told the name of every function but the first before it runs."""
-        self._runner: asyncio.Runner | None = None
+        self._runner = asyncio.Runner()
+        """Makes its loop when the first asynchronous function is called."""
+
+    def close(self) -> None:
+        """Close the loop that asynchronous functions ran on."""
+        self._runner.close()
 
     def score(self, call: Call) -> Result:
         """Run the functions in order; the first one that fails ends the call. Never raises."""
@@ -182,8 +187,6 @@ class Scoring:
     def _call(self, reward: Reward, arguments: dict[str, Any]) -> float | None:
         returned = reward.function(**arguments)
         if inspect.isawaitable(returned):
-            if self._runner is None:
-                self._runner = asyncio.Runner()
             returned = self._runner.run(_wait(returned))
         return read_value(returned, shape=reward.shape)
 

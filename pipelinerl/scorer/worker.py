@@ -45,8 +45,9 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], dec
         return
     os.chdir(folder)
     scoring = Scoring(rewards, decode=decode, max_tokens=max_tokens, entering=lambda name: channel.sendall(frame(Calling(name=name))))
-    channel.sendall(frame(Loaded(names=tuple(reward.name for reward in rewards))))
-    _serve(_Inbox(channel), scoring, channel)
+    with contextlib.closing(scoring):
+        channel.sendall(frame(Loaded(names=tuple(reward.name for reward in rewards))))
+        _serve(_Inbox(channel), scoring, channel)
 
 
 def limit_resources() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fractions
 import functools
 import math
@@ -25,7 +26,8 @@ def run(*functions: Callable[..., Any], columns: dict[str, Any] = COLUMNS, weigh
     """Score the completion "abc" of the prompt "what?" with these functions."""
     weights = weights or (1.0,) * len(functions)
     rewards = [inspect_reward(f, reference=f"file.py:f{i}", weight=w) for i, (f, w) in enumerate(zip(functions, weights, strict=True))]
-    return scoring(*rewards).score(make_call(columns))
+    with contextlib.closing(scoring(*rewards)) as score:
+        return score.score(make_call(columns))
 
 
 def scoring(*rewards: Reward, entered: list[str] | None = None) -> Scoring:
@@ -139,9 +141,10 @@ def test_async_function_runs_on_one_event_loop_for_all_calls() -> None:
         await asyncio.sleep(0)
         return float(len(completion))
 
-    score = scoring(inspect_reward(reward, reference="file.py:reward"))
-    assert [score.score(make_call()).reward for _ in range(2)] == [3.0, 3.0]
+    with contextlib.closing(scoring(inspect_reward(reward, reference="file.py:reward"))) as score:
+        assert [score.score(make_call()).reward for _ in range(2)] == [3.0, 3.0]
     assert loops[0] is loops[1]
+    assert loops[0].is_closed()
 
 
 def test_reward_is_the_weighted_sum_and_components_are_unweighted() -> None:
