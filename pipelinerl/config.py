@@ -7,10 +7,13 @@ Imports neither torch nor vLLM, so a head node can check a config.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import enum
+import inspect
 import tomllib
 import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -167,24 +170,7 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Config:
-        problems = []
-        if self.rollout.max_tokens > self.batch.max_tokens:
-            problems.append(
-                f"batch.max_tokens is {self.batch.max_tokens} but rollout.max_tokens is {self.rollout.max_tokens}: a trajectory could never"
-                " be packed. Raise batch.max_tokens."
-            )
-        if self.batch.min_survivors > self.rollout.group_size:
-            problems.append(
-                f"batch.min_survivors is {self.batch.min_survivors} but rollout.group_size is {self.rollout.group_size}: every group would"
-                " fail. Lower batch.min_survivors."
-            )
-        for part, wanted, cores in (
-            ("engine", self.engine.count, self.engine.cores),
-            ("trainer", self.trainer.ranks, self.trainer.cores),
-        ):
-            if cores and len(cores) != wanted:
-                problems.append(f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none.")
-        if problems:
+        if problems := contradictions(dict(self)):
             raise ValueError("\n".join(problems))
         return self
 
@@ -228,8 +214,20 @@ def parse(tree: dict[str, Any], *, origin: str) -> Config:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
         problems = [line for item in error.errors() for line in _describe(item, others=error.errors())]
+        if any(item["loc"] for item in error.errors()):  # then pydantic did not come to compare the sections
+            problems += contradictions(_valid_sections(tree))
         plural = "problem" if len(problems) == 1 else "problems"
         raise ConfigError(f"{origin}: {len(problems)} {plural}\n" + "\n".join(f"  - {line}" for line in problems)) from None
+
+
+def contradictions(sections: Mapping[str, Any]) -> list[str]:
+    """What is right in each section and wrong between them, as far as the sections are there."""
+    found = []
+    for check in _CHECKS:
+        needed = inspect.signature(check).parameters
+        if needed.keys() <= sections.keys():
+            found += check(**{name: sections[name] for name in needed})
+    return found
 
 
 def known_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> dict[str, str]:
@@ -259,6 +257,41 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
     node[parts[-1]] = value
+
+
+def _row_holds_a_trajectory(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
+    if rollout.max_tokens > batch.max_tokens:
+        yield (
+            f"batch.max_tokens is {batch.max_tokens} but rollout.max_tokens is {rollout.max_tokens}: a trajectory could never be packed."
+            " Raise batch.max_tokens."
+        )
+
+
+def _group_can_survive(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
+    if batch.min_survivors > rollout.group_size:
+        yield (
+            f"batch.min_survivors is {batch.min_survivors} but rollout.group_size is {rollout.group_size}: every group would fail."
+            " Lower batch.min_survivors."
+        )
+
+
+def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -> Iterator[str]:
+    for part, wanted, cores in (("engine", engine.count, engine.cores), ("trainer", trainer.ranks, trainer.cores)):
+        if cores and len(cores) != wanted:
+            yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
+
+
+_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process)
+"""Each takes the sections it is about, by name."""
+
+
+def _valid_sections(tree: dict[str, Any]) -> dict[str, Any]:
+    """The sections without a problem of their own, where others have one."""
+    valid = {}
+    for name, field in Config.model_fields.items():
+        with contextlib.suppress(pydantic.ValidationError):
+            valid[name] = pydantic.TypeAdapter(field.annotation).validate_python(tree.get(name, {}))
+    return valid
 
 
 def _describe(item: Any, *, others: list[Any]) -> list[str]:

@@ -20,5 +20,5 @@ def load_tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer as TokenizerClass
     try:
         return TokenizerClass.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises plain `Exception` for a damaged file
         raise ConfigError(f"model.path: the tokenizer of {folder} cannot be loaded: {error}") from error

@@ -73,6 +73,15 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_known_one(setting
     assert problems_of(tree(**settings)) == [problem]
 
 
+def test_contradictions_are_told_beside_wrong_keys_as_far_as_their_sections_are_right():
+    settings = tree(batch={"max_tokens": 10, "min_survivors": 9}, trainer={"setps": 3, "ranks": 2, "cores": [0]})
+    assert problems_of(settings) == [
+        "trainer.setps is not a known key; did you mean trainer.steps?",
+        "batch.max_tokens is 10 but rollout.max_tokens is 1024: a trajectory could never be packed. Raise batch.max_tokens.",
+        "batch.min_survivors is 9 but rollout.group_size is 8: every group would fail. Lower batch.min_survivors.",
+    ]
+
+
 def test_an_unknown_key_of_a_reward_is_named_with_its_place():
     (problem,) = problems_of(tree(reward=[{"function": "a:b"}, {"function": "a:b", "wieght": 2.0}]))
     assert problem == "reward.1.wieght is not a known key; did you mean reward.weight?"

@@ -122,3 +122,30 @@ def test_weights_of_another_model_are_noticed_at_the_first_step(settings: Path, 
     assert "MismatchError" in run.stderr
     assert "processed_logprobs" in run.stderr
     assert json.loads(next(settings.parent.glob("mismatch-2*/failures/trainer-0.json")).read_text())["error"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "architecture", "words"),
+    [(16, "Qwen3ForCausalLM", "cannot run it here"), (32, "NobodysForCausalLM", "vLLM cannot serve")],
+    ids=["no_kernel", "no_architecture"],
+)
+def test_a_model_that_vllm_cannot_serve_ends_the_run_in_vllms_own_words(tmp_path: Path, head_dim: int, architecture: str, words: str):
+    from pipelinerl.demo.settings import demo_config, make_demo_model
+
+    settings = demo_config(folder=tmp_path, seed=0)
+    model = tmp_path / "demo-model"
+    make_demo_model(model, seed=0)
+    described = json.loads((model / "config.json").read_text())
+    _save_qwen3(model, described | {"head_dim": head_dim})
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | {"architectures": [architecture]}))
+    run = subprocess.run(command(settings, "run.name=unserved"), capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 1
+    assert words in run.stderr
+    assert str(model) in run.stderr
+    assert not processes_of(newest_run(settings, "unserved"))
+
+
+def _save_qwen3(folder: Path, described: dict[str, object]) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    Qwen3ForCausalLM(Qwen3Config(**described)).save_pretrained(folder)
