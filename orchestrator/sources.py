@@ -17,28 +17,19 @@ from the source, the seed and the position alone: a source set to a recorded pos
 
 from __future__ import annotations
 
-import array
-import contextlib
-import inspect
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
+from orchestrator.rows import Stream, Table, open_rows
 from pipelinerl.config import DataSection
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Prompt
-from pipelinerl.plugin import load_plugin
 
 MAX_SKIPPED_OF_STREAM = 10_000
 """Prompts too long in a row after which an iterable, which may never end, is given up. Smaller gives up on long stretches of them."""
-
-Draw = tuple[int, Any]
-"""Number of a row in its source, from 0, and the row."""
 
 
 class Tokenizer(Protocol):
@@ -57,11 +48,11 @@ class PromptSource:
         """Prompts not given out because they have more than `max_prompt_tokens` tokens."""
         self._max_prompt_tokens = max_prompt_tokens
         self._build = _Builder(prompt_column=section.prompt_column, tokenizer=tokenizer)
-        self._rows = _open(section, seed=seed)
+        self._rows = open_rows(section, seed=seed)
         self._epoch, self._row = 0, 0
         self._num_skipped_since = 0
         self._shortest_skipped: int | None = None
-        if isinstance(self._rows, _Table):
+        if isinstance(self._rows, Table):
             self._build.prompt(0, self._rows[0], epoch=0, where=self._rows.where(0))  # a missing column is found before anything runs
 
     @property
@@ -72,7 +63,7 @@ class PromptSource:
     @position.setter
     def position(self, position: tuple[int, int]) -> None:
         epoch, row = position
-        num_rows = len(self._rows) if isinstance(self._rows, _Table) else math.inf
+        num_rows = len(self._rows) if isinstance(self._rows, Table) else math.inf
         if epoch < 0 or not 0 <= row <= num_rows:
             raise DataError(
                 f"{self._rows.name}: no row {row} of epoch {epoch}: the source has {num_rows} rows. Resume with the same source."
@@ -103,7 +94,7 @@ class PromptSource:
         self.num_skipped_too_long += 1
         self._num_skipped_since += 1
         self._shortest_skipped = min(num_tokens, self._shortest_skipped or num_tokens)
-        if isinstance(self._rows, _Stream) and self._num_skipped_since >= MAX_SKIPPED_OF_STREAM:
+        if isinstance(self._rows, Stream) and self._num_skipped_since >= MAX_SKIPPED_OF_STREAM:
             raise self._all_too_long()
 
     def _end_epoch(self) -> None:
@@ -126,8 +117,8 @@ def fixed(source: str, *, limit: int, prompt_column: str, tokenizer: Tokenizer, 
     Raises `DataError` as `PromptSource` does, and where one of them is too long: a held-out set never shrinks silently.
     """
     section = DataSection(source=source, prompt_column=prompt_column, shuffle=False, limit=limit)
-    rows, build = _open(section, seed=0), _Builder(prompt_column=prompt_column, tokenizer=tokenizer)
-    assert isinstance(rows, _Table), "a limit makes a table of everything"
+    rows, build = open_rows(section, seed=0), _Builder(prompt_column=prompt_column, tokenizer=tokenizer)
+    assert isinstance(rows, Table), "a limit makes a table of everything"
     prompts = [build.prompt(number, rows[number], epoch=0, where=rows.where(number)) for number in range(len(rows))]
     for number, prompt in enumerate(prompts):
         if len(prompt.token_ids) > max_prompt_tokens:
@@ -136,198 +127,6 @@ def fixed(source: str, *, limit: int, prompt_column: str, tokenizer: Tokenizer, 
                 " Leave it out of the held-out set, or raise model.max_tokens."
             )
     return prompts
-
-
-# --- rows ----------------------------------------------------------------------------------------------------------------------
-
-
-class _Table:
-    """Rows with numbers, drawn in an order that seed and epoch determine."""
-
-    def __init__(
-        self, rows: Any, *, name: str, seed: int, shuffle: bool, limit: int | None, where: Callable[[int], str] | None = None
-    ) -> None:
-        self.name = name
-        self.where = where or (lambda number: f"{name} row {number}")
-        self._rows = rows
-        self._num_rows = len(rows) if limit is None else min(limit, len(rows))
-        self._seed = seed if shuffle else None
-        self._order: tuple[int, Any] = (-1, None)
-        if not self._num_rows:
-            raise DataError(f"{name} has no rows")
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __getitem__(self, number: int) -> Any:
-        with _user_code(self.where(number)):
-            return self._rows[number]
-
-    def draw(self, epoch: int, row: int) -> Draw | None:
-        """The row drawn as number `row` of an epoch; None past the last."""
-        if row >= self._num_rows:
-            return None
-        number = row if self._seed is None else int(self._permutation(self._seed, epoch)[row])
-        return number, self[number]
-
-    def _permutation(self, seed: int, epoch: int) -> Any:
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng((seed % 2**63, epoch)).permutation(self._num_rows))
-        return self._order[1]
-
-
-class _Stream:
-    """Rows that can only be read one after the other; `make` starts an epoch."""
-
-    def __init__(self, make: Callable[[int], Iterator[Any]], *, name: str) -> None:
-        self.name = name
-        self._make = make
-        self._rows: Iterator[Any] = iter(())
-        self._at = (-1, 0)
-
-    def where(self, number: int) -> str:
-        return f"{self.name} row {number}"
-
-    def draw(self, epoch: int, row: int) -> Draw | None:
-        """The row that comes as number `row` of an epoch, reading over those before it where need be; None past the last."""
-        with _user_code(f"{self.name}, after {row} rows"):
-            if self._at != (epoch, row):
-                self._rows = itertools.islice(self._make(epoch), row, None)
-            try:
-                drawn = next(self._rows)
-            except StopIteration:
-                return None
-        self._at = (epoch, row + 1)
-        return row, drawn
-
-
-def _open(section: DataSection, *, seed: int) -> _Table | _Stream:
-    source, path = section.source, Path(section.source)
-    options: dict[str, Any] = {"name": source, "seed": seed, "shuffle": section.shuffle, "limit": section.limit}
-    if path.suffix in (".jsonl", ".ndjson"):
-        lines = _JsonLines(path)
-        return _Table(lines, where=lines.where, **options)
-    if path.suffix == ".parquet":
-        return _Table(_Parquet(path), **options)
-    if ":" not in source:
-        raise DataError(f"{source!r} is no source of prompts: expected a .jsonl or .parquet file, or `path:name` of something in Python")
-    rows, make = _from_python(source, seed=seed)
-    if make is None:
-        return _Table(rows, **options)
-    if section.limit is not None:
-        with _user_code(source):
-            return _Table(list(itertools.islice(make(0), section.limit)), **options)
-    return _Stream(make, name=source)
-
-
-def _from_python(reference: str, *, seed: int) -> tuple[Any, Callable[[int], Iterator[Any]] | None]:
-    """The rows a plug-in stands for, and, where they cannot be indexed, what starts an epoch of them."""
-    plugin = rows = load_plugin(reference)
-    is_function = callable(plugin) and not _is_indexed(plugin)
-    if is_function:
-        rows = _call(plugin, reference, seed=seed)
-    if isinstance(rows, Mapping):
-        raise DataError(f"{reference} holds {', '.join(map(repr, rows))}, expected rows: name a function that returns one of them")
-    if _is_indexed(rows) and not isinstance(rows, str | bytes):
-        return rows, None
-    if not isinstance(rows, Iterable):
-        raise DataError(f"{reference} is a {type(rows).__name__}, expected a list, a dataset, an iterable, or a function that makes one")
-    if not isinstance(rows, Iterator):
-        return rows, lambda epoch: iter(rows)
-    unread = [rows]
-
-    def make(epoch: int) -> Iterator[Any]:
-        if epoch == 0 and unread:
-            return unread.pop()
-        if not is_function:
-            raise DataError(f"{reference} is an iterator, which can be read only once: name a function that makes it")
-        return iter(_call(plugin, reference, seed=seed + epoch))
-
-    return rows, make
-
-
-def _call(function: Callable[..., Any], reference: str, *, seed: int) -> Any:
-    with _user_code(reference):
-        return function(seed=seed) if "seed" in inspect.signature(function).parameters else function()
-
-
-def _is_indexed(rows: Any) -> bool:
-    return hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, type)
-
-
-@contextlib.contextmanager
-def _user_code(where: str) -> Iterator[None]:
-    """Name the source in whatever a user's function or dataset raises. Raises `DataError` with the cause chained."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # a user's code may raise anything
-        raise DataError(f"{where} raised {type(error).__name__}: {error}") from error
-
-
-class _JsonLines:
-    """The objects of a JSON-lines file, checked once and read again when drawn: only where each line begins stays in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offsets = array.array("q")
-        self._line_numbers = array.array("q")
-        try:
-            with open(path, "rb") as file:
-                self._index(file)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read (from {Path.cwd()}): {error.strerror}") from None
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, number: int) -> Any:
-        with open(self._path, "rb") as file:
-            file.seek(self._offsets[number])
-            return msgspec.json.decode(file.readline())
-
-    def where(self, number: int) -> str:
-        return f"{self._path}:{self._line_numbers[number]}"
-
-    def _index(self, file: BinaryIO) -> None:
-        offset = 0
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                self._check(line, number)
-                self._offsets.append(offset)
-                self._line_numbers.append(number)
-            offset += len(line)
-
-    def _check(self, line: bytes, number: int) -> None:
-        try:
-            value = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DataError(f"{self._path}:{number}: not a line of JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise DataError(f"{self._path}:{number}: a {type(value).__name__}, expected an object with a column for each key")
-
-
-class _Parquet:
-    """The rows of a Parquet file."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            self._table = pyarrow.parquet.read_table(path, memory_map=True)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path} cannot be read (from {Path.cwd()}): {error}") from None
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __getitem__(self, number: int) -> Any:
-        return self._table.slice(number, 1).to_pylist()[0]
-
-
-# --- prompts -------------------------------------------------------------------------------------------------------------------
 
 
 class _Builder:
