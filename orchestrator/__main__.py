@@ -41,7 +41,8 @@ async def _run(config: Config, run_folder: Path) -> Ending:
     try:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
         source, held_out = _prompts(config)
-        method = method_of(config.algorithm, group_size=config.rollout.group_size)
+        method = method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness)
+        credit = MethodCredit(method, config.reward, correct_reward=config.algorithm.correct_reward)
         pipeline = Pipeline(
             config,
             engine_hub=hubs[0],
@@ -49,7 +50,8 @@ async def _run(config: Config, run_folder: Path) -> Ending:
             trainer_hub=hubs[2],
             source=source,
             held_out=held_out,
-            credit=MethodCredit(method, config.reward),
+            credit=credit,
+            step_rules=credit.step_rules(),
             journal=journal,
             ledger=ledger,
         )

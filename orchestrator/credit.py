@@ -1,42 +1,76 @@
-"""Joins the method's advantage rules (`pipelinerl.algorithms.credit`) with trajectories: what `rules.batch` asks for each group."""
+"""Joins the method's advantage rules (`pipelinerl.algorithms.credit`) with trajectories: what `rules.batch` asks for a group or a step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from pipelinerl.algorithms.credit import group_advantages, keeps_group, token_columns
+from orchestrator.rules.batch import SetAside, StepRules, Survivors
+from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
 from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.method import Method
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import Float32, ScoredTrajectory
+from pipelinerl.scorer.calls import component_names
 
 
 class MethodCredit:
-    """Advantages of scored siblings under one method; see `rules.batch.Credit`."""
+    """Advantages of scored siblings under one method; see `rules.batch.Credit` and, for `over_step`, `rules.batch.StepCredit`."""
 
-    def __init__(self, method: Method, rewards: tuple[RewardSection, ...]) -> None:
+    def __init__(self, method: Method, rewards: tuple[RewardSection, ...], *, correct_reward: float = 1.0) -> None:
+        """A completion with at least `correct_reward` counts as correct."""
         self._method = method
-        self._weights = {reward.function.rpartition(":")[2]: reward.weight for reward in rewards}
+        names = component_names([reward.function for reward in rewards])
+        self._weights = {name: reward.weight for name, reward in zip(names, rewards, strict=True)}
+        self._correct_reward = correct_reward
 
-    def __call__(self, survivors: tuple[ScoredTrajectory, ...]) -> list[Float32] | str:
-        """One [L] float32 column for each survivor, or why the method's filter sets the group aside."""
+    def step_rules(self) -> StepRules:
+        """What the method asks of the cut beyond the advantages of one group."""
+        needs_step = self._method.batch.name != "none"
+        return StepRules(
+            step_credit=self.over_step if needs_step else None,
+            refill_batches=int(self._method.group_filter.options.get("refill", 0) or 0),
+            withhold=self._method.withhold_bound,
+        )
+
+    def __call__(self, survivors: Survivors) -> list[Float32] | SetAside:
+        """One [L] float32 column for each survivor, or why the method's filter would set the group aside."""
         group = self._group(survivors)
-        if not keeps_group(group, method=self._method):
-            return str(self._method.group_filter.name)
-        columns = token_columns(group_advantages(group, method=self._method), group=group)
-        return [_whole_length(column, member) for column, member in zip(columns, survivors, strict=True)]
+        columns = _columns(group_advantages(group, method=self._method), group=group, survivors=survivors)
+        if keeps_group(group, method=self._method):
+            return columns
+        return SetAside(reason=self._method.group_filter.name, advantages=columns)
 
-    def _group(self, survivors: tuple[ScoredTrajectory, ...]) -> ScoredGroup:
+    def over_step(self, groups: Sequence[Survivors]) -> list[list[Float32]]:
+        """The columns of all groups of a step, after the method's rule over the whole step."""
+        scored = [self._group(survivors) for survivors in groups]
+        credits = step_advantages([group_advantages(group, method=self._method) for group in scored], scored, method=self._method)
+        return [
+            _columns(credit, group=group, survivors=survivors) for credit, group, survivors in zip(credits, scored, groups, strict=True)
+        ]
+
+    def _group(self, survivors: Survivors) -> ScoredGroup:
         masks = tuple(member.trajectory.trains[len(member.trajectory.prompt.token_ids) :] for member in survivors)
-        names = list(self._weights)
-        every = all(set(member.score.components) >= set(names) for member in survivors)
+        rewards = np.array([member.score.reward for member in survivors], np.float64)
+        # A function may say that it does not apply to a completion: then it compares no siblings here.
+        names = [name for name in self._weights if all(name in member.score.components for member in survivors)]
         return ScoredGroup(
-            rewards=np.array([member.score.reward for member in survivors], np.float64),
+            rewards=rewards,
             lengths=np.array([int(mask.sum()) for mask in masks], np.int64),
-            components=np.array([[member.score.components[name] for name in names] for member in survivors]) if every else None,
-            component_weights=np.array(list(self._weights.values())),
+            components=np.array([[member.score.components[name] for name in names] for member in survivors]).reshape(
+                len(survivors), len(names)
+            ),
+            component_weights=np.array([self._weights[name] for name in names]),
+            correct=rewards >= self._correct_reward,
             trains=masks,
         )
+
+
+def _columns(credit: Credit, *, group: ScoredGroup, survivors: Survivors) -> list[Float32]:
+    responses = token_columns(credit, group=group)
+    return [_whole_length(column, member) for column, member in zip(responses, survivors, strict=True)]
 
 
 def _whole_length(column: np.ndarray, member: ScoredTrajectory) -> Float32:

@@ -15,7 +15,7 @@ import dataclasses
 from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.rules.batch import BatchCut, Credit
+from orchestrator.rules.batch import BatchCut, Credit, StepRules
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
 from orchestrator.stages.batching import Batching, Row, Seal
@@ -39,7 +39,7 @@ from pipelinerl.watch import Watch, wait_for
 PROMPTS_AHEAD = 64
 """Prompts tokenised before an engine has room for them. More only makes a resumed run repeat more tokenisation."""
 MAX_BARREN_STEPS = 10
-"""Steps' worth of groups that may be given up in a row before the run ends. Fewer ends runs in a bad patch; more generates for nothing."""
+"""Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
 NUM_SCORERS = 1
 """Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
 
@@ -71,6 +71,7 @@ class Pipeline:
         credit: Credit,
         journal: Journal,
         ledger: Ledger,
+        step_rules: StepRules | None = None,
     ) -> None:
         self.watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
         self._config = config
@@ -83,7 +84,7 @@ class Pipeline:
         self._started_s = asyncio.get_running_loop().time()
         self._progress = Progress(journal=journal, started_s=self._started_s)
         self._build_peers(engine_hub=engine_hub, scorer_hub=scorer_hub, trainer_hub=trainer_hub)
-        self._build_stages(source, credit)
+        self._build_stages(source, credit, step_rules)
         self._evaluation = Evaluation(
             held_out,
             engines=self._engines,
@@ -191,7 +192,7 @@ class Pipeline:
         self._engines = Engines(engines, expected=config.engine.count, watch=self.watch, credits=self._credits)
         self._scorers = Scorers(scorers, expected=NUM_SCORERS, watch=self.watch)
 
-    def _build_stages(self, source: Source, credit: Credit) -> None:
+    def _build_stages(self, source: Source, credit: Credit, step_rules: StepRules | None) -> None:
         config, watch, bound = self._config, self.watch, self._config.pipeline.queue_bytes
         pace = pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
         self._admission = Admission(
@@ -262,6 +263,7 @@ class Pipeline:
                     max_staleness=pace.max_staleness,
                     min_survivors=config.batch.min_survivors,
                     credit=credit,
+                    rules=step_rules,
                 ),
                 packing=Packing(max_tokens=config.batch.max_tokens),
                 admission=self._admission,

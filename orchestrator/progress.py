@@ -11,7 +11,8 @@ import dataclasses
 import numpy as np
 
 from orchestrator.rules.batch import Verdict
-from pipelinerl.messages import Finish, Sample, StepDone, WeightsCommitted
+from pipelinerl.algorithms.staleness import split
+from pipelinerl.messages import Fate, Finish, Sample, StepDone, WeightsCommitted
 from pipelinerl.metrics import Journal
 
 
@@ -25,6 +26,12 @@ class _Step:
     num_groups: int = 0
     num_flat_groups: int = 0
     """Groups whose rewards are all equal."""
+    num_set_aside: int = 0
+    """Groups the method set aside while the step was being filled."""
+    num_let_through: int = 0
+    """Groups it would have set aside, had the step's budget not been spent."""
+    num_stale_groups: int = 0
+    """Groups given up for their age while the step was being filled."""
 
 
 class Progress:
@@ -44,9 +51,12 @@ class Progress:
 
     def settled(self, verdict: Verdict, *, now_s: float) -> None:
         """A group was placed or given up."""
+        step = self._steps[verdict.step]
+        step.num_set_aside += verdict.is_set_aside
+        step.num_let_through += verdict.is_let_through
+        step.num_stale_groups += any(ended.fate is Fate.STALE for ended in verdict.ended)
         if not verdict.is_placed:
             return
-        step = self._steps[verdict.step]
         rewards = [sample.reward for sample in verdict.samples]
         step.num_groups += 1
         step.num_flat_groups += max(rewards) - min(rewards) < 1e-9
@@ -73,9 +83,10 @@ class Progress:
         trajectories = [sample.trajectory for sample, _ in step.samples]
         rewards = np.array([sample.reward for sample, _ in step.samples] or [0.0])
         lengths = np.array([trajectory.num_trained_tokens for trajectory in trajectories] or [0])
-        ages = done.step - np.concatenate(
-            [trajectory.versions[trajectory.trains] for trajectory in trajectories] or [np.zeros(0, np.int32)]
-        )
+        parts = [split(trajectory.versions, trained_version=done.step) for trajectory in trajectories]
+        in_flight = np.concatenate([part.in_flight for part in parts] or [np.zeros(0, np.int64)])
+        in_queue = np.concatenate([part.in_queue for part in parts] or [np.zeros(0, np.int64)])
+        ages = in_flight + in_queue
         counts = collections.Counter(ages.tolist())
         return {
             "step": done.step,
@@ -93,6 +104,14 @@ class Progress:
             "staleness": {str(age): count for age, count in sorted(counts.items())},
             "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
             "staleness_max": int(ages.max()) if len(ages) else 0,
+            "staleness_min": int(ages.min()) if len(ages) else 0,
+            "staleness_in_flight_mean": float(in_flight.mean()) if len(ages) else 0.0,
+            "staleness_in_flight_max": int(in_flight.max()) if len(ages) else 0,
+            "staleness_in_queue_mean": float(in_queue.mean()) if len(ages) else 0.0,
+            "staleness_in_queue_max": int(in_queue.max()) if len(ages) else 0,
+            "set_aside_groups": step.num_set_aside,
+            "let_through_groups": step.num_let_through,
+            "stale_groups": step.num_stale_groups,
             "in_flight_s_mean": _mean([trajectory.finished_at - trajectory.admitted_at for trajectory in trajectories]),
             "in_queue_s_mean": _mean([placed_s - sample.trajectory.finished_at for sample, placed_s in step.samples]),
             "trainer": done.metrics,

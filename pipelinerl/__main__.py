@@ -117,7 +117,7 @@ def algorithms() -> None:
     """Print the table of methods: name, formula, source."""
     from pipelinerl.algorithms.methods import render_table
 
-    console.print(render_table(), markup=False, highlight=False)
+    console.print(render_table(), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -95,6 +95,7 @@ class RewardSection(Section):
 class AlgorithmSection(Section):
     name: str = Field("grpo", description="a row of the table that `pipelinerl algorithms` prints")
     overrides: dict[str, Any] = Field({}, description="columns of that row to change")
+    correct_reward: float = Field(1.0, description="a completion with at least this reward is correct: for accuracy_band and positive_nll")
 
 
 class BatchSection(Section):
@@ -122,6 +123,9 @@ class TrainerSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     max_logprob_gap: PositiveFloat | None = Field(
         None, description="largest |engine - trainer| log-probability at step 0; default 1e-4 in float32, else 0.5"
+    )
+    max_mismatch_kl: PositiveFloat = Field(
+        0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"
     )
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")

@@ -408,6 +408,10 @@ class MicroBatch(Message, frozen=True):
     """[N] int32, tokens of each sample in order; sums to R. Empty for a zero-loss row."""
     rollout_ids: tuple[str, ...]
     """[N], for error messages."""
+    rewards: Float32 | None = None
+    """[N] float32, for rules that read which samples are correct; None only where nobody scored them."""
+    truncated: Mask | None = None
+    """[N] bool, true where the completion reached its longest length; None only where no engine made the samples."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -416,6 +420,9 @@ class MicroBatch(Message, frozen=True):
             raise ValueError(
                 f"{name}: lengths {self.lengths.tolist()} must sum to {len(self.token_ids)} tokens and name {len(self.rollout_ids)} samples"
             )
+        for column in (self.rewards, self.truncated):
+            if column is not None and len(column) != len(self.lengths):
+                raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 
 
 class StepSealed(Message, frozen=True):

@@ -46,7 +46,7 @@ def _model(config: Config) -> None:
 
 
 def _method(config: Config) -> None:
-    method_of(config.algorithm, group_size=config.rollout.group_size)
+    method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness)
 
 
 def _rewards(config: Config) -> None:

@@ -73,6 +73,8 @@ def run_steps(
         is_whole = replicas.all_agree(sealed is not None, what=f"to agree that step {number} is whole")
         if sealed is None or not is_whole:
             break
+        with phases("forward_backward"):
+            step.train_held()
         with phases("optimizer"):
             metrics = step.finish(sealed)
         policy = None
@@ -119,7 +121,7 @@ def _make_step(config: Config, *, model: Model, replicas: Replicas) -> Step:
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
     )
-    method = method_of(config.algorithm, group_size=config.rollout.group_size)
+    method = method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness)
     return Step(
         model,
         optimizer=optimizer,
@@ -127,4 +129,6 @@ def _make_step(config: Config, *, model: Model, replicas: Replicas) -> Step:
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
         max_logprob_gap=section.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
+        max_mismatch_kl=section.max_mismatch_kl,
+        correct_reward=config.algorithm.correct_reward,
     )

@@ -2,16 +2,32 @@
 
 Nothing is normalised per row or per rank, so how samples are split into rows, and rows over replicas, changes nothing but rounding.
 
+A method that compares all tokens of a step (`Need.WHOLE_STEP`) needs two passes: `add` then only computes a row's log-probabilities,
+without a gradient, and holds the row; `train_held` finds what the method must know of the whole step, over all replicas, and trains the
+rows. That costs one more forward pass of every row, which still hides inside generation; the training itself no longer does.
+
 The first step also checks that trainer and engine mean the same: on tokens sampled by the very weights being trained, both must give the
 same log-probabilities. Where they do not, every importance ratio of the run would be wrong, and the run ends with the reasons to look for.
+Every step checks it again in the mean, before its update: see `check_mismatch`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
-from pipelinerl.algorithms.loss import TokenColumns, denominator, finish_meters, merge_meters, policy_loss, reduces_by_maximum
+from pipelinerl.algorithms.loss import (
+    StepStatistics,
+    TokenColumns,
+    denominator,
+    finish_meters,
+    measure_step,
+    merge_meters,
+    policy_loss,
+    reduces_by_maximum,
+)
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.errors import MismatchError
 from pipelinerl.messages import MicroBatch, StepSealed
@@ -20,6 +36,9 @@ from trainer.optimizer import Optimizer
 from trainer.parallel import Replicas
 from trainer.row import Row, arrange
 
+DRIFT = 20.0
+"""How much more than engine and trainer at equal weights all tokens may differ, staleness included. At the default limit that is a mean KL
+of 0.6 nats per token: a few tokens then hold all the importance. Smaller would end runs that stale tokens alone have moved."""
 _SHORT_NAMES = {"ess": "ess_fraction", "kl": "mismatch_kl_k3"}
 """Meters that a live view shows in a narrow column."""
 
@@ -36,48 +55,80 @@ class Step:
         replicas: Replicas,
         max_completion_tokens: int,
         max_logprob_gap: float,
+        max_mismatch_kl: float = float("inf"),
+        correct_reward: float = 1.0,
         first_step: int = 0,
     ) -> None:
-        """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`."""
+        """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl`
+        that of every step; a sample with at least `correct_reward` is correct."""
         self._model = model
         self._optimizer = optimizer
         self._method = method
         self._replicas = replicas
         self._max_completion_tokens = max_completion_tokens
         self._max_logprob_gap = max_logprob_gap
+        self._max_mismatch_kl = max_mismatch_kl
+        self._correct_reward = correct_reward
         self._first_step = first_step
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
-        self._no_meters = policy_loss(_no_columns(model.device), method=method).meters
+        self._no_meters = policy_loss(_no_columns(model.device), method=method, statistics=StepStatistics()).meters
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
+        self._held: list[tuple[MicroBatch, Row, TokenColumns]] = []
+        """Rows that wait for the measure of the whole step, with their columns before it."""
 
     def add(self, batch: MicroBatch) -> None:
-        """Compute a row's loss sum and add its gradient. A zero-loss row adds nothing. Raises `MismatchError` and `DataError`."""
+        """Compute a row's loss sum and add its gradient, or hold it where the method measures the whole step first.
+
+        A zero-loss row adds nothing. Raises `MismatchError` and `DataError`.
+        """
         self._num_tokens += len(batch.token_ids)
         row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids, device=self._model.device)
         if row is None:
             return
+        if Need.WHOLE_STEP not in self._method.needs:
+            self._train(batch, row)
+            return
+        with torch.no_grad():
+            logprobs, entropy = self._model.logprobs(row)
+        self._held.append((batch, row, self._columns(batch, row, logprobs=logprobs, entropy=entropy)))
+
+    def train_held(self) -> None:
+        """Measure the whole step and train the rows held for it; nothing where rows are trained as they come. Every rank calls it."""
+        statistics = measure_step([columns for _, _, columns in self._held], method=self._method, reduce=self._summed)
+        held, self._held = self._held, []
+        for batch, row, measured in held:
+            self._train(batch, row, old_logprobs=measured.old_logprobs, statistics=statistics)
+
+    def _train(
+        self, batch: MicroBatch, row: Row, *, old_logprobs: torch.Tensor | None = None, statistics: StepStatistics | None = None
+    ) -> None:
+        """Add a row's gradient. `old_logprobs` are those that were measured, if any: a threshold is compared with the same bits."""
         logprobs, entropy = self._model.logprobs(row, with_entropy_gradient=Need.ENTROPY in self._method.needs)
         columns = self._columns(batch, row, logprobs=logprobs, entropy=entropy)
+        if old_logprobs is not None:
+            columns = dataclasses.replace(columns, old_logprobs=old_logprobs)
         if batch.step == self._first_step:
             check_agreement(columns, batch=batch, limit=self._max_logprob_gap)
-        sums = policy_loss(columns, method=self._method)
+        sums = policy_loss(columns, method=self._method, statistics=statistics)
         sums.loss.backward()
         self._meters = merge_meters((self._meters, sums.meters))
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank."""
-        self._replicas.sum(self._optimizer.gradient, what=f"to sum the gradients of step {sealed.step}")
+        assert not self._held, "rows are held for a measure of the whole step: train_held comes before finish"
         divisor = denominator(
             self._method.aggregation,
             num_tokens=sealed.num_tokens,
             num_sequences=sealed.num_samples,
             max_tokens=self._max_completion_tokens,
         )
-        update = self._optimizer.step(sealed.step, denominator=divisor)
         totals = self._reduced(sealed.step)
         num_tokens = totals.pop("row_tokens_sum")
         numbers = finish_meters(totals, denominator=divisor)
+        check_mismatch(numbers, step=sealed.step, limit=self._max_mismatch_kl)
+        self._replicas.sum(self._optimizer.gradient, what=f"to sum the gradients of step {sealed.step}")
+        update = self._optimizer.step(sealed.step, denominator=divisor)
         self.drop()
         numbers |= {short: numbers[name] for short, name in _SHORT_NAMES.items() if name in numbers}
         return numbers | {
@@ -93,13 +144,17 @@ class Step:
         self._optimizer.drop()
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
+        self._held.clear()
 
     def _columns(self, batch: MicroBatch, row: Row, *, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenColumns:
         """The loss's view of a row: trained tokens only."""
         sample_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
 
+        def on_device(column: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(column).to(self._model.device, non_blocking=True)
+
         def trained(column: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(column[batch.trains]).to(self._model.device, non_blocking=True)
+            return on_device(column[batch.trains])
 
         return TokenColumns(
             logprobs=logprobs,
@@ -112,7 +167,15 @@ class Step:
             positions=row.trained,
             entropy=entropy,
             old_logprobs=logprobs.detach() if Need.OLD_LOGPROBS in self._method.needs else None,
+            correct=None if batch.rewards is None else on_device(batch.rewards >= self._correct_reward),
+            truncated=None if batch.truncated is None else on_device(batch.truncated),
         )
+
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its sum over all replicas, on the host."""
+        on_device = tensor.to(self._model.device)
+        self._replicas.sum(on_device, what="to measure the whole step")
+        return on_device.cpu()
 
     def _reduced(self, step: int) -> dict[str, float]:
         """The step's meters over all replicas."""
@@ -152,6 +215,28 @@ def check_agreement(columns: TokenColumns, *, batch: MicroBatch, limit: float) -
     )
 
 
+def check_mismatch(numbers: dict[str, float], *, step: int, limit: float) -> None:
+    """Raise `MismatchError` where engine and trainer drift apart, before the step's update; `numbers` are the step's meters.
+
+    The limit is for sequences that one version sampled whole, the one being trained: there the weights are equal, and no token saw keys and
+    values of older weights (an engine keeps those over a swap, so a sequence that lived through one differs for a reason that is no fault).
+    A step may hold no such sequence; all its tokens together may then differ by staleness, too, and only `DRIFT` times as much is too much.
+    """
+    for name, bound, whose in (
+        ("mismatch_kl_fresh", limit, "sequences that version {0} sampled whole"),
+        ("mismatch_kl_k3", DRIFT * limit, "all tokens, whatever their version"),
+    ):
+        found = numbers.get(name, 0.0)
+        if not found <= bound:  # NaN is below no limit
+            raise MismatchError(
+                f"step {step}: mean KL between engine and trainer over {whose.format(step)}: got {found:.3g}, expected at most {bound:g}"
+                f" (trainer.max_mismatch_kl = {limit:g}; largest single gap {numbers.get('logprob_gap_max', float('nan')):.3g}, mean"
+                f" staleness {numbers.get('staleness_mean', float('nan')):.2f}). Nothing was updated. Likely causes: an engine that serves"
+                " another version than it says, arithmetic of another precision, a policy that has diverged (lower trainer.learning_rate or"
+                " pipeline.max_staleness), or, for mixtures of experts, other routes in engine and trainer"
+            )
+
+
 def _no_columns(device: torch.device) -> TokenColumns:
     nothing, no_ids = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     return TokenColumns(
@@ -165,4 +250,6 @@ def _no_columns(device: torch.device) -> TokenColumns:
         positions=no_ids,
         entropy=nothing,
         old_logprobs=nothing,
+        correct=no_ids.bool(),
+        truncated=no_ids.bool(),
     )

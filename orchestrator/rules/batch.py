@@ -2,17 +2,48 @@
 
 The staleness bound is checked here a second time, per oldest token: a group that others overtook can be older than admission foresaw.
 A step trains the version of its own number, so a group placed in step s has staleness s - oldest version.
+
+A group is placed or given up whole: a row taken out by itself would change its siblings' baseline. Groups that the method sets aside are
+made up for by others, up to a budget per step; then the step is filled with what comes, so that no reward can starve the trainer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from pipelinerl.algorithms.staleness import measure
 from pipelinerl.messages import Fate, Float32, Group, Outcome, Sample, ScoredTrajectory
 
-Credit = Callable[[tuple[ScoredTrajectory, ...]], list[Float32] | str]
-"""The method's advantage rule: for the scored siblings of a group one [L] column each, or the reason why the group is set aside."""
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """The method would rather not train a group."""
+
+    reason: str
+    advantages: list[Float32]
+    """What it trains with where the step's budget for setting aside is spent."""
+
+
+Survivors = tuple[ScoredTrajectory, ...]
+"""The siblings of a group that have a score."""
+Credit = Callable[[Survivors], list[Float32] | SetAside]
+"""The method's advantage rule for one group: one [L] column for each survivor."""
+StepCredit = Callable[[Sequence[Survivors]], list[list[Float32]]]
+"""The method's advantage rule for all groups of a step at once, in the order in which they were placed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What a method asks of the cut beyond the advantages of one group."""
+
+    step_credit: StepCredit | None = None
+    """Final advantages of a whole step. Its samples are then held until the step is whole; None lets each group go at once."""
+    refill_batches: int = 10
+    """Batches' worth of groups that may be set aside for one step. More generates for nothing; fewer trains groups without signal."""
+    withhold: int | None = None
+    """Tokens older than this do not train, in the trainer's mask, while their sequence's reward counts in the baseline: a group is then too
+    old only where none of its tokens would train. None: the oldest token decides about the group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +63,15 @@ class Verdict:
     step: int
     """Step the group was placed in, or would have been."""
     samples: tuple[Sample, ...]
+    """What is placed of this group; under a rule over the whole step, with the advantages of the group alone."""
     ended: tuple[Ended, ...]
-    closes_step: bool
+    delivered: tuple[Sample, ...] = ()
+    """What goes to the trainer now: `samples`, or, under a rule over the whole step, all of the step's at once when it closes."""
+    is_set_aside: bool = False
+    """True where the group is given up because the method set it aside."""
+    is_let_through: bool = False
+    """True where it trains although the method set it aside, because the step's budget is spent."""
+    closes_step: bool = False
     """True where this group completes the step: then it is sealed with `num_tokens` and `num_samples`."""
     num_tokens: int = 0
     """Tokens with a loss in the whole step; meaningful where `closes_step`."""
@@ -48,15 +86,29 @@ class Verdict:
 class BatchCut:
     """Places groups in steps of `groups_per_step`, in order of arrival."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, min_survivors: int, credit: Credit, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        min_survivors: int,
+        credit: Credit,
+        rules: StepRules | None = None,
+        first_step: int = 0,
+    ) -> None:
         self.step = first_step
         """Step being filled."""
         self.num_groups = 0
         """Groups in it so far."""
+        self.num_set_aside = 0
+        """Groups set aside for it so far."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._min_survivors = min_survivors
         self._credit = credit
+        self._rules = rules or StepRules()
+        self._held: list[Survivors] = []
+        """Placed groups that wait for the rule over the whole step."""
         self._num_tokens = 0
         self._num_samples = 0
 
@@ -66,40 +118,65 @@ class BatchCut:
         survivors = tuple(member for member in group.members if member.score.outcome is Outcome.OK)
         if len(survivors) < min(self._min_survivors, len(group.members)):
             return self._give_up(group, ended, survivors, Fate.FAILED, f"fewer than {self._min_survivors} siblings scored")
-        if max(self._staleness(member) for member in survivors) > self._max_staleness:
+        if self._is_stale(survivors):
             return self._give_up(group, ended, survivors, Fate.STALE, f"oldest token over {self._max_staleness} versions old")
         credit = self._credit(survivors)
-        if isinstance(credit, str):
-            return self._give_up(group, ended, survivors, Fate.FILTERED, credit)
-        samples = tuple(_sample(member, advantages) for member, advantages in zip(survivors, credit, strict=True))
-        return self._place(group, ended, samples)
+        if not isinstance(credit, SetAside):
+            return self._place(group, ended, survivors, credit)
+        if self.num_set_aside < self._rules.refill_batches * self._groups_per_step:
+            self.num_set_aside += 1
+            verdict = self._give_up(group, ended, survivors, Fate.FILTERED, credit.reason)
+            return dataclasses.replace(verdict, is_set_aside=True)
+        return dataclasses.replace(self._place(group, ended, survivors, credit.advantages), is_let_through=True)
 
-    def _place(self, group: Group, ended: list[Ended], samples: tuple[Sample, ...]) -> Verdict:
+    def _place(self, group: Group, ended: list[Ended], survivors: Survivors, advantages: list[Float32]) -> Verdict:
         step = self.step
+        samples = _samples(survivors, advantages)
         self.num_groups += 1
         self._num_samples += len(samples)
         self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
         num_tokens, num_samples = self._num_tokens, self._num_samples
         closes = self.num_groups == self._groups_per_step
-        if closes:
-            self.step, self.num_groups, self._num_tokens, self._num_samples = step + 1, 0, 0, 0
-        return Verdict(
+        verdict = Verdict(
             group=group,
             step=step,
             samples=samples,
+            delivered=self._to_deliver(survivors, samples, closes=closes),
             ended=tuple(ended),
             closes_step=closes,
             num_tokens=num_tokens,
             num_samples=num_samples,
         )
+        if closes:
+            self.step, self.num_groups, self.num_set_aside, self._num_tokens, self._num_samples = step + 1, 0, 0, 0, 0
+        return verdict
 
-    def _give_up(self, group: Group, ended: list[Ended], survivors: tuple[ScoredTrajectory, ...], fate: Fate, reason: str) -> Verdict:
+    def _to_deliver(self, survivors: Survivors, samples: tuple[Sample, ...], *, closes: bool) -> tuple[Sample, ...]:
+        if self._rules.step_credit is None:
+            return samples
+        self._held.append(survivors)
+        if not closes:
+            return ()
+        held, self._held = self._held, []
+        columns = self._rules.step_credit(held)
+        return tuple(sample for pair in zip(held, columns, strict=True) for sample in _samples(*pair))
+
+    def _give_up(self, group: Group, ended: list[Ended], survivors: Survivors, fate: Fate, reason: str) -> Verdict:
         lost = tuple(ended) + tuple(Ended(scored=member, fate=fate, reason=reason) for member in survivors)
-        return Verdict(group=group, step=self.step, samples=(), ended=lost, closes_step=False)
+        return Verdict(group=group, step=self.step, samples=(), ended=lost)
 
-    def _staleness(self, member: ScoredTrajectory) -> int:
-        oldest = member.trajectory.oldest_version
-        return 0 if oldest is None else self.step - oldest
+    def _is_stale(self, survivors: Survivors) -> bool:
+        found = [measure(member.trajectory.versions, trained_version=self.step) for member in survivors]
+        ages = [age for age in found if age is not None]
+        if not ages:
+            return False
+        if self._rules.withhold is None:
+            return max(age.oldest for age in ages) > self._max_staleness
+        return min(age.newest for age in ages) > min(self._rules.withhold, self._max_staleness)
+
+
+def _samples(survivors: Survivors, advantages: list[Float32]) -> tuple[Sample, ...]:
+    return tuple(_sample(member, column) for member, column in zip(survivors, advantages, strict=True))
 
 
 def _sample(member: ScoredTrajectory, advantages: Float32) -> Sample:

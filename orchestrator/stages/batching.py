@@ -43,11 +43,15 @@ class Seal:
 class Batching:
     """Cuts batches as groups complete.
 
+    Rows leave as they fill, while the step is still being filled. Only under a method with a rule over the whole step do they all leave
+    when it closes: training on a step then no longer hides inside its own generation, only inside that of the next ones.
+
     takes     ScoredTrajectory, from scoring
     gives     Row and Seal, to delivery
     waits for room towards delivery
     woken by  delivery taking a row
     fails     never on one group: what cannot be trained gets a fate and returns its credit; Stalled, after `max_given_up` of them in a row
+              that failed or were too old
     ends      when the run does
     """
 
@@ -96,13 +100,13 @@ class Batching:
             self._num_given_up = 0
         else:
             self._admission.given_up()
-            self._num_given_up += 1
+            self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
         self._credits.set()
         self._progress.settled(verdict, now_s=now)
         if self._num_given_up >= self._max_given_up:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._ledger.reasons.most_common(5))
             raise Stalled(f"the last {self._num_given_up} groups were all given up, so no step fills; rollouts so far by reason: {reasons}")
-        for sample in verdict.samples:
+        for sample in verdict.delivered:
             for samples in self._packing.add(sample):
                 await self._rows.put(Row(step=verdict.step, samples=tuple(samples)))
         if verdict.closes_step:

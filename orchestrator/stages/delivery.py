@@ -15,6 +15,7 @@ from pipelinerl.errors import PeerRefused
 from pipelinerl.messages import (
     Alive,
     Fate,
+    Finish,
     MicroBatch,
     PolicyPublished,
     Sample,
@@ -189,6 +190,8 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> Mic
         advantages=_join([sample.advantages for sample in samples], np.float32),
         lengths=np.array([trajectory.num_tokens for trajectory in trajectories], np.int32),
         rollout_ids=tuple(trajectory.rollout_id for trajectory in trajectories),
+        rewards=np.array([sample.reward for sample in samples], np.float32),
+        truncated=np.array([trajectory.finish is Finish.LENGTH for trajectory in trajectories], np.bool_),
     )
 
 

@@ -34,7 +34,9 @@ class Need(enum.StrEnum):
     PREDICTIONS = "predictions"
     """Predicted reward and sample weight of rows under an unbiased early stop."""
     CORRECT = "correct"
-    """Verified correctness, 0 or 1 per sequence."""
+    """Correctness, 0 or 1 per sequence."""
+    TRUNCATED = "truncated"
+    """Whether a sequence was cut off at its longest allowed length."""
     TOKEN_KL = "token_kl"
     """Per token log mu - log ref, from a reference prefill, on the orchestrator's side."""
     REFERENCE_LOGPROBS = "reference_logprobs"
@@ -57,10 +59,18 @@ class Need(enum.StrEnum):
     """All rows of a step in the trainer before its first backward pass, for `step_statistics.measure_step`."""
 
 
-ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS})
-"""What the wire carries in every run."""
-TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS})
+ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.WHOLE_BATCH})
+"""What wire and orchestrator supply in every run."""
+TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP})
 """What the trainer computes where a method asks for it. A step makes one update, so the policy at its start is the one being trained."""
+
+COSTS: dict[Need, str] = {
+    Need.ENTROPY: "the entropy's gradient keeps one more table of logits",
+    Need.WHOLE_BATCH: "rows leave only when all groups of their step are in: training hides only inside the generation of later steps",
+    Need.WHOLE_STEP: "the trainer holds a step's rows until the seal, and computes forward and backward only then",
+    Need.OLD_LOGPROBS: "with whole_step, one more forward pass of every row, as it arrives; else nothing: a step makes one update",
+}
+"""What a supplied need costs the run."""
 
 
 class Aggregation(enum.StrEnum):
@@ -159,6 +169,12 @@ class Method:
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     needs: frozenset[Need] = frozenset()
     """Derived from the rules, see `rules.needs_of`."""
+
+    @property
+    def withhold_bound(self) -> int | None:
+        """Age in versions beyond which a token is withheld while its sequence's reward counts; None where the method withholds none."""
+        bounds = [rule.options["bound"] for rule in self.masks if rule.name == "version_withhold"]
+        return min((int(bound) for bound in bounds if bound is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only: strings, numbers, booleans, lists, dictionaries."""

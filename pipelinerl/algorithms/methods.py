@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS, Method, Need
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, TRAINER_OFFERS, Method, Need
 from pipelinerl.algorithms.refusals import RunFacts, problems_of
 from pipelinerl.algorithms.rules import nearest, with_columns
 from pipelinerl.config import AlgorithmSection
@@ -185,9 +185,10 @@ _row("opsm", "drop bad answers the policy has already left", "slime; DeepSeek-V3
 _row("m2po", "clip around mu, without the tokens of largest second moment", "arXiv:2510.01161", masks="m2po", **_ENGINE)
 
 
-def method_of(algorithm: AlgorithmSection, *, group_size: int) -> Method:
+def method_of(algorithm: AlgorithmSection, *, group_size: int, max_staleness: int) -> Method:
     """The method a run's config names, checked against what this system supplies. Raises `ConfigError` as `resolve` does."""
-    return resolve(algorithm.name, algorithm.overrides, group_size=group_size, offers=ALWAYS_OFFERED | TRAINER_OFFERS)
+    offers = ALWAYS_OFFERED | TRAINER_OFFERS
+    return resolve(algorithm.name, algorithm.overrides, group_size=group_size, max_staleness=max_staleness, offers=offers)
 
 
 def resolve(
@@ -197,6 +198,7 @@ def resolve(
     group_size: int,
     has_critic: bool = False,
     offers: Collection[Need] = ALWAYS_OFFERED,
+    max_staleness: int | None = None,
     updates_per_batch: int = 1,
     truncated_sampling: bool = False,
     replays_kept_tokens: bool = False,
@@ -214,6 +216,7 @@ def resolve(
     run = RunFacts(
         group_size=group_size,
         offers=frozenset(offers) | ALWAYS_OFFERED | ({Need.CRITIC} if has_critic else set()),
+        max_staleness=max_staleness,
         updates_per_batch=updates_per_batch,
         truncated_sampling=truncated_sampling,
         replays_kept_tokens=replays_kept_tokens,
@@ -225,13 +228,21 @@ def resolve(
     return method
 
 
-def table_rows() -> list[tuple[str, str, str]]:
-    """(name, formula, source) of every method, in table order."""
-    return [(method.name, method.formula, method.source) for method in METHODS.values()]
+def table_rows() -> list[tuple[str, str, str, str]]:
+    """(name, formula, cost, source) of every method, in table order; the cost also says what this system does not supply."""
+    return [(method.name, method.formula, _cost(method), method.source) for method in METHODS.values()]
 
 
 def render_table() -> str:
-    """The table as aligned text, one method per line, each with its name, formula and source."""
-    rows = [("method", "what it does", "source"), *table_rows()]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{name:<{widths[0]}}  {formula:<{widths[1]}}  {source}" for name, formula, source in rows)
+    """The table as aligned text, one method per line, and what its costs mean."""
+    rows = [("method", "what it does", "cost", "source"), *table_rows()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) + f"  {row[3]}" for row in rows]
+    notes = [f"{need.value}: {meaning}." for need, meaning in COSTS.items()]
+    return "\n".join([*lines, "", *notes, "needs X: refused until the run supplies X; the refusal says how, or which option does without."])
+
+
+def _cost(method: Method) -> str:
+    missing = sorted(need.value for need in method.needs - ALWAYS_OFFERED - TRAINER_OFFERS)
+    costs = sorted(need.value for need in method.needs if need in COSTS)
+    return "; ".join([*costs, *(f"needs {need}" for need in missing)])

@@ -20,15 +20,21 @@ SHAPING: dict[str, RuleSpec] = {
     ),
 }
 
+_REFILL = {"refill": 10}
+"""Then groups train although the filter would set them aside: the step never starves, and a step without signal does no harm."""
+
 GROUP_FILTER: dict[str, RuleSpec] = {
     "none": RuleSpec(formula="every group trains"),
     "zero_variance": RuleSpec(
-        formula="set aside when max R - min R <= tolerance", source="DAPO arXiv:2503.14476", options={"tolerance": 1e-6}, min_group=2
+        formula="set aside when max R - min R <= tolerance; refilled, up to `refill` batches' worth of groups per step",
+        source="DAPO arXiv:2503.14476; refill as verl max_num_gen_batches",
+        options={"tolerance": 1e-6, **_REFILL},
+        min_group=2,
     ),
     "accuracy_band": RuleSpec(
-        formula="set aside unless low <= mean_g(correct) <= high",
+        formula="set aside unless low <= mean_g(correct) <= high; refilled likewise",
         source="PRIME arXiv:2502.01456",
-        options={"low": 0.2, "high": 0.8},
+        options={"low": 0.2, "high": 0.8, **_REFILL},
         needs=frozenset({Need.CORRECT}),
         min_group=2,
     ),

@@ -20,6 +20,8 @@ class RunFacts:
     group_size: int
     offers: frozenset[Need]
     """What wire, scorers and trainer supply."""
+    max_staleness: int | None
+    """K of the run; None where none bounds it."""
     updates_per_batch: int
     truncated_sampling: bool
     """top-p or top-k is on."""
@@ -53,7 +55,17 @@ _HOW_TO_OFFER: dict[Need, str] = {
 
 def problems_of(method: Method, *, run: RunFacts) -> list[str]:
     """One sentence per reason to refuse the method in this run; empty when it may start."""
-    checks = (_unstated_options, _missing_needs, _small_group, _wrong_proximal, _unordered_masks, _aggregation, _bounds, _sampling)
+    checks = (
+        _unstated_options,
+        _missing_needs,
+        _small_group,
+        _wrong_proximal,
+        _unordered_masks,
+        _aggregation,
+        _bounds,
+        _withheld,
+        _sampling,
+    )
     return [problem for check in checks for problem in check(method, run)]
 
 
@@ -124,6 +136,15 @@ def _bounds(method: Method, run: RunFacts) -> Iterator[str]:
         if _is_number(low) and _is_number(high) and low >= high:  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
             yield f"{column} {rule.name} keeps nothing: got low {low} and high {high}, expected low below high."
     yield from _dual_clip(method.objective)
+
+
+def _withheld(method: Method, run: RunFacts) -> Iterator[str]:
+    bound = method.withhold_bound
+    if bound is not None and run.max_staleness is not None and bound > run.max_staleness:
+        yield (
+            f"masks version_withhold would let tokens train that are {bound} versions old, and pipeline.max_staleness is"
+            f" {run.max_staleness}: got bound {bound}, expected at most {run.max_staleness}."
+        )
 
 
 def _dual_clip(objective: Rule) -> Iterator[str]:

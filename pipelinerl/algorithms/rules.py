@@ -45,6 +45,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "ddof": (0, 1),
     "prox_lag": (0, math.inf),
     "bound": (0, math.inf),
+    "refill": (0, math.inf),
     "max_tokens": (1, math.inf),
     "buffer_tokens": (1, math.inf),
 }

@@ -16,35 +16,31 @@ from pipelinerl.messages import UNSAMPLED
 
 Versions = npt.NDArray[np.integer]
 """[T] version that sampled each token, `UNSAMPLED` where none did."""
+Ages = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """Age of the sampled tokens of a sequence or a group, in versions."""
+    """Age of the sampled tokens of one rollout, in versions."""
 
-    num_tokens: int
     oldest: int
     """Largest token staleness: the one the bound is held against."""
     newest: int
-    mean: float
-    spread: int
-    """Oldest minus newest: versions the rollout lived through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessParts:
-    """Where the staleness of the oldest token came from."""
+    """Where the staleness of every sampled token of one rollout came from; the two add up to it."""
 
-    in_flight: int
-    """Versions published between its oldest and its last token."""
-    in_queue: int
-    """Versions published between its last token and the step that trains it."""
+    in_flight: Ages
+    """[sampled tokens] versions published between the token and the last one of its rollout."""
+    in_queue: Ages
+    """[sampled tokens] versions published between the rollout's last token and the step that trains it; the same for all of them."""
 
 
-def token_staleness(versions: Versions, *, trained_version: int) -> npt.NDArray[np.int64]:
-    """[T] trained_version - version; 0 where nothing was sampled. Raises `ValueError` for a token newer than the policy being trained."""
-    sampled = versions != UNSAMPLED
-    ages = np.where(sampled, trained_version - versions.astype(np.int64), 0)
+def token_staleness(versions: Versions, *, trained_version: int) -> Ages:
+    """[sampled tokens] trained_version - version. Raises `ValueError` for a token newer than the policy being trained."""
+    ages = trained_version - versions[versions != UNSAMPLED].astype(np.int64)
     if (ages < 0).any():
         raise ValueError(
             f"staleness: a token carries version {int(versions.max())}, newer than version {trained_version} being trained; the trainer"
@@ -55,31 +51,12 @@ def token_staleness(versions: Versions, *, trained_version: int) -> npt.NDArray[
 
 def measure(versions: Versions, *, trained_version: int) -> Staleness | None:
     """Staleness over all sampled tokens; None where nothing was sampled."""
-    ages = token_staleness(versions, trained_version=trained_version)[versions != UNSAMPLED]
-    if not len(ages):
-        return None
-    oldest, newest = int(ages.max()), int(ages.min())
-    return Staleness(num_tokens=len(ages), oldest=oldest, newest=newest, mean=float(ages.mean()), spread=oldest - newest)
-
-
-def split(versions: Versions, *, trained_version: int) -> StalenessParts | None:
-    """In-flight and in-queue parts of the oldest token's staleness; None where nothing was sampled."""
-    whole = measure(versions, trained_version=trained_version)
-    return None if whole is None else StalenessParts(in_flight=whole.spread, in_queue=whole.newest)
-
-
-def fits_bound(versions: Versions, *, trained_version: int, bound: int) -> bool:
-    """Whether the oldest token is at most `bound` versions old. A row without a sampled token fits."""
-    whole = measure(versions, trained_version=trained_version)
-    return whole is None or whole.oldest <= bound
-
-
-def withhold_mask(versions: Versions, *, trained_version: int, bound: int) -> npt.NDArray[np.bool_]:
-    """[T] true where a sampled token is within the bound and may train. The row's reward still counts in its group's baseline."""
     ages = token_staleness(versions, trained_version=trained_version)
-    return (versions != UNSAMPLED) & (ages <= bound)
+    return Staleness(oldest=int(ages.max()), newest=int(ages.min())) if len(ages) else None
 
 
-def never_falls(versions: Versions) -> bool:
-    """Whether sampled versions never fall along the sequence, as they cannot where each token is tagged by the pass that computed it."""
-    return not (np.diff(versions[versions != UNSAMPLED]) < 0).any()
+def split(versions: Versions, *, trained_version: int) -> StalenessParts:
+    """In-flight and in-queue parts for each sampled token of one rollout."""
+    ages = token_staleness(versions, trained_version=trained_version)
+    in_queue = np.full_like(ages, ages.min() if len(ages) else 0)
+    return StalenessParts(in_flight=ages - in_queue, in_queue=in_queue)

@@ -194,8 +194,14 @@ MASK: dict[str, RuleSpec] = {
         options={"tau": 0.04},
         needs=_WHOLE,
     ),
+    "overlong": RuleSpec(
+        formula="drop sequences cut off at their longest length; the reward still counts in the baseline",
+        source="DAPO arXiv:2503.14476 overlong filtering",
+        needs=frozenset({Need.TRUNCATED}),
+        level="sequence",
+    ),
     "version_withhold": RuleSpec(
-        formula="drop tokens with staleness > bound; the reward still counts in the baseline",
+        formula="drop tokens with staleness > bound, and their group only where none is younger; the reward still counts in the baseline",
         source="prime-rl#2960",
         options={"bound": None},
         needs=frozenset({Need.TOKEN_VERSIONS}),

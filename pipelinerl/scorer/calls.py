@@ -9,8 +9,10 @@ which call a worker is busy with, and a worker that hangs or dies is charged for
 
 from __future__ import annotations
 
+import collections
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.errors import WireError
@@ -30,6 +32,13 @@ class Component(Message, frozen=True):
     function: str
     """`path:name`."""
     weight: float
+
+
+def component_names(references: Sequence[str]) -> tuple[str, ...]:
+    """What each of these functions is known as in `Scored.components`: its name, or its whole reference where two share a name."""
+    short = [reference.rpartition(":")[2] for reference in references]
+    counts = collections.Counter(short)
+    return tuple(reference if counts[name] > 1 else name for name, reference in zip(short, references, strict=True))
 
 
 class Setup(Message, frozen=True):

@@ -28,7 +28,7 @@ from typing import Any
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import Outcome
 from pipelinerl.plugin import load_plugin
-from pipelinerl.scorer.calls import Call, Component, Result
+from pipelinerl.scorer.calls import Call, Component, Result, component_names
 
 ERROR_CHARACTERS = 2000
 """Longest error text that travels. Longer would let one exception with a huge message fill the journal."""
@@ -92,16 +92,14 @@ class Reward:
 def load_rewards(components: Sequence[Component]) -> tuple[Reward, ...]:
     """Import every function. Raises `ConfigError` where one is missing, cannot be imported or has an unknown signature.
 
-    A function is known by its name, or by its whole reference where two share a name.
+    They are known as `component_names` says.
     """
     references = [component.function for component in components]
     for reference, count in collections.Counter(references).items():
         if count > 1:
             raise ConfigError(f"reward function {reference} is named {count} times: name it once, with the sum of the weights")
-    names = collections.Counter(_name(reference) for reference in references)
     rewards = [inspect_reward(load_plugin(item.function), reference=item.function, weight=item.weight) for item in components]
-    pairs = zip(rewards, references, strict=True)
-    return tuple(dataclasses.replace(reward, name=reference) if names[reward.name] > 1 else reward for reward, reference in pairs)
+    return tuple(dataclasses.replace(reward, name=name) for reward, name in zip(rewards, component_names(references), strict=True))
 
 
 def inspect_reward(function: Any, *, reference: str, weight: float = 1.0) -> Reward:

@@ -32,6 +32,7 @@ class Seq:
     entropy: list[float] = field(default_factory=list)
     weight: float = 1.0
     correct: bool = False
+    truncated: bool = False
     token_count: int | None = None
 
     def trained(self) -> list[bool]:
@@ -86,6 +87,7 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
         old_logprobs=optional("old"),
         weights=torch.tensor([sequence.weight for sequence in sequences], dtype=dtype),
         correct=torch.tensor([sequence.correct for sequence in sequences], dtype=torch.bool),
+        truncated=torch.tensor([sequence.truncated for sequence in sequences], dtype=torch.bool),
         token_counts=None if None in counts else torch.tensor(counts, dtype=dtype),
     )
 

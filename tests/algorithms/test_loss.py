@@ -50,6 +50,7 @@ MIXED: dict[str, dict[str, Any]] = {
         "masks": ["ratio_band", "partial_rollout"],
         "mask_order": "before_weight",
     },
+    "overlong": {"masks": "overlong", "aggregation": "seq-mean-token-mean"},
     "loglinear": {"proximal": "loglinear", "kl": {"name": "unbiased", "beta": 0.3}},
 }
 EVERY_METHOD = {name: method_of(name, **STATED.get(name, {})) for name in METHODS} | {
@@ -60,7 +61,7 @@ EVERY_METHOD = {name: method_of(name, **STATED.get(name, {})) for name in METHOD
 def sample(seed: int, lengths: Sequence[int] = (4, 7, 1, 9, 3, 6)) -> list[Seq]:
     generator = random.Random(seed)
     sequences = [random_seq(generator, length=length, weight=generator.choice([0.0, 1.0, 4.0])) for length in lengths]
-    return [changed(seq, token_count=sum(seq.trained()) + 2) for seq in sequences]
+    return [changed(seq, token_count=sum(seq.trained()) + 2, truncated=index % 3 == 1) for index, seq in enumerate(sequences)]
 
 
 def whole_step(rows: Sequence[Sequence[Seq]], *, method: Method) -> tuple[float, list[list[float]], dict[str, float]]:

@@ -9,7 +9,7 @@ import torch
 
 from pipelinerl.algorithms.loss import finish_meters, merge_meters, policy_loss, reduces_by_maximum
 from pipelinerl.algorithms.loss.meters import effective_sample_fraction
-from tests.algorithms.rows import Seq, loss_and_gradient, method_of, pack
+from tests.algorithms.rows import Seq, changed, loss_and_gradient, method_of, pack
 
 
 def numbers(sequences: list[Seq], name: str = "grpo", **overrides: object) -> dict[str, float]:
@@ -48,8 +48,6 @@ def test_meters_by_hand() -> None:
         "entropy": 0.6,
         "staleness_mean": (0 + 1 + 4) / 3,
         "staleness_max": 4,
-        "logprob_gap_mean": math.log(1.5),
-        "logprob_gap_max": math.log(1.5),
         "reference_kl_k1": 0.1 / 3,
         "advantage_mean": -2 / 3,
         "advantage_abs_mean": 4 / 3,
@@ -63,7 +61,17 @@ def test_the_logprob_gap_looks_only_at_tokens_of_the_version_being_trained() -> 
     old = Seq(logprobs=[-1.0], behaviour=[-9.0], advantages=[1.0], versions=[4])
     assert "logprob_gap_max" not in numbers([old]), "absent, not 0.0"
     fresh = Seq(logprobs=[-1.0], behaviour=[-1.01], advantages=[1.0], versions=[5])
-    assert numbers([old, fresh])["logprob_gap_max"] == pytest.approx(0.01)
+    got = numbers([old, fresh])
+    assert got["logprob_gap_max"] == pytest.approx(0.01)
+    assert got["mismatch_kl_fresh"] == pytest.approx(math.exp(0.01) - 1 - 0.01)
+
+
+def test_a_token_that_saw_keys_and_values_of_an_older_policy_is_no_measure_of_arithmetic() -> None:
+    """Its sequence lived through a swap, and the engine kept what it had computed before."""
+    through_a_swap = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.4], advantages=[1.0, 1.0], versions=[4, 5])
+    assert "mismatch_kl_fresh" not in numbers([through_a_swap])
+    whole = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.0], advantages=[1.0, 1.0], versions=[5, 5])
+    assert numbers([through_a_swap, whole])["mismatch_kl_fresh"] == 0.0
 
 
 def test_at_the_first_step_ratio_is_one_and_kl_zero() -> None:
@@ -105,6 +113,6 @@ def test_meters_merge_by_sum_and_maximum_and_skip_rows_without_tokens() -> None:
 
 
 def test_meters_hold_no_graph_and_are_scalars() -> None:
-    meters = policy_loss(pack([SEQ]), method=method_of("grpo", kl="k3")).meters
+    meters = policy_loss(pack([changed(SEQ, versions=[5, 5, -1, 5])]), method=method_of("grpo", kl="k3")).meters
     assert all(value.ndim == 0 and not value.requires_grad for value in meters.values())
     assert all(torch.isfinite(value) for value in meters.values())

@@ -15,9 +15,15 @@ from pipelinerl.algorithms.loss import mask as mask_module
 from pipelinerl.algorithms.loss import objective
 from pipelinerl.algorithms.method import Aggregation, Method, Need, Rule
 from pipelinerl.algorithms.methods import METHODS, render_table, resolve, table_rows
-from pipelinerl.algorithms.rules import COLUMNS
+from pipelinerl.algorithms.methods import method_of as supplied_method_of
+from pipelinerl.algorithms.rules import COLUMNS, specs_of
+from pipelinerl.config import AlgorithmSection
 from pipelinerl.errors import ConfigError
 from tests.algorithms.rows import EVERYTHING, method_of
+
+
+def stated_options(method: Method) -> list[Any]:
+    return [value for _, rule, _ in specs_of(method) for value in rule.options.values()]
 
 
 def refused(name: str, match: str, /, *, group_size: int = 8, overrides: dict[str, Any] | None = None, **run: Any) -> None:
@@ -64,10 +70,40 @@ def test_published_aggregations(name: str, aggregation: str) -> None:
 
 def test_every_row_has_a_formula_and_a_source_and_is_printed() -> None:
     text = render_table()
-    for name, formula, source in table_rows():
+    for name, formula, cost, source in table_rows():
         assert all((formula, source)), name
-        assert all(part in text for part in (f"{name} ", formula, source))
+        assert all(part in text for part in (f"{name} ", formula, cost, source))
     assert len(table_rows()) == len(METHODS)
+
+
+def test_the_table_says_what_a_method_costs_and_what_it_waits_for() -> None:
+    costs = {name: cost for name, _, cost, _ in table_rows()}
+    assert costs["grpo"] == ""
+    assert costs["gdpo"] == "whole_batch"
+    assert costs["m2po"] == "old_logprobs; whole_step"
+    assert costs["ppo"] == "whole_batch; needs critic"
+    assert "whole_batch: rows leave only when all groups of their step are in" in render_table()
+
+
+RUNS_AS_IT_STANDS = [name for name, _, cost, _ in table_rows() if "needs" not in cost and None not in stated_options(METHODS[name])]
+
+
+@pytest.mark.parametrize("name", RUNS_AS_IT_STANDS)
+def test_what_the_table_does_not_refuse_a_run_accepts(name: str) -> None:
+    assert supplied_method_of(AlgorithmSection(name=name), group_size=8, max_staleness=4).name == name
+
+
+@pytest.mark.parametrize(("name", "need"), [("ppo", "critic"), ("vapo", "critic"), ("otb", "square_sum"), ("prime", "implicit_prm")])
+def test_a_method_whose_model_this_trainer_does_not_have_is_refused_with_what_would_supply_it(name: str, need: str) -> None:
+    with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: "):
+        supplied_method_of(AlgorithmSection(name=name), group_size=8, max_staleness=4)
+
+
+def test_refuses_to_withhold_only_tokens_older_than_the_run_lets_train() -> None:
+    withhold = {"masks": {"name": "version_withhold", "bound": 3}}
+    assert resolve("grpo", withhold, group_size=8, max_staleness=3).withhold_bound == 3
+    refused("grpo", "got bound 3, expected at most 2", overrides=withhold, max_staleness=2)
+    assert METHODS["grpo"].withhold_bound is None
 
 
 def test_every_name_in_the_tables_has_its_function() -> None:
@@ -163,7 +199,7 @@ def test_a_group_of_one_may_train_with_a_rule_that_compares_no_siblings() -> Non
         ("gigpo", "needs anchors"),
         ("process_grpo", "needs step_scores"),
         ("m2po", "needs whole_step"),
-        ("gpg", "needs whole_batch"),
+        ("clip_cov", "needs whole_step"),
     ],
 )
 def test_refuses_a_method_whose_inputs_the_run_does_not_have(name: str, need: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from orchestrator.credit import MethodCredit
+from orchestrator.rules.batch import SetAside, StepRules
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
 from tests.orchestrator import handmade
@@ -25,7 +26,7 @@ def members(rewards: list[float], *, lengths: list[int] | None = None, component
 def test_dr_grpo_gives_reward_minus_mean_on_sampled_tokens_and_zero_on_the_prompt():
     credit = MethodCredit(resolve("dr_grpo", {}, group_size=4), ONE_REWARD)
     columns = credit(members([1.0, 0.0, 0.0, 0.0], lengths=[1, 2, 3, 4]))
-    assert not isinstance(columns, str)
+    assert not isinstance(columns, SetAside)
     assert [column.tolist() for column in columns] == [
         [0.0, 0.0, 0.0, 0.75],
         [0.0, 0.0, 0.0, -0.25, -0.25],
@@ -38,15 +39,60 @@ def test_dr_grpo_gives_reward_minus_mean_on_sampled_tokens_and_zero_on_the_promp
 def test_grpo_divides_by_the_standard_deviation():
     """Rewards 1, 0: mean 0.5, sample standard deviation sqrt(0.5): 0.5 / 0.70711 = 0.70711."""
     columns = MethodCredit(resolve("grpo", {}, group_size=2), ONE_REWARD)(members([1.0, 0.0]))
-    assert not isinstance(columns, str)
+    assert not isinstance(columns, SetAside)
     assert columns[0].tolist() == pytest.approx([0, 0, 0, 0.70711, 0.70711], abs=1e-4)
     assert columns[1].tolist() == pytest.approx([0, 0, 0, -0.70711, -0.70711], abs=1e-4)
 
 
 def test_a_group_the_filter_refuses_is_named_by_the_filter():
     credit = MethodCredit(resolve("dapo", {}, group_size=2), ONE_REWARD)
-    assert credit(members([1.0, 1.0])) == "zero_variance"
-    assert not isinstance(credit(members([1.0, 0.0])), str)
+    refused = credit(members([1.0, 1.0]))
+    assert isinstance(refused, SetAside)
+    assert refused.reason == "zero_variance"
+    assert not np.any(refused.advantages), "let through, it trains nothing"
+    assert not isinstance(credit(members([1.0, 0.0])), SetAside)
+    assert credit.step_rules() == StepRules(step_credit=None, refill_batches=10, withhold=None)
+
+
+def test_the_accuracy_band_reads_correctness_from_the_reward() -> None:
+    credit = MethodCredit(resolve("grpo", {"group_filter": "accuracy_band"}, group_size=4), ONE_REWARD, correct_reward=0.5)
+    assert not isinstance(credit(members([0.6, 0.4, 0.4, 0.4])), SetAside), "one of four is correct"
+    assert isinstance(credit(members([0.4, 0.4, 0.4, 0.4])), SetAside)
+
+
+def test_a_rule_over_the_step_sees_every_group_as_if_they_were_one_table() -> None:
+    """REINFORCE++ with a baseline: R - mean of the group, whitened over the tokens of the step, worked out from the formula."""
+    credit = MethodCredit(resolve("reinforce_pp_baseline", {}, group_size=2), ONE_REWARD)
+    groups = [members([1.0, 0.0], lengths=[3, 1]), members([2.0, 0.0], lengths=[1, 2]), members([1.0, 1.0])]
+    over_step = credit.step_rules().step_credit
+    assert over_step is not None
+    tokens = np.array([0.5] * 3 + [-0.5] + [1.0] + [-1.0] * 2 + [0.0] * 4)
+    expected = [[0.5, -0.5], [1.0, -1.0], [0.0, 0.0]]
+    for columns, group, values in zip(over_step(groups), groups, expected, strict=True):
+        for column, member, value in zip(columns, group, values, strict=True):
+            sampled = member.trajectory.trains
+            assert column[sampled] == pytest.approx((value - tokens.mean()) / tokens.std(ddof=1), abs=1e-6)
+            assert not column[~sampled].any()
+
+
+def test_components_of_one_name_from_two_files_are_told_apart_as_the_scorer_does() -> None:
+    """The scorer names them by their whole reference then; see `scorer.calls.component_names`."""
+    rewards = (RewardSection(function="a.py:right", weight=1.0), RewardSection(function="b.py:right", weight=2.0))
+    credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
+    columns = credit(members([1.0, 2.0], components=[{"a.py:right": 1.0, "b.py:right": 0.0}, {"a.py:right": 0.0, "b.py:right": 1.0}]))
+    assert not isinstance(columns, SetAside)
+    assert columns[0][-1] == pytest.approx(0.70711 - 2 * 0.70711, abs=1e-4)
+
+
+def test_a_component_that_does_not_apply_to_a_sibling_compares_none_of_them() -> None:
+    rewards = (RewardSection(function="r.py:right", weight=1.0), RewardSection(function="r.py:short", weight=2.0))
+    credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
+    columns = credit(members([1.0, 0.0], components=[{"right": 1.0}, {"right": 0.0, "short": 5.0}]))
+    assert not isinstance(columns, SetAside)
+    assert columns[0][-1] == pytest.approx(0.70711, abs=1e-4)
+    nothing = credit(members([1.0, 0.0], components=[{"right": 1.0}, {"short": 0.0}]))
+    assert not isinstance(nothing, SetAside)
+    assert not any(column.any() for column in nothing)
 
 
 def test_components_reach_a_method_that_reads_them_with_their_weights():
@@ -54,13 +100,13 @@ def test_components_reach_a_method_that_reads_them_with_their_weights():
     rewards = (RewardSection(function="rewards.py:right", weight=1.0), RewardSection(function="rewards.py:short", weight=2.0))
     credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
     columns = credit(members([1.0, 2.0], components=[{"short": 0.0, "right": 1.0}, {"right": 0.0, "short": 1.0}]))
-    assert not isinstance(columns, str)
+    assert not isinstance(columns, SetAside)
     assert columns[0][-1] == pytest.approx(0.70711 - 2 * 0.70711, abs=1e-4)
     assert columns[1][-1] == pytest.approx(-0.70711 + 2 * 0.70711, abs=1e-4)
 
 
 def test_an_empty_completion_gets_a_column_of_zeros_as_long_as_its_prompt():
     columns = MethodCredit(resolve("dr_grpo", {}, group_size=2), ONE_REWARD)(members([0.0, 1.0], lengths=[0, 2]))
-    assert not isinstance(columns, str)
+    assert not isinstance(columns, SetAside)
     assert columns[0].tolist() == [0.0, 0.0, 0.0]
     assert columns[1].tolist() == [0.0, 0.0, 0.0, 0.5, 0.5]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from orchestrator.progress import Progress
-from orchestrator.rules.batch import BatchCut
+from orchestrator.rules.batch import BatchCut, SetAside, StepRules, Survivors
 from pipelinerl.messages import Finish, Group, Outcome, StepDone, WeightsCommitted
 from pipelinerl.metrics import Journal, read_journals
 from tests.orchestrator import handmade
@@ -40,6 +40,10 @@ def two_groups() -> list[Group]:
     ]
     failed = handmade.scored(handmade.trajectory([0] * 50, group_id=1, sibling=2, finished_at=20.0), outcome=Outcome.TIMEOUT)
     return [handmade.group(0, first), handmade.group(1, [*second, failed])]
+
+
+def flat_set_aside(survivors: Survivors) -> SetAside:
+    return SetAside(reason="flat", advantages=handmade.centred(survivors))
 
 
 @pytest.fixture
@@ -79,7 +83,26 @@ def test_staleness_is_counted_token_by_token(line: dict[str, object]):
     """Versions 4 5 | 3 3 4 5 | 5 | 5 in step 5: ages 1 0 | 2 2 1 0 | 0 | 0."""
     assert line["staleness"] == {"0": 4, "1": 2, "2": 2}
     assert line["staleness_mean"] == pytest.approx(6 / 8)
-    assert line["staleness_max"] == 2
+    assert (line["staleness_min"], line["staleness_max"]) == (0, 2)
+
+
+def test_staleness_is_split_into_flight_and_queue(line: dict[str, object]):
+    """Newest versions of the four rollouts are 5, 5, 5, 5: nothing waited; in flight 1 0 | 2 2 1 0 | 0 | 0."""
+    assert (line["staleness_in_flight_mean"], line["staleness_in_flight_max"]) == (pytest.approx(6 / 8), 2)
+    assert (line["staleness_in_queue_mean"], line["staleness_in_queue_max"]) == (0.0, 0)
+
+
+def test_groups_set_aside_let_through_and_too_old_are_counted_in_the_step_they_would_have_filled(tmp_path: Path):
+    journal = Journal(tmp_path, "orchestrator")
+    progress = Progress(journal=journal, started_s=0.0)
+    rules = StepRules(refill_batches=2)
+    cut = BatchCut(groups_per_step=1, max_staleness=0, min_survivors=2, credit=flat_set_aside, rules=rules, first_step=1)
+    for number, versions in enumerate([(1,), (0,), (1,), (1,)]):
+        progress.settled(cut.take(handmade.plain_group(number, [1.0, 1.0], versions=versions)), now_s=1.0)
+    progress.trained(StepDone(step=1, metrics={}), now_s=2.0)
+    journal.close()
+    last = progress.last_step
+    assert (last["set_aside_groups"], last["let_through_groups"], last["stale_groups"]) == (2, 1, 1)
 
 
 def test_times_are_means_over_samples(line: dict[str, object]):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.pipeline import Ending, Pipeline
-from orchestrator.rules.batch import Credit
+from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.state.ledger import Ledger
 from pipelinerl.config import Config, Mode, parse
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
@@ -107,6 +107,7 @@ class Circumstances:
     weather: Weather = CALM
     cast: Cast = Cast()
     credit: Credit = mean_baseline
+    step_rules: StepRules | None = None
     held_out: tuple[Prompt, ...] = ()
     stop_at_s: float | None = None
     """When somebody stops the run."""
@@ -132,6 +133,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
             source=Prompts(given.world.seed),
             held_out=list(given.held_out),
             credit=given.credit,
+            step_rules=given.step_rules,
             journal=journal,
             ledger=ledger,
         )

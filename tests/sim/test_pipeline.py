@@ -7,13 +7,18 @@ import collections
 import dataclasses
 import re
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.config import Config
+from orchestrator.credit import MethodCredit
+from orchestrator.rules.batch import SetAside, StepRules, Survivors
+from pipelinerl.algorithms.methods import resolve
+from pipelinerl.config import Config, RewardSection
 from pipelinerl.errors import PeerRefused, PeerSilent, PipelineError, Stalled
 from pipelinerl.messages import (
     Failed,
@@ -21,6 +26,7 @@ from pipelinerl.messages import (
     MicroBatch,
     PolicyPublished,
     Prompt,
+    ScoredTrajectory,
     ScorerReady,
     StepDone,
     StepSealed,
@@ -30,7 +36,7 @@ from pipelinerl.messages import (
 from pipelinerl.transport.memory import MemoryLink, Weather
 from tests.sim import peers
 from tests.sim.peers import World
-from tests.sim.run import Cast, Prompts, Simulated, config, run
+from tests.sim.run import Cast, Prompts, Simulated, config, mean_baseline, run
 
 MODES = ["streaming", "one_step_off", "sync"]
 STORM = Weather(delay_s=0.05, jitter_s=0.2, seed=3)
@@ -39,6 +45,11 @@ STORM = Weather(delay_s=0.05, jitter_s=0.2, seed=3)
 
 def identity(simulated: Simulated) -> dict[str, int]:
     return dataclasses.asdict(simulated.ending.identity)
+
+
+def rescored(member: ScoredTrajectory, reward: float) -> ScoredTrajectory:
+    """The same rollout with another reward."""
+    return msgspec.structs.replace(member, score=msgspec.structs.replace(member.score, reward=reward))
 
 
 # --- what holds ------------------------------------------------------------------------------------------------------------------
@@ -148,13 +159,121 @@ def test_failed_and_stale_groups_are_made_up_for(tmp_path: Path):
 def test_a_method_that_filters_half_of_the_groups_trains_on_the_other_half(tmp_path: Path):
     def picky(survivors):
         odd = survivors[0].trajectory.group_id % 2
-        return "odd" if odd else [np.zeros(member.trajectory.num_tokens, np.float32) for member in survivors]
+        columns = mean_baseline(survivors)
+        return SetAside(reason="odd", advantages=columns) if odd else columns
 
     simulated = run(config(), folder=tmp_path, credit=picky)
     assert simulated.problems() == []
     assert {row[1] % 2 for row in simulated.rows if row[3] == "filtered"} == {1}
     assert {row[1] % 2 for row in simulated.rows if row[3] == "trained"} == {0}
     assert {row[4] for row in simulated.rows if row[3] == "filtered"} == {"odd"}
+
+
+# --- dynamic sampling against an adversarial reward ------------------------------------------------------------------------------
+
+
+def same_for_siblings(group_id: int, sibling: int) -> float:
+    return float(group_id % 3)
+
+
+def one_group_in_twenty_has_signal(group_id: int, sibling: int) -> float:
+    return float(group_id % 20 == 0 and sibling == 0)
+
+
+def no_signal_for_a_long_while(group_id: int, sibling: int) -> float:
+    return float(sibling == 0 and not 20 < group_id < 300)
+
+
+def signal_only_in_the_sibling_that_fails(group_id: int, sibling: int) -> float:
+    return float(sibling)
+
+
+ADVERSARIES = [same_for_siblings, one_group_in_twenty_has_signal, no_signal_for_a_long_while, signal_only_in_the_sibling_that_fails]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reward", ADVERSARIES, ids=lambda reward: reward.__name__)
+def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path, mode: str, reward: Callable[[int, int], float]):
+    """DAPO's filter with a budget of three batches: steps of eight groups, whatever the rewards, and nothing hangs or fails."""
+    method = resolve("dapo", {"group_filter": {"refill": 3}}, group_size=4)
+    credit = MethodCredit(method, (RewardSection(function="unused:reward"),))
+
+    def adversarial(survivors: Survivors):
+        if reward is signal_only_in_the_sibling_that_fails and len(survivors) == 4:
+            return credit(tuple(rescored(member, 0.0) for member in survivors))
+        identities = [(member, member.trajectory.group_id, member.trajectory.sibling) for member in survivors]
+        return credit(tuple(rescored(member, reward(group_id, sibling)) for member, group_id, sibling in identities))
+
+    faulty = World(bad_score_fraction=0.1 if reward is signal_only_in_the_sibling_that_fails else 0.0)
+    simulated = run(
+        config(pipeline={"mode": mode}, trainer={"steps": 12}),
+        folder=tmp_path,
+        credit=adversarial,
+        step_rules=credit.step_rules(),
+        world=faulty,
+        limit_s=7200.0,
+    )
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
+    lines = [line for line in simulated.lines if line["kind"] == "step"]
+    assert max(line["set_aside_groups"] for line in lines) == 24, "three batches of eight groups"
+    assert any(line["let_through_groups"] for line in lines)
+    fates: dict[str, set[str]] = collections.defaultdict(set)
+    for row in simulated.rows:
+        if row[3] != "failed":
+            fates[row[1]].add(row[3])
+    assert all(len(found) == 1 for found in fates.values()), "the siblings with a score of one group end alike"
+
+
+def test_a_step_with_signal_enough_lets_nothing_through(tmp_path: Path):
+    method = resolve("dapo", {}, group_size=4)
+    credit = MethodCredit(method, (RewardSection(function="unused:reward"),))
+    simulated = run(config(), folder=tmp_path, credit=credit, step_rules=credit.step_rules())
+    assert simulated.problems() == []
+    lines = [line for line in simulated.lines if line["kind"] == "step"]
+    assert sum(line["set_aside_groups"] for line in lines) == identity(simulated)["filtered"] // 4 > 0
+    assert not any(line["let_through_groups"] for line in lines)
+    assert not any(line["zero_variance_fraction"] for line in lines)
+
+
+# --- rules over the whole step ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rule_over_the_whole_step_breaks_no_promise_and_holds_rows_until_their_step_closes(tmp_path: Path, mode: str):
+    method = resolve("reinforce_pp_baseline", {}, group_size=4)
+    credit = MethodCredit(method, (RewardSection(function="unused:reward"),))
+    seen: list[int] = []
+
+    def over_step(groups: Sequence[Survivors]):
+        seen.append(len(groups))
+        return credit.over_step(groups)
+
+    simulated = run(
+        config(pipeline={"mode": mode}, trainer={"steps": 6}),
+        folder=tmp_path,
+        credit=credit,
+        step_rules=StepRules(step_credit=over_step),
+        world=World(bad_score_fraction=0.1),
+        weather=STORM,
+    )
+    assert simulated.problems() == []
+    assert seen == [8] * 6
+
+
+# --- withholding stale tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_withholding_trains_groups_that_would_be_dropped_for_their_oldest_token(tmp_path: Path):
+    """Long rollouts beside fast steps: most groups have a token over the bound, and hardly any has no other."""
+    settings = config(pipeline={"max_staleness": 1}, trainer={"steps": 12}, rollout={"group_size": 4, "max_tokens": 64})
+    world = World(mean_tokens=60, stage_s=0.0)
+    dropping = run(settings, folder=tmp_path / "drop", world=world)
+    withholding = run(settings, folder=tmp_path / "withhold", world=world, step_rules=StepRules(withhold=1))
+    assert dropping.problems() == []
+    assert [problem for problem in withholding.problems() if "with a token of version" not in problem] == []
+    assert identity(withholding)["stale"] < identity(dropping)["stale"] / 2
+    assert max(line["staleness_max"] for line in withholding.lines if line["kind"] == "step") > 1
 
 
 def test_the_same_seed_gives_the_same_run_to_the_last_column_and_another_does_not(tmp_path: Path):
@@ -417,7 +536,6 @@ MISBEHAVIOUR: dict[str, tuple[dict[str, Any], type[PipelineError], str]] = {
     "scorer falls silent": ({"cast": Cast(scorer=scorer_that_falls_silent)}, PeerSilent, "scorer-0 was last heard"),
     "every score fails": ({"world": World(bad_score_fraction=1.0)}, Stalled, "failed"),
     "every forward pass fails": ({"world": World(engine_error_fraction=1.0)}, Stalled, "failed"),
-    "every group is filtered": ({"credit": lambda survivors: "zero_variance"}, Stalled, "filtered: zero_variance"),
 }
 
 

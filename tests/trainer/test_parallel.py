@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,13 +29,22 @@ def _samples() -> Samples:
     return [make_sample(generator, prompt=4, completion=int(generator.integers(1, 9))) for _ in range(10)]
 
 
-def _train(folder: Path, rows: list[Samples], replicas: Replicas) -> dict[str, object]:
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": {"proximal": "engine", "weight": "none"},
+    "m2po": {"masks": {"name": "m2po", "tau": 0.5}},
+    "kl_cov": {"objective": {"fraction": 0.2}},
+}
+"""One that trains row by row, and two that measure the whole step first."""
+
+
+def _train(folder: Path, rows: list[Samples], replicas: Replicas, method: str) -> dict[str, object]:
     samples = _samples()
     model = make_model(folder)
-    step, _ = make_step(model, replicas=replicas, max_grad_norm=0.01)
+    step, _ = make_step(model, replicas=replicas, max_grad_norm=0.01, method=method, overrides=METHODS[method])
     for number in range(2):
         for index, row in enumerate(rows):
             step.add(make_batch(row, step=number, index=index))
+        step.train_held()
         metrics = step.finish(make_seal(samples, step=number))
     return {"metrics": metrics, "weights": [parameter.detach() for parameter in model.parameters()]}
 
@@ -49,22 +59,23 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run_rank(rank: int, folder: Path, port: int) -> None:
+def _run_rank(rank: int, folder: Path, port: int, method: str) -> None:
     _be_rank(rank, port)
     replicas = Replicas(ranks=2, deadline_s=60)
     samples = _samples()
     rows = [samples[:3], samples[3:8]] if rank == 0 else [samples[8:], []]
-    result = _train(folder, rows, replicas)
+    result = _train(folder, rows, replicas, method)
     result["agreed"] = [replicas.all_agree(True, what="in a test"), replicas.all_agree(rank == 0, what="in a test")]
     torch.save(result, folder / f"rank-{rank}.pt")
     replicas.close()
 
 
-def test_two_replicas_train_as_one(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_two_replicas_train_as_one(folders: dict[str, Path], method: str) -> None:
     folder = folders["qwen3"]
-    expected = _train(folder, [_samples()], Replicas(ranks=1, deadline_s=60))
+    expected = _train(folder, [_samples()], Replicas(ranks=1, deadline_s=60), method)
     # Forked, because importing torch and transformers twice more takes far longer than the test; with one thread each that is safe.
-    torch.multiprocessing.start_processes(_run_rank, args=(folder, _free_port()), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(_run_rank, args=(folder, _free_port(), method), nprocs=2, start_method="fork")
     for rank in range(2):
         got = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
         assert got["agreed"] == [True, False]

@@ -1,15 +1,17 @@
 """One optimizer step: what is summed, what it is divided by, and what ends the run."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pipelinerl.algorithms.loss import TokenColumns, policy_loss
+from pipelinerl.algorithms.loss import TokenColumns, measure_step, policy_loss
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.errors import MismatchError, PipelineError
-from pipelinerl.messages import StepSealed
+from pipelinerl.messages import MicroBatch, StepSealed
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.optimizer import Optimizer, Schedule
 from trainer.row import arrange
@@ -119,6 +121,78 @@ def test_a_recomputed_policy_is_the_one_being_trained(folders: dict[str, Path]) 
     assert step.finish(make_seal(samples))["ratio_mean"] == 1.0
 
 
+WHOLE_STEP: dict[str, dict[str, Any]] = {
+    "m2po": {"masks": {"name": "m2po", "tau": 0.5}},
+    "kl_cov": {"objective": {"fraction": 0.2, "beta": 3.0}},
+    "clip_cov": {"objective": {"fraction": 0.3, "low": 0.0, "high": 100.0}},
+    "grpo": {"auxiliary": {"name": "positive_nll", "coef": 2.0}},
+}
+"""Methods that compare all tokens of a step, with options that make the comparison matter for a few samples."""
+
+
+def _gradient_of(folder: Path, rows: list[Samples], name: str) -> torch.Tensor:
+    step, optimizer = make_step(make_model(folder), method=name, overrides=WHOLE_STEP[name])
+    for index, samples in enumerate(rows):
+        step.add(make_batch(samples, index=index))
+        assert not optimizer.gradient.any(), "nothing is trained before the step is whole"
+    step.train_held()
+    return optimizer.gradient.clone()
+
+
+@pytest.mark.parametrize("name", WHOLE_STEP)
+def test_a_method_over_the_whole_step_equals_its_formula_over_one_row_however_the_step_is_packed(
+    folders: dict[str, Path], name: str
+) -> None:
+    samples = _samples()
+    reference = make_model(folders["qwen3"])
+    batch = make_batch(samples)
+    logprobs = packed_logprobs(reference, samples)
+    columns = TokenColumns(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        behaviour_logprobs=torch.from_numpy(batch.logprobs[batch.trains]),
+        advantages=torch.from_numpy(batch.advantages[batch.trains]),
+        trains=torch.ones(int(batch.trains.sum()), dtype=torch.bool),
+        versions=torch.from_numpy(batch.versions[batch.trains]),
+        sequence_ids=torch.from_numpy(np.repeat(np.arange(12), [int(sample["trains"].sum()) for sample in samples])),
+        trained_version=0,
+        correct=torch.tensor([bool(sample["reward"] >= 1.0) for sample in samples]),
+    )
+    method = resolve(name, WHOLE_STEP[name], group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS)
+    statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
+    policy_loss(columns, method=method, statistics=statistics).loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None])
+    plain = _gradient(folders["qwen3"], [samples])
+    assert float((plain - expected).norm() / expected.norm()) > 0.01, "without the rule it would be another gradient"
+    for rows in ([samples], [samples[:1], samples[1:]], [samples[6:], [], samples[:6]], [[sample] for sample in samples]):
+        assert float((_gradient_of(folders["qwen3"], rows, name) - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_a_step_held_for_its_measure_cannot_be_finished_without_it(folders: dict[str, Path]) -> None:
+    samples = _samples()
+    step, _ = make_step(make_model(folders["qwen3"]), method="m2po", overrides={})
+    step.add(make_batch(samples))
+    with pytest.raises(AssertionError, match="train_held comes before finish"):
+        step.finish(make_seal(samples))
+    step.drop()
+    step.add(make_batch(samples))
+    step.train_held()
+    assert "m2po_dropped_fraction" in step.finish(make_seal(samples))
+
+
+def test_truncated_sequences_are_dropped_and_still_counted(folders: dict[str, Path]) -> None:
+    samples = _samples()
+    assert {bool(sample["truncated"]) for sample in samples} == {True, False}
+    step, optimizer = make_step(make_model(folders["qwen3"]), overrides={"proximal": "engine", "weight": "none", "masks": "overlong"})
+    step.add(make_batch(samples))
+    whole = [sample for sample in samples if not sample["truncated"]]
+    expected = _gradient(folders["qwen3"], [whole])
+    assert float((optimizer.gradient - expected).norm() / expected.norm()) < 1e-5
+    dropped = sum(int(sample["trains"].sum()) for sample in samples if sample["truncated"])
+    metrics = step.finish(make_seal(samples))
+    assert metrics["overlong_dropped_fraction"] == pytest.approx(dropped / make_seal(samples).num_tokens)
+
+
 def test_metrics_are_those_of_the_step_alone(folders: dict[str, Path]) -> None:
     samples = _samples()
     for sample in samples:
@@ -182,6 +256,59 @@ def test_a_logprob_that_is_no_number_is_a_mismatch(folders: dict[str, Path]) -> 
     step, _ = make_step(make_model(folders["qwen3"]), max_logprob_gap=1e-4)
     with pytest.raises(MismatchError):
         step.add(make_batch(_agreeing(folders["qwen3"], error=float("nan"))))
+
+
+def _later(samples: Samples, *, versions: tuple[int, int], step: int) -> MicroBatch:
+    """The same samples in a later step: the first half of each sampled under one version, the rest under another."""
+    for sample in samples:
+        places = np.flatnonzero(sample["trains"])
+        sample["versions"][places[: (len(places) + 1) // 2]] = versions[0]
+        sample["versions"][places[(len(places) + 1) // 2 :]] = versions[1]
+    return make_batch(samples, step=step)
+
+
+def test_a_mismatch_at_any_step_ends_the_run_before_its_update(folders: dict[str, Path]) -> None:
+    model = make_model(folders["qwen3"])
+    before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+    step, _ = make_step(model, max_mismatch_kl=0.03)
+    samples = _samples()  # the engine's log-probabilities are drawn at random
+    step.add(_later(samples, versions=(7, 7), step=7))
+    with pytest.raises(MismatchError, match=r"step 7: mean KL .* version 7 sampled whole: got .*, expected at most 0.03") as caught:
+        step.finish(make_seal(samples, step=7))
+    assert "Nothing was updated" in str(caught.value)
+    assert torch.equal(before, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+
+
+def test_agreement_at_a_later_step_passes_and_its_kl_is_reported(folders: dict[str, Path]) -> None:
+    samples = _agreeing(folders["qwen3"], error=0.1)
+    step, _ = make_step(make_model(folders["qwen3"]), max_mismatch_kl=0.03)
+    step.add(_later(samples, versions=(7, 7), step=7))
+    found = step.finish(make_seal(samples, step=7))["mismatch_kl_fresh"]
+    total = make_seal(samples).num_tokens
+    assert found == pytest.approx((np.exp(-0.1) - 1 + 0.1) / total, rel=0.01)
+
+
+def test_sequences_that_lived_through_a_swap_trip_no_alarm(folders: dict[str, Path]) -> None:
+    """Their last tokens carry the version being trained, and yet their probabilities rest on keys and values of an older one."""
+    samples = [make_sample(np.random.default_rng(3), prompt=3, completion=8) for _ in range(4)]
+    with torch.no_grad():
+        ours = packed_logprobs(make_model(folders["qwen3"]), samples).numpy().reshape(4, 8)
+    for sample, logprobs in zip(samples, ours, strict=True):
+        sample["logprobs"][sample["trains"]] = logprobs - 0.4
+    step, _ = make_step(make_model(folders["qwen3"]), max_mismatch_kl=0.03, learning_rate=1e-9)
+    step.add(_later(samples, versions=(6, 7), step=7))
+    assert "mismatch_kl_fresh" not in step.finish(make_seal(samples, step=7))
+    step.add(_later(samples, versions=(8, 8), step=8))
+    with pytest.raises(MismatchError, match=r"got 0\.0918"):  # e^0.4 - 1 - 0.4
+        step.finish(make_seal(samples, step=8))
+
+
+def test_tokens_far_off_whatever_their_version_are_a_mismatch_too(folders: dict[str, Path]) -> None:
+    samples = _samples()
+    step, _ = make_step(make_model(folders["qwen3"]), max_mismatch_kl=0.001)
+    step.add(_later([sample for sample in samples if sample["trains"].sum() > 1], versions=(6, 7), step=7))
+    with pytest.raises(MismatchError, match=r"all tokens, whatever their version: got .*, expected at most 0.02"):
+        step.finish(make_seal(samples, step=7))
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(folders: dict[str, Path]) -> None:

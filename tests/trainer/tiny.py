@@ -52,16 +52,17 @@ def make_model(folder: Path, *, dtype: str = "float32", temperature: float = 1.0
 
 
 def make_sample(generator: np.random.Generator, *, prompt: int, completion: int) -> dict[str, np.ndarray]:
-    """Columns of one sample; versions 0, log-probabilities and advantages drawn at random."""
+    """Columns of one sample; versions 0, log-probabilities and advantages drawn at random, reward and finish by its length."""
     length = prompt + completion
     trains = np.arange(length) >= prompt
-    return {
+    columns = {
         "token_ids": generator.integers(0, VOCABULARY, length, dtype=np.int32),
         "trains": trains,
         "logprobs": np.where(trains, -generator.uniform(0.5, 4, length), 0).astype(np.float32),
         "versions": np.where(trains, 0, -1).astype(np.int32),
         "advantages": np.where(trains, generator.normal(), 0).astype(np.float32),
     }
+    return columns | {"reward": np.array(completion % 2, np.float32), "truncated": np.array(completion % 3 == 0)}
 
 
 def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index: int = 0, first_id: int = 0) -> MicroBatch:
@@ -75,6 +76,8 @@ def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index
         index=index,
         lengths=np.array([len(sample["token_ids"]) for sample in samples], np.int32),
         rollout_ids=tuple(f"rollout-{first_id + number}" for number in range(len(samples))),
+        rewards=np.array([sample["reward"] for sample in samples], np.float32),
+        truncated=np.array([sample["truncated"] for sample in samples], np.bool_),
         **columns,
     )
 
@@ -89,6 +92,7 @@ def make_step(
     *,
     replicas: Replicas | None = None,
     max_logprob_gap: float = 1e9,
+    max_mismatch_kl: float = 1e9,
     learning_rate: float = 1e-3,
     max_grad_norm: float = 1e9,
     method: str = "grpo",
@@ -110,6 +114,7 @@ def make_step(
         replicas=replicas or Replicas(ranks=1, deadline_s=60),
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
+        max_mismatch_kl=max_mismatch_kl,
     )
     return step, optimizer
 

@@ -54,7 +54,8 @@ _FILTER: dict[str, Callable[..., bool]] = {"zero_variance": selection.has_spread
 def keeps_group(group: ScoredGroup, *, method: Method) -> bool:
     """Whether the method's group filter lets this group train; counts the rewards as they were scored, before shaping."""
     rule = method.group_filter
-    return rule.name == "none" or _FILTER[rule.name](group, **rule.options)
+    options = {name: value for name, value in rule.options.items() if name != "refill"}  # the budget is the cut's
+    return rule.name == "none" or _FILTER[rule.name](group, **options)
 
 
 def group_advantages(group: ScoredGroup, *, method: Method, baselines: RoleBaselines | None = None) -> Credit:

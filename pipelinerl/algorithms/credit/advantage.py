@@ -160,8 +160,8 @@ def gdpo(group: ScoredGroup, *, eps: float, ddof: int) -> Float64:
     """Normalise each component inside the group, then weigh and sum. The whitening over the step is a batch rule."""
     components: Float64 = group.required("components")
     weights = np.ones(components.shape[1]) if group.component_weights is None else group.component_weights
-    columns = [normalised(components[:, k], eps=eps, ddof=ddof) for k in range(components.shape[1])]
-    return np.stack(columns, axis=1) @ weights
+    columns = [weights[k] * normalised(components[:, k], eps=eps, ddof=ddof) for k in range(components.shape[1])]
+    return sum(columns, start=np.zeros_like(group.rewards))
 
 
 def passk(group: ScoredGroup) -> Float64:

@@ -64,7 +64,9 @@ class TokenColumns:
     weights: Tensor | None = None
     """[N] sample weights (1/eps of an unbiased stop); multiply numerators only. None: all 1."""
     correct: Tensor | None = None
-    """[N] bool, verified correctness."""
+    """[N] bool, correctness."""
+    truncated: Tensor | None = None
+    """[N] bool, true where the sequence was cut off at its longest allowed length."""
     token_counts: Tensor | None = None
     """[N] trained tokens a sequence's sum is divided by. None: its own in this row. "per-rollout" wants those of the whole rollout."""
 
@@ -85,7 +87,7 @@ class TokenColumns:
 
     def count_sequences(self) -> int:
         """N; at least 1, so that a row without a sequence is a row of zero loss."""
-        for column in (self.weights, self.correct, self.token_counts):
+        for column in (self.weights, self.correct, self.truncated, self.token_counts):
             if column is not None:
                 return max(len(column), 1)
         inside = self.sequence_ids[self.trains]
@@ -209,6 +211,16 @@ def sequences_of(columns: TokenColumns) -> Segments:
     """The trained tokens of a row, by sequence."""
     ids = torch.where(columns.trains, columns.sequence_ids, 0)
     return Segments(ids, columns.trains, columns.count_sequences())
+
+
+def places_of(columns: TokenColumns) -> Tensor:
+    """[T] int64 distance of each trained token from the first trained one of its sequence: the same however the row is packed."""
+    places = torch.arange(len(columns.trains), device=columns.trains.device) if columns.positions is None else columns.positions
+    sequences = sequences_of(columns)
+    never = torch.iinfo(places.dtype).max
+    firsts = torch.full((sequences.count,), never, dtype=places.dtype, device=places.device)
+    firsts = firsts.scatter_reduce(0, sequences.ids, places.masked_fill(~columns.trains, never), "amin")
+    return torch.where(columns.trains, places - sequences.spread(firsts), 0)
 
 
 def runs_of(columns: TokenColumns) -> Segments:

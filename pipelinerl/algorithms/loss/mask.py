@@ -78,6 +78,10 @@ def _m2po(terms: Terms, *, tau: float) -> Tensor:
     return second_moments(terms.columns) <= terms.known.m2po_threshold
 
 
+def _overlong(terms: Terms) -> Tensor:
+    return _by_sequence(terms, ~terms.columns.required("truncated"))
+
+
 def _version_withhold(terms: Terms, *, bound: int) -> Tensor:
     return terms.columns.trained_version - terms.columns.versions <= bound
 
@@ -101,6 +105,7 @@ _MASKS: dict[str, Callable[..., Tensor]] = {
     "opsm": _opsm,
     "vaco_tv": _vaco_tv,
     "m2po": _m2po,
+    "overlong": _overlong,
     "version_withhold": _version_withhold,
     "partial_rollout": _partial_rollout,
 }

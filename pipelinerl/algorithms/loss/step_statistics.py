@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms.loss.columns import StepStatistics, TokenColumns, log_difference, masked
+from pipelinerl.algorithms.loss.columns import StepStatistics, TokenColumns, log_difference, masked, places_of
 from pipelinerl.algorithms.method import Method, Need
 
 Reduce = Callable[[Tensor], Tensor]
@@ -54,10 +54,12 @@ def covariance(columns: TokenColumns, *, statistics: StepStatistics) -> Tensor:
 
 
 def uniform_draws(columns: TokenColumns) -> Tensor:
-    """[T] numbers in [0, 1) that depend on nothing but a token's own log-probabilities, its advantage and the version being trained."""
+    """[T] numbers in [0, 1) that depend on nothing but the version being trained and what came with the token: its place in its sequence,
+    the engine's log-probability and its advantage. The trainer's own log-probabilities would change in their last bits with the packing."""
     mixed = torch.full_like(columns.sequence_ids, columns.trained_version)
-    for column, factor in zip((columns.behaviour_logprobs, columns.required("old_logprobs"), columns.advantages), _MIX, strict=True):
-        mixed = (mixed ^ column.detach().float().view(torch.int32).long()) * factor
+    parts = [column.detach().float().view(torch.int32).long() for column in (columns.behaviour_logprobs, columns.advantages)]
+    for part, factor in zip((places_of(columns), *parts), _MIX, strict=True):
+        mixed = (mixed ^ part) * factor
         mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
     return (mixed & 0xFFFFFF).double() / 0x1000000
 

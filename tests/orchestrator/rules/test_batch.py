@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
-from orchestrator.rules.batch import BatchCut, Credit, Verdict
+from orchestrator.rules.batch import BatchCut, Credit, SetAside, StepRules, Survivors, Verdict
 from pipelinerl.messages import Fate, Outcome
 from tests.orchestrator import handmade
 
 
 def cut(
-    *, groups_per_step: int = 2, max_staleness: int = 2, min_survivors: int = 2, credit: Credit = handmade.centred, first_step: int = 0
+    *,
+    groups_per_step: int = 2,
+    max_staleness: int = 2,
+    min_survivors: int = 2,
+    credit: Credit = handmade.centred,
+    first_step: int = 0,
+    **rules: Any,
 ):
     return BatchCut(
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
         min_survivors=min_survivors,
         credit=credit,
+        rules=StepRules(**rules),
         first_step=first_step,
     )
+
+
+def set_aside(survivors: Survivors) -> SetAside:
+    """A method that wants no group."""
+    return SetAside(reason="zero_variance", advantages=handmade.centred(survivors))
 
 
 def endings(verdict: Verdict) -> dict[str, tuple[Fate, str]]:
@@ -91,8 +106,9 @@ def test_one_stale_sibling_makes_its_group_stale_but_a_failed_one_does_not():
 
 
 def test_a_group_the_method_sets_aside_is_filtered_for_the_methods_reason():
-    verdict = cut(credit=lambda survivors: "zero_variance").take(handmade.plain_group(7, [1.0, 1.0, Outcome.TIMEOUT]))
+    verdict = cut(credit=set_aside).take(handmade.plain_group(7, [1.0, 1.0, Outcome.TIMEOUT]))
     assert not verdict.is_placed
+    assert verdict.is_set_aside
     assert endings(verdict) == {
         "7/0": (Fate.FILTERED, "zero_variance"),
         "7/1": (Fate.FILTERED, "zero_variance"),
@@ -143,3 +159,66 @@ def test_an_empty_completion_has_no_age_and_trains_nothing():
     assert verdict.is_placed
     assert verdict.num_tokens == 1
     assert not np.any(verdict.samples[0].advantages)
+
+
+# --- setting aside, with a budget ------------------------------------------------------------------------------------------------
+
+
+def test_once_the_budget_of_a_step_is_spent_it_is_filled_with_what_comes() -> None:
+    """Steps of two groups and a budget of two batches: four groups are set aside, the next two train; then the budget is whole again."""
+    rule = cut(credit=set_aside, refill_batches=2)
+    verdicts = [rule.take(handmade.plain_group(number, [1.0, 0.0], versions=(0,))) for number in range(12)]
+    assert [verdict.is_set_aside for verdict in verdicts] == ([True] * 4 + [False] * 2) * 2
+    assert [verdict.is_let_through for verdict in verdicts] == ([False] * 4 + [True] * 2) * 2
+    assert [verdict.closes_step for verdict in verdicts] == ([False] * 5 + [True]) * 2
+    assert trained(verdicts[4]) == ["4/0", "4/1"], "a group is let through whole"
+
+
+def test_a_group_with_signal_trains_without_touching_the_budget() -> None:
+    rule = cut(
+        credit=lambda survivors: set_aside(survivors) if survivors[0].score.reward else handmade.centred(survivors), refill_batches=1
+    )
+    placed = rule.take(handmade.plain_group(0, [0.0, 1.0]))
+    assert (placed.is_placed, placed.is_let_through) == (True, False)
+    assert [rule.take(handmade.plain_group(number, [1.0, 1.0])).is_set_aside for number in range(1, 4)] == [True, True, False]
+
+
+# --- rules over the whole step ---------------------------------------------------------------------------------------------------
+
+
+def doubled(groups: Sequence[Survivors]) -> list[list[np.ndarray]]:
+    """A rule over the step: each group's advantages times the number of groups."""
+    return [[len(groups) * column for column in handmade.centred(survivors)] for survivors in groups]
+
+
+def test_a_rule_over_the_step_holds_samples_until_it_closes_and_then_gives_all_of_them_their_final_advantages() -> None:
+    rule = cut(step_credit=doubled)
+    first, given_up, second, third = (
+        rule.take(handmade.plain_group(number, rewards))
+        for number, rewards in enumerate([[1.0, 0.0], [Outcome.ERROR] * 2, [0.0, 1.0], [1.0, 0.0]])
+    )
+    assert first.delivered == given_up.delivered == third.delivered == ()
+    assert trained(first) == ["0/0", "0/1"], "it is placed all the same: its credit returns at once"
+    assert [sample.trajectory.rollout_id for sample in second.delivered] == ["0/0", "0/1", "2/0", "2/1"]
+    assert [float(sample.advantages[-1]) for sample in second.delivered] == [1.0, -1.0, -1.0, 1.0]
+    assert second.closes_step
+
+
+def test_without_such_a_rule_a_group_goes_at_once() -> None:
+    verdict = cut().take(handmade.plain_group(0, [1.0, 0.0]))
+    assert verdict.delivered == verdict.samples
+
+
+# --- withholding stale tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_withholds_old_tokens_is_stale_only_where_none_is_young_enough() -> None:
+    """Step 5 with K = 2 and bound 1: a token of version 4 may train, and takes its old siblings' rewards into the baseline."""
+    rule = cut(first_step=5, withhold=1)
+    assert rule.take(handmade.plain_group(0, [1.0, 0.0], versions=(0, 4))).is_placed
+    stale = rule.take(handmade.plain_group(1, [1.0, 0.0], versions=(0, 3)))
+    assert [fate for fate, _ in endings(stale).values()] == [Fate.STALE] * 2
+    old = handmade.scored(handmade.trajectory((0, 0), group_id=2, sibling=0), 1.0)
+    young = handmade.scored(handmade.trajectory((5, 5), group_id=2, sibling=1), 0.0)
+    verdict = rule.take(handmade.group(2, [old, young]))
+    assert [float(sample.advantages[-1]) for sample in verdict.samples] == [0.5, -0.5], "the old sibling's reward is in the mean"
