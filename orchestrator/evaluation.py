@@ -72,8 +72,8 @@ class Evaluation:
         for index, prompt in enumerate(self._prompts):
             answer = loop.create_future()
             answers.append(answer)
-            engine_id = route(self._engines.outstanding())
-            assert engine_id is not None, "evaluation runs only once every engine is ready"
+            while (engine_id := route(self._engines.outstanding())) is None:
+                await self._engines.changed.wait()
             request = Generate(rollout_id=f"evaluation-{version}/{index}", attempt=0, token_ids=prompt.token_ids, sampling=self._sampling)
             self._engines.ask(request, engine_id, _sink(answer))
         with self._watch.waiting("evaluation", "completions"):

@@ -119,7 +119,7 @@ class Pipeline:
             watchdog.cancel()
 
     async def _train(self) -> None:
-        self._trainer.hub.send("trainer-0", LayoutFixed(tensors=self._engines.layout()))
+        self._trainer.hub.send("trainer-0", LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count))
         await self._evaluation.evaluate(0)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]

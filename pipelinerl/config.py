@@ -141,6 +141,7 @@ class EvaluationSection(Section):
 
 class WeightsSection(Section):
     road: Literal["auto", "shared_memory"] = Field("auto", description="how a policy travels from the trainer to the engines")
+    commit: Literal["auto", "flip", "copy"] = Field("auto", description="how it takes effect in an engine, between two forward passes")
 
 
 class SftSection(Section):

@@ -205,11 +205,23 @@ class StageWeights(Message, frozen=True):
 
     version: int
     slot: str
-    """Name of the shared buffer that holds it."""
+    """Name of the buffer that holds it; also says by which road it is reached."""
     digest: str
-    """xxh3-128 of the buffer's bytes, hexadecimal."""
+    """xxh3-128 of the policy's manifest, hexadecimal; the manifest lies in the slot and holds the digest of every tensor."""
     when_idle: bool = False
     """True commits only once no sequence runs; False at the next boundary between two forward passes."""
+    lineage: int = 0
+    """Counts rollbacks. Within a lineage an engine's version never falls; a later lineage may begin below: an explicit rollback."""
+
+
+class WeightsStaged(Message, frozen=True):
+    """An engine has a version whole and verified beside the one it serves: its acknowledgement. The commit follows by itself."""
+
+    engine_id: int
+    version: int
+    stage_s: float
+    """Seconds from `StageWeights` until the bytes were fetched and verified; decoding went on meanwhile."""
+    lineage: int = 0
 
 
 class WeightsCommitted(Message, frozen=True):
@@ -220,9 +232,10 @@ class WeightsCommitted(Message, frozen=True):
     pause_s: float
     """Seconds the swap kept the engine from its next forward pass."""
     stage_s: float
-    """Seconds from `StageWeights` until the bytes were attached and verified; decoding went on meanwhile."""
+    """As `WeightsStaged` said."""
     num_running: int
     """Sequences that went on across the swap."""
+    lineage: int = 0
 
 
 class WeightsRefused(Message, frozen=True):
@@ -231,6 +244,7 @@ class WeightsRefused(Message, frozen=True):
     engine_id: int
     version: int
     error: str
+    lineage: int = 0
 
 
 # --- orchestrator <-> scorer ---------------------------------------------------------------------------------------------------
@@ -378,6 +392,8 @@ class LayoutFixed(Message, frozen=True):
     """Tell the trainer the layout every engine asked for; sent before its first publication."""
 
     tensors: tuple[Tensor, ...]
+    num_engines: int = 1
+    """Engines that may read different policies at once."""
 
 
 class TakeMicroBatch(Message, frozen=True):
@@ -446,18 +462,22 @@ class StepDone(Message, frozen=True):
 
 
 class PolicyPublished(Message, frozen=True):
-    """A new policy lies in a shared buffer, whole."""
+    """A new policy lies in a slot, whole."""
 
     version: int
     slot: str
     digest: str
+    """As in `StageWeights`."""
     num_bytes: int
+    """That travel."""
     publish_s: float
     """Seconds the trainer spent writing it."""
+    lineage: int = 0
+    """As in `StageWeights`: 0 until a trainer publishes, again, versions that were published before."""
 
 
 class SlotReleased(Message, frozen=True):
-    """No engine reads this shared buffer any more; the trainer may write it again."""
+    """No engine reads this slot any more; the trainer may write it again."""
 
     slot: str
 
@@ -484,7 +504,7 @@ class Failed(Message, frozen=True):
     error: str
 
 
-FromEngine = EngineReady | EngineLoad | Completion | WeightsCommitted | WeightsRefused | Failed
+FromEngine = EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | StageWeights | Stop
 """What the orchestrator may say to an engine."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipelinerl.engine.vllm_engine import VllmEngine
-    from pipelinerl.weights.shared_memory import SlotPool
+    from pipelinerl.weights.pool import SlotPool
 
 
 @contextlib.contextmanager
@@ -50,23 +50,23 @@ class Publisher:
 
     def __init__(self, engine: VllmEngine) -> None:
         from pipelinerl.weights.base import num_bytes
-        from pipelinerl.weights.shared_memory import SlotPool
+        from pipelinerl.weights.pool import SlotPool
+        from pipelinerl.weights.shared_memory import SharedMemory
 
         self._tensors = engine.limits.tensors
-        self._pool: SlotPool = SlotPool(uuid.uuid4().hex, num_bytes=num_bytes(self._tensors))
-        self._num_published = 0
+        self._pool: SlotPool = SlotPool(SharedMemory(uuid.uuid4().hex), num_bytes=num_bytes(self._tensors))
 
-    def publish(self, weights: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    def publish(self, weights: Mapping[str, torch.Tensor], *, version: int) -> tuple[str, str]:
         """Write a policy into a free slot; its name and digest."""
-        from pipelinerl.weights.base import digest, views
+        from pipelinerl.weights.base import views
+        from pipelinerl.weights.manifest import seal
 
         slot = self._pool.acquire(1.0)
         assert slot is not None
         for name, view in views(slot.buffer, self._tensors).items():
             view.copy_(weights[name])
-        self._num_published += 1
-        self._pool.publish(slot, version=self._num_published)
-        return slot.name, digest(slot.buffer)
+        digest = self._pool.publish(slot, seal(version, slot.buffer, self._tensors))
+        return slot.name, digest
 
     def release(self, slot: str) -> None:
         """Say that the engine reads a slot no more."""

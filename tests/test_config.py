@@ -303,6 +303,7 @@ KEYS = [
     "evaluation.limit",
     "evaluation.temperature",
     "weights.road",
+    "weights.commit",
     "sft.source",
     "sft.completion_column",
     "sft.steps",

@@ -14,8 +14,10 @@ import torch
 
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
-from pipelinerl.weights.base import check_layout, digest, num_bytes, views
-from pipelinerl.weights.shared_memory import SlotPool
+from pipelinerl.weights.base import check_layout, num_bytes, views
+from pipelinerl.weights.manifest import seal
+from pipelinerl.weights.pool import SlotPool, num_slots_for
+from pipelinerl.weights.shared_memory import SharedMemory
 from pipelinerl.weights.slots import run_token
 
 
@@ -60,22 +62,18 @@ class Publisher:
         tensors = self._tensors()
         for name, view in views(slot.buffer, self._layout).items():
             view.copy_(tensors[name])
-        announcement = PolicyPublished(
-            version=version,
-            slot=slot.name,
-            digest=digest(slot.buffer),
-            num_bytes=len(slot.buffer),
-            publish_s=time.perf_counter() - started,
-        )
-        self._pool.publish(slot, version=version)
-        return announcement
+        manifest = seal(version, slot.buffer, self._layout)
+        digest = self._pool.publish(slot, manifest)
+        seconds = time.perf_counter() - started
+        return PolicyPublished(version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds)
 
-    def fix_layout(self, tensors: tuple[Tensor, ...]) -> None:
-        """Take the engines' layout. Raises `WeightsError` with everything about it that does not fit the model."""
+    def fix_layout(self, tensors: tuple[Tensor, ...], *, num_engines: int = 1) -> None:
+        """Take the layout of so many engines. Raises `WeightsError` with everything about it that does not fit the model."""
         check_layout(self._shapes, tensors, optional=self._tied_names)
         self._layout = tensors
         with self._changed:
-            self._pool = SlotPool(self._token, num_bytes=num_bytes(tensors))
+            medium = SharedMemory(self._token)
+            self._pool = SlotPool(medium, num_bytes=num_bytes(tensors), max_slots=num_slots_for(num_engines))
             self._changed.notify_all()
 
     def release(self, slot: str) -> None:

@@ -15,6 +15,9 @@ from pipelinerl.messages import Completion, Generate, Prompt, Sampling, Trajecto
 from pipelinerl.stages import Channel, Signal
 from pipelinerl.watch import Watch
 
+NO_ENGINE = "an engine that takes new work"
+"""Every engine is fenced until it holds the newest policy."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
@@ -85,8 +88,12 @@ class Dispatch:
                     await self._credits.wait()
 
     def _held_back_by(self, version: int | None = None) -> str | None:
-        """What an engine at `version` would have to wait for; without one, the engine that holds the newest."""
-        version = max(engine.version for engine in self._engines) if version is None else version
+        """What an engine at `version` would have to wait for; without one, the serving engine that holds the newest."""
+        if version is None:
+            serving = [engine.version for engine in self._engines.serving()]
+            if not serving:
+                return NO_ENGINE
+            version = max(serving)
         return self._admission.holds_back(
             version=version,
             num_generating=self._engines.num_outstanding,
@@ -94,7 +101,9 @@ class Dispatch:
         )
 
     def _send_group(self, group_id: int, prompt: Prompt) -> None:
-        admissible = {engine.engine_id: engine.num_outstanding for engine in self._engines if self._held_back_by(engine.version) is None}
+        admissible = {
+            engine.engine_id: engine.num_outstanding for engine in self._engines.serving() if self._held_back_by(engine.version) is None
+        }
         engine_id = route(admissible)
         assert engine_id is not None, "the engine that holds the newest policy is admissible: a credit was just awaited"
         now = asyncio.get_running_loop().time()

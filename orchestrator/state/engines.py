@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
@@ -24,6 +24,8 @@ class Engine:
     ready: EngineReady
     version: int = 0
     """Version it samples under."""
+    fault: str = ""
+    """Why it takes no new work; empty while it does. Its running sequences go on under its old version."""
     num_outstanding: int = 0
     """Rollouts it was asked for and has not answered."""
     load: EngineLoad | None = None
@@ -55,6 +57,10 @@ class Engines:
     def __getitem__(self, engine_id: int) -> Engine:
         return self._engines[engine_id]
 
+    def serving(self) -> Iterator[Engine]:
+        """The engines that take new work."""
+        return (engine for engine in self if not engine.fault)
+
     async def wait_until_ready(self) -> None:
         """Wait until every engine of the config has announced itself."""
         while len(self._engines) < self._expected:
@@ -72,11 +78,12 @@ class Engines:
 
     def outstanding(self) -> dict[int, int]:
         """Outstanding rollouts of each serving engine: what routing looks at."""
-        return {engine.engine_id: engine.num_outstanding for engine in self}
+        return {engine.engine_id: engine.num_outstanding for engine in self.serving()}
 
     def all_hold(self, version: int) -> bool:
-        """True where every engine samples under `version` or a later one."""
-        return all(engine.version >= version for engine in self)
+        """True where there are engines that take new work, and all of them sample under `version` or a later one."""
+        serving = list(self.serving())
+        return bool(serving) and all(engine.version >= version for engine in serving)
 
     def layout(self) -> tuple[Tensor, ...]:
         """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""

@@ -81,7 +81,9 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path) -> None:
     else:
         from pipelinerl.engine.vllm_engine import VllmEngine
 
-        engine = VllmEngine(model=config.model, engine=config.engine, rollout=config.rollout, seed=config.run.seed + engine_id)
+        engine = VllmEngine(
+            model=config.model, engine=config.engine, rollout=config.rollout, seed=config.run.seed + engine_id, weights=config.weights
+        )
     link = ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
     serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-from pipelinerl.messages import Finish, Generate, Tensor
+from pipelinerl.messages import Finish, Generate, StageWeights, Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,8 @@ class Limits:
     """Sequences decoded at once."""
     tensors: tuple[Tensor, ...]
     """Layout it wants a published policy in."""
+    choices: tuple[str, ...] = ()
+    """What was decided when it started, and why: a sentence each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,8 @@ class Engine(Protocol):
 
     limits: Limits
 
-    def submit(self, request: Generate, *, version: int) -> None:
-        """Take a request; its prefix is cached under `version` alone. Raises `EngineError` where it cannot be served."""
+    def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
+        """Take a request; its prefix is cached under this version alone. Raises `EngineError` where it cannot be served."""
         ...
 
     def cancel(self, rollout_id: str) -> None:
@@ -53,8 +55,8 @@ class Engine(Protocol):
         """Run one forward pass over the running sequences. Raises `EngineError`; then every running request is lost."""
         ...
 
-    def stage(self, slot: str, digest: str) -> None:
-        """Attach and verify a published policy, in a thread of its own, while `step` goes on. Raises `WeightsError`."""
+    def stage(self, order: StageWeights) -> None:
+        """Fetch and verify a published policy, in a thread of its own, while `step` goes on. Raises `WeightsError`."""
         ...
 
     def commit(self) -> None:

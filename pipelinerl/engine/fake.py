@@ -10,7 +10,7 @@ import zlib
 
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.errors import EngineError, WeightsError
-from pipelinerl.messages import Finish, Generate
+from pipelinerl.messages import Finish, Generate, StageWeights
 
 
 class FakeEngine:
@@ -30,7 +30,7 @@ class FakeEngine:
         self._num_commits = 0
         self._staged: str | None = None
 
-    def submit(self, request: Generate, *, version: int) -> None:
+    def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
         if request.rollout_id in self._requests:
             raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
         room = self.limits.max_model_tokens - len(request.token_ids)
@@ -66,10 +66,11 @@ class FakeEngine:
         """The token at a position under the weights current now: another commit, another token."""
         return (seed + 7919 * position + 104729 * self._num_commits) % self._vocabulary
 
-    def stage(self, slot: str, digest: str) -> None:
-        if slot == "corrupt":
-            raise WeightsError(f"slot {slot}: digest is not {digest}")
-        self._staged = slot
+    def stage(self, order: StageWeights) -> None:
+        self._staged = None
+        if order.slot == "corrupt":
+            raise WeightsError(f"slot {order.slot}: digest is not {order.digest}")
+        self._staged = order.slot
 
     def commit(self) -> None:
         if self._staged is None:

@@ -5,6 +5,10 @@ No socket, no thread and no clock of its own, so that the process (`server`) and
 Why the stamp is exact: `version` changes only in `_commit`, which runs between two calls of `Engine.step`; a step samples all its
 tokens from one forward pass (`async_scheduling` is off); so the version current when a step returns is the one whose weights computed
 the logits of every token it returned.
+
+A swap is a transaction of this engine alone: staged in a thread while decoding goes on, acknowledged (`WeightsStaged`), committed at the
+next boundary, said (`WeightsCommitted`). Whatever fails before the commit is said with its own words (`WeightsRefused`), and the old
+version serves on. Orders are compared by (lineage, version): one that is not newer than the newest known changes nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from pipelinerl.messages import (
     StageWeights,
     WeightsCommitted,
     WeightsRefused,
+    WeightsStaged,
 )
 
 Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
@@ -49,6 +54,8 @@ class _Staging:
     order: StageWeights
     future: concurrent.futures.Future[None]
     started_at: float
+    stage_s: float | None = None
+    """Set once it is staged and acknowledged."""
 
 
 class EngineLoop:
@@ -56,6 +63,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, *, engine_id: int, stager: Stager, clock: Callable[[], float] = time.time) -> None:
         self.version = 0
+        self.lineage = 0
         self.outbox: list[Message] = []
         """Messages for the orchestrator; the caller sends and clears them."""
         self._engine = engine
@@ -121,7 +129,8 @@ class EngineLoop:
 
     def advance(self) -> None:
         """Commit a staged version if it may be, then run one forward pass if there is work."""
-        self._commit_if_staged()
+        self._acknowledge_if_staged()
+        self._commit_if_acknowledged()
         if not self._running:
             return
         started = self._clock()
@@ -142,7 +151,7 @@ class EngineLoop:
             self._engine.cancel(request.rollout_id)
         self._running[request.rollout_id] = _Running(request=request, started_at=self._clock())
         try:
-            self._engine.submit(request, version=self.version)
+            self._engine.submit(request, version=self.version, lineage=self.lineage)
         except EngineError as error:
             self._finish(request.rollout_id, Finish.ERROR, error=str(error))
 
@@ -178,12 +187,12 @@ class EngineLoop:
             self._finish(rollout_id, Finish.ERROR, error=error)
 
     def _order(self, order: StageWeights) -> None:
-        if order.version <= self.version:
-            if order.version == self.version:
-                self.outbox.append(self._committed(order.version, pause_s=0.0, stage_s=0.0))
+        if _age(order) <= (self.lineage, self.version):
+            if _age(order) == (self.lineage, self.version):
+                self.outbox.append(self._committed(order, pause_s=0.0, stage_s=0.0))
             return
         newest = self._next or (self._staging.order if self._staging else None)
-        if newest is None or order.version > newest.version:
+        if newest is None or _age(order) > _age(newest):
             self._next = order
             self._start_staging()
 
@@ -193,24 +202,62 @@ class EngineLoop:
             order, self._next = self._next, None
             self._staging = _Staging(order=order, future=self._stager(order), started_at=self._clock())
 
-    def _commit_if_staged(self) -> None:
+    def _acknowledge_if_staged(self) -> None:
         staging = self._staging
-        if staging is None or not staging.future.done() or (staging.order.when_idle and self._running):
+        if staging is None or staging.stage_s is not None or not staging.future.done():
             return
-        self._staging = None
-        version = staging.order.version
-        stage_s = self._clock() - staging.started_at
+        error = staging.future.exception()
+        if error is not None:  # whatever a road, a disk or a peer raises: the old version serves on, and the orchestrator reads why
+            self._refuse(error)
+            return
+        staging.stage_s = self._clock() - staging.started_at
+        order = staging.order
+        self.outbox.append(WeightsStaged(engine_id=self._engine_id, version=order.version, stage_s=staging.stage_s, lineage=order.lineage))
+
+    def _commit_if_acknowledged(self) -> None:
+        staging = self._staging
+        if staging is None or staging.stage_s is None or (staging.order.when_idle and self._running):
+            return
+        order = staging.order
+        before = self._clock()
         try:
-            staging.future.result()
-            before = self._clock()
             self._engine.commit()
-            self.version = version
-            self.outbox.append(self._committed(version, pause_s=self._clock() - before, stage_s=stage_s))
         except PipelineError as error:
-            self.outbox.append(WeightsRefused(engine_id=self._engine_id, version=version, error=f"{type(error).__name__}: {error}"))
+            self._refuse(error)
+            return
+        pause_s = self._clock() - before
+        if order.lineage > self.lineage:
+            self._withdraw_undone(order.version)
+        self.lineage, self.version = order.lineage, order.version
+        self.outbox.append(self._committed(order, pause_s=pause_s, stage_s=staging.stage_s))
+        self._end_staging()
+
+    def _refuse(self, error: BaseException) -> None:
+        assert self._staging is not None
+        order, text = self._staging.order, f"{type(error).__name__}: {error}"
+        self.outbox.append(WeightsRefused(engine_id=self._engine_id, version=order.version, error=text, lineage=order.lineage))
+        self._end_staging()
+
+    def _end_staging(self) -> None:
+        self._staging = None
         self._start_staging()
 
-    def _committed(self, version: int, *, pause_s: float, stage_s: float) -> WeightsCommitted:
+    def _withdraw_undone(self, version: int) -> None:
+        """Cancel sequences that hold tokens of policies a rollback to `version` undoes: no policy of the new lineage sampled those."""
+        for rollout_id in [rollout_id for rollout_id, running in self._running.items() if running.versions[-1:] > [version]]:
+            self._engine.cancel(rollout_id)
+            self._finish(rollout_id, Finish.CANCELLED)
+
+    def _committed(self, order: StageWeights, *, pause_s: float, stage_s: float) -> WeightsCommitted:
         return WeightsCommitted(
-            engine_id=self._engine_id, version=version, pause_s=pause_s, stage_s=stage_s, num_running=len(self._running)
+            engine_id=self._engine_id,
+            version=order.version,
+            pause_s=pause_s,
+            stage_s=stage_s,
+            num_running=len(self._running),
+            lineage=order.lineage,
         )
+
+
+def _age(order: StageWeights) -> tuple[int, int]:
+    return order.lineage, order.version

@@ -6,13 +6,13 @@ thread, so decoding goes on meanwhile.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import time
 
 from pipelinerl.engine.base import Engine
 from pipelinerl.engine.loop import EngineLoop
-from pipelinerl.messages import Failed, StageWeights, Stop
+from pipelinerl.engine.staging import StagingThread
+from pipelinerl.messages import Failed, Stop
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.base import Link
 
@@ -26,12 +26,11 @@ STAGING_WAIT_S = 0.001
 
 def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal) -> None:
     """Serve until told to stop. Any error is sent to the orchestrator as `Failed`, then raised."""
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="stage") as stager:
-
-        def stage(order: StageWeights) -> concurrent.futures.Future[None]:
-            return stager.submit(engine.stage, order.slot, order.digest)
-
-        loop = EngineLoop(engine, engine_id=engine_id, stager=stage)
+    with StagingThread(engine) as stager:
+        loop = EngineLoop(engine, engine_id=engine_id, stager=stager)
+        for choice in engine.limits.choices:
+            print(f"engine-{engine_id}: {choice}", flush=True)
+            journal.write("choice", text=choice)
         try:
             link.send(loop.ready(process_id=os.getpid()))
             _Server(loop, engine_id=engine_id, link=link, journal=journal).run()

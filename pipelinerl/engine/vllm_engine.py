@@ -21,11 +21,14 @@ from vllm.exceptions import VLLMClientError
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from pipelinerl.config import EngineSection, ModelSection, RolloutSection
+from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
-from pipelinerl.engine.vllm_weights import FlippableWeights, keep_plain_weights
+from pipelinerl.engine.vllm_weights import keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
-from pipelinerl.messages import Finish, Generate, Sampling
+from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
+from pipelinerl.weights.commit import choose, make
+from pipelinerl.weights.intake import Intake
+from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 
 CPU_KV_CACHE_BYTES = 64 << 20
 """Default KV cache on CPU. vLLM's own default there takes seconds to zero; larger serves more or longer sequences at once."""
@@ -44,11 +47,16 @@ log = logging.getLogger(__name__)
 class VllmEngine:
     """See `engine.base.Engine`. Raises `ConfigError` where vLLM cannot serve the model."""
 
-    def __init__(self, *, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int) -> None:
+    def __init__(
+        self, *, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, weights: WeightsSection | None = None
+    ) -> None:
         keep_plain_weights()
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed)
         self._core: Any = self._llm.engine_core
-        self._weights = FlippableWeights(self._model(), folder=Path(model.path))
+        parameters, layout = plan_of(self._model(), folder=Path(model.path))
+        captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
+        way, choice = choose((weights or WeightsSection()).commit, obstacles_of(self._model(), captures_graphs=captures_graphs))  # pyright: ignore[reportCallIssue]
+        self._weights = Intake(make(way, parameters), layout=layout, receiver=SharedMemoryReceiver())
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}
@@ -57,16 +65,17 @@ class VllmEngine:
         self.limits = Limits(
             max_model_tokens=self._llm.model_config.max_model_len,
             max_running=engine.max_running,
-            tensors=self._weights.tensors,
+            tensors=layout,
+            choices=(choice,),
         )
         self._prove_forward_pass(Path(model.path))
 
-    def submit(self, request: Generate, *, version: int) -> None:
+    def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
         if request.rollout_id in self._requests:
             raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
         request_id = f"{request.rollout_id}#{self._num_submitted}"
         self._num_submitted += 1
-        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": f"v{version}"}
+        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": f"v{version}.{lineage}"}
         try:
             inputs = self._llm.input_processor.process_inputs(
                 request_id,
@@ -97,8 +106,8 @@ class VllmEngine:
             raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
         return [chunk for output in outputs if (chunk := self._chunk(output)) is not None]
 
-    def stage(self, slot: str, digest: str) -> None:
-        self._weights.stage(slot, digest)
+    def stage(self, order: StageWeights) -> None:
+        self._weights.stage(order)
 
     def commit(self) -> None:
         self._weights.commit()

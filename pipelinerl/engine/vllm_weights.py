@@ -1,4 +1,4 @@
-"""How a vLLM model takes new weights: its parameters point into a shared buffer, and a swap points them into another.
+"""Which layout a vLLM model wants a policy in, so that its parameters are plain views of a policy's buffer.
 
 At start the plan is recorded: which part of which kernel parameter each checkpoint tensor is copied to. From it follows a layout in
 which the parts of a fused parameter (q, k and v; gate and up) lie side by side, so the trainer writes checkpoint tensors and the engine
@@ -10,7 +10,6 @@ order of its own (`ConfigError`).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -21,10 +20,9 @@ import torch.nn.functional as functional
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.errors import ConfigError, WeightsError
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.base import digest as digest_of
-from pipelinerl.weights.shared_memory import attach
+from pipelinerl.weights.commit import Placed, Way
 
 ALIGNMENT_BYTES = 256
 """Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
@@ -47,74 +45,57 @@ def keep_plain_weights() -> None:
     layers.dispatch_cpu_unquantized_gemm = plain
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Parameter:
-    """A kernel parameter and its place in the buffer."""
+def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, list[str]]:
+    """What would break each way to commit: said now, because at the first swap it would show as wrong tokens, or not at all."""
+    found: dict[Way, list[str]] = {way: [] for way in Way}
+    if captures_graphs:
+        found[Way.FLIP].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
+    found[Way.FLIP] += _kept_addresses(model)
+    for reason in _transformed_layers(model):
+        for way in Way:
+            found[way].append(reason)
+    return found
 
-    parameter: torch.nn.Parameter
-    offset_bytes: int
-    num_bytes: int
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        part = buffer[self.offset_bytes : self.offset_bytes + self.num_bytes]
-        return part.view(self.parameter.dtype).view(self.parameter.shape)
+def _kept_addresses(model: torch.nn.Module) -> list[str]:
+    """Tensors beside the parameters that share memory with one: they would go on showing the old weights after a flip."""
+    owned = {parameter.untyped_storage().data_ptr(): name for name, parameter in model.named_parameters() if parameter.numel()}
+    kept = [
+        f"{prefix}.{name} shares memory with {owned[tensor.untyped_storage().data_ptr()]}"
+        for prefix, module in model.named_modules()
+        for name, tensor in (*vars(module).items(), *module._buffers.items())
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.untyped_storage().data_ptr() in owned
+    ]
+    return [f"{kept[0]}, and {len(kept) - 1} more like it"] if len(kept) > 1 else kept
 
 
-class FlippableWeights:
-    """The parameters of a loaded model, which can be pointed into any published slot.
+def _transformed_layers(model: torch.nn.Module) -> list[str]:
+    """Layers that compute with something else than the parameters they were loaded with."""
+    modules = dict(model.named_modules())
+    packed = [name for name, module in modules.items() if getattr(module, "cpu_linear", functional.linear) is not functional.linear]
+    methods = {name: getattr(module, "quant_method", None) for name, module in modules.items()}
+    quantised = [name for name, method in methods.items() if method and not type(method).__name__.startswith("Unquantized")]
+    repacked = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) and not _is_on_gpu(modules[name])]
+    reasons = []
+    if packed:
+        reasons.append(f"{len(packed)} layers compute with a packed copy of their weight, for example {packed[0]}")
+    if quantised:
+        method = type(methods[quantised[0]]).__name__
+        reasons.append(f"{len(quantised)} layers are quantised, for example {quantised[0]} ({method}): load an unquantised model")
+    if repacked:
+        reasons.append(f"{len(repacked)} layers of experts are repacked for the CPU, for example {repacked[0]}")
+    return reasons
 
-    A slot stays mapped once attached (the trainer uses a few in turn), and the parameters' first storage is kept: dropping the last
-    reference to it would unmap it inside the pause.
+
+def _is_on_gpu(module: torch.nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
+
+
+def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
+    """Where each parameter lies in a policy's buffer, and where each checkpoint tensor.
+
+    Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
     """
-
-    def __init__(self, model: torch.nn.Module, *, folder: Path) -> None:
-        self._parameters, self.tensors = _plan(model, folder)
-        last = max(self._parameters, key=lambda parameter: parameter.offset_bytes)
-        self._num_bytes = last.offset_bytes + last.num_bytes
-        self._first = [parameter.parameter.data for parameter in self._parameters]
-        self._attached: dict[str, tuple[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]]] = {}
-        self._staged: list[tuple[torch.nn.Parameter, torch.Tensor]] | None = None
-
-    def stage(self, slot: str, digest: str) -> None:
-        """Map the slot if it is new, and verify its bytes, which also brings its pages in. Raises `WeightsError`."""
-        if slot not in self._attached:
-            buffer = attach(slot, self._num_bytes)
-            self._attached[slot] = buffer, [(parameter.parameter, parameter.view(buffer)) for parameter in self._parameters]
-        buffer, views = self._attached[slot]
-        found = digest_of(buffer)
-        if found != digest:
-            raise WeightsError(f"slot {slot}: digest of its {self._num_bytes} bytes is {found}, published was {digest}; not taken")
-        self._staged = views
-
-    def commit(self) -> None:
-        """Point every parameter into the staged slot: about 1 microsecond for each parameter, whatever its size."""
-        if self._staged is None:
-            raise WeightsError("nothing is staged: commit follows stage")
-        for parameter, view in self._staged:
-            parameter.data = view
-        self._staged = None
-
-
-class _CopyRecorder(TorchDispatchMode):
-    """Notes every copy from a checkpoint tensor into a parameter."""
-
-    def __init__(self, *, targets: dict[int, str], sources: dict[int, str]) -> None:
-        super().__init__()
-        self.copies: list[tuple[str, torch.Tensor, str, torch.Tensor]] = []
-        self._targets = targets
-        self._sources = sources
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            target, source = args[0], args[1]
-            name = self._targets.get(target.untyped_storage().data_ptr())
-            origin = self._sources.get(source.untyped_storage().data_ptr())
-            if name is not None and origin is not None:
-                self.copies.append((name, target, origin, source))
-        return func(*args, **(kwargs or {}))
-
-
-def _plan(model: torch.nn.Module, folder: Path) -> tuple[list[_Parameter], tuple[Tensor, ...]]:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
     checkpoint = _read_checkpoint(folder)
     recorder = _CopyRecorder(
@@ -149,14 +130,33 @@ def _plan(model: torch.nn.Module, folder: Path) -> tuple[list[_Parameter], tuple
     return placed, tuple(tensors)
 
 
-def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], list[_Parameter]]:
+class _CopyRecorder(TorchDispatchMode):
+    """Notes every copy from a checkpoint tensor into a parameter."""
+
+    def __init__(self, *, targets: dict[int, str], sources: dict[int, str]) -> None:
+        super().__init__()
+        self.copies: list[tuple[str, torch.Tensor, str, torch.Tensor]] = []
+        self._targets = targets
+        self._sources = sources
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            name = self._targets.get(target.untyped_storage().data_ptr())
+            origin = self._sources.get(source.untyped_storage().data_ptr())
+            if name is not None and origin is not None:
+                self.copies.append((name, target, origin, source))
+        return func(*args, **(kwargs or {}))
+
+
+def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], list[Placed]]:
     offsets: dict[str, int] = {}
-    placed: list[_Parameter] = []
+    placed: list[Placed] = []
     end = 0
     for name, parameter in parameters.items():
         num_bytes = parameter.numel() * parameter.element_size()
         offsets[name] = end
-        placed.append(_Parameter(parameter=parameter, offset_bytes=end, num_bytes=num_bytes))
+        placed.append(Placed(parameter=parameter, offset_bytes=end, num_bytes=num_bytes))
         end += math.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return offsets, placed
 

@@ -1,4 +1,4 @@
-"""The layout of a published policy: which tensor lies where in one flat buffer of bytes, and the proof that the bytes are whole.
+"""The layout of a published policy: which tensor lies where in one flat buffer of bytes.
 
 The engines choose the layout (`messages.Tensor`, one per parameter) and the trainer writes exactly it. Both sides read it through
 `views`, so there is one piece of offset arithmetic. A layout comes off the wire: it is checked before a byte is touched.
@@ -6,6 +6,7 @@ The engines choose the layout (`messages.Tensor`, one per parameter) and the tra
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -51,21 +52,8 @@ def views(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> dict[str, torch.Te
 
 
 def check_layout(shapes: Mapping[str, tuple[int, ...]], tensors: Collection[Tensor], *, optional: Collection[str] = ()) -> None:
-    """Raise `WeightsError` with everything that keeps `tensors` from holding a model whose parameters have these `shapes`.
-
-    `optional` names may be left out: tied parameters, which hold the same numbers as another one.
-    """
-    names = [tensor.name for tensor in tensors]
-    problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in names and name not in optional]
-    problems += [f"extra: {tensor.name} {list(tensor.shape)}: no such parameter" for tensor in tensors if tensor.name not in shapes]
-    problems += [
-        f"misshapen: {tensor.name} is {list(tensor.shape)} in the layout and {list(shapes[tensor.name])} in the model"
-        for tensor in tensors
-        if tensor.name in shapes and tuple(tensor.shape) != tuple(shapes[tensor.name])
-    ]
-    problems += [f"twice: {name}" for name in sorted({name for name in names if names.count(name) > 1})]
-    problems += [problem for tensor in tensors if (problem := _problem_of(tensor))]
-    problems += _overlaps(tensors)
+    """Raise `WeightsError` with everything that keeps `tensors` from holding a model whose parameters have these `shapes`."""
+    problems = layout_problems(shapes, tensors, optional=optional)
     if problems:
         raise WeightsError(
             f"the engines' layout does not fit the trainer's model, {len(problems)} problems:\n"
@@ -74,9 +62,27 @@ def check_layout(shapes: Mapping[str, tuple[int, ...]], tensors: Collection[Tens
         )
 
 
-def digest(buffer: torch.Tensor) -> str:
+def layout_problems(shapes: Mapping[str, tuple[int, ...]], tensors: Collection[Tensor], *, optional: Collection[str] = ()) -> list[str]:
+    """Say everything by which `tensors` is not a layout of parameters with these `shapes`; nothing where it is one.
+
+    `optional` names may be left out: tied parameters, which hold the same numbers as another one.
+    """
+    counts = collections.Counter(tensor.name for tensor in tensors)
+    problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in counts and name not in optional]
+    problems += [f"extra: {tensor.name} {list(tensor.shape)}: no such parameter" for tensor in tensors if tensor.name not in shapes]
+    problems += [
+        f"misshapen: {tensor.name} is {list(tensor.shape)} in the layout and {list(shapes[tensor.name])} in the model"
+        for tensor in tensors
+        if tensor.name in shapes and tuple(tensor.shape) != tuple(shapes[tensor.name])
+    ]
+    problems += [f"twice: {name}" for name in sorted(name for name, count in counts.items() if count > 1)]
+    problems += [problem for tensor in tensors if (problem := _problem_of(tensor))]
+    return problems + _overlaps(tensors)
+
+
+def digest(tensor: torch.Tensor) -> str:
     """xxh3-128 of the bytes of a contiguous CPU tensor, hexadecimal. Other threads run on meanwhile: the hash holds no interpreter lock."""
-    return xxhash.xxh3_128_hexdigest(buffer.view(torch.uint8).numpy().data)
+    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _problem_of(tensor: Tensor) -> str:

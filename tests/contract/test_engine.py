@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.engine.base import Chunk, Engine
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.errors import EngineError, WeightsError
-from pipelinerl.messages import Finish, Generate, Sampling
+from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +32,11 @@ class Bench(Protocol):
 
     engine: Engine
 
-    def publish(self) -> tuple[str, str]:
-        """Publish a policy under which other tokens are sampled; its slot and digest."""
+    def publish(self) -> StageWeights:
+        """Publish a policy under which other tokens are sampled; the order to stage it."""
         ...
 
-    def corrupt(self) -> tuple[str, str]:
+    def corrupt(self) -> StageWeights:
         """Publish a policy whose bytes are not those of its digest."""
         ...
 
@@ -49,11 +49,11 @@ class FakeBench:
     def __init__(self) -> None:
         self.engine: Engine = FakeEngine(max_model_tokens=CONTEXT, max_running=4, mean_tokens=10**9)
 
-    def publish(self) -> tuple[str, str]:
-        return "slot-1", "digest"
+    def publish(self) -> StageWeights:
+        return StageWeights(version=1, slot="slot-1", digest="digest")
 
-    def corrupt(self) -> tuple[str, str]:
-        return "corrupt", "digest"
+    def corrupt(self) -> StageWeights:
+        return StageWeights(version=1, slot="corrupt", digest="digest")
 
     def reset(self) -> None:
         """Nothing to do: tokens differ after every commit, but any weights serve as well as the first."""
@@ -67,8 +67,9 @@ class VllmBench:
         self.publisher = real_engine.Publisher(engine)
         self._tensors = tensors
         self._published: list[str] = []
+        self._version = 0
 
-    def publish(self) -> tuple[str, str]:
+    def publish(self) -> StageWeights:
         return self.publish_weights(self.forcing(FORCED))
 
     def forcing(self, token_id: int) -> dict[str, torch.Tensor]:
@@ -77,22 +78,22 @@ class VllmBench:
 
         return tiny_models.forcing(self._tensors, token_id)
 
-    def corrupt(self) -> tuple[str, str]:
-        slot, digest = self.publish()
-        return slot, digest[::-1]
+    def corrupt(self) -> StageWeights:
+        order = self.publish()
+        return StageWeights(version=order.version, slot=order.slot, digest=order.digest[::-1])
 
     def reset(self) -> None:
         if self._published:
-            slot, digest = self.publish_weights(self._tensors)
-            self.engine.stage(slot, digest)
+            self.engine.stage(self.publish_weights(self._tensors))
             self.engine.commit()
             while len(self._published) > 1:
                 self.publisher.release(self._published.pop(0))
 
-    def publish_weights(self, weights: dict[str, torch.Tensor]) -> tuple[str, str]:
-        slot, digest = self.publisher.publish(weights)
+    def publish_weights(self, weights: dict[str, torch.Tensor]) -> StageWeights:
+        self._version += 1
+        slot, digest = self.publisher.publish(weights, version=self._version)
         self._published.append(slot)
-        return slot, digest
+        return StageWeights(version=self._version, slot=slot, digest=digest)
 
 
 @pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -279,8 +280,7 @@ def test_a_policy_is_taken_in_the_middle_of_a_sequence(bench: Bench):
     replies: dict[str, Reply] = {}
     for _ in range(3):
         note(bench.engine.step(), replies)
-    slot, digest = bench.publish()
-    bench.engine.stage(slot, digest)
+    bench.engine.stage(bench.publish())
     note(bench.engine.step(), replies)
     bench.engine.commit()
     while not replies["a"].finishes:
@@ -292,12 +292,12 @@ def test_a_policy_is_taken_in_the_middle_of_a_sequence(bench: Bench):
 
 def test_a_policy_with_a_wrong_digest_is_refused_and_the_old_weights_serve_on(bench: Bench):
     tokens = reference(bench)
-    slot, digest = bench.corrupt()
+    order = bench.corrupt()
     bench.engine.submit(request("a"), version=0)
     replies: dict[str, Reply] = {}
     note(bench.engine.step(), replies)
     with pytest.raises(WeightsError, match="digest"):
-        bench.engine.stage(slot, digest)
+        bench.engine.stage(order)
     while not replies["a"].finishes:
         note(bench.engine.step(), replies)
     assert replies["a"].token_ids == tokens
@@ -314,9 +314,9 @@ def test_a_commit_without_a_staged_policy_is_refused_and_changes_nothing(bench: 
 
 
 def test_a_policy_staged_twice_is_committed_once(bench: Bench):
-    slot, digest = bench.publish()
-    bench.engine.stage(slot, digest)
-    bench.engine.stage(slot, digest)
+    order = bench.publish()
+    bench.engine.stage(order)
+    bench.engine.stage(order)
     bench.engine.commit()
     with pytest.raises(WeightsError, match="nothing is staged"):
         bench.engine.commit()
@@ -332,8 +332,7 @@ only_vllm = pytest.mark.parametrize("whole_bench", [pytest.param("vllm", marks=p
 @only_vllm
 def test_the_models_own_end_of_sequence_ends_a_sequence_and_is_part_of_it(bench: VllmBench):
     """The tokenizer is not loaded: the engine must know the end of sequence (2) from the model folder."""
-    slot, digest = bench.publish_weights(bench.forcing(2))
-    bench.engine.stage(slot, digest)
+    bench.engine.stage(bench.publish_weights(bench.forcing(2)))
     bench.engine.commit()
     reply = serve(bench.engine, request("a"))["a"]
     assert (reply.token_ids, reply.finishes) == ([2], [Finish.STOP])
@@ -346,8 +345,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(bench: VllmBench):
     """
     weights = bench.forcing(FORCED)
     weights["lm_head.weight"] *= 0.5
-    slot, digest = bench.publish_weights(weights)
-    bench.engine.stage(slot, digest)
+    bench.engine.stage(bench.publish_weights(weights))
     bench.engine.commit()
     replies = serve(bench.engine, *(request(f"r{number}", max_tokens=50, temperature=2.0) for number in range(4)))
     seen = {True: 0, False: 0}
@@ -362,6 +360,6 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(bench: VllmBench):
 @only_vllm
 def test_a_slot_that_is_not_there_is_refused_by_name(bench: VllmBench):
     with pytest.raises(WeightsError, match="pipelinerl-nowhere-0"):
-        bench.engine.stage("pipelinerl-nowhere-0", "digest")
+        bench.engine.stage(StageWeights(version=1, slot="pipelinerl-nowhere-0", digest="digest"))
     with pytest.raises(WeightsError, match="is not the name of a slot"):
-        bench.engine.stage("../../etc/passwd", "digest")
+        bench.engine.stage(StageWeights(version=1, slot="../../etc/passwd", digest="digest"))

@@ -72,7 +72,7 @@ def swap_under_way(engine: Engine, loop: EngineLoop, publisher: Publisher, tenso
         wait -= 1
         if wait <= 0 and not loop.is_swapping and loop.version < NUM_POLICIES:
             version = loop.version + 1
-            slot, digest = publisher.publish(tiny_models.forcing(tensors, forced_token(version)))
+            slot, digest = publisher.publish(tiny_models.forcing(tensors, forced_token(version)), version=version)
             slots.append(slot)
             loop.handle(StageWeights(version=version, slot=slot, digest=digest))
             wait = STEPS_BETWEEN
@@ -115,7 +115,7 @@ def shifted(completion: Completion, *, by: int) -> Completion:
 def loop_around(engine: Engine) -> Iterator[EngineLoop]:
     """The product's own loop, staging in a thread of its own as the engine process does."""
     with concurrent.futures.ThreadPoolExecutor(1) as stager:
-        yield EngineLoop(engine, engine_id=0, stager=lambda order: stager.submit(engine.stage, order.slot, order.digest))
+        yield EngineLoop(engine, engine_id=0, stager=lambda order: stager.submit(engine.stage, order))
 
 
 def greedy(loop: EngineLoop, seed: int) -> dict[str, list[int]]:
@@ -142,7 +142,7 @@ def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(tmp_path
         with contextlib.closing(publisher):
             swapped = swap_under_way(engine, loop, publisher, tensors)
             judge(swapped)
-            slot, digest = publisher.publish(last)
+            slot, digest = publisher.publish(last, version=NUM_POLICIES + 1)
             loop.handle(StageWeights(version=NUM_POLICIES + 1, slot=slot, digest=digest))
             while loop.is_swapping:
                 loop.advance()

@@ -24,6 +24,7 @@ from pipelinerl.messages import (
     Stop,
     WeightsCommitted,
     WeightsRefused,
+    WeightsStaged,
 )
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -45,11 +46,11 @@ class Stager:
         return self._futures[order.version]
 
     def finish(self, version: int) -> None:
-        self._engine.stage(f"slot-{version}", "digest")
+        self._engine.stage(StageWeights(version=version, slot=f"slot-{version}", digest="digest"))
         self._futures[version].set_result(None)
 
-    def refuse(self, version: int, error: str) -> None:
-        self._futures[version].set_exception(WeightsError(error))
+    def refuse(self, version: int, error: str | Exception) -> None:
+        self._futures[version].set_exception(WeightsError(error) if isinstance(error, str) else error)
 
 
 class Ticking:
@@ -74,8 +75,9 @@ class Bench:
     def ask(self, rollout_id: str = "0/0", *, attempt: int = 0, max_tokens: int = 10) -> None:
         self.loop.handle(Generate(rollout_id=rollout_id, attempt=attempt, token_ids=PROMPT, sampling=Sampling(max_tokens=max_tokens)))
 
-    def order(self, version: int, *, when_idle: bool = False) -> None:
-        self.loop.handle(StageWeights(version=version, slot=f"slot-{version}", digest="digest", when_idle=when_idle))
+    def order(self, version: int, *, when_idle: bool = False, lineage: int = 0) -> None:
+        order = StageWeights(version=version, slot=f"slot-{version}", digest="digest", when_idle=when_idle, lineage=lineage)
+        self.loop.handle(order)
 
     def advance(self, times: int = 1) -> list[Message]:
         """Run forward passes; what the loop said meanwhile."""
@@ -259,8 +261,97 @@ def test_a_policy_the_engine_cannot_commit_is_refused():
     bench.order(1)
     bench.stager.finish(1)
     bench.engine.commit()
-    assert bench.advance(1) == [WeightsRefused(engine_id=3, version=1, error="WeightsError: nothing is staged: commit follows stage")]
+    assert bench.advance(1)[1:] == [WeightsRefused(engine_id=3, version=1, error="WeightsError: nothing is staged: commit follows stage")]
     assert bench.loop.version == 0
+
+
+def test_a_staged_policy_is_acknowledged_before_it_is_committed_and_once():
+    bench = Bench()
+    bench.ask(max_tokens=3)
+    bench.order(1, when_idle=True)
+    assert bench.advance(1) == [], "nothing is said of what is still being staged"
+    bench.clock.now_s += 0.5
+    bench.stager.finish(1)
+    assert bench.advance(1) == [WeightsStaged(engine_id=3, version=1, stage_s=0.5)]
+    assert completions(bench.advance(1))[0].versions.tolist() == [0, 0, 0], "acknowledged, and not yet in force"
+    bench.clock.now_s += 0.5
+    (swap,) = bench.advance(1)
+    assert isinstance(swap, WeightsCommitted)
+    assert (swap.version, swap.stage_s) == (1, 0.5)
+
+
+def test_a_policy_that_waits_for_idleness_is_refused_as_soon_as_its_staging_fails():
+    bench = Bench()
+    bench.ask(max_tokens=9)
+    bench.order(1, when_idle=True)
+    bench.stager.refuse(1, "no")
+    assert bench.advance(1) == [WeightsRefused(engine_id=3, version=1, error="WeightsError: no")]
+    assert bench.loop.has_work
+
+
+def test_whatever_a_road_raises_is_reported_in_its_words_and_the_old_policy_serves_on():
+    bench = Bench()
+    bench.ask(max_tokens=4)
+    bench.order(1)
+    bench.stager.refuse(1, OSError(28, "No space left on device"))
+    said = bench.advance(4)
+    assert said[0] == WeightsRefused(engine_id=3, version=1, error="OSError: [Errno 28] No space left on device")
+    assert completions(said)[0].versions.tolist() == [0] * 4
+
+
+def test_a_refused_policy_can_be_ordered_again():
+    bench = Bench()
+    bench.order(1)
+    bench.stager.refuse(1, "no")
+    bench.advance(1)
+    bench.order(1)
+    bench.stager.finish(1)
+    assert committed(bench.advance(1)) == [1]
+
+
+def swapped_to(*versions: int) -> Bench:
+    bench = Bench()
+    for version in versions:
+        bench.order(version)
+        bench.stager.finish(version)
+        bench.advance(1)
+    return bench
+
+
+def test_a_version_falls_only_by_a_rollback_which_ends_what_holds_undone_tokens():
+    bench = swapped_to(1, 2, 3)
+    bench.ask("0/0", max_tokens=9)
+    bench.advance(2)
+    bench.order(2)
+    assert bench.advance(1) == [], "within a lineage a version never falls"
+    bench.order(2, lineage=1)
+    bench.stager.finish(2)
+    bench.ask("0/1", max_tokens=2)
+    said = bench.advance(3)
+    assert (bench.loop.version, bench.loop.lineage) == (2, 1)
+    cancelled, kept = completions(said)
+    assert (cancelled.rollout_id, cancelled.finish, cancelled.versions.tolist()) == ("0/0", Finish.CANCELLED, [3, 3, 3])
+    assert (kept.rollout_id, kept.finish, kept.versions.tolist()) == ("0/1", Finish.LENGTH, [2, 2])
+
+
+def test_a_rollback_keeps_sequences_that_hold_no_undone_token():
+    bench = swapped_to(1, 2)
+    bench.ask(max_tokens=5)
+    bench.advance(2)
+    bench.order(2, lineage=1)
+    bench.stager.finish(2)
+    (completion,) = completions(bench.advance(3))
+    assert (completion.finish, completion.versions.tolist()) == (Finish.LENGTH, [2] * 5)
+
+
+def test_an_order_of_an_earlier_lineage_is_ignored_however_high_its_version():
+    bench = swapped_to(1)
+    bench.order(1, lineage=1)
+    bench.stager.finish(1)
+    bench.advance(1)
+    bench.order(9)
+    assert bench.advance(1) == []
+    assert bench.stager.orders == [1, 1]
 
 
 class Failing(FakeEngine):

@@ -45,17 +45,33 @@ class Bench:
     admission: Admission
     credits: Signal
     engines: list[MemoryLink]
+    known: Engines
     trainer: MemoryLink
 
-    async def publish(self, version: int) -> None:
-        self.published.put_now(PolicyPublished(version=version, slot=f"slot-{version}", digest=f"d{version}", num_bytes=1, publish_s=0.1))
-        await asyncio.sleep(0.01)
-
-    async def commit(self, engine_id: int, version: int) -> None:
-        self.engines[engine_id].send(
-            WeightsCommitted(engine_id=engine_id, version=version, pause_s=0.001 * version, stage_s=0.5, num_running=7)
+    async def publish(self, version: int, *, lineage: int = 0) -> None:
+        slot = f"slot-{version}" if not lineage else f"slot-{lineage}.{version}"
+        self.published.put_now(
+            PolicyPublished(version=version, slot=slot, digest=f"d{version}", num_bytes=1, publish_s=0.1, lineage=lineage)
         )
         await asyncio.sleep(0.01)
+
+    async def commit(self, engine_id: int, version: int, *, lineage: int = 0) -> None:
+        self.engines[engine_id].send(
+            WeightsCommitted(engine_id=engine_id, version=version, pause_s=0.001 * version, stage_s=0.5, num_running=7, lineage=lineage)
+        )
+        await asyncio.sleep(0.01)
+
+    async def refuse(self, engine_id: int, version: int, *, error: str = "WeightsError: digest") -> None:
+        self.engines[engine_id].send(WeightsRefused(engine_id=engine_id, version=version, error=error))
+        await asyncio.sleep(0.01)
+
+    def ordered(self, engine_id: int) -> list[int]:
+        """Versions an engine was told to fetch since the last look."""
+        return [order.version for order in received(self.engines[engine_id]) if isinstance(order, StageWeights)]
+
+    def serving(self) -> list[int]:
+        """Engines that take new work."""
+        return [engine.engine_id for engine in self.known.serving()]
 
     def released(self) -> list[str]:
         """Buffers handed back since the last look."""
@@ -79,9 +95,10 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
     published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
     pace = pace_of(mode, max_staleness=2)
     admission = Admission(pace=pace, groups_per_step=4, num_steps=100, max_running=100)
+    known = Engines(peers, expected=2, watch=watch, credits=Signal())
     refresh = Refresh(
         published=published,
-        engines=Engines(peers, expected=2, watch=watch, credits=Signal()),
+        engines=known,
         trainer=trainer,
         admission=admission,
         credits=credits,
@@ -97,7 +114,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
             for engine_id, link in enumerate(links):
                 link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
             await asyncio.sleep(0.01)
-            yield Bench(published=published, admission=admission, credits=credits, engines=links, trainer=trainer_link)
+            yield Bench(published=published, admission=admission, credits=credits, engines=links, known=known, trainer=trainer_link)
             for task in tasks:
                 task.cancel()
     finally:
@@ -141,17 +158,23 @@ def test_slot_is_freed_only_after_engines_hold_the_weights(tmp_path: Path):
     simulate(program())
 
 
-def test_an_engine_that_skips_policies_frees_all_it_has_passed(tmp_path: Path):
+def test_an_engine_still_busy_with_one_policy_is_then_told_of_the_newest_only(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
-            for version in (1, 2, 3):
+            await it.publish(1)
+            await it.commit(0, 1)
+            for version in (2, 3):
                 await it.publish(version)
-            await it.commit(0, 3)
-            assert it.released() == []
+            await it.commit(0, 2)
+            assert (it.ordered(0), it.ordered(1)) == ([1, 2, 3], [1])
+            assert it.released() == [], "engine 0 serves from 2, engine 1 fetches 1, and 3 is the newest"
             await it.commit(1, 1)
+            assert it.ordered(1) == [3], "2 was overtaken"
             assert it.released() == []
             await it.commit(1, 3)
-            assert it.released() == ["slot-1", "slot-2"]
+            assert it.released() == ["slot-1"]
+            await it.commit(0, 3)
+            assert it.released() == ["slot-2"]
 
     simulate(program())
 
@@ -162,8 +185,8 @@ def test_a_slow_engine_holds_up_nobody_else(tmp_path: Path):
             for version in (1, 2, 3):
                 await it.publish(version)
                 await it.commit(0, version)
-            orders = received(it.engines[0])
-            assert [order.version for order in orders if isinstance(order, StageWeights)] == [1, 2, 3]
+            assert it.ordered(0) == [1, 2, 3]
+            assert it.released() == ["slot-2"], "engine 1 may still read slot 1"
             await it.commit(1, 3)
 
     simulate(program())
@@ -186,28 +209,144 @@ def test_a_policy_gives_credits_and_wakes_dispatch(tmp_path: Path):
     simulate(program())
 
 
-def test_a_refused_policy_ends_the_run_with_the_engines_own_words(tmp_path: Path):
+def test_an_engine_that_refuses_is_fenced_with_its_words_and_refilled(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
             await it.publish(1)
-            it.engines[1].send(WeightsRefused(engine_id=1, version=1, error="WeightsError: slot slot-1: digest of its 8 bytes is ab"))
+            await it.commit(0, 1)
+            await it.refuse(1, 1, error="WeightsError: slot slot-1: digest of its 8 bytes is ab")
+            assert it.serving() == [0]
+            assert it.known[1].fault == "engine-1 refused policy 1: WeightsError: slot slot-1: digest of its 8 bytes is ab"
+            assert it.known[1].version == 0, "its old version serves on"
+            assert it.known.all_hold(1), "nobody waits for it"
+            assert it.ordered(1) == [1, 1], "told again"
+            await it.commit(1, 1)
+            assert it.serving() == [0, 1]
+
+    simulate(program())
+    (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "fence"]
+    assert (line["engine_id"], line["version"]) == (1, 0)
+    assert line["error"].endswith("digest of its 8 bytes is ab")
+
+
+def test_an_engine_beyond_refilling_waits_for_the_next_policy_and_keeps_its_slot(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in (0, 1):
+                await it.commit(engine_id, 1)
+            await it.publish(2)
+            await it.commit(0, 2)
+            for _ in range(3):
+                await it.refuse(1, 2)
+            assert it.ordered(1) == [1, 2, 2, 2], "no more of the same"
+            assert it.released() == [], "it serves on from slot 1"
+            await it.publish(3)
+            assert it.ordered(1) == [3]
+            await it.commit(1, 3)
+            await it.commit(0, 3)
+            assert it.serving() == [0, 1]
+            assert it.released() == ["slot-1", "slot-2"]
+
+    simulate(program())
+
+
+def test_the_run_ends_with_the_last_engines_own_words_once_none_can_be_refilled(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in (0, 1, 0, 1, 0, 1):
+                await it.refuse(engine_id, 1, error=f"WeightsError: engine {engine_id} is ill")
             await asyncio.sleep(1.0)
 
-    expected = pytest.RaisesExc(PeerRefused, match=r"^engine-1 refused policy 1: WeightsError: slot slot-1: digest of its 8 bytes is ab$")
+    expected = pytest.RaisesExc(PeerRefused, match=r"^engine-1 refused policy 1: WeightsError: engine 1 is ill$")
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
         simulate(program())
 
 
-def test_an_engine_that_does_not_commit_in_time_is_named_and_the_others_are_not(tmp_path: Path):
+def test_an_engine_that_does_not_commit_in_time_is_fenced_until_it_does(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
             await it.publish(1)
             await it.commit(0, 1)
             await asyncio.sleep(61.0)
+            assert it.serving() == [0]
+            assert it.known[1].fault == "waited 60 s for engine-1 (at version 0) to commit policy 1"
+            await it.publish(2)
+            await it.commit(0, 2)
+            assert it.released() == [], "it may read slot 1 to this day"
+            await it.commit(1, 1)
+            assert it.serving() == [0, 1]
+            assert it.ordered(1) == [1, 2]
+            await it.commit(1, 2)
 
-    expected = pytest.RaisesExc(PeerSilent, match=r"^waited 60 s for engine-1 \(at version 0\) to commit policy 1$")
+    simulate(program())
+
+
+def test_an_engine_in_time_is_not_fenced_by_the_deadline_of_an_earlier_policy(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for version in range(1, 9):
+                await it.publish(version)
+                await asyncio.sleep(20.0)
+                for engine_id in (0, 1):
+                    await it.commit(engine_id, version)
+            assert it.serving() == [0, 1]
+
+    simulate(program())
+
+
+def test_the_run_ends_once_no_engine_commits_in_time(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            await it.refuse(0, 1)
+            await asyncio.sleep(61.0)
+
+    expected = pytest.RaisesExc(PeerSilent, match=r"^waited 60 s for engine-[01] \(at version 0\) to commit policy 1$")
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
         simulate(program())
+
+
+def test_repeated_and_late_news_change_nothing(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            await it.publish(1)
+            for engine_id in (0, 0, 1):
+                await it.commit(engine_id, 1)
+            await it.publish(2)
+            for engine_id in (0, 1, 0):
+                await it.commit(engine_id, 2)
+            await it.commit(0, 1)
+            await it.refuse(1, 1)
+            assert [engine.version for engine in it.known] == [2, 2]
+            assert it.serving() == [0, 1]
+            assert (it.ordered(0), it.ordered(1)) == ([1, 2], [1, 2])
+            assert it.released() == ["slot-1"]
+
+    simulate(program())
+    assert len([line for line in read_journals(tmp_path) if line["kind"] == "swap"]) == 4
+
+
+def test_a_rollback_is_announced_as_a_later_lineage_and_lowers_the_version(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for version in (1, 2):
+                await it.publish(version)
+                for engine_id in (0, 1):
+                    await it.commit(engine_id, version)
+            received(it.engines[0])
+            await it.publish(1, lineage=1)
+            (order,) = received(it.engines[0])
+            assert order == StageWeights(version=1, slot="slot-1.1", digest="d1", when_idle=False, lineage=1)
+            await it.commit(0, 2)
+            assert it.known[0].version == 2, "a commit of the earlier lineage is no news"
+            await it.commit(0, 1, lineage=1)
+            assert it.known[0].version == 1
+            await it.commit(1, 1, lineage=1)
+
+    simulate(program())
 
 
 def test_every_swap_is_journalled(tmp_path: Path):

@@ -55,6 +55,8 @@ class World:
     mean_tokens: int = 24
     engine_error_fraction: float = 0.0
     """Of forward passes that fail, losing all running sequences."""
+    refused_fraction: float = 0.0
+    """Of policies that an engine fails to stage."""
     bad_score_fraction: float = 0.0
     """Of scores that are a timeout, an error or invalid."""
     start_s: float = 0.0
@@ -97,10 +99,13 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
         mean_tokens=world.mean_tokens,
     )
     clock = asyncio.get_running_loop().time
+    chance = random.Random(world.seed + engine_id)
 
     def stage(order: StageWeights):
         try:
-            fake.stage(order.slot, order.digest)
+            if chance.random() < world.refused_fraction:
+                raise WeightsError("simulated failure of a staging")
+            fake.stage(order)
         except WeightsError as error:
             return later(world.stage_s, error)
         fake.staged_version = order.version

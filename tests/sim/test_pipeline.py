@@ -486,6 +486,11 @@ async def scorer_that_falls_silent(link: MemoryLink, **_: Any) -> None:
     link.send(ScorerReady(scorer_id=0, process_id=0, num_slots=4))
 
 
+async def no_engine_commits(link: MemoryLink, *, engine_id: int, world: World, max_running: int) -> None:
+    world = dataclasses.replace(world, stage_s=1e7)
+    await peers.engine(link, engine_id=engine_id, world=world, max_running=max_running)
+
+
 async def engine_1_never_commits(link: MemoryLink, *, engine_id: int, world: World, max_running: int) -> None:
     world = dataclasses.replace(world, stage_s=1e7) if engine_id == 1 else world
     await peers.engine(link, engine_id=engine_id, world=world, max_running=max_running)
@@ -525,7 +530,7 @@ MISBEHAVIOUR: dict[str, tuple[dict[str, Any], type[PipelineError], str]] = {
         PeerRefused,
         "engine-[01] refused policy 1: WeightsError: slot corrupt",
     ),
-    "an engine never commits": ({"cast": Cast(engine=engine_1_never_commits)}, PeerSilent, r"for engine-1 \(.*\) to commit policy 1"),
+    "no engine commits": ({"cast": Cast(engine=no_engine_commits)}, PeerSilent, r"for engine-[01] \(.*\) to commit policy 1"),
     "an engine falls silent": ({"cast": Cast(engine=engine_1_falls_silent)}, PeerSilent, "engine-1 was last heard"),
     "scorer never answers": ({"cast": Cast(scorer=scorer_that_never_answers)}, Stalled, "scor"),
     "scorer never answers an evaluation": (
@@ -566,6 +571,23 @@ def test_an_evaluation_larger_than_the_engines_may_hold_does_not_stop_the_run(tm
     simulated = run(settings, folder=tmp_path, held_out=[prompts.next() for _ in range(60)])
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
+
+
+def test_an_engine_that_never_commits_is_left_behind_and_the_run_finishes_without_it(tmp_path: Path):
+    simulated = run(config(), folder=tmp_path, cast=Cast(engine=engine_1_never_commits))
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
+    (fence,) = [line for line in simulated.lines if line["kind"] == "fence"]
+    assert (fence["engine_id"], fence["version"]) == (1, 0)
+    assert {line["engine_id"] for line in simulated.lines if line["kind"] == "swap"} == {0}
+
+
+def test_engines_that_refuse_half_of_all_policies_are_refilled_and_break_no_promise(tmp_path: Path):
+    simulated = run(config(trainer={"steps": 20}), folder=tmp_path, world=World(refused_fraction=0.5, seed=3))
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
+    assert {line["engine_id"] for line in simulated.lines if line["kind"] == "fence"} == {0, 1}
+    assert {line["engine_id"] for line in simulated.lines if line["kind"] == "swap"} == {0, 1}
 
 
 # --- size ------------------------------------------------------------------------------------------------------------------------

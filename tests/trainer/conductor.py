@@ -33,8 +33,9 @@ from pipelinerl.messages import (
     TrainerReady,
 )
 from pipelinerl.transport.zmq import ZmqHub
-from pipelinerl.weights.base import digest, num_bytes, plan_layout, views
-from pipelinerl.weights.shared_memory import attach
+from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.manifest import check, verify
+from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from tests.trainer.tiny import make_batch, make_model, make_sample, packed_logprobs
 
 ROWS_PER_STEP = 3
@@ -50,6 +51,10 @@ def make_config(folder: Path, *, steps: int = 3, **trainer: Any) -> Config:
             "trainer": {"steps": steps, "learning_rate": 1e-2, "silent_after_s": 60, **trainer},
         }
     )
+
+
+def _no_spare() -> torch.Tensor:
+    raise AssertionError("shared memory is read where it is")
 
 
 @dataclasses.dataclass
@@ -141,11 +146,13 @@ class Conductor:
 
     def _take(self, peer: str, policy: PolicyPublished) -> None:
         """Load a policy as an engine would, release the one before, and sample the next step with it."""
-        buffer = attach(policy.slot, num_bytes(self.layout))
-        assert policy.num_bytes == len(buffer)
-        assert digest(buffer) == policy.digest
+        arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, _no_spare)
+        assert policy.num_bytes == len(arrival.payload) == num_bytes(self.layout)
+        check(arrival.manifest, version=policy.version, layout=self.layout, slot=policy.slot)
+        found = views(arrival.payload, self.layout)
+        verify(arrival.manifest, found, slot=policy.slot)
         with torch.no_grad():
-            for name, tensor in views(buffer, self.layout).items():
+            for name, tensor in found.items():
                 self.engine.tensors()[name].copy_(tensor)
         if self.published:
             self.hub.send(peer, SlotReleased(slot=self.published[-1].slot))

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from pipelinerl.errors import PeerSilent, WeightsError
-from pipelinerl.messages import Tensor
-from pipelinerl.weights.base import digest, num_bytes, plan_layout, views
-from pipelinerl.weights.shared_memory import attach
+from pipelinerl.messages import PolicyPublished, Tensor
+from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.manifest import check, verify
+from pipelinerl.weights.road import Arrival
+from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from tests.trainer.tiny import FAMILIES, make_model
 from trainer.model import Model
 from trainer.publish import Publisher
@@ -24,6 +26,14 @@ def _fused_layout(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> tu
     return plan_layout({name: torch.empty(tensors[name].shape, dtype=dtype) for name in sorted(tensors, reverse=True)})
 
 
+def _fetch(policy: PolicyPublished, layout: tuple[Tensor, ...]) -> Arrival:
+    """What an engine would take."""
+    arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda: torch.zeros(0))
+    check(arrival.manifest, version=policy.version, layout=layout, slot=policy.slot)
+    verify(arrival.manifest, views(arrival.payload, layout), slot=policy.slot)
+    return arrival
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_published_bytes_are_the_models_tensors_by_name(folders: dict[str, Path], tmp_path: Path, family: str, dtype: torch.dtype) -> None:
@@ -35,9 +45,8 @@ def test_published_bytes_are_the_models_tensors_by_name(folders: dict[str, Path]
     try:
         policy = publisher.publish(5)
         assert policy is not None
-        buffer = attach(policy.slot, num_bytes(layout))
-        assert (policy.version, policy.num_bytes, policy.digest) == (5, num_bytes(layout), digest(buffer))
-        found = views(buffer, layout)
+        assert (policy.version, policy.num_bytes) == (5, num_bytes(layout))
+        found = views(_fetch(policy, layout).payload, layout)
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert torch.equal(found[name], tensor.to(dtype)), name
@@ -57,9 +66,8 @@ def test_the_weights_of_the_moment_are_published_and_earlier_ones_stay(folders: 
         second = publisher.publish(2)
         assert first is not None
         assert second is not None
-        buffers = [attach(policy.slot, num_bytes(layout)) for policy in (first, second)]
-        assert [digest(buffer) for buffer in buffers] == [first.digest, second.digest]
-        before, after = (views(buffer, layout)["model.embed_tokens.weight"] for buffer in buffers)
+        arrivals = [_fetch(policy, layout) for policy in (first, second)]
+        before, after = (views(arrival.payload, layout)["model.embed_tokens.weight"] for arrival in arrivals)
         assert torch.allclose(after - before, torch.ones_like(before), atol=1e-6)
     finally:
         publisher.close()

@@ -51,6 +51,7 @@ from pipelinerl.messages import (
     Trajectory,
     WeightsCommitted,
     WeightsRefused,
+    WeightsStaged,
 )
 from pipelinerl.transport import codec
 from pipelinerl.transport.codec import DTYPES, Decoder, encode
@@ -106,6 +107,7 @@ EXAMPLES: tuple[Message, ...] = (
     StageWeights(version=3, slot="pipelinerl-ab-0", digest="ff", when_idle=True),
     WeightsCommitted(engine_id=1, version=3, pause_s=0.001, stage_s=0.5, num_running=7),
     WeightsRefused(engine_id=1, version=3, error="WeightsError: no"),
+    WeightsStaged(engine_id=1, version=3, stage_s=0.5),
     ScorerReady(scorer_id=0, process_id=1, num_slots=2),
     ScorerLoad(scorer_id=0, num_running=1, num_scored=2, busy_s=0.5),
     Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP),

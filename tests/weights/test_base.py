@@ -80,4 +80,5 @@ def test_digest_is_xxh3_128_and_sees_every_byte() -> None:
     before = digest(buffer)
     buffer[137] ^= 1
     assert digest(buffer) != before
+    assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5]))
     assert digest(torch.arange(50, dtype=torch.float32)) == digest(torch.arange(50, dtype=torch.float32).view(torch.uint8))

@@ -1,0 +1,119 @@
+"""Which engine stages which policy, which engines take new work, and which slots nobody reads any more.
+
+Every engine moves at its own pace: it has at most one order open, and when that ends it gets the newest policy there is, whatever was
+published in between. So an engine reads at most two slots, the one it serves from and the one it was told to fetch, and everything else
+but the newest can be handed back at once.
+
+An engine whose swap fails or is late is fenced: it ends its running sequences under its old version, takes no new ones, and is refilled
+with the newest policy until it holds one. `MAX_REFILLS` refusals in a row of the *same* policy are enough; the next policy is a new chance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+MAX_REFILLS = 2
+"""Times an engine is told again to fetch a policy that it refused. More helps against faults that pass slowly, and repeats errors."""
+
+Age = tuple[int, int]
+"""(lineage, version): what orders policies. A rollback begins a lineage, so ages never fall."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A published policy."""
+
+    age: Age
+    slot: str
+    digest: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Swap:
+    """Where one engine stands."""
+
+    held: Age = (0, 0)
+    """What it samples under."""
+    ordered: Age | None = None
+    """What it was told to fetch and has neither committed nor refused."""
+    fault: str = ""
+    """Why it is fenced, with its own words; empty while it takes new work."""
+    num_refusals: int = 0
+    """Of the newest policy, in a row."""
+    is_late: bool = False
+    """Its open order has lasted too long."""
+
+    @property
+    def is_hopeless(self) -> bool:
+        """True where it is fenced and nothing under way could change that; only another policy, or a late answer, can."""
+        return bool(self.fault) and (self.is_late or self.num_refusals > MAX_REFILLS)
+
+
+class Swaps:
+    """Every engine's place in the stream of policies. News may repeat and come in any order."""
+
+    def __init__(self) -> None:
+        self.newest: Policy | None = None
+        self._swaps: dict[int, Swap] = {}
+        self._slots: dict[Age, str] = {}
+        """Slots not handed back."""
+
+    def __getitem__(self, engine_id: int) -> Swap:
+        return self._swaps.setdefault(engine_id, Swap())
+
+    def published(self, policy: Policy) -> bool:
+        """Note a new policy; False where it is no news."""
+        if self.newest is not None and policy.age <= self.newest.age:
+            return False
+        self.newest = policy
+        self._slots[policy.age] = policy.slot
+        for swap in self._swaps.values():
+            swap.num_refusals = 0
+        return True
+
+    def next_order(self, engine_id: int) -> Policy | None:
+        """What the engine should be told to fetch now; None while an order is open, it holds the newest, or refused it too often."""
+        swap = self[engine_id]
+        if self.newest is None or swap.ordered is not None or swap.held >= self.newest.age or swap.num_refusals > MAX_REFILLS:
+            return None
+        swap.ordered = self.newest.age
+        return self.newest
+
+    def committed(self, engine_id: int, age: Age) -> bool:
+        """The engine samples under the policy of this age; False where it is no news."""
+        swap = self[engine_id]
+        self._end_order(swap, age)
+        if age <= swap.held:
+            return False
+        swap.held, swap.fault, swap.num_refusals = age, "", 0
+        return True
+
+    def refused(self, engine_id: int, age: Age, error: str) -> bool:
+        """The engine could not take a policy: it is fenced. False where it has moved past it."""
+        swap = self[engine_id]
+        self._end_order(swap, age)
+        if age <= swap.held:
+            return False
+        swap.fault = f"refused policy {age[1]}: {error}"
+        if self.newest is not None and age == self.newest.age:
+            swap.num_refusals += 1
+        return True
+
+    def late(self, engine_id: int, age: Age, reason: str) -> bool:
+        """The engine has had the order for this age for too long: it is fenced, its order stays open. False where it has ended since."""
+        swap = self[engine_id]
+        if swap.ordered != age:
+            return False
+        swap.fault, swap.is_late = reason, True
+        return True
+
+    def take_free_slots(self) -> list[str]:
+        """Slots that no engine reads or will be told to read, oldest first, each once."""
+        used = {swap.held for swap in self._swaps.values()} | {swap.ordered for swap in self._swaps.values()}
+        if self.newest is not None:
+            used.add(self.newest.age)
+        return [self._slots.pop(age) for age in sorted(self._slots) if age not in used]
+
+    def _end_order(self, swap: Swap, age: Age) -> None:
+        if swap.ordered is not None and swap.ordered <= age:
+            swap.ordered, swap.is_late = None, False

@@ -1,0 +1,118 @@
+"""What a published policy is, and the proof of it: every tensor's name, shape, dtype, place and digest.
+
+The manifest lies beside the bytes it speaks of, wherever those are; the announcement that travels over the wire carries only the digest
+of the manifest. So an announcement has the same few bytes for any model, and one comparison (`open_manifest`) proves the proof. An engine
+takes a policy only when the manifest fits its own layout tensor by tensor (`check`) and the bytes fit the manifest (`verify`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import torch
+import xxhash
+
+from pipelinerl.errors import WeightsError
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.base import digest, layout_problems, views
+
+MAX_NAMED = 5
+"""Problems spelled out in one message; the rest are counted. More would bury the first."""
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a policy."""
+
+    tensor: Tensor
+    digest: str
+    """xxh3-128 of its bytes, hexadecimal."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything about a policy but its bytes."""
+
+    version: int
+    proofs: tuple[Proof, ...]
+    """Every tensor, in the order of the layout."""
+    num_bytes: int
+    """Bytes that travel: the whole buffer, or the changes alone."""
+    base_version: int | None = None
+    """None: the bytes are the whole buffer. Else they are the changes since this version, to be laid over it or any later one."""
+    payload_digest: str = ""
+    """xxh3-128 of the bytes that travel where they are changes; empty where the tensors' own digests prove them."""
+
+
+def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Manifest:
+    """Describe a whole policy that lies in `buffer` ([bytes] uint8)."""
+    tensors = tuple(tensors)
+    found = views(buffer, tensors)
+    proofs = tuple(Proof(tensor=tensor, digest=digest(found[tensor.name])) for tensor in tensors)
+    return Manifest(version=version, proofs=proofs, num_bytes=len(buffer))
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as bytes, of which `digest_of` is announced."""
+    return msgspec.msgpack.encode(manifest)
+
+
+def digest_of(encoded: bytes) -> str:
+    """What an announcement says of a manifest: xxh3-128, hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(encoded)
+
+
+def open_manifest(encoded: bytes, *, digest: str, slot: str) -> Manifest:
+    """Decode a manifest that was found in `slot`. Raises `WeightsError` unless it is the one that was announced."""
+    found = digest_of(encoded)
+    if found != digest:
+        raise WeightsError(
+            f"slot {slot}: the digest of its manifest ({len(encoded)} bytes) is {found}, announced was {digest}: it holds another policy,"
+            " or is damaged; not taken"
+        )
+    try:
+        return msgspec.msgpack.decode(encoded, type=Manifest)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise WeightsError(f"slot {slot}: its manifest of {len(encoded)} bytes is not one: {error}; not taken") from error
+
+
+def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], slot: str) -> None:
+    """Raise `WeightsError` naming everything by which the manifest is not policy `version` of an engine that asked for `layout`."""
+    if manifest.version != version:
+        raise WeightsError(f"slot {slot} holds policy {manifest.version}, announced was policy {version}; not taken")
+    sent = tuple(proof.tensor for proof in manifest.proofs)
+    if sent == layout:
+        return
+    expected = {tensor.name: tensor for tensor in layout}
+    problems = layout_problems({name: tensor.shape for name, tensor in expected.items()}, sent)
+    problems += [
+        f"{tensor.name}: got {_place(tensor)}, expected {_place(expected[tensor.name])}"
+        for tensor in sent
+        if tensor.name in expected and tensor != expected[tensor.name] and tuple(tensor.shape) == tuple(expected[tensor.name].shape)
+    ]
+    what = _some(problems) or "its tensors are the right ones, in another order"
+    raise WeightsError(
+        f"slot {slot}: policy {version} has {len(sent)} tensors in another layout than the {len(layout)} this engine asked for: {what};"
+        " not taken"
+    )
+
+
+def verify(manifest: Manifest, found: Mapping[str, torch.Tensor], *, slot: str) -> None:
+    """Raise `WeightsError` naming the tensors among `found` (by name) whose bytes are not those of the manifest."""
+    wrong = [
+        f"{proof.tensor.name} {list(proof.tensor.shape)} {proof.tensor.dtype}: digest is {got}, published was {proof.digest}"
+        for proof in manifest.proofs
+        if (got := digest(found[proof.tensor.name])) != proof.digest
+    ]
+    if wrong:
+        raise WeightsError(
+            f"slot {slot}: {len(wrong)} of {len(manifest.proofs)} tensors of policy {manifest.version}: {_some(wrong)}; not taken"
+        )
+
+
+def _place(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} at byte {tensor.offset_bytes}"
+
+
+def _some(problems: list[str]) -> str:
+    more = len(problems) - MAX_NAMED
+    return "; ".join(problems[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")

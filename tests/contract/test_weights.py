@@ -1,0 +1,269 @@
+"""What every road of the weights promises, and the version transaction over each: fetched as published, bit for bit, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl.errors import WeightsError
+from pipelinerl.messages import StageWeights, Tensor
+from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.commit import Copy, Flip, Placed
+from pipelinerl.weights.intake import Intake
+from pipelinerl.weights.manifest import Manifest, seal
+from pipelinerl.weights.pool import SlotPool
+from pipelinerl.weights.road import Receiver
+from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
+from pipelinerl.weights.slots import FOLDER
+
+SHAPES = {
+    "embed": ((50, 16), torch.bfloat16),
+    "norm": ((16,), torch.float32),
+    "scale": ((), torch.float16),
+    "none": ((0, 4), torch.float32),
+    "head": ((16, 50), torch.bfloat16),
+}
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    """Random bytes as weights, NaNs and denormals among them; the same for a version at every call."""
+    generator = torch.Generator().manual_seed(version)
+    made = {}
+    for name, (shape, dtype) in SHAPES.items():
+        count = torch.Size(shape).numel() * dtype.itemsize
+        made[name] = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+    return made
+
+
+LAYOUT = plan_layout(tensors(0))
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal bit for bit, NaNs too."""
+    one, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (found, expected))
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(one, other)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Road:
+    """A trainer's end, and a way to make engines' ends."""
+
+    pool: SlotPool
+    receive: Callable[[], Receiver]
+    damage: Callable[[str], None]
+    """Cut the bytes of a published slot in half, where they are."""
+    layout: tuple[Tensor, ...] = LAYOUT
+
+    def publish(self, version: int, *, tamper: Callable[[torch.Tensor, Manifest], Manifest] | None = None) -> StageWeights:
+        """Publish random weights; `tamper` may spoil the bytes after their digests were taken, or the manifest."""
+        slot = self.pool.acquire(1.0)
+        assert slot is not None
+        made = tensors(version)
+        for name, view in views(slot.buffer, self.layout).items():
+            view.copy_(made[name].reshape(view.shape) if name in made else torch.zeros(()))
+        manifest = seal(version, slot.buffer, self.layout)
+        if tamper is not None:
+            manifest = tamper(slot.buffer, manifest)
+        digest = self.pool.publish(slot, manifest)
+        return StageWeights(version=version, slot=slot.name, digest=digest)
+
+
+def shared_memory(folder: Path, layout: tuple[Tensor, ...]) -> Road:
+    pool = SlotPool(SharedMemory(secrets.token_hex(8)), num_bytes=num_bytes(layout))
+
+    def damage(slot: str) -> None:
+        with open(FOLDER / slot, "r+b") as file:
+            file.truncate(num_bytes(layout) // 2)
+
+    return Road(pool=pool, receive=SharedMemoryReceiver, damage=damage, layout=layout)
+
+
+ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {"shared_memory": shared_memory}
+
+
+@pytest.fixture(params=list(ROADS))
+def make_road(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[tuple[Tensor, ...]], Road]]:
+    made: list[Road] = []
+
+    def make(layout: tuple[Tensor, ...]) -> Road:
+        made.append(ROADS[request.param](tmp_path, layout))
+        return made[-1]
+
+    yield make
+    for road in made:
+        road.pool.close()
+
+
+@pytest.fixture
+def road(make_road: Callable[[tuple[Tensor, ...]], Road]) -> Road:
+    return make_road(LAYOUT)
+
+
+class Engine:
+    """Parameters that take policies from a road."""
+
+    def __init__(self, road: Road, *, commit: type[Flip] | type[Copy] = Flip) -> None:
+        first = tensors(0)
+        self.parameters = {name: torch.nn.Parameter(first[name].clone(), requires_grad=False) for name in first}
+        placed = [
+            Placed(parameter=self.parameters[tensor.name], offset_bytes=tensor.offset_bytes, num_bytes=tensor.num_bytes)
+            for tensor in LAYOUT
+        ]
+        self._receiver = road.receive()
+        self.intake = Intake(commit(placed), layout=LAYOUT, receiver=self._receiver)
+
+    def take(self, order: StageWeights) -> None:
+        self.intake.stage(order)
+        self.intake.commit()
+
+    def holds(self, version: int) -> bool:
+        expected = tensors(version)
+        return all(same_bits(parameter.data, expected[name]) for name, parameter in self.parameters.items())
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+@pytest.fixture(params=[Flip, Copy], ids=["flip", "copy"])
+def engines(request: pytest.FixtureRequest, road: Road) -> Iterator[list[Engine]]:
+    made = [Engine(road, commit=request.param) for _ in range(2)]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road: Road, engines: list[Engine]):
+    previous = None
+    for version in range(1, 7):
+        order = road.publish(version)
+        for engine in engines:
+            engine.intake.stage(order)
+            assert engine.holds(version - 1), "staging changes nothing"
+        for engine in engines:
+            engine.intake.commit()
+            assert engine.holds(version)
+        if previous is not None:
+            road.pool.release(previous.slot)
+        previous = order
+
+
+def test_an_engine_may_skip_policies_and_load_the_newest_late(road: Road, engines: list[Engine]):
+    first, second, third = (road.publish(version) for version in (1, 2, 3))
+    engines[0].take(first)
+    for order in (first, second, third):
+        road.pool.release(order.slot)
+    engines[1].take(third)
+    assert engines[1].holds(3), "released or not, the newest stays for whoever comes late"
+
+
+def test_a_policy_staged_twice_or_staged_over_is_committed_once(road: Road, engines: list[Engine]):
+    first, second = road.publish(1), road.publish(2)
+    engine = engines[0]
+    for order in (first, first, second):
+        engine.intake.stage(order)
+    engine.intake.commit()
+    assert engine.holds(2)
+    with pytest.raises(WeightsError, match="nothing is staged"):
+        engine.intake.commit()
+    assert engine.holds(2)
+
+
+def flip_a_bit(buffer: torch.Tensor, manifest: Manifest) -> Manifest:
+    buffer[LAYOUT[4].offset_bytes + 5] ^= 64
+    return manifest
+
+
+def claim_another_version(buffer: torch.Tensor, manifest: Manifest) -> Manifest:
+    return Manifest(version=9, proofs=manifest.proofs, num_bytes=manifest.num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [
+        (
+            flip_a_bit,
+            r"1 of 5 tensors of policy 2: head \[16, 50\] bfloat16: digest is [0-9a-f]{32}, published was [0-9a-f]{32}; not taken",
+        ),
+        (claim_another_version, "holds policy 9, announced was policy 2; not taken"),
+    ],
+    ids=["flipped bit", "version"],
+)
+def test_a_damaged_policy_is_refused_the_old_one_stays_and_the_next_is_taken(
+    road: Road, engines: list[Engine], tamper: Callable[[torch.Tensor, Manifest], Manifest], said: str
+):
+    engines[0].take(road.publish(1))
+    with pytest.raises(WeightsError, match=said):
+        engines[0].intake.stage(road.publish(2, tamper=tamper))
+    assert engines[0].holds(1)
+    with pytest.raises(WeightsError, match="nothing is staged"):
+        engines[0].intake.commit()
+    assert engines[0].holds(1)
+    engines[0].take(road.publish(3))
+    assert engines[0].holds(3)
+
+
+def test_a_failed_staging_takes_back_what_was_staged_before(road: Road, engines: list[Engine]):
+    engines[0].intake.stage(road.publish(1))
+    with pytest.raises(WeightsError):
+        engines[0].intake.stage(road.publish(2, tamper=flip_a_bit))
+    with pytest.raises(WeightsError, match="nothing is staged"):
+        engines[0].intake.commit()
+    assert engines[0].holds(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda made: made.pop("norm"), r"missing: norm \[16\]"),
+        (lambda made: made.update(extra=torch.zeros(3)), r"extra: extra \[3\]"),
+        (lambda made: made.update(norm=torch.zeros(4, 4)), r"misshapen: norm is \[4, 4\]"),
+        (lambda made: made.update(norm=torch.zeros(16, dtype=torch.bfloat16)), r"norm: got \[16\] bfloat16 .*, expected \[16\] float32"),
+    ],
+    ids=["missing", "extra", "misshapen", "dtype"],
+)
+def test_a_policy_of_another_layout_is_refused(
+    make_road: Callable[[tuple[Tensor, ...]], Road], change: Callable[[dict[str, torch.Tensor]], object], said: str
+):
+    made = tensors(0)
+    change(made)
+    engine = Engine(road := make_road(plan_layout(made)))
+    with pytest.raises(WeightsError, match=said):
+        engine.intake.stage(road.publish(1))
+    assert engine.holds(0)
+    engine.close()
+
+
+def test_an_order_with_another_digest_is_refused(road: Road, engines: list[Engine]):
+    order = road.publish(1)
+    with pytest.raises(WeightsError, match="announced was abcd"):
+        engines[0].intake.stage(StageWeights(version=1, slot=order.slot, digest="abcd"))
+    assert engines[0].holds(0)
+
+
+def test_a_truncated_policy_is_refused_and_harms_no_other_engine(road: Road, engines: list[Engine]):
+    first, second = road.publish(1), road.publish(2)
+    road.damage(second.slot)
+    with pytest.raises(WeightsError, match=r"truncated|cannot|closed"):
+        engines[0].intake.stage(second)
+    assert engines[0].holds(0)
+    engines[1].take(first)
+    assert engines[1].holds(1)
+
+
+def test_a_slot_of_a_trainer_that_is_gone_is_refused(road: Road, engines: list[Engine]):
+    order = road.publish(1)
+    road.pool.close()
+    with pytest.raises(WeightsError, match="cannot"):
+        engines[0].intake.stage(order)
+    assert engines[0].holds(0)
+
+
+@pytest.mark.parametrize("slot", ["", "nowhere", "../etc/passwd", "pipelinerl-a-0\n", "policy-../../x", "gloo://nowhere"])
+def test_a_name_that_is_no_slot_is_refused(engines: list[Engine], slot: str):
+    with pytest.raises(WeightsError, match="not the name of a slot"):
+        engines[0].intake.stage(StageWeights(version=1, slot=slot, digest="ab"))

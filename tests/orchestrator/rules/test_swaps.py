@@ -1,0 +1,120 @@
+"""Who stages what, who is fenced, and which slots are free; every case by hand."""
+
+from orchestrator.rules.swaps import MAX_REFILLS, Policy, Swaps
+
+
+def policy(version: int, *, lineage: int = 0) -> Policy:
+    return Policy(age=(lineage, version), slot=f"slot-{lineage}.{version}", digest=f"d{version}")
+
+
+def published(swaps: Swaps, *versions: int, lineage: int = 0, engines: tuple[int, ...] = (0, 1)) -> list[tuple[int, int]]:
+    """Publish versions; the (engine, version) orders that follow."""
+    orders = []
+    for version in versions:
+        assert swaps.published(policy(version, lineage=lineage))
+        orders += [(engine, order.age[1]) for engine in engines if (order := swaps.next_order(engine)) is not None]
+    return orders
+
+
+def test_an_engine_has_one_order_at_a_time_and_then_gets_the_newest():
+    swaps = Swaps()
+    assert published(swaps, 1, 2, 3) == [(0, 1), (1, 1)]
+    assert swaps.committed(0, (0, 1))
+    order = swaps.next_order(0)
+    assert order is not None
+    assert order.age == (0, 3), "policy 2 was overtaken"
+    assert swaps.next_order(0) is None
+    assert swaps.next_order(1) is None, "its first order is still open"
+
+
+def test_a_slot_is_free_once_no_engine_serves_from_it_or_fetches_it():
+    swaps = Swaps()
+    published(swaps, 1)
+    for engine in (0, 1):
+        swaps.committed(engine, (0, 1))
+    published(swaps, 2)
+    assert swaps.take_free_slots() == []
+    swaps.committed(0, (0, 2))
+    assert swaps.take_free_slots() == [], "engine 1 serves from slot 1"
+    published(swaps, 3, 4)
+    assert swaps.take_free_slots() == [], "engine 0 fetches 3, engine 1 serves 1 and fetches 2, and 4 is the newest"
+    swaps.committed(1, (0, 2))
+    assert swaps.take_free_slots() == ["slot-0.1"]
+    swaps.next_order(1)
+    assert swaps.take_free_slots() == []
+    swaps.committed(1, (0, 4))
+    swaps.committed(0, (0, 3))
+    assert swaps.take_free_slots() == ["slot-0.2"]
+    swaps.next_order(0)
+    swaps.committed(0, (0, 4))
+    assert swaps.take_free_slots() == ["slot-0.3"], "each once, and never the newest"
+
+
+def test_what_nobody_was_told_to_fetch_is_free_as_soon_as_it_is_overtaken():
+    swaps = Swaps()
+    published(swaps, 1, 2, 3)
+    assert swaps.take_free_slots() == ["slot-0.2"]
+
+
+def test_repeated_and_older_news_change_nothing():
+    swaps = Swaps()
+    published(swaps, 1, 2)
+    assert not swaps.published(policy(1))
+    assert swaps.committed(0, (0, 1))
+    assert not swaps.committed(0, (0, 1))
+    assert swaps[0].held == (0, 1)
+    swaps.next_order(0)
+    assert swaps.committed(0, (0, 2))
+    assert not swaps.committed(0, (0, 1)), "a commit that arrives late"
+    assert swaps[0].held == (0, 2)
+    assert not swaps.refused(0, (0, 1), "a refusal that arrives late")
+    assert not swaps[0].fault
+
+
+def test_a_refused_policy_is_ordered_again_a_few_times_and_the_next_one_is_a_new_chance():
+    swaps = Swaps()
+    published(swaps, 1)
+    for _ in range(MAX_REFILLS):
+        assert swaps.refused(0, (0, 1), "no")
+        assert not swaps[0].is_hopeless
+        assert swaps.next_order(0) == policy(1)
+    swaps.refused(0, (0, 1), "no")
+    assert swaps.next_order(0) is None
+    assert (swaps[0].fault, swaps[0].is_hopeless) == ("refused policy 1: no", True)
+    assert not swaps[1].fault
+    assert published(swaps, 2) == [(0, 2)]
+    assert swaps[0].fault, "fenced until it holds a policy again"
+    assert swaps.committed(0, (0, 2))
+    assert not swaps[0].fault
+
+
+def test_an_engine_whose_refused_policy_was_overtaken_gets_the_newest():
+    swaps = Swaps()
+    published(swaps, 1, 2)
+    swaps.refused(0, (0, 1), "no")
+    assert swaps.next_order(0) == policy(2)
+    assert swaps[0].num_refusals == 0
+
+
+def test_a_late_engine_is_fenced_until_it_answers():
+    swaps = Swaps()
+    published(swaps, 1)
+    assert swaps.late(0, (0, 1), "waited 60 s")
+    assert swaps[0].is_hopeless
+    assert published(swaps, 2) == [], "both orders are open"
+    assert swaps.take_free_slots() == [], "it may be reading slot 1 to this day"
+    assert swaps.committed(0, (0, 1))
+    assert not swaps[0].fault
+    assert not swaps.late(0, (0, 1), "its deadline comes after its answer")
+    assert not swaps[0].fault
+
+
+def test_a_rollback_is_a_later_lineage_and_orders_of_the_earlier_one_are_no_news():
+    swaps = Swaps()
+    published(swaps, 1, 2, engines=(0,))
+    swaps.committed(0, (0, 1))
+    assert published(swaps, 1, lineage=1, engines=(0,)) == [(0, 1)]
+    assert not swaps.published(policy(3))
+    assert not swaps.committed(0, (0, 1))
+    assert swaps.committed(0, (1, 1))
+    assert swaps.take_free_slots() == ["slot-0.1", "slot-0.2"]

@@ -1,0 +1,94 @@
+"""How a policy takes effect: what each way leaves in place, and which way is chosen for what reason."""
+
+import pytest
+import torch
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.weights.commit import Commit, Copy, Flip, Placed, Way, choose, make
+
+
+def placed(*sizes: int) -> list[Placed]:
+    """Float32 parameters of zeros, laid 256 bytes apart."""
+    return [
+        Placed(parameter=torch.nn.Parameter(torch.zeros(size), requires_grad=False), offset_bytes=256 * number, num_bytes=4 * size)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def policy(value: float, *, num_bytes: int = 256 + 12) -> torch.Tensor:
+    return torch.full((num_bytes // 4,), value).view(torch.uint8)
+
+
+def values(parameters: list[Placed]) -> list[list[float]]:
+    return [one.parameter.tolist() for one in parameters]
+
+
+@pytest.fixture(params=list(Way))
+def way(request: pytest.FixtureRequest) -> Way:
+    return request.param
+
+
+def commit(by: Commit, buffer: torch.Tensor) -> None:
+    by.stage(buffer)
+    by.commit()
+
+
+def test_parameters_change_at_the_commit_and_not_before(way: Way):
+    parameters = placed(2, 3)
+    by = make(way, parameters)
+    by.stage(policy(1.0))
+    assert values(parameters) == [[0.0] * 2, [0.0] * 3]
+    by.commit()
+    assert values(parameters) == [[1.0] * 2, [1.0] * 3]
+
+
+def test_the_spare_buffer_is_never_the_one_the_model_reads(way: Way):
+    parameters = placed(2, 3)
+    by = make(way, parameters)
+    for number in range(1, 5):
+        by.spare().view(torch.float32).fill_(number)
+        assert values(parameters) == [[number - 1.0] * 2, [number - 1.0] * 3]
+        commit(by, by.spare())
+        assert values(parameters) == [[float(number)] * 2, [float(number)] * 3]
+
+
+def test_a_flip_moves_nothing_and_a_copy_keeps_the_addresses():
+    for by, keeps in ((Flip, False), (Copy, True)):
+        parameters = placed(2, 3)
+        before = [one.parameter.data_ptr() for one in parameters]
+        buffer = policy(1.0)
+        commit(by(parameters), buffer)
+        after = [one.parameter.data_ptr() for one in parameters]
+        assert (after == before) is keeps
+        assert (after == [buffer.data_ptr(), buffer.data_ptr() + 256]) is not keeps
+
+
+def test_a_flip_holds_no_more_than_two_buffers_of_its_own():
+    by = Flip(placed(2, 3))
+    seen = set()
+    for _ in range(6):
+        seen.add(by.spare().data_ptr())
+        commit(by, by.spare())
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "obstacles", "way", "why"),
+    [
+        ("auto", {}, Way.FLIP, "nothing stands against the shortest pause"),
+        ("auto", {Way.FLIP: ["graphs"]}, Way.COPY, "flip would break: graphs"),
+        ("copy", {}, Way.COPY, "weights.commit says so"),
+        ("copy", {Way.FLIP: ["graphs"]}, Way.COPY, "weights.commit says so"),
+    ],
+)
+def test_the_shortest_pause_that_breaks_nothing_is_chosen_and_says_why(wanted: str, obstacles: dict[Way, list[str]], way: Way, why: str):
+    assert choose(wanted, obstacles) == (way, f"policies are committed by {way}: {why}")
+
+
+def test_what_breaks_every_way_is_said_at_start():
+    everything = {way: [f"{way} is broken", "packed"] for way in Way}
+    with pytest.raises(ConfigError) as caught:
+        choose("auto", everything)
+    assert all(f"  - {way}: {reason}" in str(caught.value) for way in Way for reason in everything[way])
+    with pytest.raises(ConfigError, match=r"cannot take new weights by flip here:\n  - flip: graphs$"):
+        choose("flip", {Way.FLIP: ["graphs"]})
