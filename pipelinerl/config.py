@@ -295,7 +295,7 @@ def _valid_sections(tree: dict[str, Any]) -> dict[str, Any]:
     valid = {}
     for name, field in Config.model_fields.items():
         with contextlib.suppress(pydantic.ValidationError):
-            valid[name] = pydantic.TypeAdapter(field.annotation).validate_python(tree.get(name, {}))
+            valid[name] = pydantic.TypeAdapter[Any](field.annotation or Any).validate_python(tree.get(name, {}))
     return valid
 
 
