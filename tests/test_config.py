@@ -292,6 +292,7 @@ KEYS = [
     "evaluation.limit",
     "evaluation.temperature",
     "weights.road",
+    "weights.address",
     "weights.commit",
     "sft.source",
     "sft.completion_column",
