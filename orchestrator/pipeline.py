@@ -18,6 +18,7 @@ from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
+from orchestrator.rules.road import choose_road
 from orchestrator.stages.batching import Batching, Row, Seal
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
@@ -119,7 +120,10 @@ class Pipeline:
             watchdog.cancel()
 
     async def _train(self) -> None:
-        self._trainer.hub.send("trainer-0", LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count))
+        self._trainer.hub.send(
+            "trainer-0",
+            LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count, road=self._choose_road()),
+        )
         await self._evaluation.evaluate(0)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]
@@ -129,6 +133,14 @@ class Pipeline:
             for task in tasks:
                 task.cancel()
         await self._evaluation.evaluate(self._config.trainer.steps)
+
+    def _choose_road(self) -> str:
+        weights = self._config.weights
+        machines = {engine.peer: engine.ready.machine for engine in self._engines}
+        road, reason = choose_road(weights.road, trainer=self._delivery.trainer_machine, engines=machines, address=weights.address)
+        self._journal.write("choice", text=reason)
+        print(reason, flush=True)
+        return road
 
     async def _wait_for_peers(self) -> None:
         config = self._config

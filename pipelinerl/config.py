@@ -140,7 +140,10 @@ class EvaluationSection(Section):
 
 
 class WeightsSection(Section):
-    road: Literal["auto", "shared_memory"] = Field("auto", description="how a policy travels from the trainer to the engines")
+    road: Literal["auto", "shared_memory", "files", "gloo"] = Field(
+        "auto", description="how a policy travels from the trainer to the engines; auto: shared memory on one machine, else gloo"
+    )
+    address: str = Field("127.0.0.1", description="address of the trainer's machine that engines on other machines reach (road gloo)")
     commit: Literal["auto", "flip", "copy"] = Field("auto", description="how it takes effect in an engine, between two forward passes")
 
 

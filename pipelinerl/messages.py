@@ -181,6 +181,8 @@ class EngineReady(Message, frozen=True):
     """Sequences it decodes at once; more wait in its queue."""
     tensors: tuple[Tensor, ...]
     """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
+    machine: str = ""
+    """Equal for processes that can share memory."""
 
 
 class EngineLoad(Message, frozen=True):
@@ -386,6 +388,8 @@ class TrainerReady(Message, frozen=True):
     num_replicas: int
     process_id: int
     version: int
+    machine: str = ""
+    """As in `EngineReady`."""
 
 
 class LayoutFixed(Message, frozen=True):
@@ -394,6 +398,8 @@ class LayoutFixed(Message, frozen=True):
     tensors: tuple[Tensor, ...]
     num_engines: int = 1
     """Engines that may read different policies at once."""
+    road: str = "shared_memory"
+    """How policies travel: shared_memory, files or gloo."""
 
 
 class TakeMicroBatch(Message, frozen=True):

@@ -303,6 +303,7 @@ KEYS = [
     "evaluation.limit",
     "evaluation.temperature",
     "weights.road",
+    "weights.address",
     "weights.commit",
     "sft.source",
     "sft.completion_column",

@@ -200,7 +200,7 @@ class Feed:
                     self._rows.extend(given)
                     self._changed.notify_all()
             case LayoutFixed() if self._publisher is not None:
-                self._publisher.fix_layout(message.tensors, num_engines=message.num_engines)
+                self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road)
             case SlotReleased() if self._publisher is not None:
                 self._publisher.release(message.slot)
             case Stop():

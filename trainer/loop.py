@@ -12,6 +12,7 @@ from pipelinerl.config import Config
 from pipelinerl.messages import MicroBatch, StepDone, StepSealed, Stop, ToTrainer, TrainerReady
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
+from pipelinerl.weights.slots import machine
 from trainer.checkpoint import save_model
 from trainer.feed import Feed
 from trainer.model import Model
@@ -32,10 +33,16 @@ def train(config: Config, run_folder: Path) -> None:
     step = _make_step(config, model=model, replicas=replicas)
     publisher = None
     if replicas.rank == 0:
-        publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=config.trainer.silent_after_s)
+        publisher = Publisher(
+            model.tensors,
+            tied_names=model.tied_names(),
+            run_folder=run_folder,
+            deadline_s=config.trainer.silent_after_s,
+            address=config.weights.address,
+        )
     feed = Feed(
         lambda: ZmqLink(run_folder, "trainer", replicas.rank, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
-        ready=TrainerReady(replica=replicas.rank, num_replicas=replicas.size, process_id=os.getpid(), version=0),
+        ready=TrainerReady(replica=replicas.rank, num_replicas=replicas.size, process_id=os.getpid(), version=0, machine=machine()),
         num_steps=config.trainer.steps,
         silent_after_s=config.trainer.silent_after_s,
         publisher=publisher,

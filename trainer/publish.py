@@ -15,8 +15,11 @@ import torch
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.weights.base import check_layout, num_bytes, views
+from pipelinerl.weights.files import Files
+from pipelinerl.weights.gloo import Gloo
 from pipelinerl.weights.manifest import seal
 from pipelinerl.weights.pool import SlotPool, num_slots_for
+from pipelinerl.weights.road import Medium
 from pipelinerl.weights.shared_memory import SharedMemory
 from pipelinerl.weights.slots import run_token
 
@@ -31,12 +34,17 @@ class Publisher:
         tied_names: frozenset[str],
         run_folder: Path,
         deadline_s: float,
+        address: str = "127.0.0.1",
     ) -> None:
-        """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot."""
+        """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot.
+
+        `address` is this machine's, where policies are offered that travel over the network.
+        """
         self._tensors = tensors
         self._tied_names = tied_names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
-        self._token = run_token(run_folder)
+        self._run_folder = run_folder
+        self._address = address
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
         self._pool: SlotPool | None = None
@@ -67,14 +75,27 @@ class Publisher:
         seconds = time.perf_counter() - started
         return PolicyPublished(version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds)
 
-    def fix_layout(self, tensors: tuple[Tensor, ...], *, num_engines: int = 1) -> None:
-        """Take the layout of so many engines. Raises `WeightsError` with everything about it that does not fit the model."""
+    def fix_layout(self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, road: str = "shared_memory") -> None:
+        """Take the layout of so many engines, and the road to them.
+
+        Raises `WeightsError` with everything about the layout that does not fit the model, or where the road cannot be opened.
+        """
         check_layout(self._shapes, tensors, optional=self._tied_names)
         self._layout = tensors
         with self._changed:
-            medium = SharedMemory(self._token)
-            self._pool = SlotPool(medium, num_bytes=num_bytes(tensors), max_slots=num_slots_for(num_engines))
+            self._pool = SlotPool(self._open(road), num_bytes=num_bytes(tensors), max_slots=num_slots_for(num_engines))
             self._changed.notify_all()
+
+    def _open(self, road: str) -> Medium:
+        match road:
+            case "shared_memory":
+                return SharedMemory(run_token(self._run_folder))
+            case "files":
+                return Files(self._run_folder / "weights")
+            case "gloo":
+                return Gloo(self._address)
+            case _:
+                raise WeightsError(f"the orchestrator asks for the road {road!r}; this trainer knows shared_memory, files and gloo")
 
     def release(self, slot: str) -> None:
         """Note that no engine reads a slot any more. Raises `WeightsError` for one that was not published."""

@@ -62,6 +62,8 @@ class Delivery:
     ) -> None:
         self.finished = asyncio.Event()
         """Set when every step is trained and the last policy is published."""
+        self.trainer_machine = ""
+        """Where the replica that publishes runs; known once every replica is ready."""
         self._ready = Signal()
         """Set when a replica announces itself."""
         self._num_ready = 0
@@ -112,6 +114,8 @@ class Delivery:
     def _on_ready(self, peer: str, ready: TrainerReady) -> None:
         if ready.num_replicas != self._num_replicas:
             raise PeerRefused(f"{peer} counts {ready.num_replicas} replicas, the config says trainer.ranks = {self._num_replicas}")
+        if ready.replica == 0:
+            self.trainer_machine = ready.machine
         self._num_ready += 1
         self._ready.set()
 

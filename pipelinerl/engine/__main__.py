@@ -82,7 +82,12 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path) -> None:
         from pipelinerl.engine.vllm_engine import VllmEngine
 
         engine = VllmEngine(
-            model=config.model, engine=config.engine, rollout=config.rollout, seed=config.run.seed + engine_id, weights=config.weights
+            model=config.model,
+            engine=config.engine,
+            rollout=config.rollout,
+            seed=config.run.seed + engine_id,
+            weights=config.weights,
+            policies=run_folder / "weights",
         )
     link = ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
     serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))

@@ -35,6 +35,7 @@ from pipelinerl.messages import (
     WeightsRefused,
     WeightsStaged,
 )
+from pipelinerl.weights.slots import machine
 
 Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
 """Starts `Engine.stage` somewhere that does not hold up the loop."""
@@ -96,6 +97,7 @@ class EngineLoop:
             max_model_tokens=limits.max_model_tokens,
             max_running=limits.max_running,
             tensors=limits.tensors,
+            machine=machine(),
         )
 
     def load(self, *, idle_s: float) -> EngineLoad:

@@ -28,7 +28,7 @@ from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
 from pipelinerl.weights.commit import choose, make
 from pipelinerl.weights.intake import Intake
-from pipelinerl.weights.shared_memory import SharedMemoryReceiver
+from pipelinerl.weights.receivers import Receivers
 
 CPU_KV_CACHE_BYTES = 64 << 20
 """Default KV cache on CPU. vLLM's own default there takes seconds to zero; larger serves more or longer sequences at once."""
@@ -48,15 +48,23 @@ class VllmEngine:
     """See `engine.base.Engine`. Raises `ConfigError` where vLLM cannot serve the model."""
 
     def __init__(
-        self, *, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, weights: WeightsSection | None = None
+        self,
+        *,
+        model: ModelSection,
+        engine: EngineSection,
+        rollout: RolloutSection,
+        seed: int,
+        weights: WeightsSection | None = None,
+        policies: Path = Path("weights"),
     ) -> None:
+        """`policies` is the folder of published files, where policies travel by files."""
         keep_plain_weights()
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed)
         self._core: Any = self._llm.engine_core
-        parameters, layout = plan_of(self._model(), folder=Path(model.path))
+        parameters, layout = plan_of(self.model, folder=Path(model.path))
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
-        way, choice = choose((weights or WeightsSection()).commit, obstacles_of(self._model(), captures_graphs=captures_graphs))  # pyright: ignore[reportCallIssue]
-        self._weights = Intake(make(way, parameters), layout=layout, receiver=SharedMemoryReceiver())
+        way, choice = choose((weights or WeightsSection()).commit, obstacles_of(self.model, captures_graphs=captures_graphs))  # pyright: ignore[reportCallIssue]
+        self._weights = Intake(make(way, parameters), layout=layout, receiver=Receivers(folder=policies))
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}
@@ -137,7 +145,9 @@ class VllmEngine:
         except EngineError as error:
             raise ConfigError(f"vLLM loads {folder} but cannot run it here: {error}") from error
 
-    def _model(self) -> torch.nn.Module:
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that runs the forward passes."""
         worker: Any = self._llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue]
         return getattr(worker, "worker", worker).get_model()
 

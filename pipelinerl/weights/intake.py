@@ -5,11 +5,13 @@ Whatever goes wrong before `commit` is a `WeightsError` that leaves the model as
 
 from __future__ import annotations
 
+import torch
+
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.base import views
 from pipelinerl.weights.commit import Commit
-from pipelinerl.weights.manifest import check, verify
+from pipelinerl.weights.manifest import Manifest, check, verify
 from pipelinerl.weights.road import Receiver
 
 
@@ -25,8 +27,16 @@ class Intake:
     def stage(self, order: StageWeights) -> None:
         """Bring a policy in and verify it. Raises `WeightsError`; the model is then as it was, and nothing is staged."""
         self._is_staged = False
-        arrival = self._receiver.fetch(order.slot, order.digest, self._commit.spare)
-        check(arrival.manifest, version=order.version, layout=self._layout, slot=order.slot)
+
+        def check_it(manifest: Manifest) -> None:
+            check(manifest, version=order.version, layout=self._layout, slot=order.slot)
+
+        def spare(manifest: Manifest) -> torch.Tensor:
+            check_it(manifest)
+            return self._commit.spare()
+
+        arrival = self._receiver.fetch(order.slot, order.digest, spare)
+        check_it(arrival.manifest)
         verify(arrival.manifest, views(arrival.payload, self._layout), slot=order.slot)
         self._commit.stage(arrival.payload)
         self._is_staged = True

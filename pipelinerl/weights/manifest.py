@@ -52,8 +52,8 @@ def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Manif
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as bytes, of which `digest_of` is announced."""
-    return msgspec.msgpack.encode(manifest)
+    """The manifest as JSON, so that it can be read where it lies; the digest of these bytes is announced."""
+    return msgspec.json.encode(manifest)
 
 
 def digest_of(encoded: bytes) -> str:
@@ -70,7 +70,7 @@ def open_manifest(encoded: bytes, *, digest: str, slot: str) -> Manifest:
             " or is damaged; not taken"
         )
     try:
-        return msgspec.msgpack.decode(encoded, type=Manifest)
+        return msgspec.json.decode(encoded, type=Manifest)
     except (msgspec.DecodeError, ValueError) as error:
         raise WeightsError(f"slot {slot}: its manifest of {len(encoded)} bytes is not one: {error}; not taken") from error
 

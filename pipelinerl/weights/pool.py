@@ -64,7 +64,7 @@ class SlotPool:
         assert slot.is_taken, slot.name
         encoded = encode(manifest)
         try:
-            self._medium.offer(slot, encoded, manifest.num_bytes)
+            self._medium.offer(slot, manifest, encoded)
         except WeightsError:
             with self._changed:
                 slot.is_taken = False

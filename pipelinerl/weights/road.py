@@ -48,8 +48,11 @@ class Medium(Protocol):
         """Make slot `number` for payloads of up to `num_bytes`. Raises `WeightsError` where there is no room."""
         ...
 
-    def offer(self, slot: Slot, manifest: bytes, num_bytes: int) -> None:
-        """Make the first `num_bytes` of the slot's buffer readable, whole or not at all; may rename the slot. Raises `WeightsError`."""
+    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
+        """Make the first `manifest.num_bytes` of the slot's buffer readable, and the encoded manifest, whole or not at all.
+
+        May give the slot another name. Raises `WeightsError`; what the slot held before is then lost, and no other slot is touched.
+        """
         ...
 
     def close(self) -> None:
@@ -60,10 +63,11 @@ class Medium(Protocol):
 class Receiver(Protocol):
     """The engine's end of a road."""
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[], torch.Tensor]) -> Arrival:
+    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
         """Bring in what a slot holds. `slot` comes off the wire.
 
-        A road whose bytes are not in this process's memory already puts them into `spare()` ([layout bytes] uint8), which nobody reads.
+        A road whose bytes are not in this process's memory already puts them into `spare(manifest)` ([layout bytes] uint8), which nobody
+        reads; asking for it raises `WeightsError` where the manifest does not fit the engine, before anything is moved.
         Raises `WeightsError` where the slot does not hold what `digest` announced, or its peer stops half way.
         """
         ...

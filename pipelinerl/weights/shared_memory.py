@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.manifest import open_manifest
+from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.road import Arrival, Slot
 from pipelinerl.weights.slots import FOLDER, unlink_slots
 
@@ -49,18 +49,18 @@ class SharedMemory:
             os.close(file)
         return Slot(name=name, buffer=torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes])
 
-    def offer(self, slot: Slot, manifest: bytes, num_bytes: int) -> None:
+    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
         # Under a new name first: whoever reads the manifest of a slot reads the old one or the new one, never half of each.
         path = self._folder / (slot.name + MANIFEST_SUFFIX)
         draft = path.with_suffix(".draft")
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(manifest)
+                file.write(encoded)
             draft.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 draft.unlink()
-            raise WeightsError(f"cannot write the manifest of {slot.name}, {len(manifest)} bytes, in {self._folder}: {error}") from None
+            raise WeightsError(f"cannot write the manifest of {slot.name}, {len(encoded)} bytes, in {self._folder}: {error}") from None
 
     def close(self) -> None:
         unlink_slots(self._token, folder=self._folder)
@@ -73,7 +73,7 @@ class SharedMemoryReceiver:
         self._folder = folder
         self._mapped: dict[str, torch.Tensor] = {}
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[], torch.Tensor]) -> Arrival:
+    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
         manifest = open_manifest(_read_manifest(slot, self._folder), digest=digest, slot=slot)
         if slot not in self._mapped:
             self._mapped[slot] = attach(slot, folder=self._folder)

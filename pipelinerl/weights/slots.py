@@ -16,6 +16,11 @@ def run_token(run_folder: Path) -> str:
     return xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
 
 
+def machine() -> str:
+    """What tells machines apart for shared memory: equal where two processes see the same `/dev/shm`, also among containers."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{FOLDER.stat().st_dev}"
+
+
 def unlink_slots(token: str, *, folder: Path = FOLDER) -> None:
     """Remove every slot a run left behind; for the trainer when it starts and ends, and for a launcher whose trainer was killed."""
     for path in folder.glob(f"pipelinerl-{token}-*"):

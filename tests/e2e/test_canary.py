@@ -18,7 +18,7 @@ import pytest
 
 from pipelinerl.engine.base import Engine
 from pipelinerl.engine.loop import EngineLoop
-from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWeights, WeightsCommitted
+from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWeights, WeightsCommitted, WeightsStaged
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,8 @@ def swap_under_way(engine: Engine, loop: EngineLoop, publisher: Publisher, tenso
             if isinstance(message, Completion):
                 found.completions.append(message)
             else:
+                if isinstance(message, WeightsStaged):
+                    continue
                 assert isinstance(message, WeightsCommitted), message
                 found.commits.append(message)
                 if len(slots) > 1:

@@ -34,7 +34,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.transport.zmq import ZmqHub
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.manifest import check, verify
+from pipelinerl.weights.manifest import Manifest, check, verify
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from tests.trainer.tiny import make_batch, make_model, make_sample, packed_logprobs
 
@@ -53,7 +53,7 @@ def make_config(folder: Path, *, steps: int = 3, **trainer: Any) -> Config:
     )
 
 
-def _no_spare() -> torch.Tensor:
+def _no_spare(manifest: Manifest) -> torch.Tensor:
     raise AssertionError("shared memory is read where it is")
 
 

@@ -28,7 +28,7 @@ def _fused_layout(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> tu
 
 def _fetch(policy: PolicyPublished, layout: tuple[Tensor, ...]) -> Arrival:
     """What an engine would take."""
-    arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda: torch.zeros(0))
+    arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(0))
     check(arrival.manifest, version=policy.version, layout=layout, slot=policy.slot)
     verify(arrival.manifest, views(arrival.payload, layout), slot=policy.slot)
     return arrival

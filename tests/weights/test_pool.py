@@ -22,10 +22,10 @@ class Memory:
     def make(self, number: int, num_bytes: int) -> Slot:
         return Slot(name=f"slot-{number}", buffer=torch.zeros(num_bytes, dtype=torch.uint8))
 
-    def offer(self, slot: Slot, manifest: bytes, num_bytes: int) -> None:
+    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
         if self.refuses:
             raise WeightsError("the disk is full")
-        self.offered[slot.name] = manifest
+        self.offered[slot.name] = encoded
 
     def close(self) -> None:
         self.offered.clear()

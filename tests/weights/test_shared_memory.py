@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipelinerl.errors import WeightsError
+from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.road import Slot
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach
 from pipelinerl.weights.slots import FOLDER, run_token, unlink_slots
@@ -50,7 +51,7 @@ def test_a_reader_that_writes_is_killed_by_the_kernel(slot: Slot) -> None:
 def test_slots_belong_to_their_owner_alone_and_go_at_close(token: str) -> None:
     memory = SharedMemory(token)
     slot = memory.make(3, SIZE)
-    memory.offer(slot, b"manifest", SIZE)
+    memory.offer(slot, Manifest(version=1, proofs=(), num_bytes=SIZE), b"manifest")
     state = (FOLDER / slot.name).stat()
     assert (state.st_mode & 0o777, state.st_size) == (0o600, SIZE)
     assert {path.name for path in FOLDER.glob(f"pipelinerl-{token}-*")} == {slot.name, f"{slot.name}.manifest"}
@@ -73,7 +74,7 @@ def test_a_name_that_is_no_slot_is_refused(name: str) -> None:
     with pytest.raises(WeightsError, match="not the name of a slot"):
         attach(name)
     with pytest.raises(WeightsError, match="not the name of a slot"):
-        SharedMemoryReceiver().fetch(name, "digest", lambda: torch.zeros(0))
+        SharedMemoryReceiver().fetch(name, "digest", lambda manifest: torch.zeros(0))
 
 
 def test_a_link_in_the_place_of_a_slot_is_refused(token: str, tmp_path: Path) -> None:

@@ -1,0 +1,316 @@
+#!/usr/bin/env python
+"""How long a swap keeps an engine from its next forward pass, from 1 M to 1 B parameters, and what staging takes from decoding.
+
+A real vLLM engine decodes; policies lie in shared memory, as the trainer leaves them. `pause` is `Engine.commit` between two forward
+passes: everything else, fetching and verifying every tensor, happens before it, in the staging thread. References in the same run and
+process: a raw memcpy of the same bytes, and the plain reload path (`model.load_weights`). The engine and its staging thread share one
+core, which is the worst case; `on its own core` is the same with a core free for the thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import harness
+
+FOLDER = Path("runs/bench-swap")
+ENGINE_CORE = 0
+MODELS: dict[str, dict[str, int]] = {
+    "1 M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 512},
+    "10 M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 9, "num_attention_heads": 8, "vocab_size": 8192},
+    "44 M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 32000},
+    "0.5 B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 33, "num_attention_heads": 16, "vocab_size": 32000},
+    "1 B": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 31, "num_attention_heads": 24, "vocab_size": 32000},
+}
+"""Qwen3 models with tied embeddings in bfloat16, by their number of parameters."""
+NUM_SEQUENCES = 8
+MAX_TOKENS = 160
+
+
+def main() -> None:
+    arguments = harness.options(__doc__ or "").parse_args()
+    names = ["1 M", "44 M"] if arguments.quick else list(MODELS)
+    settings = {"num_swaps": 60, "seconds": 2.0} if arguments.quick else {"num_swaps": 300, "seconds": 10.0}
+    from pipelinerl.engine.__main__ import set_environment
+
+    set_environment()
+    from pipelinerl.engine.vllm_engine import import_everything
+
+    import_everything()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    columns = ["parameters", "MB", "commit", "pause p50 ms", "p99 ms", "memcpy ms", "pause / memcpy", "reload ms", "next pass / usual"]
+    columns += ["staging ms", "decode while staging", "on its own core", "swaps at 1/s, % of time"]
+    rows, found = [], {}
+    for name in names:
+        _in_child(_make_model, name)
+        for way in ("flip", "copy"):
+            found[name, way] = measured = _in_child(_measure, name, way, settings)
+            rows.append([name, measured["mb"], way, *(measured[key] for key in KEYS)])
+        shutil.rmtree(FOLDER / name.replace(" ", ""))
+    flips = [found[name, "flip"] for name in names]
+    copies = [found[name, "copy"] for name in names[1:]]  # below, a copy takes microseconds and the calls around it count
+    goal = harness.Goal
+    harness.finish(
+        "swap",
+        arguments=arguments,
+        columns=columns,
+        rows=rows,
+        goals=[
+            goal(name="flip pause p50 ms, largest", value=max(one["pause_p50_ms"] for one in flips), goal=0.3, at_least=False),
+            goal(name="flip pause p99 ms, largest", value=max(one["pause_p99_ms"] for one in flips), goal=2.0, at_least=False),
+            goal(name="copy pause over memcpy, largest", value=max(one["over_memcpy"] for one in copies), goal=1.1, at_least=False),
+            goal(name="decode while staging, smallest", value=min(one["while_staging"] for one in flips), goal=0.95),
+            goal(name="% of time in swaps at one a second, flip", value=max(one["percent"] for one in flips), goal=0.3, at_least=False),
+        ],
+        notes=[f"{NUM_SEQUENCES} sequences decode; {settings['num_swaps']} swaps for each pause; commit on one core, bfloat16"],
+    )
+
+
+KEYS = ["pause_p50_ms", "pause_p99_ms", "memcpy_ms", "over_memcpy", "reload_ms", "next_pass", "staging_ms", "while_staging", "own_core"]
+KEYS += ["percent"]
+
+
+def _make_model(name: str) -> float:
+    """Write random weights; values do not matter to the time they take to move."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = MODELS[name]
+    config = Qwen3Config(
+        **shape,
+        num_key_value_heads=shape["num_attention_heads"],
+        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    noise = (torch.randn(1 << 22) * 0.02).to(torch.bfloat16)
+    tensors = {}
+    for key, parameter in model.named_parameters():
+        count = parameter.numel()
+        tensors[key] = noise.repeat(-(-count // len(noise)))[:count].view(parameter.shape).clone()
+    folder = FOLDER / name.replace(" ", "")
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    return 0.0
+
+
+class _Bench:
+    """An engine kept full, and policies in shared memory to swap it to."""
+
+    def __init__(self, name: str, way: str) -> None:
+        from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
+        from pipelinerl.engine.loop import EngineLoop
+        from pipelinerl.engine.staging import StagingThread
+        from pipelinerl.engine.vllm_engine import VllmEngine
+        from pipelinerl.weights.base import num_bytes, views
+        from pipelinerl.weights.manifest import seal
+        from pipelinerl.weights.pool import SlotPool
+        from pipelinerl.weights.shared_memory import SharedMemory
+
+        self.engine = VllmEngine(
+            model=ModelSection(path=FOLDER / name.replace(" ", ""), dtype="bfloat16", max_tokens=256),
+            engine=EngineSection(max_running=NUM_SEQUENCES),  # pyright: ignore[reportCallIssue]
+            rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
+            seed=0,
+            weights=WeightsSection(commit=way),  # pyright: ignore
+        )
+        self.stager = StagingThread(self.engine)
+        self.loop = EngineLoop(self.engine, engine_id=0, stager=self.stager, clock=time.perf_counter)
+        layout = self.engine.limits.tensors
+        self.num_bytes = num_bytes(layout)
+        self._pool = SlotPool(SharedMemory(uuid.uuid4().hex), num_bytes=self.num_bytes)
+        self._slots = [self._pool.acquire(1.0), self._pool.acquire(1.0)]
+        self._manifests = []
+        model: Any = self.engine.model
+        for slot in self._slots:
+            assert slot is not None
+            for view in views(slot.buffer, layout).values():
+                view.normal_(std=0.02)
+            self._manifests.append(seal(0, slot.buffer, layout))
+        self.reload = lambda: model.load_weights(iter(views(self._slots[0].buffer, layout).items()))  # pyright: ignore
+        self._num_asked = 0
+        self.num_tokens = 0
+
+    def order(self) -> Any:
+        """Publish the next version: written before, announced now."""
+        import msgspec
+
+        from pipelinerl.messages import StageWeights
+
+        version = self.loop.version + 1
+        slot = self._slots[version % 2]
+        assert slot is not None
+        slot.is_taken = True
+        digest = self._pool.publish(slot, msgspec.structs.replace(self._manifests[version % 2], version=version))
+        return StageWeights(version=version, slot=slot.name, digest=digest)
+
+    def step(self) -> list[Any]:
+        """One forward pass with every sequence running; what the loop said."""
+        import numpy as np
+
+        from pipelinerl.messages import Completion, Generate, Sampling
+
+        while self._num_asked < NUM_SEQUENCES:
+            self.num_asked_ever = getattr(self, "num_asked_ever", 0) + 1
+            token_ids = np.array([3 + self.num_asked_ever % 400, 5, 6], np.int32)
+            self.loop.handle(
+                Generate(rollout_id=str(self.num_asked_ever), attempt=0, token_ids=token_ids, sampling=Sampling(max_tokens=MAX_TOKENS))
+            )
+            self._num_asked += 1
+        self.loop.advance()
+        said, self.loop.outbox[:] = list(self.loop.outbox), []
+        self._num_asked -= sum(isinstance(message, Completion) for message in said)
+        self.num_tokens += NUM_SEQUENCES
+        return said
+
+    def close(self) -> None:
+        self.stager.__exit__()
+        self._pool.close()
+
+
+def _measure(name: str, way: str, settings: dict[str, Any]) -> dict[str, float]:
+    os.sched_setaffinity(0, {ENGINE_CORE})
+    bench = _Bench(name, way)
+    try:
+        return _measure_with(bench, **settings)
+    finally:
+        bench.close()
+
+
+def _measure_with(bench: _Bench, *, num_swaps: int, seconds: float) -> dict[str, float]:
+    for _ in range(5):
+        bench.step()
+    memcpy_ms, reload_ms = _references(bench)
+    usual = _pass_ms(bench, 20)
+    pauses, next_passes = [], []
+    limit = time.perf_counter() + 6 * seconds
+    while len(pauses) < num_swaps and (len(pauses) < 30 or time.perf_counter() < limit):
+        bench.engine.stage(order := bench.order())
+        before = time.perf_counter()
+        bench.engine.commit()
+        pauses.append(1e3 * (time.perf_counter() - before))
+        bench.loop.version = order.version
+        next_passes.append(_pass_ms(bench, 1))
+    while_staging, staging_ms = _while_staging(bench, seconds)
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    own_core, _ = _while_staging(bench, seconds)
+    pauses.sort()
+    return {
+        "mb": bench.num_bytes / 1e6,
+        "pause_p50_ms": statistics.median(pauses),
+        "pause_p99_ms": pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))],
+        "memcpy_ms": memcpy_ms,
+        "over_memcpy": statistics.median(pauses) / memcpy_ms,
+        "reload_ms": reload_ms,
+        "next_pass": statistics.median(next_passes) / usual,
+        "staging_ms": staging_ms,
+        "while_staging": while_staging,
+        "own_core": own_core,
+        "percent": _percent_of_time(bench, seconds),
+    }
+
+
+def _pass_ms(bench: _Bench, count: int) -> float:
+    """Median duration of a forward pass."""
+    times = []
+    for _ in range(count):
+        before = time.perf_counter()
+        bench.step()
+        times.append(1e3 * (time.perf_counter() - before))
+    return statistics.median(times)
+
+
+def _references(bench: _Bench) -> tuple[float, float]:
+    """Milliseconds of a memcpy of the policy's bytes, and of loading it by vLLM's own loader; medians."""
+    import torch
+
+    slot = bench._slots[0]
+    assert slot is not None
+    target = torch.zeros(bench.num_bytes, dtype=torch.uint8)
+    memcpy, reload = [], []
+    for _ in range(7):
+        before = time.perf_counter()
+        target.copy_(slot.buffer)
+        memcpy.append(1e3 * (time.perf_counter() - before))
+    for _ in range(3):
+        before = time.perf_counter()
+        bench.reload()
+        reload.append(1e3 * (time.perf_counter() - before))
+    return statistics.median(memcpy), statistics.median(reload)
+
+
+def _while_staging(bench: _Bench, seconds: float) -> tuple[float, float]:
+    """Decoding speed while a policy is being staged over that just before and after it, and milliseconds of a staging."""
+    staged: list[float] = []
+    quiet = busy = 0.0
+    quiet_tokens = busy_tokens = 0
+    end = time.perf_counter() + seconds
+    while not staged or time.perf_counter() < end:
+        tokens, before = bench.num_tokens, time.perf_counter()
+        for _ in range(10):
+            bench.step()
+        quiet, quiet_tokens = quiet + time.perf_counter() - before, quiet_tokens + bench.num_tokens - tokens
+        tokens, before = bench.num_tokens, time.perf_counter()
+        bench.loop.handle(bench.order())
+        while bench.loop.is_swapping:
+            bench.step()
+        busy, busy_tokens = busy + time.perf_counter() - before, busy_tokens + bench.num_tokens - tokens
+        staged.append(1e3 * (time.perf_counter() - before))
+    return (busy_tokens / busy) / (quiet_tokens / quiet), statistics.median(staged)
+
+
+def _percent_of_time(bench: _Bench, seconds: float) -> float:
+    """Part of the time that pauses take when a policy comes every second."""
+    from pipelinerl.messages import WeightsCommitted
+
+    started = time.perf_counter()
+    paused, next_swap = 0.0, started
+    while (now := time.perf_counter()) < started + seconds:
+        if now >= next_swap and not bench.loop.is_swapping:
+            bench.loop.handle(bench.order())
+            next_swap += 1.0
+        paused += sum(message.pause_s for message in bench.step() if isinstance(message, WeightsCommitted))
+    return 100 * paused / (time.perf_counter() - started)
+
+
+def _in_child(work: Any, *arguments: Any) -> Any:
+    """Run in a fork, so that this process never runs a torch operation and stays safe to fork."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(writer, json.dumps(work(*arguments)).encode())
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as result:
+        text = result.read()
+    os.waitpid(child, 0)
+    if not text:
+        sys.exit(f"{work.__name__} failed; its error stands above")
+    return json.loads(text)
+
+
+if __name__ == "__main__":
+    main()

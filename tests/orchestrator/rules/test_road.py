@@ -1,0 +1,34 @@
+"""Which road is taken, and why; by hand."""
+
+import pytest
+
+from orchestrator.rules.road import choose_road
+from pipelinerl.errors import ConfigError
+
+HERE = {"engine-0": "a", "engine-1": "a"}
+APART = {"engine-0": "a", "engine-1": "b", "engine-2": "c"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "engines", "road", "why"),
+    [
+        ("auto", HERE, "shared_memory", "the engines run on the trainer's machine"),
+        ("auto", APART, "gloo", "2 of 3 engines run on another machine than the trainer (engine-1)"),
+        ("gloo", HERE, "gloo", "weights.road says so"),
+        ("files", APART, "files", "weights.road says so"),
+    ],
+)
+def test_the_shortest_road_that_reaches_every_engine_is_taken(wanted: str, engines: dict[str, str], road: str, why: str):
+    assert choose_road(wanted, trainer="a", engines=engines, address="10.0.0.7") == (road, f"policies travel by {road}: {why}")
+
+
+def test_a_road_that_does_not_reach_every_engine_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"shared_memory cannot reach engine-1, engine-2: .* Set weights.road to gloo or files"):
+        choose_road("shared_memory", trainer="a", engines=APART, address="10.0.0.7")
+    for wanted in ("auto", "gloo"):
+        with pytest.raises(ConfigError, match=r"weights.address is 127.0.0.1, which only this machine reaches"):
+            choose_road(wanted, trainer="a", engines=APART, address="127.0.0.1")
+
+
+def test_gloo_on_one_machine_may_use_the_loopback():
+    assert choose_road("gloo", trainer="a", engines=HERE, address="127.0.0.1")[0] == "gloo"

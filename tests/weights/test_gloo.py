@@ -1,0 +1,116 @@
+"""The network's road among real processes: who dies half way harms nobody else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl.errors import WeightsError
+from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.gloo import CHUNK_BYTES, Gloo, GlooReceiver
+from pipelinerl.weights.manifest import Manifest, verify
+from pipelinerl.weights.pool import SlotPool
+
+LAYOUT = plan_layout({"a": torch.zeros(3 * CHUNK_BYTES + 1000, dtype=torch.uint8)})
+TRAINER = """
+import sys
+from tests.weights.test_gloo import *
+pool = SlotPool(Gloo(deadline_s=20.0), num_bytes=num_bytes(LAYOUT))
+slot = pool.acquire(1.0)
+slot.buffer.fill_(7)
+digest = pool.publish(slot, seal(1, slot.buffer, LAYOUT))
+print(json.dumps([slot.name, digest]), flush=True)
+sys.stdin.read()
+"""
+
+
+class Trainer:
+    """A trainer in a process of its own, with one policy published."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.slot, self.digest = json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    trainer = Trainer()
+    yield trainer
+    trainer.end()
+
+
+def spare(manifest: Manifest) -> torch.Tensor:
+    return torch.zeros(num_bytes(LAYOUT), dtype=torch.uint8)
+
+
+def fetch_whole(trainer: Trainer) -> bool:
+    arrival = GlooReceiver(deadline_s=20.0).fetch(trainer.slot, trainer.digest, spare)
+    verify(arrival.manifest, views(arrival.payload, LAYOUT), slot="s")
+    return bool(arrival.payload.eq(7).all())
+
+
+@pytest.mark.parametrize(("how", "deadline_s"), [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 1.0)], ids=["killed", "stopped"])
+def test_a_trainer_that_stops_half_way_is_an_error_within_the_deadline(trainer: Trainer, how: signal.Signals, deadline_s: float):
+    def stop_it(manifest: Manifest) -> torch.Tensor:
+        os.kill(trainer.process.pid, how)
+        return spare(manifest)
+
+    started = time.monotonic()
+    with pytest.raises(WeightsError, match=r"cannot fetch a policy from the trainer at 127.0.0.1:\d+, slot 0: .*; not taken"):
+        GlooReceiver(deadline_s=deadline_s).fetch(trainer.slot, trainer.digest, stop_it)
+    assert time.monotonic() - started < 15.0
+
+
+def test_an_engine_that_dies_half_way_holds_up_no_other_and_can_come_again(trainer: Trainer):
+    program = f"""
+import os, signal
+from tests.weights.test_gloo import *
+def die(manifest):
+    os.kill(os.getpid(), signal.SIGKILL)
+GlooReceiver().fetch({trainer.slot!r}, {trainer.digest!r}, die)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=100, check=False).returncode == -signal.SIGKILL
+    started = time.monotonic()
+    assert fetch_whole(trainer)
+    assert fetch_whole(trainer)
+    assert time.monotonic() - started < 15.0
+
+
+def test_who_does_not_know_the_token_gets_nothing(trainer: Trainer):
+    address, _, rest = trainer.slot.rpartition("/")[0].rpartition("/")
+    forged = f"{address}/{'0' * len(rest)}/0"
+    with pytest.raises(WeightsError, match="cannot fetch") as caught:
+        GlooReceiver(deadline_s=1.0).fetch(forged, trainer.digest, spare)
+    assert rest not in str(caught.value)
+
+
+def test_the_token_stays_out_of_error_messages(trainer: Trainer):
+    with pytest.raises(WeightsError, match="announced was ff") as caught:
+        GlooReceiver(deadline_s=20.0).fetch(trainer.slot, "ff", spare)
+    assert trainer.slot.split("/")[-2] not in str(caught.value)
+
+
+def test_the_trainer_listens_on_its_own_address_alone():
+    pool = SlotPool(Gloo(), num_bytes=1)
+    tables = [Path(path).read_text() for path in ("/proc/net/tcp", "/proc/net/tcp6")]
+    listening = [line.split() for table in tables for line in table.splitlines()[1:]]
+    slot = pool.acquire(0.0)
+    assert slot is not None
+    port = int(slot.name.split(":")[2].split("/")[0])
+    addresses = {fields[1] for fields in listening if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port}
+    assert addresses == {f"0100007F:{port:04X}"}
+    pool.close()
+    with pytest.raises(WeightsError, match=r"cannot offer weights on weights.address = '192.0.2.1'"):
+        Gloo("192.0.2.1")
