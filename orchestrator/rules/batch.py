@@ -7,7 +7,7 @@ A step trains the version of its own number, so a group placed in step s has sta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipelinerl.messages import Fate, Float32, Group, Outcome, Sample, ScoredTrajectory
 
@@ -60,6 +60,12 @@ class BatchCut:
         self._num_tokens = 0
         self._num_samples = 0
 
+    def restore(self, samples: Sequence[Sample], *, num_groups: int) -> None:
+        """Take over what an earlier life of the run has placed in the step being filled."""
+        self.num_groups = num_groups
+        self._num_samples = len(samples)
+        self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
+
     def take(self, group: Group) -> Verdict:
         """Place a group in the step being filled, or give it up."""
         ended = [_failed(member) for member in group.members if member.score.outcome is not Outcome.OK]
@@ -79,10 +85,8 @@ class BatchCut:
         self.num_groups += 1
         self._num_samples += len(samples)
         self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
-        num_tokens, num_samples = self._num_tokens, self._num_samples
-        closes = self.num_groups == self._groups_per_step
-        if closes:
-            self.step, self.num_groups, self._num_tokens, self._num_samples = step + 1, 0, 0, 0
+        closes = self.is_full
+        num_tokens, num_samples = self.close() if closes else (0, 0)
         return Verdict(
             group=group,
             step=step,
@@ -92,6 +96,17 @@ class BatchCut:
             num_tokens=num_tokens,
             num_samples=num_samples,
         )
+
+    @property
+    def is_full(self) -> bool:
+        """True where the step being filled has all its groups."""
+        return self.num_groups == self._groups_per_step
+
+    def close(self) -> tuple[int, int]:
+        """Begin the next step; return (tokens with a loss, samples) of the one that is full."""
+        counts = (self._num_tokens, self._num_samples)
+        self.step, self.num_groups, self._num_tokens, self._num_samples = self.step + 1, 0, 0, 0
+        return counts
 
     def _give_up(self, group: Group, ended: list[Ended], survivors: tuple[ScoredTrajectory, ...], fate: Fate, reason: str) -> Verdict:
         lost = tuple(ended) + tuple(Ended(scored=member, fate=fate, reason=reason) for member in survivors)

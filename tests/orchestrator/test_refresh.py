@@ -27,6 +27,7 @@ from pipelinerl.messages import (
     StageWeights,
     ToEngine,
     ToTrainer,
+    TrainerReady,
     WeightsCommitted,
     WeightsRefused,
 )
@@ -41,7 +42,7 @@ from tests.sim.clock import simulate
 class Bench:
     """A refresh stage with a hand on two engines and a trainer."""
 
-    published: Channel[PolicyPublished]
+    published: Channel[TrainerReady | PolicyPublished]
     admission: Admission
     credits: Signal
     engines: list[MemoryLink]
@@ -76,7 +77,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
     trainer = Peers(trainer_hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
     watch, credits = Watch(stall_limit_s=1000.0), Signal()
     journal = Journal(folder, "orchestrator")
-    published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
+    published = Channel[TrainerReady | PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
     pace = pace_of(mode, max_staleness=2)
     admission = Admission(pace=pace, groups_per_step=4, num_steps=100, max_running=100)
     refresh = Refresh(
@@ -186,12 +187,13 @@ def test_a_policy_gives_credits_and_wakes_dispatch(tmp_path: Path):
     simulate(program())
 
 
-def test_a_refused_policy_ends_the_run_with_the_engines_own_words(tmp_path: Path):
+def test_a_policy_refused_until_its_deadline_ends_the_run_with_the_engines_own_words(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
             await it.publish(1)
             it.engines[1].send(WeightsRefused(engine_id=1, version=1, error="WeightsError: slot slot-1: digest of its 8 bytes is ab"))
-            await asyncio.sleep(1.0)
+            await it.commit(0, 1)
+            await asyncio.sleep(61.0)
 
     expected = pytest.RaisesExc(PeerRefused, match=r"^engine-1 refused policy 1: WeightsError: slot slot-1: digest of its 8 bytes is ab$")
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
