@@ -257,6 +257,7 @@ class Pipeline:
             credit=credit,
             first_step=past.open_step,
         )
+        quarantine = Quarantine(past.deaths)
         open_step = past.steps.get(past.open_step)
         if open_step is not None:
             cut.restore(open_step.samples, num_groups=open_step.num_groups)
@@ -273,7 +274,7 @@ class Pipeline:
                 sampling=self._sampling(temperature=config.rollout.temperature),
                 group_size=config.rollout.group_size,
                 queue_bytes=bound,
-                quarantine=Quarantine(past.deaths.get("engine")),
+                quarantine=quarantine,
                 first_group_id=past.next_group_id,
                 interrupted=past.interrupted,
             ),
@@ -284,7 +285,7 @@ class Pipeline:
                 ledger=self._ledger,
                 watch=watch,
                 queue_bytes=bound,
-                quarantine=Quarantine(past.deaths.get("scorer")),
+                quarantine=quarantine,
             ),
             Batching(
                 scored=scored,

@@ -21,30 +21,33 @@ def row_of(prompt_id: str) -> str:
 
 
 class Quarantine:
-    """Counts deaths by prompt."""
+    """Counts deaths by role (engine, scorer) and prompt."""
 
-    def __init__(self, deaths: Mapping[str, int] | None = None) -> None:
-        """`deaths` are those of earlier lives of the run."""
-        self._deaths = dict(deaths or {})
+    def __init__(self, deaths: Mapping[str, Mapping[str, int]] | None = None) -> None:
+        """`deaths` are those of earlier lives of the run, by role and row."""
+        self._deaths = {(role, row): count for role, rows in (deaths or {}).items() for row, count in rows.items()}
+        self._held = {row for (_, row), count in self._deaths.items() if count >= MAX_DEATHS}
 
     def holds(self, prompt_id: str) -> bool:
-        """True where a prompt must not be sampled."""
-        return self._deaths.get(row_of(prompt_id), 0) >= MAX_DEATHS
+        """True where a prompt must not be sampled or scored."""
+        return row_of(prompt_id) in self._held
 
-    def is_suspect(self, prompt_id: str) -> bool:
-        """True where a prompt was there at a death, and has not come through since."""
-        return 0 < self._deaths.get(row_of(prompt_id), 0) < MAX_DEATHS
+    def is_suspect(self, role: str, prompt_id: str) -> bool:
+        """True where a prompt was there when a peer of this role died, and has not come through one since."""
+        return 0 < self._deaths.get((role, row_of(prompt_id)), 0) < MAX_DEATHS
 
-    def died(self, prompt_ids: Collection[str]) -> list[str]:
+    def died(self, role: str, prompt_ids: Collection[str]) -> list[str]:
         """A peer died that had these prompts; return the rows quarantined for it."""
         rows = sorted({row_of(prompt_id) for prompt_id in prompt_ids})
         for row in rows:
-            self._deaths[row] = self._deaths.get(row, 0) + 1
-        return [row for row in rows if self._deaths[row] == MAX_DEATHS]
+            self._deaths[role, row] = self._deaths.get((role, row), 0) + 1
+        guilty = [row for row in rows if self._deaths[role, row] == MAX_DEATHS]
+        self._held.update(guilty)
+        return guilty
 
-    def came_through(self, prompt_id: str) -> bool:
-        """All of a prompt's rollouts were answered; return whether it was a suspect."""
-        was_suspect = self.is_suspect(prompt_id)
+    def came_through(self, role: str, prompt_id: str) -> bool:
+        """A peer of this role has answered all that was asked of it for a prompt; return whether that was a suspect."""
+        was_suspect = self.is_suspect(role, prompt_id)
         if was_suspect:
-            del self._deaths[row_of(prompt_id)]
+            del self._deaths[role, row_of(prompt_id)]
         return was_suspect

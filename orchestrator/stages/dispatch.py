@@ -170,7 +170,7 @@ class Dispatch:
     def _take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         self._leave(rollout)
         is_last = rollout.group_id not in self._running and rollout.group_id not in self._again
-        if is_last and self._quarantine.came_through(rollout.prompt.prompt_id):
+        if is_last and self._quarantine.came_through("engine", rollout.prompt.prompt_id):
             self._ledger.book("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(rollout.prompt.prompt_id))
             self._credits.set()
         self._completions.put_now((rollout, completion, engine_id))  # bounded by admission: one for each rollout outstanding
@@ -197,7 +197,7 @@ class Dispatch:
         prompt_ids = self._taken.pop(engine_id, set())
         for prompt_id in sorted(prompt_ids):
             self._ledger.book("suspected", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(prompt_id))
-        for row in self._quarantine.died(prompt_ids):
+        for row in self._quarantine.died("engine", prompt_ids):
             self._ledger.book("quarantined", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row)
 
     async def _issue_again(self) -> None:
@@ -230,10 +230,10 @@ class Dispatch:
         """True where an engine is no older than the one that lost the rollout, and has no other suspect with a suspect."""
         if self._engines[engine_id].version < rollout.version:
             return False
-        if not self._quarantine.is_suspect(rollout.prompt.prompt_id):
+        if not self._quarantine.is_suspect("engine", rollout.prompt.prompt_id):
             return True
         others = {group_id for group_id, running in self._running.items() if engine_id in running.values()} - {rollout.group_id}
-        return not any(self._quarantine.is_suspect(self._prompt_ids[group_id]) for group_id in others)
+        return not any(self._quarantine.is_suspect("engine", self._prompt_ids[group_id]) for group_id in others)
 
     # --- towards scoring ---
 

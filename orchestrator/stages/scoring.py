@@ -78,9 +78,11 @@ class Scoring:
                 await self._scorers.changed.wait()
 
     def _waits_for_another(self, trajectory: Trajectory) -> bool:
-        if not self._quarantine.is_suspect(trajectory.prompt.prompt_id):
+        if not self._quarantine.is_suspect("scorer", trajectory.prompt.prompt_id):
             return False
-        return any(self._quarantine.is_suspect(prompt_id) for prompt_id in self._running if prompt_id != trajectory.prompt.prompt_id)
+        return any(
+            self._quarantine.is_suspect("scorer", prompt_id) for prompt_id in self._running if prompt_id != trajectory.prompt.prompt_id
+        )
 
     async def _wait_for_room(self) -> None:
         if self._scorers.has_room:
@@ -100,7 +102,7 @@ class Scoring:
     def _take(self, trajectory: Trajectory, scored: Scored) -> None:
         prompt_id = trajectory.prompt.prompt_id
         self._leave(prompt_id)
-        if prompt_id not in self._running and self._quarantine.came_through(prompt_id):
+        if prompt_id not in self._running and self._quarantine.came_through("scorer", prompt_id):
             self._ledger.book("cleared", now_s=_now_s(), peer="scorer", reason=row_of(prompt_id))
         self._answer(trajectory, scored)
 
@@ -119,7 +121,7 @@ class Scoring:
         prompt_ids, self._taken = self._taken, set()
         for prompt_id in sorted(prompt_ids):
             self._ledger.book("suspected", now_s=_now_s(), peer=f"scorer-{scorer_id}", reason=row_of(prompt_id))
-        for row in self._quarantine.died(prompt_ids):
+        for row in self._quarantine.died("scorer", prompt_ids):
             self._ledger.book("quarantined", now_s=_now_s(), peer=f"scorer-{scorer_id}", reason=row)
 
     def _answer(self, trajectory: Trajectory, scored: Scored) -> None:
