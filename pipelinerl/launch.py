@@ -57,6 +57,8 @@ class Role:
     command: tuple[str, ...]
     takes_all_along: bool = False
     """When it is killed the others cannot go on: all are started again."""
+    has_nothing_to_save: bool = False
+    """When the orchestrator has ended, it may be ended, too: it may be one that started too late to be told."""
 
     def __str__(self) -> str:
         return f"{self.name:<13} {shlex.join(self.command)}"
@@ -68,8 +70,8 @@ def roles_of(config: Config, run_folder: Path) -> tuple[Role, ...]:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer")
     return (
         Role(name="orchestrator", command=(python, "-m", "orchestrator", *run), takes_all_along=True),
-        Role(name="engines", command=(python, "-m", "pipelinerl.engine", *run)),
-        Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0")),
+        Role(name="engines", command=(python, "-m", "pipelinerl.engine", *run), has_nothing_to_save=True),
+        Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
         Role(name="trainer", command=(python, *torchrun, *run)),
     )
 
@@ -129,6 +131,8 @@ class Launcher:
         self._started_at: dict[str, float] = {}
         """Unix seconds of each process's last start."""
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._dismissed: set[str] = set()
+        """Those that were ended because the run was over."""
         self._num_interrupts = 0
         self._is_overdue = False
         """The run failed because a process did not end, not because one ended badly."""
@@ -213,7 +217,7 @@ class Launcher:
         while waiting:
             timeout_s = None if deadline_s is None else deadline_s - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            failed = [task.get_name() for task in done if task.result() != 0]
+            failed = [task.get_name() for task in done if task.result() != 0 and task.get_name() not in self._dismissed]
             if failed or not done:
                 self._failed_at = time.time()
                 self._is_overdue = not failed
@@ -222,7 +226,15 @@ class Launcher:
                 return failed[0] if failed else min(task.get_name() for task in waiting)
             if deadline_s is None and any(task.get_name() == self._roles[0].name for task in done):
                 deadline_s = loop.time() + SAVE_GRACE_S
+                loop.call_later(KILL_GRACE_S, self._dismiss)
         return None
+
+    def _dismiss(self) -> None:
+        """End those that still run and have nothing to save."""
+        for role in self._roles:
+            if role.has_nothing_to_save and self._processes[role.name].returncode is None:
+                self._dismissed.add(role.name)
+                self._signal(role.name, signal.SIGTERM)
 
     def _interrupt(self) -> None:
         """First: have the orchestrator end the run, which saves. Second: end everything at once."""
