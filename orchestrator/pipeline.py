@@ -5,12 +5,15 @@
                 engines    scorers                 trainer        engines
 
 Everything that talks to the world is handed in (hubs, source, journal, ledger), so the live run and the simulation build the same thing.
+A ledger that holds an earlier life of the run makes it go on where that one ended: see `state.ledger`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
+from typing import Any
 
 from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
@@ -18,20 +21,22 @@ from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
+from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
 from orchestrator.stages.batching import Batching, Row, Seal
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
-from orchestrator.stages.prompts import Prompts, Source
+from orchestrator.stages.prompts import Drawn, Prompts, Source
 from orchestrator.stages.refresh import Refresh
 from orchestrator.stages.scoring import Scoring
 from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Identity, Ledger
 from orchestrator.state.peers import Peers
 from orchestrator.state.scorers import Scorers
+from orchestrator.state.snapshot import read_snapshot
 from orchestrator.status import Status
 from pipelinerl.config import Config
-from pipelinerl.messages import LayoutFixed, PolicyPublished, Prompt, Sampling, ScoredTrajectory, Stop, Trajectory
+from pipelinerl.messages import LayoutFixed, PolicyPublished, Prompt, Sampling, ScoredTrajectory, Stop, TrainerReady, Trajectory
 from pipelinerl.metrics import Journal
 from pipelinerl.stages import Channel, Signal, Stage
 from pipelinerl.transport.base import Hub
@@ -78,6 +83,9 @@ class Pipeline:
         self._config = config
         self._journal = journal
         self._ledger = ledger
+        ledger.begin(_promises(config), now_s=asyncio.get_running_loop().time(), unix_s=time.time())
+        self._past = read_snapshot(ledger)
+        source.position = self._past.position
         self._credits = Signal()
         """Set whenever another group might be admitted."""
         self._stop_reason: str | None = None
@@ -114,17 +122,16 @@ class Pipeline:
 
     async def _main(self) -> None:
         await self._wait_for_peers()
+        past = self._past
+        self._admission.restore(accepted=past.num_placed_groups, running=len(past.running_groups), version=self._delivery.trainer_version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self.watch.run(), name="watchdog")
             await self._train()
             watchdog.cancel()
 
     async def _train(self) -> None:
-        self._trainer.hub.send(
-            "trainer-0",
-            LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count, road=self._choose_road()),
-        )
-        await self._evaluation.evaluate(0)
+        if not self._delivery.trainer_version:
+            await self._evaluation.evaluate(0)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]
             tasks.append(group.create_task(self._evaluation.follow(lambda: self._admission.version), name="evaluation"))
@@ -134,13 +141,14 @@ class Pipeline:
                 task.cancel()
         await self._evaluation.evaluate(self._config.trainer.steps)
 
-    def _choose_road(self) -> str:
+    def _layout_for(self, trainer: TrainerReady) -> LayoutFixed:
+        """What a trainer that starts must know to publish: how the engines lie, and the road to them."""
         weights = self._config.weights
         machines = {engine.peer: engine.ready.machine for engine in self._engines}
-        road, reason = choose_road(weights.road, trainer=self._delivery.trainer_machine, engines=machines, address=weights.address)
+        road, reason = choose_road(weights.road, trainer=trainer.machine, engines=machines, address=weights.address)
         self._journal.write("choice", text=reason)
         print(reason, flush=True)
-        return road
+        return LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count, road=road)
 
     async def _wait_for_peers(self) -> None:
         config = self._config
@@ -165,9 +173,7 @@ class Pipeline:
         for peers in self._peers:
             peers.stop_all(Stop(reason=reason))
         now_s = asyncio.get_running_loop().time()
-        self._ledger.cancel_rest(now_s=now_s, reason="the run ended")
-        identity = self._ledger.identity()
-        self._ledger.flush()
+        identity = self._ledger.finish(reason, now_s=now_s)
         self._journal.write("status", **self._status.gauges(now_s=now_s))
         self._journal.write("end", reason=reason, identity=dataclasses.asdict(identity), elapsed_s=now_s - self._started_s)
         return Ending(
@@ -213,8 +219,8 @@ class Pipeline:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
-        credits = self._credits
-        prompts = Channel[Prompt]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=PROMPTS_AHEAD)
+        credits, past = self._credits, self._past
+        prompts = Channel[Drawn]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=PROMPTS_AHEAD)
         trajectories = Channel[Trajectory](
             "trajectories", giver="dispatch", taker="scoring", watch=watch, bound_bytes=bound, size=_bytes_of_trajectory
         )
@@ -229,7 +235,9 @@ class Pipeline:
         rows = Channel[Row | Seal](
             "rows", giver="batching", taker="delivery", watch=watch, bound_bytes=bound, size=lambda item: item.num_bytes
         )
-        published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=config.trainer.steps)
+        published = Channel[TrainerReady | PolicyPublished](
+            "policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=config.trainer.steps
+        )
         self._delivery = Delivery(
             rows=rows,
             published=published,
@@ -240,6 +248,8 @@ class Pipeline:
             ledger=self._ledger,
             progress=self._progress,
             watch=watch,
+            num_booked=past.num_done,
+            recorded=past.steps,
         )
         self._refresh = Refresh(
             published=published,
@@ -249,8 +259,21 @@ class Pipeline:
             credits=credits,
             progress=self._progress,
             journal=self._journal,
+            layout_for=self._layout_for,
             commit_deadline_s=config.pipeline.stall_limit_s,
         )
+        cut = BatchCut(
+            groups_per_step=config.batch.groups_per_step,
+            max_staleness=pace.max_staleness,
+            min_survivors=config.batch.min_survivors,
+            credit=credit,
+            rules=step_rules,
+            first_step=past.open_step,
+        )
+        quarantine = Quarantine(past.deaths)
+        open_step = past.steps.get(past.open_step)
+        if open_step is not None:
+            cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=open_step.groups)
         self._stages: tuple[Stage, ...] = (
             Prompts(source, prompts=prompts),
             Dispatch(
@@ -264,25 +287,32 @@ class Pipeline:
                 sampling=self._sampling(temperature=config.rollout.temperature),
                 group_size=config.rollout.group_size,
                 queue_bytes=bound,
+                quarantine=quarantine,
+                first_group_id=past.next_group_id,
+                interrupted=past.interrupted,
             ),
-            Scoring(trajectories=trajectories, scored=scored, scorers=self._scorers, watch=watch, queue_bytes=bound),
+            Scoring(
+                trajectories=trajectories,
+                scored=scored,
+                scorers=self._scorers,
+                ledger=self._ledger,
+                watch=watch,
+                queue_bytes=bound,
+                quarantine=quarantine,
+            ),
             Batching(
                 scored=scored,
                 rows=rows,
-                grouping=Grouping(group_size=config.rollout.group_size),
-                cut=BatchCut(
-                    groups_per_step=config.batch.groups_per_step,
-                    max_staleness=pace.max_staleness,
-                    min_survivors=config.batch.min_survivors,
-                    credit=credit,
-                    rules=step_rules,
-                ),
+                grouping=Grouping(group_size=config.rollout.group_size, first_group_id=past.next_group_id, still_open=past.running_groups),
+                cut=cut,
                 packing=Packing(max_tokens=config.batch.max_tokens),
                 admission=self._admission,
                 credits=credits,
                 ledger=self._ledger,
                 progress=self._progress,
                 max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
+                restored=past.scored,
+                open_step=open_step,
             ),
             self._delivery,
             self._refresh,
@@ -297,11 +327,23 @@ class Pipeline:
             watch=watch,
             progress=self._progress,
             num_steps=config.trainer.steps,
+            num_booked=lambda: self._delivery.num_booked,
         )
 
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout
         return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=rollout.stop_token_ids)
+
+
+def _promises(config: Config) -> dict[str, Any]:
+    """What an independent checker of the ledger needs to know of the settings."""
+    return {
+        "group_size": config.rollout.group_size,
+        "groups_per_step": config.batch.groups_per_step,
+        "max_row_tokens": config.batch.max_tokens,
+        "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,
+        "num_steps": config.trainer.steps,
+    }
 
 
 def _bytes_of_trajectory(trajectory: Trajectory) -> int:

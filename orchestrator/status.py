@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator.progress import Progress
@@ -35,7 +36,9 @@ class Status:
         watch: Watch,
         progress: Progress,
         num_steps: int,
+        num_booked: Callable[[], int],
     ) -> None:
+        """`num_booked()` tells how many steps are done."""
         self._journal = journal
         self._ledger = ledger
         self._admission = admission
@@ -45,12 +48,13 @@ class Status:
         self._watch = watch
         self._progress = progress
         self._num_steps = num_steps
+        self._num_booked = num_booked
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._journal.write("status", **self.gauges(now_s=loop.time()))
-            await loop.run_in_executor(None, self._ledger.write, self._ledger.take_rows())
+            await loop.run_in_executor(None, self._ledger.flush)
             await asyncio.sleep(EVERY_S)
 
     def gauges(self, *, now_s: float) -> dict[str, Any]:
@@ -61,7 +65,7 @@ class Status:
         last = self._progress.last_step
         return {
             "version": self._admission.version,
-            "step": len(self._progress.rewards),
+            "step": self._num_booked(),
             "num_steps": self._num_steps,
             "groups_running": self._admission.running,
             "groups_accepted": self._admission.accepted,

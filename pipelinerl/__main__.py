@@ -41,6 +41,7 @@ def run(
     config_file: ConfigFile,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and the processes, start nothing")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest run of this name; without one, begin")] = False,
 ) -> None:
     """Train: start the orchestrator, the engines, the scorers and the trainer, and follow the run to its end.
 
@@ -54,13 +55,14 @@ def run(
         function = "rewards.py:my_reward"   # def my_reward(prompt, completion, **columns) -> float
 
     Change single settings on the command line: `pipelinerl run my.toml trainer.steps=10 engine.count=2`.
-    Ctrl-C once saves the model and ends; twice ends at once.
+    Ctrl-C once saves the model and ends; twice ends at once. Either way `--resume` goes on: from the last checkpoint, with what was
+    generated and scored since; the same command line starts a run and, after whatever ended it, goes on with it.
     """
     settings = configuration.load(config_file, overrides=overrides or [])
     if dry_run:
         _print_plan(settings)
         return
-    _train(settings)
+    _train(settings, resume=resume)
 
 
 @app.command()
@@ -113,6 +115,24 @@ def watch(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def ledger(
+    run_folder: RunFolder,
+    prompt: Annotated[str | None, typer.Argument(help="a prompt's id, `<epoch>:<row>`, or a rollout's, `<group>/<sibling>`")] = None,
+) -> None:
+    """Tell what became of a run's prompts, or, step by step, of one: `pipelinerl ledger RUN 0:17`."""
+    from pipelinerl.history import story_of, summary_of
+
+    for line in summary_of(run_folder) if prompt is None else story_of(run_folder, prompt):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def check(run_folder: RunFolder) -> None:
+    """Judge a run by its ledger and its checkpoints: nothing lost, nothing trained twice, nothing too old."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "checker", str(run_folder)]))
+
+
+@app.command()
 def algorithms() -> None:
     """Print the table of methods: name, formula, source."""
     from pipelinerl.algorithms.methods import render_table
@@ -136,13 +156,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def _train(settings: configuration.Config) -> None:
+def _train(settings: configuration.Config, *, resume: bool = False) -> None:
     from pipelinerl.preflight import check
     from pipelinerl.report import write_report
 
     check(settings)
-    run_folder = launch.make_run_folder(settings)
-    console.print(f"run folder: {escape(str(run_folder))}")
+    earlier = launch.resumed_run_folder(settings) if resume else None
+    run_folder = earlier or launch.make_run_folder(settings)
+    console.print(f"run folder: {escape(str(run_folder))}{', going on' if earlier else ''}")
     try:
         asyncio.run(_launch_and_show(settings, run_folder))
     finally:
@@ -160,7 +181,9 @@ async def _launch_and_show(settings: configuration.Config, run_folder: Path) -> 
     async with asyncio.TaskGroup() as group:
         view = group.create_task(show(run_folder, console=console, until=until))
         try:
-            await launch.Launcher(launch.roles_of(settings, run_folder), run_folder).run()
+            roles = launch.roles_of(settings, run_folder)
+            limits = {"restarts": settings.run.restarts, "restart_wait_s": settings.run.restart_wait_s}
+            await launch.Launcher(roles, run_folder, **limits).run()
         except PipelineError as error:
             failure = error
         else:

@@ -46,6 +46,8 @@ class RunSection(Section):
     name: str = Field("run", description="names the run folder and the tracker's run")
     folder: Path = Field(Path("runs"), description="parent of the run folders")
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
+    restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")
+    restart_wait_s: Annotated[float, Field(ge=0)] = Field(1.0, description="wait before a restart; doubles while restarts follow quickly")
 
 
 class ModelSection(Section):
@@ -147,6 +149,11 @@ class WeightsSection(Section):
     commit: Literal["auto", "flip", "copy"] = Field("auto", description="how it takes effect in an engine, between two forward passes")
 
 
+class CheckpointSection(Section):
+    every: PositiveInt = Field(20, description="steps between checkpoints; a killed trainer does at most as many again")
+    keep: PositiveInt = Field(1, description="newest checkpoints that stay on the disk")
+
+
 class SftSection(Section):
     source: str | None = Field(None, description="rows with a prompt and a completion, as data.source")
     completion_column: str = "completion"
@@ -174,6 +181,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
+    checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
 
     @pydantic.model_validator(mode="after")

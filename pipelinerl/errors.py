@@ -8,6 +8,7 @@ PipelineError
         PeerSilent       it did not answer within its deadline
         PeerGone         its process ended or its connection closed
         PeerRefused      it answered with an error of its own, which the message carries
+    LedgerError          the ledger cannot be written or read, or belongs to another run than the checkpoint
     WeightsError         a published policy does not fit: names, shapes, dtypes, digest, base version
     EngineError          the inference engine refused a request or failed in a forward pass
     MismatchError        engine and trainer disagree about log-probabilities of the same weights
@@ -47,6 +48,10 @@ class PeerGone(PeerError):
 
 class PeerRefused(PeerError):
     """A named peer answered with an error of its own."""
+
+
+class LedgerError(PipelineError):
+    """The ledger cannot be written or read, or does not belong to the checkpoint beside it."""
 
 
 class WeightsError(PipelineError):

@@ -382,7 +382,7 @@ class Sample(Message, frozen=True):
 
 
 class TrainerReady(Message, frozen=True):
-    """A data-parallel replica of the trainer holds version `version` and pulls micro-batches."""
+    """A data-parallel replica of the trainer holds version `version` and pulls micro-batches from step `version` on."""
 
     replica: int
     num_replicas: int
@@ -390,6 +390,8 @@ class TrainerReady(Message, frozen=True):
     version: int
     machine: str = ""
     """As in `EngineReady`."""
+    commit: str = ""
+    """The ledger's commit that the checkpoint it started from names; empty where it started from `model.path`."""
 
 
 class LayoutFixed(Message, frozen=True):
@@ -457,6 +459,8 @@ class StepSealed(Message, frozen=True):
     """Tokens with a loss, over all replicas, counted before any rejection."""
     num_samples: int
     """Samples over all replicas."""
+    commit: str = ""
+    """The ledger's commit that holds every row of this step and of those before; a checkpoint of the next version names it."""
 
 
 class StepDone(Message, frozen=True):
@@ -488,7 +492,31 @@ class SlotReleased(Message, frozen=True):
     slot: str
 
 
+class CheckpointSaved(Message, frozen=True):
+    """A checkpoint of `version` is whole on disk: a trainer that starts again starts from it."""
+
+    version: int
+    commit: str
+    """The ledger's commit that its manifest names."""
+    num_bytes: int
+    save_s: float
+    """Seconds from its begin to its last byte on disk; training went on meanwhile."""
+
+
+class CheckpointFailed(Message, frozen=True):
+    """A checkpoint could not be written; the one before is untouched."""
+
+    version: int
+    error: str
+
+
 # --- every role ----------------------------------------------------------------------------------------------------------------
+
+
+class Starting(Message, frozen=True):
+    """A process takes over the name of one that ended, and announces itself once it has loaded; what the other was asked for is lost."""
+
+    process_id: int
 
 
 class Alive(Message, frozen=True):
@@ -510,11 +538,11 @@ class Failed(Message, frozen=True):
     error: str
 
 
-FromEngine = EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
+FromEngine = Starting | EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | StageWeights | Stop
 """What the orchestrator may say to an engine."""
 FromScorer = ScorerReady | ScorerLoad | Scored | Failed
 ToScorer = Score | Cancel | Stop
-FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | Alive | Failed
+FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
 ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | Stop

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.errors import PipelineError
+from pipelinerl.errors import PeerGone, PeerSilent, PipelineError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,17 +42,22 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
         errors = list(_leaves(error))
         text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
         trace = "".join(traceback.format_exception(error))
-        record_failure(run_folder, process, error=text, trace=trace)
+        is_consequence = all(isinstance(leaf, PeerSilent | PeerGone) for leaf in errors)
+        record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
         print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
         sys.exit(1)
 
 
-def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "") -> None:
-    """Write down what ended a process, for the launcher to show; a record that is there already stands."""
+def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "", is_consequence: bool = False) -> None:
+    """Write down what ended a process, for the launcher to show; a record that is there already stands.
+
+    `is_consequence`: it ended because a peer did, and may do better with another one.
+    """
     folder = run_folder / "failures"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError), open(folder / f"{process}.json", "x") as file:
-        json.dump({"t": time.time(), "process": process, "error": error, "traceback": trace}, file)
+        record = {"t": time.time(), "process": process, "role": process.partition("-")[0], "error": error, "traceback": trace}
+        json.dump(record | {"is_consequence": is_consequence}, file)
 
 
 def read_config(run_folder: Path) -> Config:

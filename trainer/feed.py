@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from pipelinerl.errors import PeerRefused, PeerSilent
+from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import (
     Alive,
+    CheckpointFailed,
+    CheckpointSaved,
     Failed,
     LayoutFixed,
     Message,
@@ -119,6 +121,8 @@ class Feed:
         self._rows: collections.deque[MicroBatch | StepSealed] = collections.deque()
         self._end: Stop | Exception | None = None
         """Why nothing more will come."""
+        self._knows_layout = False
+        """Whatever slot is handed back before is one of the trainer before this one."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="feed", daemon=True)
 
@@ -127,7 +131,8 @@ class Feed:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
+        # A peer that is lost is no fault of this process, which will be started again: its words would end the whole run.
+        if isinstance(error, Exception) and not isinstance(error, PeerSilent | PeerGone):
             self._outbox.put(Failed(error=f"{type(error).__name__}: {error}"))
         self._is_closing.set()
         self._thread.join(CLOSE_S)
@@ -152,7 +157,7 @@ class Feed:
             raise self._end
         return self._end is not None
 
-    def send(self, message: StepDone | PolicyPublished) -> None:
+    def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed) -> None:
         """Hand a message to the orchestrator; never waits."""
         self._outbox.put(message)
 
@@ -201,7 +206,8 @@ class Feed:
                     self._changed.notify_all()
             case LayoutFixed() if self._publisher is not None:
                 self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road)
-            case SlotReleased() if self._publisher is not None:
+                self._knows_layout = True
+            case SlotReleased() if self._publisher is not None and self._knows_layout:
                 self._publisher.release(message.slot)
             case Stop():
                 self._end_with(message)

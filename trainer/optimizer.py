@@ -69,7 +69,11 @@ class Optimizer:
             {"params": [master for master in masters if master.ndim >= 2], "weight_decay": weight_decay},
             {"params": [master for master in masters if master.ndim < 2], "weight_decay": 0.0},
         ]
+        self._masters = masters
         self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, fused=True)
+        for master in masters:  # made now, as AdamW would at its first step: a checkpoint is loaded into tensors that are there
+            zeros = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
     def step(self, index: int, *, denominator: float) -> Update:
         """Apply the gradient as optimizer step `index`, and start collecting anew. Raises `PipelineError` where it is not finite."""
@@ -89,6 +93,16 @@ class Optimizer:
                 parameter.copy_(master)
         self.drop()
         return Update(grad_norm=norm, learning_rate=learning_rate)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The tensors in use, for a checkpoint to save and to load into, given the parameters' names: moments, step counts, masters."""
+        tensors: dict[str, torch.Tensor] = {}
+        rounded = {id(master) for _, master in self._rounded}
+        for name, master in zip(names, self._masters, strict=True):
+            tensors |= {f"{name}.{kind}": tensor for kind, tensor in self._adamw.state[master].items()}
+            if id(master) in rounded:
+                tensors[f"{name}.master"] = master.detach()
+        return tensors
 
     def drop(self) -> None:
         """Forget the gradient collected so far."""

@@ -61,6 +61,21 @@ class Swaps:
     def __getitem__(self, engine_id: int) -> Swap:
         return self._swaps.setdefault(engine_id, Swap())
 
+    def joined(self, engine_id: int) -> None:
+        """A fresh process serves under this name: it holds the weights it was started with."""
+        self._swaps[engine_id] = Swap()
+
+    def left(self, engine_id: int) -> None:
+        """The engine is lost, and reads nothing any more."""
+        self._swaps.pop(engine_id, None)
+
+    def forget_slots(self) -> None:
+        """The trainer that made the slots is gone: no order can be fulfilled, and what was refused may have been its end."""
+        self.newest = None
+        self._slots.clear()
+        for swap in self._swaps.values():
+            swap.ordered, swap.is_late, swap.fault, swap.num_refusals = None, False, "", 0
+
     def published(self, policy: Policy) -> bool:
         """Note a new policy; False where it is no news."""
         if self.newest is not None and policy.age <= self.newest.age:
@@ -78,6 +93,10 @@ class Swaps:
             return None
         swap.ordered = self.newest.age
         return self.newest
+
+    def not_sent(self, engine_id: int) -> None:
+        """The order could not be sent; the next policy, or the engine that follows, is a new chance."""
+        self[engine_id].ordered = None
 
     def committed(self, engine_id: int, age: Age) -> bool:
         """The engine samples under the policy of this age; False where it is no news."""

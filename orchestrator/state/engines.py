@@ -1,4 +1,8 @@
-"""The engines as the orchestrator knows them: which serve, what each holds, what each was asked for."""
+"""The engines as the orchestrator knows them: which serve, what each holds, what each was asked for.
+
+An engine is lost when another process announces itself under its name, or says that it will: every request it had is then given back to
+whoever asked. A request that cannot be sent is given back at once.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,24 @@ from collections.abc import Callable, Iterator
 
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Tensor
+from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Starting, Tensor
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
 Sink = Callable[[Completion, int], None]
 """Takes a completion and the id of the engine that made it."""
+Lost = Callable[[int], None]
+"""Is told that the engine of this id will not answer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A request that an engine has."""
+
+    engine_id: int
+    attempt: int
+    sink: Sink
+    lost: Lost
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -43,10 +59,14 @@ class Engines:
         """Set when an engine announces itself or commits a version."""
         self.num_fenced = 0
         self._expected = expected
-        self._watch = watch
+        self.watch = watch
         self._engines: dict[int, Engine] = {}
-        self._asked: dict[str, tuple[int, int, Sink]] = {}
-        """By rollout id: engine, attempt, who asked."""
+        self._asked: dict[str, _Asked] = {}
+        """By rollout id."""
+        self._layout: tuple[Tensor, ...] | None = None
+        self._joined: list[Callable[[Engine], None]] = []
+        self._died: list[Callable[[int], None]] = []
+        peers.on(Starting, self._on_starting)
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
         peers.on(Completion, self._on_completion)
@@ -58,13 +78,22 @@ class Engines:
         return self._engines[engine_id]
 
     def serving(self) -> Iterator[Engine]:
-        """The engines that take new work."""
-        return (engine for engine in self if not engine.fault)
+        """The engines that take new work: not fenced, and to be reached."""
+        return (engine for engine in self if not engine.fault and self.peers.is_reachable(engine.peer))
+
+    def find(self, engine_id: int) -> Engine | None:
+        """The engine of this id; None while it is lost."""
+        return self._engines.get(engine_id)
 
     async def wait_until_ready(self) -> None:
         """Wait until every engine of the config has announced itself."""
-        while len(self._engines) < self._expected:
+        while self.num_missing:
             await self.changed.wait()
+
+    @property
+    def num_missing(self) -> int:
+        """Engines of the config that have not announced themselves, or are lost."""
+        return self._expected - len(self._engines)
 
     @property
     def max_model_tokens(self) -> int:
@@ -80,44 +109,84 @@ class Engines:
         """Outstanding rollouts of each serving engine: what routing looks at."""
         return {engine.engine_id: engine.num_outstanding for engine in self.serving()}
 
+    def serves(self, engine: Engine) -> bool:
+        """True while no other process has taken its name."""
+        return self._engines.get(engine.engine_id) is engine
+
     def all_hold(self, version: int) -> bool:
-        """True where there are engines that take new work, and all of them sample under `version` or a later one."""
-        serving = list(self.serving())
-        return bool(serving) and all(engine.version >= version for engine in serving)
+        """True where no engine is missing, and all that are not fenced, of which there is one, sample under `version` or a later one."""
+        held = [engine.version for engine in self if not engine.fault]
+        return not self.num_missing and bool(held) and min(held) >= version
+
+    def on_joined(self, handler: Callable[[Engine], None]) -> None:
+        """Have `handler` called with every engine that announces itself."""
+        self._joined.append(handler)
+
+    def on_died(self, handler: Callable[[int], None]) -> None:
+        """Have `handler` called with the id of every engine that is lost, after its requests were given back."""
+        self._died.append(handler)
 
     def layout(self) -> tuple[Tensor, ...]:
         """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
-        layouts = {engine.ready.tensors for engine in self}
+        layouts = {engine.ready.tensors for engine in self} | ({self._layout} if self._layout is not None else set())
         if len(layouts) != 1:
             raise ConfigError(
                 f"the {len(self._engines)} engines ask for {len(layouts)} different weight layouts; start them with equal options"
             )
-        return layouts.pop()
+        self._layout = layouts.pop()
+        return self._layout
 
-    def ask(self, request: Generate, engine_id: int, sink: Sink) -> None:
-        """Send a request to an engine; `sink` is called once with the answer."""
+    def ask(self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost) -> None:
+        """Send a request to an engine; either `sink` is called once with the answer, or `lost` once."""
         engine = self._engines[engine_id]
-        self._asked[request.rollout_id] = (engine_id, request.attempt, sink)
+        if not self.peers.send(engine.peer, request):
+            lost(engine_id)
+            return
+        self._asked[request.rollout_id] = _Asked(engine_id=engine_id, attempt=request.attempt, sink=sink, lost=lost)
         engine.num_outstanding += 1
-        self.peers.hub.send(engine.peer, request)
+
+    def _on_starting(self, peer: str, starting: Starting) -> None:
+        self._lose(int(peer.rpartition("-")[2]))
 
     def _on_ready(self, peer: str, ready: EngineReady) -> None:
-        self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
+        known = self._engines.get(ready.engine_id)
+        if known is not None and known.ready.process_id == ready.process_id:
+            return
+        self._lose(ready.engine_id)
+        engine = self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
+        if self._layout is not None:
+            self.layout()
+        for handler in self._joined:
+            handler(engine)
         self.changed.set()
+        self._credits.set()
+
+    def _lose(self, engine_id: int) -> None:
+        if self._engines.pop(engine_id, None) is None:
+            return
+        asked = {rollout_id: one for rollout_id, one in self._asked.items() if one.engine_id == engine_id}
+        for rollout_id, one in asked.items():
+            del self._asked[rollout_id]
+            one.lost(engine_id)
+        for handler in self._died:
+            handler(engine_id)
+        self.changed.set()
+        self._credits.set()
 
     def _on_load(self, peer: str, load: EngineLoad) -> None:
-        engine = self._engines[load.engine_id]
+        engine = self._engines.get(load.engine_id)
+        if engine is None:
+            return
         if engine.load is None or load.num_tokens > engine.load.num_tokens:
-            self._watch.moved()
+            self.watch.moved()
         engine.load = load
 
     def _on_completion(self, peer: str, completion: Completion) -> None:
         asked = self._asked.get(completion.rollout_id)
-        if asked is None or asked[1] != completion.attempt:
+        if asked is None or asked.attempt != completion.attempt:
             self.num_fenced += 1
             return
         del self._asked[completion.rollout_id]
-        engine_id, _, sink = asked
-        self._engines[engine_id].num_outstanding -= 1
+        self._engines[asked.engine_id].num_outstanding -= 1
         self._credits.set()
-        sink(completion, engine_id)
+        asked.sink(completion, asked.engine_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import itertools
 import random
 import zlib
 from typing import Any
@@ -20,6 +21,7 @@ from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
     Alive,
+    CheckpointSaved,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -61,6 +63,10 @@ class World:
     """Of scores that are a timeout, an error or invalid."""
     start_s: float = 0.0
     """What everybody needs to load before announcing itself."""
+
+
+process_ids = itertools.count(1000)
+"""Of every simulated process, so that one that takes over a name is told from the one before."""
 
 
 class SimulatedEngine(FakeEngine):
@@ -113,7 +119,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
 
     loop = EngineLoop(fake, engine_id=engine_id, stager=stage, clock=clock)
     await asyncio.sleep(world.start_s)
-    link.send(loop.ready(process_id=engine_id))
+    link.send(loop.ready(process_id=next(process_ids)))
     next_load = 0.0
     while True:
         message = await _message_within(link, seconds=1.0) if not loop.has_work and not loop.is_swapping else link.receive(0)
@@ -145,7 +151,7 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     loop = asyncio.get_running_loop()
     chance = random.Random(world.seed)
     await asyncio.sleep(world.start_s)
-    link.send(ScorerReady(scorer_id=0, process_id=0, num_slots=num_slots))
+    link.send(ScorerReady(scorer_id=0, process_id=next(process_ids), num_slots=num_slots))
     heartbeat = loop.create_task(beat(link))
     bad = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID)
     while not isinstance(message := await link.wait(), Stop):
@@ -230,6 +236,7 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
             await _next(link, free, wanted=SlotReleased)
         link.send(StepDone(step=step, metrics={}))
         link.send(PolicyPublished(version=step + 1, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+    link.send(CheckpointSaved(version=num_steps, commit="", num_bytes=0, save_s=0.0))
     stop = await _next(link, free, wanted=Stop)
     record.stopped_for = stop.reason
 

@@ -88,5 +88,5 @@ print(publish(pool, 3))
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeightsError, match="cannot make .*/file/weights for published policies"):
+    with pytest.raises(WeightsError, match=r"cannot make .*/file/weights for published policies"):
         Files(tmp_path / "file" / "weights")
