@@ -481,6 +481,13 @@ class SlotReleased(Message, frozen=True):
     slot: str
 
 
+class PolicyHeld(Message, frozen=True):
+    """Every engine samples under this policy or a later one: changes may be laid over it."""
+
+    version: int | None
+    """None: some engine needs a whole policy, because it refused one or lost what it held."""
+
+
 # --- every role ----------------------------------------------------------------------------------------------------------------
 
 
@@ -510,4 +517,4 @@ ToEngine = Generate | Cancel | StageWeights | Stop
 FromScorer = ScorerReady | ScorerLoad | Scored | Failed
 ToScorer = Score | Cancel | Stop
 FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | Alive | Failed
-ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | Stop
+ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop

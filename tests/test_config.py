@@ -293,6 +293,7 @@ KEYS = [
     "evaluation.temperature",
     "weights.road",
     "weights.address",
+    "weights.delta",
     "weights.commit",
     "sft.source",
     "sft.completion_column",

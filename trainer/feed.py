@@ -20,6 +20,7 @@ from pipelinerl.messages import (
     LayoutFixed,
     Message,
     MicroBatch,
+    PolicyHeld,
     PolicyPublished,
     SlotReleased,
     StepDone,
@@ -203,6 +204,8 @@ class Feed:
                 self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road)
             case SlotReleased() if self._publisher is not None:
                 self._publisher.release(message.slot)
+            case PolicyHeld() if self._publisher is not None:
+                self._publisher.held(message.version)
             case Stop():
                 self._end_with(message)
 

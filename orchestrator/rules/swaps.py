@@ -40,6 +40,8 @@ class Swap:
     """Why it is fenced, with its own words; empty while it takes new work."""
     num_refusals: int = 0
     """Of the newest policy, in a row."""
+    needs_whole: bool = False
+    """It refused a policy and has taken none since: changes might not fit over what it holds."""
     is_late: bool = False
     """Its open order has lasted too long."""
 
@@ -85,7 +87,7 @@ class Swaps:
         self._end_order(swap, age)
         if age <= swap.held:
             return False
-        swap.held, swap.fault, swap.num_refusals = age, "", 0
+        swap.held, swap.fault, swap.num_refusals, swap.needs_whole = age, "", 0, False
         return True
 
     def refused(self, engine_id: int, age: Age, error: str) -> bool:
@@ -94,7 +96,7 @@ class Swaps:
         self._end_order(swap, age)
         if age <= swap.held:
             return False
-        swap.fault = f"refused policy {age[1]}: {error}"
+        swap.fault, swap.needs_whole = f"refused policy {age[1]}: {error}", True
         if self.newest is not None and age == self.newest.age:
             swap.num_refusals += 1
         return True
@@ -106,6 +108,13 @@ class Swaps:
             return False
         swap.fault, swap.is_late = reason, True
         return True
+
+    def held_by_all(self) -> int | None:
+        """The oldest version that any engine samples under; None where one needs a whole policy, or is of an earlier lineage."""
+        lineage = self.newest.age[0] if self.newest is not None else 0
+        if any(swap.needs_whole or swap.held[0] != lineage for swap in self._swaps.values()):
+            return None
+        return min((swap.held[1] for swap in self._swaps.values()), default=None)
 
     def take_free_slots(self) -> list[str]:
         """Slots that no engine reads or will be told to read, oldest first, each once."""

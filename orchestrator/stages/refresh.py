@@ -10,7 +10,7 @@ from orchestrator.rules.swaps import Policy, Swaps
 from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import PeerError, PeerRefused, PeerSilent
-from pipelinerl.messages import PolicyPublished, SlotReleased, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
+from pipelinerl.messages import PolicyHeld, PolicyPublished, SlotReleased, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
 from pipelinerl.metrics import Journal
 from pipelinerl.stages import Channel, Signal
 
@@ -19,7 +19,7 @@ class Refresh:
     """Tells engines what to fetch and follows each to its commit. An engine that fails or is late is fenced and refilled.
 
     takes     PolicyPublished, from delivery; WeightsStaged, WeightsCommitted and WeightsRefused, from engines
-    gives     StageWeights, to engines; SlotReleased, to the trainer; credits, to dispatch
+    gives     StageWeights, to engines; SlotReleased and PolicyHeld, to the trainer; credits, to dispatch
     waits for every open order, each apart, so a slow engine holds up nobody else
     woken by  engines
     fails     PeerSilent or PeerRefused, with the last engine's own words, once every engine is fenced and beyond refilling
@@ -49,6 +49,8 @@ class Refresh:
         self._journal = journal
         self._commit_deadline_s = commit_deadline_s
         self._swaps = Swaps()
+        self._held_by_all: int | None = None
+        """What the trainer was told last."""
         self._tasks: asyncio.TaskGroup | None = None
         engines.peers.on(WeightsStaged, self._on_staged)
         engines.peers.on(WeightsCommitted, self._on_committed)
@@ -67,7 +69,7 @@ class Refresh:
         self._credits.set()
         for engine in self._engines:
             self._order(engine)
-        self._release_slots()
+        self._tell_trainer()
 
     def _order(self, engine: Engine) -> None:
         """Tell an engine to fetch the newest policy, unless it has an order already."""
@@ -123,10 +125,14 @@ class Refresh:
 
     def _order_ended(self, engine: Engine) -> None:
         self._order(engine)
-        self._release_slots()
+        self._tell_trainer()
         self._engines.changed.set()
         self._credits.set()
 
-    def _release_slots(self) -> None:
+    def _tell_trainer(self) -> None:
         for slot in self._swaps.take_free_slots():
             self._trainer.hub.send("trainer-0", SlotReleased(slot=slot))
+        held = self._swaps.held_by_all()
+        if held != self._held_by_all:
+            self._held_by_all = held
+            self._trainer.hub.send("trainer-0", PolicyHeld(version=held))

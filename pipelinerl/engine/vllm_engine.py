@@ -62,8 +62,9 @@ class VllmEngine:
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed)
         self._core: Any = self._llm.engine_core
         parameters, layout = plan_of(self.model, folder=Path(model.path))
+        weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
-        way, choice = choose((weights or WeightsSection()).commit, obstacles_of(self.model, captures_graphs=captures_graphs))  # pyright: ignore[reportCallIssue]
+        way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
         self._weights = Intake(make(way, parameters), layout=layout, receiver=Receivers(folder=policies))
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""

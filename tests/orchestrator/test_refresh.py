@@ -22,6 +22,7 @@ from pipelinerl.messages import (
     FromEngine,
     FromTrainer,
     Message,
+    PolicyHeld,
     PolicyPublished,
     SlotReleased,
     StageWeights,
@@ -327,6 +328,22 @@ def test_repeated_and_late_news_change_nothing(tmp_path: Path):
 
     simulate(program())
     assert len([line for line in read_journals(tmp_path) if line["kind"] == "swap"]) == 4
+
+
+def test_the_trainer_hears_what_every_engine_holds_and_when_one_needs_a_whole_policy(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in (0, 1):
+                await it.commit(engine_id, 1)
+            await it.publish(2)
+            await it.commit(0, 2)
+            await it.refuse(1, 2)
+            await it.commit(1, 2)
+            heard = [message.version for message in received(it.trainer) if isinstance(message, PolicyHeld)]
+            assert heard == [0, 1, None, 2]
+
+    simulate(program())
 
 
 def test_a_rollback_is_announced_as_a_later_lineage_and_lowers_the_version(tmp_path: Path):

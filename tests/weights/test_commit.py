@@ -85,10 +85,17 @@ def test_the_shortest_pause_that_breaks_nothing_is_chosen_and_says_why(wanted: s
     assert choose(wanted, obstacles) == (way, f"policies are committed by {way}: {why}")
 
 
+def test_changes_are_scattered_only_where_they_are_sent_and_a_flip_is_impossible():
+    graphs = {Way.FLIP: ["graphs"]}
+    assert choose("auto", graphs, sends_changes=True)[0] is Way.SCATTER
+    assert choose("auto", {}, sends_changes=True)[0] is Way.FLIP
+    assert choose("scatter", {}) == (Way.SCATTER, "policies are committed by scatter: weights.commit says so")
+
+
 def test_what_breaks_every_way_is_said_at_start():
     everything = {way: [f"{way} is broken", "packed"] for way in Way}
     with pytest.raises(ConfigError) as caught:
-        choose("auto", everything)
+        choose("auto", everything, sends_changes=True)
     assert all(f"  - {way}: {reason}" in str(caught.value) for way in Way for reason in everything[way])
     with pytest.raises(ConfigError, match=r"cannot take new weights by flip here:\n  - flip: graphs$"):
         choose("flip", {Way.FLIP: ["graphs"]})

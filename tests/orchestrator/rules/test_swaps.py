@@ -118,3 +118,25 @@ def test_a_rollback_is_a_later_lineage_and_orders_of_the_earlier_one_are_no_news
     assert not swaps.committed(0, (0, 1))
     assert swaps.committed(0, (1, 1))
     assert swaps.take_free_slots() == ["slot-0.1", "slot-0.2"]
+
+
+def test_what_every_engine_holds_is_the_oldest_and_unknown_while_one_needs_a_whole_policy():
+    swaps = Swaps()
+    assert swaps.held_by_all() is None
+    published(swaps, 1)
+    swaps.committed(0, (0, 1))
+    assert swaps.held_by_all() == 0
+    swaps.committed(1, (0, 1))
+    published(swaps, 2)
+    swaps.committed(0, (0, 2))
+    assert swaps.held_by_all() == 1
+    swaps.refused(1, (0, 2), "no")
+    assert swaps.held_by_all() is None
+    swaps.next_order(1)
+    swaps.committed(1, (0, 2))
+    assert swaps.held_by_all() == 2
+    published(swaps, 1, lineage=1)
+    assert swaps.held_by_all() is None, "of the earlier lineage"
+    for engine in (0, 1):
+        swaps.committed(engine, (1, 1))
+    assert swaps.held_by_all() == 1
