@@ -237,6 +237,8 @@ class WeightsCommitted(Message, frozen=True):
     """As `WeightsStaged` said."""
     num_running: int
     """Sequences that went on across the swap."""
+    num_recomputed_tokens: int = 0
+    """Tokens, of prompts and completions, whose KV cache was dropped to be computed again under this version."""
     lineage: int = 0
 
 

@@ -294,6 +294,7 @@ KEYS = [
     "weights.road",
     "weights.address",
     "weights.delta",
+    "weights.kv_span",
     "weights.commit",
     "sft.source",
     "sft.completion_column",

@@ -90,7 +90,7 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path) -> None:
             policies=run_folder / "weights",
         )
     link = ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
-    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))
+    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"), kv_span=config.weights.kv_span)
 
 
 def _wait_for_all(children: dict[int, int], run_folder: Path) -> int:
