@@ -96,7 +96,7 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
 
     Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
+    parameters, twins = _owners({name: parameter for name, parameter in model.named_parameters() if parameter.numel()})
     checkpoint = _read_checkpoint(folder)
     recorder = _CopyRecorder(
         targets={parameter.untyped_storage().data_ptr(): name for name, parameter in parameters.items()},
@@ -127,6 +127,7 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
             f"{len(unfilled)} of {len(parameters)} parameters of {folder} are not filled, or not once, by its checkpoint: {unfilled[:5]}."
             " vLLM transforms them after loading (quantised or fused experts?); such a model cannot yet be swapped by pointer"
         )
+    placed += [Placed(parameter=twin, offset_bytes=offsets[owner], num_bytes=twin.numel() * twin.element_size()) for twin, owner in twins]
     return placed, tuple(tensors)
 
 
@@ -147,6 +148,24 @@ class _CopyRecorder(TorchDispatchMode):
             if name is not None and origin is not None:
                 self.copies.append((name, target, origin, source))
         return func(*args, **(kwargs or {}))
+
+
+def _owners(
+    parameters: dict[str, torch.nn.Parameter],
+) -> tuple[dict[str, torch.nn.Parameter], list[tuple[torch.nn.Parameter, str]]]:
+    """The parameters that own their memory, and those that are another one's twin, with its name: tied embeddings, for example."""
+    owners: dict[str, torch.nn.Parameter] = {}
+    twins: list[tuple[torch.nn.Parameter, str]] = []
+    by_storage: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        owner = by_storage.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if owner == name:
+            owners[name] = parameter
+        elif parameter.data_ptr() == owners[owner].data_ptr() and parameter.shape == owners[owner].shape:
+            twins.append((parameter, owner))
+        else:
+            raise ConfigError(f"the parameters {owner} and {name} share a part of their memory; such a model cannot be swapped")
+    return owners, twins
 
 
 def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], list[Placed]]:

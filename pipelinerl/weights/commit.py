@@ -165,8 +165,8 @@ class Scatter(Copy):
     """
 
     def __init__(self, parameters: Sequence[Placed]) -> None:
-        super().__init__(parameters)
-        self._starts = [placed.offset_bytes for placed in parameters]
+        super().__init__(sorted(parameters, key=lambda placed: placed.offset_bytes))
+        self._starts = [placed.offset_bytes for placed in self._parameters]
         self._changes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
         """Parameter as a flat tensor of integers, indices, new bits."""
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.commit import Commit, Copy, Flip, Placed, Way, choose, make
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.commit import Commit, Copy, Flip, Placed, Scatter, Way, choose, make
 
 
 def placed(*sizes: int) -> list[Placed]:
@@ -50,6 +51,20 @@ def test_the_spare_buffer_is_never_the_one_the_model_reads(way: Way):
         assert values(parameters) == [[number - 1.0] * 2, [number - 1.0] * 3]
         commit(by, by.spare())
         assert values(parameters) == [[float(number)] * 2, [float(number)] * 3]
+
+
+def test_changes_find_their_parameter_in_whatever_order_it_was_given():
+    parameters = placed(2, 3)
+    by = Scatter(parameters[::-1])
+    tensor = Tensor(name="part", shape=(2,), dtype="float32", offset_bytes=256 + 4, num_bytes=8)
+    bits = by.bits_of(tensor)
+    assert len(bits) == 2
+    by.stage_changes([(bits, torch.tensor([1]), torch.tensor([1.0]).view(torch.int32))])
+    assert values(parameters) == [[0.0] * 2, [0.0] * 3]
+    by.commit()
+    assert values(parameters) == [[0.0] * 2, [0.0, 0.0, 1.0]]
+    commit(by, policy(2.0))
+    assert values(parameters) == [[2.0] * 2, [2.0] * 3], "a whole policy after changes"
 
 
 def test_a_flip_moves_nothing_and_a_copy_keeps_the_addresses():
