@@ -63,15 +63,18 @@ class Swaps:
     def __getitem__(self, engine_id: int) -> Swap:
         return self._swaps.setdefault(engine_id, Swap())
 
-    def published(self, policy: Policy) -> bool:
-        """Note a new policy; False where it is no news."""
+    def published(self, policy: Policy) -> None:
+        """Note a new policy."""
         if self.newest is not None and policy.age <= self.newest.age:
-            return False
+            return
         self.newest = policy
         self._slots[policy.age] = policy.slot
         for swap in self._swaps.values():
             swap.num_refusals = 0
-        return True
+
+    def joined(self, engine_id: int) -> None:
+        """An engine's process is new: it holds the first policy, and reads no slot, whatever its predecessor did."""
+        self._swaps[engine_id] = Swap()
 
     def next_order(self, engine_id: int) -> Policy | None:
         """What the engine should be told to fetch now; None while an order is open, it holds the newest, or refused it too often."""

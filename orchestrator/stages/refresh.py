@@ -61,10 +61,15 @@ class Refresh:
             async for published in self._published:
                 self._announce(published)
 
+    def welcome(self, engine: Engine) -> None:
+        """Bring an engine whose process is new to the newest policy, if there is one yet."""
+        self._swaps.joined(engine.engine_id)
+        self._order(engine)
+        self._tell_trainer()
+
     def _announce(self, published: PolicyPublished) -> None:
         policy = Policy(age=(published.lineage, published.version), slot=published.slot, digest=published.digest)
-        if not self._swaps.published(policy):
-            return
+        self._swaps.published(policy)
         self._admission.published(published.version)
         self._credits.set()
         for engine in self._engines:

@@ -50,6 +50,8 @@ def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, 
     found: dict[Way, list[str]] = {way: [] for way in Way}
     if captures_graphs:
         found[Way.FLIP].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
+    if _is_elsewhere(model):
+        found[Way.FLIP].append("the parameters are in a device's memory, and published policies in the host's")
     found[Way.FLIP] += _kept_addresses(model)
     for reason in _transformed_layers(model):
         for way in Way:
@@ -75,7 +77,7 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
     packed = [name for name, module in modules.items() if getattr(module, "cpu_linear", functional.linear) is not functional.linear]
     methods = {name: getattr(module, "quant_method", None) for name, module in modules.items()}
     quantised = [name for name, method in methods.items() if method and not type(method).__name__.startswith("Unquantized")]
-    repacked = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) and not _is_on_gpu(modules[name])]
+    repacked = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) and not _is_elsewhere(modules[name])]
     reasons = []
     if packed:
         reasons.append(f"{len(packed)} layers compute with a packed copy of their weight, for example {packed[0]}")
@@ -87,8 +89,9 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def _is_on_gpu(module: torch.nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in module.parameters())
+def _is_elsewhere(module: torch.nn.Module) -> bool:
+    """True where a parameter is not in the host's memory."""
+    return any(parameter.device.type != "cpu" for parameter in module.parameters())
 
 
 def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:

@@ -103,6 +103,15 @@ def test_captured_graphs_and_kept_addresses_break_a_flip_and_nothing_else():
     assert found == {Way.FLIP: ["fused.kept shares memory with fused.weight, and 1 more like it"], Way.SCATTER: [], Way.COPY: []}
 
 
+def test_parameters_in_a_devices_memory_are_not_pointed_into_the_hosts():
+    found = obstacles_of(Model().to("meta"), captures_graphs=False)
+    assert found == {
+        Way.FLIP: ["the parameters are in a device's memory, and published policies in the host's"],
+        Way.SCATTER: [],
+        Way.COPY: [],
+    }
+
+
 class Fp8LinearMethod:
     pass
 
