@@ -146,7 +146,14 @@ class WeightsSection(Section):
         "auto", description="how a policy travels from the trainer to the engines; auto: shared memory on one machine, else gloo"
     )
     address: str = Field("127.0.0.1", description="address of the trainer's machine that engines on other machines reach (road gloo)")
-    commit: Literal["auto", "flip", "copy"] = Field("auto", description="how it takes effect in an engine, between two forward passes")
+    delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
+    kv_span: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="versions a running sequence's KV cache may lag before a swap recomputes it; 0: every swap does; none: none does",
+    )
+    commit: Literal["auto", "flip", "scatter", "copy"] = Field(
+        "auto", description="how a policy takes effect in an engine, between two forward passes"
+    )
 
 
 class CheckpointSection(Section):

@@ -237,6 +237,8 @@ class WeightsCommitted(Message, frozen=True):
     """As `WeightsStaged` said."""
     num_running: int
     """Sequences that went on across the swap."""
+    num_recomputed_tokens: int = 0
+    """Tokens, of prompts and completions, whose KV cache was dropped to be computed again under this version."""
     lineage: int = 0
 
 
@@ -492,6 +494,13 @@ class SlotReleased(Message, frozen=True):
     slot: str
 
 
+class PolicyHeld(Message, frozen=True):
+    """Every engine samples under this policy or a later one: changes may be laid over it."""
+
+    version: int | None
+    """None: some engine needs a whole policy, because it refused one or lost what it held."""
+
+
 class CheckpointSaved(Message, frozen=True):
     """A checkpoint of `version` is whole on disk: a trainer that starts again starts from it."""
 
@@ -545,4 +554,4 @@ ToEngine = Generate | Cancel | StageWeights | Stop
 FromScorer = ScorerReady | ScorerLoad | Scored | Failed
 ToScorer = Score | Cancel | Stop
 FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
-ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | Stop
+ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop

@@ -306,6 +306,8 @@ KEYS = [
     "evaluation.temperature",
     "weights.road",
     "weights.address",
+    "weights.delta",
+    "weights.kv_span",
     "weights.commit",
     "checkpoint.every",
     "checkpoint.keep",

@@ -22,6 +22,7 @@ from pipelinerl.messages import (
     LayoutFixed,
     Message,
     MicroBatch,
+    PolicyHeld,
     PolicyPublished,
     SlotReleased,
     StepDone,
@@ -209,6 +210,8 @@ class Feed:
                 self._knows_layout = True
             case SlotReleased() if self._publisher is not None and self._knows_layout:
                 self._publisher.release(message.slot)
+            case PolicyHeld() if self._publisher is not None:
+                self._publisher.held(message.version)
             case Stop():
                 self._end_with(message)
 

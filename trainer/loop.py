@@ -69,6 +69,7 @@ def train(config: Config, run_folder: Path) -> None:
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
+            sends_changes=config.weights.delta,
         )
     feed = Feed(
         lambda: ZmqLink(run_folder, "trainer", replicas.rank, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),

@@ -13,6 +13,7 @@ from orchestrator.state.peers import Peers
 from pipelinerl.errors import PeerError, PeerRefused, PeerSilent
 from pipelinerl.messages import (
     LayoutFixed,
+    PolicyHeld,
     PolicyPublished,
     SlotReleased,
     StageWeights,
@@ -33,7 +34,7 @@ class Refresh:
 
     takes     TrainerReady and PolicyPublished, from delivery; WeightsStaged, WeightsCommitted and WeightsRefused, from engines; engines
               that join or are lost
-    gives     StageWeights, to engines; LayoutFixed and SlotReleased, to the trainer; credits, to dispatch
+    gives     StageWeights, to engines; LayoutFixed, SlotReleased and PolicyHeld, to the trainer; credits, to dispatch
     waits for every open order, each apart, so a slow engine holds up nobody else
     woken by  engines
     fails     PeerSilent or PeerRefused, with the last engine's own words, once every engine is fenced and stays beyond refilling
@@ -65,6 +66,8 @@ class Refresh:
         self._layout_for = layout_for
         self._commit_deadline_s = commit_deadline_s
         self._swaps = Swaps()
+        self._held_by_all: int | None = None
+        """What the trainer was told last."""
         self._tasks: asyncio.TaskGroup | None = None
         engines.peers.on(WeightsStaged, self._on_staged)
         engines.peers.on(WeightsCommitted, self._on_committed)
@@ -85,6 +88,7 @@ class Refresh:
     def _welcome(self, ready: TrainerReady) -> None:
         """Tell a trainer that starts the layout to publish in; the slots of the one before are gone."""
         self._swaps.forget_slots()
+        self._held_by_all = None  # as a trainer that starts assumes
         for engine in self._engines:
             engine.fault = ""  # it may have refused what the dying trainer left
         self._engines.changed.set()
@@ -92,17 +96,20 @@ class Refresh:
 
     def _announce(self, published: PolicyPublished) -> None:
         policy = Policy(age=(published.lineage, published.version), slot=published.slot, digest=published.digest)
-        if not self._swaps.published(policy):
-            return
+        self._swaps.published(policy)
         self._admission.published(published.version)
         self._credits.set()
         for engine in self._engines:
             self._order(engine)
-        self._release_slots()
+        self._tell_trainer()
 
-    def _release_slots(self) -> None:
+    def _tell_trainer(self) -> None:
         for slot in self._swaps.take_free_slots():
             self._trainer.send("trainer-0", SlotReleased(slot=slot))
+        held = self._swaps.held_by_all()
+        if held != self._held_by_all:
+            self._held_by_all = held
+            self._trainer.send("trainer-0", PolicyHeld(version=held))
 
     # --- one engine ---
 
@@ -159,10 +166,11 @@ class Refresh:
     def _on_joined(self, engine: Engine) -> None:
         self._swaps.joined(engine.engine_id)
         self._order(engine)
+        self._tell_trainer()
 
     def _on_died(self, engine_id: int) -> None:
         self._swaps.left(engine_id)
-        self._release_slots()
+        self._tell_trainer()
 
     def _on_staged(self, peer: str, staged: WeightsStaged) -> None:
         self._journal.write("staged", **{field: getattr(staged, field) for field in staged.__struct_fields__})
@@ -191,6 +199,6 @@ class Refresh:
 
     def _order_ended(self, engine: Engine) -> None:
         self._order(engine)
-        self._release_slots()
+        self._tell_trainer()
         self._engines.changed.set()
         self._credits.set()

@@ -40,7 +40,7 @@ MAX_TOKENS = 160
 def main() -> None:
     arguments = harness.options(__doc__ or "").parse_args()
     names = ["1 M", "44 M"] if arguments.quick else list(MODELS)
-    settings = {"num_swaps": 60, "seconds": 2.0} if arguments.quick else {"num_swaps": 300, "seconds": 10.0}
+    settings = {"num_swaps": 40, "seconds": 1.0} if arguments.quick else {"num_swaps": 300, "seconds": 10.0}
     from pipelinerl.engine.__main__ import set_environment
 
     set_environment()

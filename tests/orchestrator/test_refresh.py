@@ -23,6 +23,7 @@ from pipelinerl.messages import (
     FromTrainer,
     LayoutFixed,
     Message,
+    PolicyHeld,
     PolicyPublished,
     SlotReleased,
     StageWeights,
@@ -48,6 +49,7 @@ class Bench:
     credits: Signal
     engines: list[MemoryLink]
     known: Engines
+    refresh: Refresh
     trainer: MemoryLink
 
     async def publish(self, version: int, *, lineage: int = 0) -> None:
@@ -117,7 +119,9 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
             for engine_id, link in enumerate(links):
                 link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
             await asyncio.sleep(0.01)
-            yield Bench(published=published, admission=admission, credits=credits, engines=links, known=known, trainer=trainer_link)
+            yield Bench(
+                published=published, admission=admission, credits=credits, engines=links, known=known, refresh=refresh, trainer=trainer_link
+            )
             for task in tasks:
                 task.cancel()
     finally:
@@ -330,6 +334,38 @@ def test_repeated_and_late_news_change_nothing(tmp_path: Path):
 
     simulate(program())
     assert len([line for line in read_journals(tmp_path) if line["kind"] == "swap"]) == 4
+
+
+def test_the_trainer_hears_what_every_engine_holds_and_when_one_needs_a_whole_policy(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in (0, 1):
+                await it.commit(engine_id, 1)
+            await it.publish(2)
+            await it.commit(0, 2)
+            await it.refuse(1, 2)
+            await it.commit(1, 2)
+            heard = [message.version for message in received(it.trainer) if isinstance(message, PolicyHeld)]
+            assert heard == [0, 1, None, 2]
+
+    simulate(program())
+
+
+def test_a_replaced_engine_is_told_of_the_newest_policy_at_once(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in (0, 1):
+                await it.commit(engine_id, 1)
+            it.engines[1].send(EngineReady(engine_id=1, process_id=2, max_model_tokens=100, max_running=4, tensors=()))
+            await asyncio.sleep(0.01)
+            assert it.ordered(1) == [1, 1]
+            assert (it.known[1].version, it.known.all_hold(1)) == (0, False)
+            await it.commit(1, 1)
+            assert it.known.all_hold(1)
+
+    simulate(program())
 
 
 def test_a_rollback_is_announced_as_a_later_lineage_and_lowers_the_version(tmp_path: Path):

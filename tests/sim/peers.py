@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import random
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,8 @@ class SimulatedEngine(FakeEngine):
             raise EngineError("simulated failure of a forward pass")
         return super().step()
 
-    def commit(self) -> None:
-        super().commit()
+    def commit(self, recompute: Collection[str] = ()) -> None:
+        super().commit(recompute)
         self._num_commits = self.staged_version
 
 
