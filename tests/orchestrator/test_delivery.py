@@ -275,9 +275,7 @@ def test_a_trainer_of_another_size_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("order", [("done", "published"), ("published", "done")])
-def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(
-    tmp_path: Path, order: tuple[str, str]
-):
+def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_path: Path, order: tuple[str, str]):
     def published(version: int) -> PolicyPublished:
         return PolicyPublished(version=version, slot="a", digest="", num_bytes=0, publish_s=0.0)
 

@@ -173,7 +173,9 @@ def test_a_layout_of_another_model_ends_the_run_and_reaches_the_orchestrator(fol
 
 def test_a_silent_orchestrator_is_named_with_what_was_awaited(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(PeerSilent, match=r"waited 0\.3 s for the orchestrator to send row 0 of step 1,"):
-        _run(_in_this_process, tmp_path, make_config(folders["qwen3"], silent_after_s=0.3), stop_after=0, silent_from_step=1, says_stop=False)
+        _run(
+            _in_this_process, tmp_path, make_config(folders["qwen3"], silent_after_s=0.3), stop_after=0, silent_from_step=1, says_stop=False
+        )
 
 
 def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
