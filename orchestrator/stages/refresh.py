@@ -107,6 +107,8 @@ class Refresh:
                 while engine.version < version and self._is_owed(engine, version):
                     await self._engines.changed.wait()
         except TimeoutError:
+            if not self._is_owed(engine, version):  # nobody said so meanwhile
+                return
             if refusal := self._refusals.get((engine.peer, version)):
                 raise PeerRefused(f"{engine.peer} refused policy {version}: {refusal}") from None
             late = f"{engine.peer} (at version {engine.version})"
