@@ -282,6 +282,23 @@ def test_a_trainer_that_starts_again_is_told_the_layout_and_hands_out_buffers_of
     simulate(program())
 
 
+def test_the_newest_buffer_is_kept_even_where_every_engine_is_past_it(tmp_path: Path):
+    """A trainer does steps again that engines have long taken: one that joins now must still find something to read."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(2)
+            for engine_id in range(2):
+                await it.commit(engine_id, 2)
+            it.published.put_now(TrainerReady(replica=0, num_replicas=1, process_id=2, version=0))
+            await it.publish(1)
+            assert it.released() == []
+            await it.publish(2)
+            assert it.released() == ["slot-1"]
+
+    simulate(program())
+
+
 def test_every_swap_is_journalled(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
