@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved
+from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.checkpoints import Checkpoints, newest, read_manifest
+from trainer.export import export
 from trainer.lineage import Lineage
 from trainer.loop import _state_of
 from trainer.model import Model
@@ -220,6 +223,20 @@ def test_the_digest_of_replicas_is_that_of_one() -> None:
 
     device = torch.device("cpu")
     assert halves[0].whole(add_up, device=device) == alone.whole(lambda sums: None, device=device)
+
+
+def test_a_checkpoint_is_exported_as_a_folder_that_transformers_loads(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = Trainer(folders["qwen3"], tmp_path)
+    config = make_config(folders["qwen3"])
+    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+        export(config, tmp_path, tmp_path / "model")
+    trainer.train(2)
+    trainer.save()
+    assert export(config, tmp_path, tmp_path / "model") == 2
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    expected = trainer.model.module.state_dict()
+    assert exported.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(exported[name], expected[name])] == []
 
 
 def test_the_manifest_is_plain_json(folders: dict[str, Path], tmp_path: Path) -> None:
