@@ -46,6 +46,8 @@ PROMPTS_AHEAD = 64
 """Prompts tokenised before an engine has room for them. More only makes a resumed run repeat more tokenisation."""
 MAX_BARREN_STEPS = 10
 """Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
+GOODBYE_S = 15.0
+"""How long the end of a run waits for a process that is just being replaced, to tell it, too. Shorter leaves that to the launcher."""
 NUM_SCORERS = 1
 """Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
 
@@ -111,7 +113,11 @@ class Pipeline:
             main = group.create_task(self._main())
             stop = group.create_task(self._stopped.wait())
             await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
-            for task in (*service, main, stop):
+            main.cancel()
+            stop.cancel()
+            said = Stop(reason=self._stop_reason or "finished")
+            await asyncio.gather(*(peers.stop_all(said, deadline_s=GOODBYE_S) for peers in self._peers))
+            for task in service:
                 task.cancel()
         return self._end()
 
@@ -170,8 +176,6 @@ class Pipeline:
 
     def _end(self) -> Ending:
         reason = self._stop_reason or "finished"
-        for peers in self._peers:
-            peers.stop_all(Stop(reason=reason))
         now_s = asyncio.get_running_loop().time()
         identity = self._ledger.finish(reason, now_s=now_s)
         self._journal.write("status", **self._status.gauges(now_s=now_s))

@@ -115,6 +115,13 @@ def watch(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def export(run_folder: RunFolder, output: Annotated[Path, typer.Argument(help="folder to write", show_default=False)]) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    command = [sys.executable, "-m", "trainer.export", "--run-folder", str(run_folder), "--output", str(output)]
+    raise typer.Exit(subprocess.call(command))
+
+
+@app.command()
 def ledger(
     run_folder: RunFolder,
     prompt: Annotated[str | None, typer.Argument(help="a prompt's id, `<epoch>:<row>`, or a rollout's, `<group>/<sibling>`")] = None,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import (
@@ -236,5 +238,10 @@ def _make_step(config: Config, *, model: Model, optimizer: Optimizer, replicas: 
 
 def _state_of(model: Model, optimizer: Optimizer) -> dict[str, Any]:
     """The tensors of a checkpoint: those in use, so that loading one writes into them."""
-    parameters = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
-    return {"model": {name: parameter.detach() for name, parameter in parameters.items()}, "optimizer": optimizer.tensors(list(parameters))}
+    parameters = parameters_of(model)
+    return {"model": parameters, "optimizer": optimizer.tensors(list(parameters))}
+
+
+def parameters_of(model: Model) -> dict[str, torch.Tensor]:
+    """The trained weights in use, by name, in the order in which the optimizer has them."""
+    return {name: parameter.detach() for name, parameter in model.module.named_parameters() if parameter.requires_grad}

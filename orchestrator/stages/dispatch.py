@@ -203,6 +203,7 @@ class Dispatch:
             self._ledger.book("suspected", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(prompt_id))
         for row in self._quarantine.died("engine", prompt_ids):
             self._ledger.book("quarantined", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row)
+        self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
     async def _issue_again(self) -> None:
         """Issue lost attempts as engines may take them; the siblings that were lost together go together."""

@@ -123,6 +123,7 @@ class Scoring:
             self._ledger.book("suspected", now_s=_now_s(), peer=f"scorer-{scorer_id}", reason=row_of(prompt_id))
         for row in self._quarantine.died("scorer", prompt_ids):
             self._ledger.book("quarantined", now_s=_now_s(), peer=f"scorer-{scorer_id}", reason=row)
+        self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
     def _answer(self, trajectory: Trajectory, scored: Scored) -> None:
         answer = ScoredTrajectory(trajectory=trajectory, score=scored)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import Failed, Message, Starting, Stop
+from pipelinerl.stages import Signal
 from pipelinerl.transport.base import Hub
 
 Handler = Callable[[str, Any], None]
@@ -37,6 +38,10 @@ class Peers:
         self._gone: set[str] = set()
         """Peers that could not be sent to, and were not heard of since."""
         self._all_heard = asyncio.Event()
+        self._stop: Stop | None = None
+        self._untold: set[str] = set()
+        """Peers that could not be told to stop yet."""
+        self._told = Signal()
 
     def on(self, message_type: type[Message], handler: Handler) -> None:
         """Have messages of one type handled by `handler`."""
@@ -55,12 +60,15 @@ class Peers:
         """False from a failed send until the peer is heard of again."""
         return peer not in self._gone
 
-    def stop_all(self, stop: Stop) -> None:
-        """Tell every peer that was heard of to end; one already gone is no fault."""
+    async def stop_all(self, stop: Stop, *, deadline_s: float) -> None:
+        """Tell every peer that was heard of to end; one whose process is being replaced is told once it speaks, until the deadline."""
         self.is_expected_to_end = True
-        for peer in self._heard_at:
-            with contextlib.suppress(PeerGone):
-                self.hub.send(peer, stop)
+        self._untold = {peer for peer in self._heard_at if not self.send(peer, stop)}
+        self._stop = stop
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while self._untold:
+                    await self._told.wait()
 
     async def run(self) -> None:
         """Receive and watch until cancelled."""
@@ -76,6 +84,9 @@ class Peers:
                 self._gone.discard(peer)
                 (self._starting.add if isinstance(message, Starting) else self._starting.discard)(peer)
                 self._handlers[type(message)](peer, message)
+                if peer in self._untold and self._stop is not None and self.send(peer, self._stop):
+                    self._untold.discard(peer)
+                    self._told.set()
             if len(self._heard_at) >= self._expected:
                 self._all_heard.set()
 

@@ -300,6 +300,98 @@ def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_
     simulate(program())
 
 
+# --- a trainer that starts again -------------------------------------------------------------------------------------------------------
+
+
+def ready(process_id: int, *, version: int = 0, commit: str = "") -> TrainerReady:
+    return TrainerReady(replica=0, num_replicas=1, process_id=process_id, version=version, commit=commit)
+
+
+async def train_step(it: Bench, step: int) -> str:
+    """Record, deliver and finish a step of one sample, as batching and the trainer would; return its commit."""
+    of = handmade.sample(5, group_id=step)
+    handmade.admit(it.ledger, step)
+    it.ledger.score(handmade.scored(of.trajectory), now_s=0.0)
+    it.ledger.place(step, [of], step=step, now_s=0.0)
+    it.ledger.pack([of], step=step, row=0, now_s=0.0)
+    commit = it.ledger.seal(step, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+    await it.put(row(step, of), Seal(step=step, num_tokens=4, num_samples=1, commit=commit))
+    await it.ask(0, step=step, index=0)
+    it.links[0].send(StepDone(step=step, metrics={}))
+    await asyncio.sleep(0.01)
+    return commit
+
+
+def test_steps_since_the_checkpoint_are_offered_again_row_by_row_and_booked_once(tmp_path: Path):
+    async def program() -> Ledger:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            commits = [await train_step(it, step) for step in range(3)]
+            it.links[0].send(CheckpointSaved(version=1, commit=commits[0], num_bytes=1, save_s=0.1))
+            await asyncio.sleep(0.01)
+            it.links[0].send(ready(2, version=1, commit=commits[0]))
+            for step in (1, 2):
+                assert names(await it.ask(0, step=step, index=0)) == [(f"{step}/0",)]
+                (seal,) = await it.ask(0, step=step, index=1)
+                assert isinstance(seal, StepSealed)
+                assert seal.commit == commits[step]
+                it.links[0].send(StepDone(step=step, metrics={}))
+            await asyncio.sleep(0.01)
+            return it.ledger
+
+    ledger = simulate(program())
+    assert ledger.identity().trained == 3
+    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'replayed') ORDER BY seq")
+    assert kinds == [("done", 0), ("done", 1), ("done", 2), ("saved", 1), ("restarted", 1), ("replayed", 1), ("replayed", 2)]
+
+
+def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path):
+    """It trained step 1 and wrote checkpoint 2, and was killed before a word of it was heard."""
+
+    async def program() -> Ledger:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            await train_step(it, 0)
+            of = handmade.sample(5, group_id=1)
+            handmade.admit(it.ledger, 1)
+            commit = it.ledger.seal(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
+            await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
+            it.links[0].send(ready(2, version=2, commit=commit))
+            await asyncio.sleep(0.01)
+            assert it.delivery.num_booked == 2
+            return it.ledger
+
+    ledger = simulate(program())
+    assert ledger.identity().trained == 2
+    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted') ORDER BY seq")
+    assert kinds == [("done", 0), ("done", 1), ("saved", 2), ("restarted", 2)]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            await train_step(it, 0)
+            it.links[0].send(ready(2, version=1, commit="another:7"))
+            await asyncio.sleep(1.0)
+
+    expected = pytest.RaisesExc(PeerRefused, match=r"that names the ledger's commit 'another:7', but this ledger has '.*' for step 0")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+def test_a_trainer_that_only_says_so_twice_starts_once(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            await train_step(it, 0)
+            it.links[0].send(ready(1))
+            await it.put(row(1, handmade.sample(5, group_id=1)))
+            assert names(await it.ask(0, step=1, index=0)) == [("1/0",)]
+
+    simulate(program())
+
+
 async def _first(channel: Channel[TrainerReady | PolicyPublished], count: int) -> AsyncIterator[TrainerReady | PolicyPublished]:
     for _ in range(count):
         item = await channel.get()

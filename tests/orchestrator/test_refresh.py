@@ -27,6 +27,7 @@ from pipelinerl.messages import (
     PolicyPublished,
     SlotReleased,
     StageWeights,
+    Starting,
     ToEngine,
     ToTrainer,
     TrainerReady,
@@ -384,6 +385,91 @@ def test_a_rollback_is_announced_as_a_later_lineage_and_lowers_the_version(tmp_p
             await it.commit(0, 1, lineage=1)
             assert it.known[0].version == 1
             await it.commit(1, 1, lineage=1)
+
+    simulate(program())
+
+
+# --- engines and trainers that start again ------------------------------------------------------------------------------------------
+
+
+def ready(engine_id: int, process_id: int) -> EngineReady:
+    return EngineReady(engine_id=engine_id, process_id=process_id, max_model_tokens=100, max_running=4, tensors=())
+
+
+def test_an_engine_that_joins_late_is_brought_to_the_newest_policy_whose_buffer_was_kept(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in range(2):
+                await it.commit(engine_id, 1)
+            received(it.engines[1])
+            it.engines[1].send(ready(1, process_id=2))
+            await asyncio.sleep(0.01)
+            assert received(it.engines[1]) == [StageWeights(version=1, slot="slot-1", digest="d1", when_idle=False)]
+            assert it.released() == []
+            await it.commit(1, 1)
+
+    simulate(program())
+
+
+def test_an_engine_that_died_owes_no_commit_and_holds_no_buffer(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            await it.commit(0, 1)
+            await it.publish(2)
+            await it.commit(0, 2)
+            it.engines[1].send(Starting(process_id=2))
+            await asyncio.sleep(0.01)
+            assert it.released() == ["slot-1"], "engine 1 was the last to read it"
+            await asyncio.sleep(200.0)
+
+    simulate(program())
+
+
+def test_a_trainer_that_starts_again_is_told_the_layout_and_hands_out_buffers_of_its_own(tmp_path: Path):
+    """Engines hold 2 when it starts from 1: what it publishes anew up to there they have, and their old buffers are not spoken of."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for version in (1, 2):
+                await it.publish(version)
+            await it.commit(0, 2)  # engine 1 has not committed, and need not any more
+            received(it.trainer)
+            it.published.put_now(TrainerReady(replica=0, num_replicas=1, process_id=2, version=1))
+            await asyncio.sleep(0.01)
+            assert received(it.trainer) == [LayoutFixed(tensors=())]
+            for link in it.engines:
+                received(link)
+            await asyncio.sleep(200.0)
+            await it.publish(1)
+            assert received(it.engines[0]) == []
+            assert [order.version for order in received(it.engines[1]) if isinstance(order, StageWeights)] == [1]
+            await it.commit(1, 1)
+            await it.publish(2)
+            assert it.released() == []
+            await it.commit(1, 2)
+            await it.publish(3)
+            for engine_id in range(2):
+                await it.commit(engine_id, 3)
+            assert it.released() == ["slot-1", "slot-2"]
+
+    simulate(program())
+
+
+def test_the_newest_buffer_is_kept_even_where_every_engine_is_past_it(tmp_path: Path):
+    """A trainer does steps again that engines have long taken: one that joins now must still find something to read."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(2)
+            for engine_id in range(2):
+                await it.commit(engine_id, 2)
+            it.published.put_now(TrainerReady(replica=0, num_replicas=1, process_id=2, version=0))
+            await it.publish(1)
+            assert it.released() == []
+            await it.publish(2)
+            assert it.released() == ["slot-1"]
 
     simulate(program())
 
