@@ -122,7 +122,7 @@ class Pipeline:
         await self._evaluation.evaluate(0)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]
-            tasks.append(group.create_task(self._evaluation.follow(lambda: self._admission.version), name="evaluation"))
+            tasks.append(group.create_task(self._evaluation.follow(self._engines.oldest_version), name="evaluation"))
             await self._delivery.finished.wait()
             await self._last_policy_in_force()
             for task in tasks:

@@ -78,6 +78,10 @@ class Engines:
         """True where every engine samples under `version` or a later one."""
         return all(engine.version >= version for engine in self)
 
+    def oldest_version(self) -> int:
+        """The newest version that every engine holds."""
+        return min(engine.version for engine in self)
+
     def layout(self) -> tuple[Tensor, ...]:
         """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
         layouts = {engine.ready.tensors for engine in self}
