@@ -8,7 +8,6 @@ import itertools
 
 from orchestrator.rollouts.single_turn import trajectory_of
 from orchestrator.rules.admission import Admission
-from orchestrator.rules.routing import route
 from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Admitted, Ledger
 from pipelinerl.messages import Completion, Generate, Prompt, Sampling, Trajectory
@@ -86,7 +85,7 @@ class Dispatch:
 
     def _held_back_by(self, version: int | None = None) -> str | None:
         """What an engine at `version` would have to wait for; without one, the engine that holds the newest."""
-        version = max(engine.version for engine in self._engines) if version is None else version
+        version = self._engines.newest_version() if version is None else version
         return self._admission.holds_back(
             version=version,
             num_generating=self._engines.num_outstanding,
@@ -94,8 +93,7 @@ class Dispatch:
         )
 
     def _send_group(self, group_id: int, prompt: Prompt) -> None:
-        admissible = {engine.engine_id: engine.num_outstanding for engine in self._engines if self._held_back_by(engine.version) is None}
-        engine_id = route(admissible)
+        engine_id = self._engines.least_busy(lambda version: self._held_back_by(version) is None)
         assert engine_id is not None, "the engine that holds the newest policy is admissible: a credit was just awaited"
         now = asyncio.get_running_loop().time()
         self._admission.admitted()

@@ -84,7 +84,7 @@ class Refresh:
 
     def _on_committed(self, peer: str, committed: WeightsCommitted) -> None:
         engine = self._engines[committed.engine_id]
-        engine.version = max(engine.version, committed.version)
+        self._engines.committed(engine, committed.version)
         self._progress.swapped(committed)
         self._journal.write("swap", **{field: getattr(committed, field) for field in committed.__struct_fields__})
         self._release_slots()
@@ -93,7 +93,7 @@ class Refresh:
 
     def _release_slots(self) -> None:
         """Hand back every buffer that all engines have moved past: none of them reads it any more."""
-        oldest = min(engine.version for engine in self._engines)
+        oldest = self._engines.oldest_version()
         for version in [version for version in self._slots if version < oldest]:
             self._trainer.hub.send("trainer-0", SlotReleased(slot=self._slots.pop(version)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from orchestrator.rules.routing import Loads
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Tensor
@@ -43,6 +44,7 @@ class Engines:
         self._expected = expected
         self._watch = watch
         self._engines: dict[int, Engine] = {}
+        self._loads = Loads()
         self._asked: dict[str, tuple[int, int, Sink]] = {}
         """By rollout id: engine, attempt, who asked."""
         peers.on(EngineReady, self._on_ready)
@@ -76,11 +78,24 @@ class Engines:
 
     def all_hold(self, version: int) -> bool:
         """True where every engine samples under `version` or a later one."""
-        return all(engine.version >= version for engine in self)
+        return min(self._loads.versions(), default=version) >= version
 
     def oldest_version(self) -> int:
         """The newest version that every engine holds."""
-        return min(engine.version for engine in self)
+        return min(self._loads.versions())
+
+    def newest_version(self) -> int:
+        """The newest version that any engine holds."""
+        return max(self._loads.versions())
+
+    def least_busy(self, may_serve: Callable[[int], bool]) -> int | None:
+        """The engine for the next group, among those whose version `may_serve`; None where there is none."""
+        return self._loads.least_busy([version for version in self._loads.versions() if may_serve(version)])
+
+    def committed(self, engine: Engine, version: int) -> None:
+        """An engine samples under `version` from now on; repeated and reordered news are harmless."""
+        engine.version = max(engine.version, version)
+        self._note(engine)
 
     def layout(self) -> tuple[Tensor, ...]:
         """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
@@ -96,10 +111,12 @@ class Engines:
         engine = self._engines[engine_id]
         self._asked[request.rollout_id] = (engine_id, request.attempt, sink)
         engine.num_outstanding += 1
+        self._note(engine)
         self.peers.hub.send(engine.peer, request)
 
     def _on_ready(self, peer: str, ready: EngineReady) -> None:
-        self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
+        engine = self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
+        self._note(engine)
         self.changed.set()
 
     def _on_load(self, peer: str, load: EngineLoad) -> None:
@@ -115,6 +132,11 @@ class Engines:
             return
         del self._asked[completion.rollout_id]
         engine_id, _, sink = asked
-        self._engines[engine_id].num_outstanding -= 1
+        engine = self._engines[engine_id]
+        engine.num_outstanding -= 1
+        self._note(engine)
         self._credits.set()
         sink(completion, engine_id)
+
+    def _note(self, engine: Engine) -> None:
+        self._loads.note(engine.engine_id, version=engine.version, outstanding=engine.num_outstanding)

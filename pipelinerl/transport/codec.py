@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
             raise TypeError(
                 f"column of dtype {value.dtype} and {value.ndim} dimensions cannot travel; use 1-D of {sorted(map(str, _CODES))}"
             )
-        return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).view(np.uint8).data)
+        return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).data)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot travel: {value!r}")

@@ -28,6 +28,8 @@ from pipelinerl.transport.frame import HEADER_BYTES
 from pipelinerl.transport.strangers import Strangers
 from pipelinerl.watch import wait_for_file
 
+_NOBLOCK, _NOBLOCK_MORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
+"""As plain numbers: combining members of an enumeration costs more than sending a small frame."""
 LINGER_MS = 1000
 """How long a closing socket tries to deliver what was sent. Longer delays the end of a run whose peer is dead."""
 COPY_BELOW_BYTES = 1 << 16
@@ -60,6 +62,8 @@ class ZmqHub:
         self._readable = Signal()
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop that watches the descriptor, from the first `receive` on."""
+        self._is_looking = False
+        """A look is due, because something was sent."""
         self._reminder: asyncio.TimerHandle | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
@@ -90,7 +94,9 @@ class ZmqHub:
         try:
             self._exchange.send(peer, message)
         finally:
-            self._wake_if_readable()
+            if self._loop is not None and not self._is_looking:  # one look behind any number of sends
+                self._is_looking = True
+                self._loop.call_soon(self._wake_if_readable)
 
     def close(self) -> None:
         if self._socket.closed:
@@ -120,7 +126,8 @@ class ZmqHub:
         self._reminder = self._loop.call_later(REMIND_EVERY_S, self._remind)
 
     def _wake_if_readable(self) -> None:
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+        self._is_looking = False
+        if not self._socket.closed and self._socket.getsockopt(_EVENTS) & _POLLIN:  # pyright: ignore[reportOperatorIssue]
             self._readable.set()
 
     def _take(self) -> list[tuple[str, Message]]:
@@ -128,7 +135,7 @@ class ZmqHub:
         arrived: list[tuple[str, Message]] = []
         for _ in range(MAX_BATCH):
             try:
-                routing_id = self._socket.recv(zmq.NOBLOCK)
+                routing_id = self._socket.recv(_NOBLOCK)
             except zmq.Again:
                 return arrived
             frame = self._socket.recv(copy=False)
@@ -156,8 +163,8 @@ class ZmqHub:
 
     def _carry(self, peer: str, frame: bytes) -> bool:
         try:
-            self._socket.send(peer.encode(), zmq.SNDMORE | zmq.NOBLOCK)
-            self._socket.send(frame, zmq.NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
+            self._socket.send(peer.encode(), _NOBLOCK_MORE)
+            self._socket.send(frame, _NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
             return True
         except zmq.ZMQError:
             return False
@@ -228,7 +235,7 @@ class ZmqLink:
         """The next message that has arrived, past frames that carry none; None where nothing is left."""
         while not self._bodies:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                frame = self._socket.recv(_NOBLOCK, copy=False)
             except zmq.Again:
                 return None
             self._heard_at = time.monotonic()
@@ -244,7 +251,7 @@ class ZmqLink:
 
     def _transmit(self, frame: bytes) -> None:
         with contextlib.suppress(zmq.Again):  # without a connection; what is kept is sent again once there is one
-            self._socket.send(frame, zmq.NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
+            self._socket.send(frame, _NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:

@@ -90,7 +90,7 @@ def main() -> None:
     if arguments.only in (None, "stages"):
         _stages(rows, goals, notes, steps=20 if quick else 80)
     if arguments.only in (None, "growth"):
-        _growth(rows, goals, measured=8_000 if quick else 24_000, largest=10**5)
+        _growth(rows, goals, measured=16_000 if quick else 48_000, largest=10**5)
     columns = ["what", "per second", "MB/s", "µs CPU each", "beside the reference"]
     harness.finish("transport", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
 
@@ -129,7 +129,7 @@ def _ours(count: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_keys(folder)
-        child = _fork(lambda: _send_ours(folder, count), core=PEERS_CORE)
+        child = _fork(lambda: _send_ours(folder, count))
         seconds = asyncio.run(_receive_ours(folder, count))
         os.waitpid(child, 0)
     return count / seconds
@@ -138,9 +138,10 @@ def _ours(count: int) -> float:
 def _send_ours(folder: Path, count: int) -> None:
     link = ZmqLink(folder, "engine", 0, accepts=ToEngine)
     completion = _completion("123456/7")
-    for _ in range(count + 1):
+    for number in range(count + 1):
         link.send(completion)
-        link.receive(0.0)  # as an engine does between two forward passes; its credit comes back that way
+        if number % 8 == 0:  # as an engine does between two forward passes; its credit comes back that way
+            link.receive(0.0)
     while not isinstance(link.receive(1.0), Stop):
         pass
     link.close()
@@ -173,7 +174,7 @@ def _raw(count: int, size: int, *, is_encrypted: bool) -> float:
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         socket.bind("tcp://127.0.0.1:0")
         address = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")  # pyright: ignore[reportArgumentType]
-        child = _fork(lambda: _send_raw(folder, address, count, size, is_encrypted=is_encrypted), core=PEERS_CORE)
+        child = _fork(lambda: _send_raw(folder, address, count, size, is_encrypted=is_encrypted))
         socket.recv_multipart(copy=False)
         started = time.perf_counter()
         for _ in range(count):
@@ -204,14 +205,16 @@ def _send_raw(folder: Path, address: bytes, count: int, size: int, *, is_encrypt
     context.term()
 
 
-def _fork(work: Callable[[], None], *, core: int) -> int:
+def _fork(work: Callable[[], None], *, core: int | None = None) -> int:
+    """Run in a child that dies with this process, on one core or on any."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         die_with_parent()
-        os.sched_setaffinity(0, {core})
+        if core is not None:
+            os.sched_setaffinity(0, {core})
         work()
         code = 0
     except BaseException:
@@ -270,7 +273,10 @@ class Peers:
         self._in_flight = in_flight
         self._steps = steps
         self._held: collections.deque[tuple[str, Generate]] = collections.deque()
-        self._template = _completion("", num_tokens=num_tokens)
+        self._templates = {0: _completion("", num_tokens=num_tokens)}
+        """By version."""
+        self._versions: dict[str, int] = collections.defaultdict(int)
+        """Of each engine."""
         self._num_scored = 0
         self._step = 0
         self._row = 0
@@ -315,6 +321,7 @@ class Peers:
                 self._num_scored += 1
             case StageWeights():
                 engine_id = int(peer.rpartition("-")[2])
+                self._versions[peer] = message.version
                 yield (
                     peer,
                     WeightsCommitted(engine_id=engine_id, version=message.version, pause_s=0.0, stage_s=0.0, num_running=0),
@@ -338,14 +345,16 @@ class Peers:
                 self._row += 1
 
     def _completion(self, peer: str, request: Generate) -> tuple[str, Message]:
-        template = self._template
-        versions = template.versions if self._step == 0 else np.full(len(template.versions), max(0, self._step - 1), np.int32)
+        version = self._versions[peer]
+        if version not in self._templates:
+            self._templates[version] = _completion("", num_tokens=len(self._templates[0].token_ids), version=version)
+        template = self._templates[version]
         return peer, Completion(
             rollout_id=request.rollout_id,
             attempt=request.attempt,
             token_ids=template.token_ids,
             logprobs=template.logprobs,
-            versions=versions,
+            versions=template.versions,
             finish=Finish.STOP,
         )
 
@@ -511,7 +520,7 @@ def _cost(*, in_flight: int, num_engines: int, measured: int) -> float:
 
 
 def _measure_growth(writer: int, in_flight: int, num_engines: int, measured: int) -> None:
-    groups_per_step, num_tokens = 125, 16
+    groups_per_step, num_tokens = 1000, 16
     per_step = groups_per_step * GROUP_SIZE
     steps = measured // per_step + 2
     max_staleness = in_flight // per_step + 4

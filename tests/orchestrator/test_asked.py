@@ -122,12 +122,15 @@ def test_engines_serve_what_the_smallest_serves_and_hold_what_the_slowest_holds(
         async with two_engines(Watch(stall_limit_s=1.0)) as (engines, _):
             assert engines.max_model_tokens == 99
             assert engines.layout() == (TENSOR,)
-            engines[0].version = 3
+            engines.committed(engines[0], 3)
             assert engines.all_hold(0)
             assert not engines.all_hold(1)
-            engines[1].version = 5
+            engines.committed(engines[1], 5)
             assert engines.all_hold(3)
             assert not engines.all_hold(4)
+            assert (engines.oldest_version(), engines.newest_version()) == (3, 5)
+            engines.committed(engines[1], 4)
+            assert engines[1].version == 5, "late news change nothing"
 
     simulate(program())
 
