@@ -201,9 +201,22 @@ class Pipeline:
             max_running=config.max_running_rollouts,
         )
         credits = self._credits
-        prompts = Channel[Prompt]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=PROMPTS_AHEAD)
+        prompts = Channel[Prompt](
+            "prompts",
+            giver="prompts",
+            taker="dispatch",
+            watch=watch,
+            bound_bytes=PROMPTS_AHEAD,
+            label=lambda prompt: f"prompt {prompt.prompt_id}",
+        )
         trajectories = Channel[Trajectory](
-            "trajectories", giver="dispatch", taker="scoring", watch=watch, bound_bytes=bound, size=_bytes_of_trajectory
+            "trajectories",
+            giver="dispatch",
+            taker="scoring",
+            watch=watch,
+            bound_bytes=bound,
+            size=_bytes_of_trajectory,
+            label=_name_of_trajectory,
         )
         scored = Channel[ScoredTrajectory](
             "scored",
@@ -212,11 +225,25 @@ class Pipeline:
             watch=watch,
             bound_bytes=bound,
             size=lambda item: _bytes_of_trajectory(item.trajectory),
+            label=lambda item: _name_of_trajectory(item.trajectory),
         )
         rows = Channel[Row | Seal](
-            "rows", giver="batching", taker="delivery", watch=watch, bound_bytes=bound, size=lambda item: item.num_bytes
+            "rows",
+            giver="batching",
+            taker="delivery",
+            watch=watch,
+            bound_bytes=bound,
+            size=lambda item: item.num_bytes,
+            label=lambda item: f"of step {item.step}",
         )
-        published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=config.trainer.steps)
+        published = Channel[PolicyPublished](
+            "policies",
+            giver="delivery",
+            taker="refresh",
+            watch=watch,
+            bound_bytes=config.trainer.steps,
+            label=lambda policy: f"version {policy.version}",
+        )
         self._delivery = Delivery(
             rows=rows,
             published=published,
@@ -293,3 +320,7 @@ class Pipeline:
 def _bytes_of_trajectory(trajectory: Trajectory) -> int:
     """Bytes of its token columns: ids, mask, log-probabilities, versions."""
     return 13 * trajectory.num_tokens
+
+
+def _name_of_trajectory(trajectory: Trajectory) -> str:
+    return f"rollout {trajectory.rollout_id}, attempt {trajectory.attempt}, of engine-{trajectory.engine_id}"

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from pipelinerl.config import Config
 from pipelinerl.errors import PipelineError
@@ -45,6 +46,13 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
         record_failure(run_folder, process, error=text, trace=trace)
         print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
+    """Record why this process, which cannot go on, ends; then end it at once, with 1. Any thread may."""
+    record_failure(run_folder, process, error=f"Stalled: {verdict.splitlines()[0]}", trace=verdict)
+    print(verdict, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "") -> None:

@@ -63,7 +63,12 @@ class Dispatch:
         self._sampling = sampling
         self._group_size = group_size
         self._completions: Channel[tuple[Rollout, Completion, int]] = Channel(
-            "completions", giver="engines", taker=self.name, watch=watch, bound_bytes=queue_bytes
+            "completions",
+            giver="engines",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda item: f"rollout {item[1].rollout_id}, attempt {item[1].attempt}, of engine-{item[2]}",
         )
 
     async def run(self) -> None:

@@ -36,7 +36,14 @@ class Scoring:
         self._scored = scored
         self._scorers = scorers
         self._watch = watch
-        self._answers: Channel[ScoredTrajectory] = Channel("scores", giver="scorers", taker=self.name, watch=watch, bound_bytes=queue_bytes)
+        self._answers: Channel[ScoredTrajectory] = Channel(
+            "scores",
+            giver="scorers",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
+        )
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

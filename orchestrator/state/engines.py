@@ -47,6 +47,7 @@ class Engines:
         self._loads = Loads()
         self._asked: dict[str, tuple[int, int, Sink]] = {}
         """By rollout id: engine, attempt, who asked."""
+        watch.explain(self._owed)
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
         peers.on(Completion, self._on_completion)
@@ -137,6 +138,12 @@ class Engines:
         self._note(engine)
         self._credits.set()
         sink(completion, engine_id)
+
+    def _owed(self) -> str | None:
+        """What engines were asked for and have not answered: for the verdict on a stall."""
+        for rollout_id, (engine_id, attempt, _) in self._asked.items():
+            return f"engines owe {len(self._asked)} rollouts, the first {rollout_id}, attempt {attempt}, of {self._engines[engine_id].peer}"
+        return None
 
     def _note(self, engine: Engine) -> None:
         self._loads.note(engine.engine_id, version=engine.version, outstanding=engine.num_outstanding)

@@ -43,6 +43,7 @@ class Scorers:
         self._watch = watch
         self._scorers: dict[int, Scorer] = {}
         self._asked: dict[str, tuple[Scorer, int, Sink]] = {}
+        watch.explain(self._owed)
         peers.on(ScorerReady, self._on_ready)
         peers.on(ScorerLoad, self._on_load)
         peers.on(Scored, self._on_scored)
@@ -66,6 +67,12 @@ class Scorers:
         scorer.num_outstanding += 1
         self._asked[request.rollout_id] = (scorer, request.attempt, sink)
         self.peers.hub.send(scorer.peer, request)
+
+    def _owed(self) -> str | None:
+        """What scorers were asked for and have not answered: for the verdict on a stall."""
+        for rollout_id, (scorer, attempt, _) in self._asked.items():
+            return f"scorers owe {len(self._asked)} scores, the first of rollout {rollout_id}, attempt {attempt}, of {scorer.peer}"
+        return None
 
     def _on_ready(self, peer: str, ready: ScorerReady) -> None:
         self._scorers[ready.scorer_id] = Scorer(peer=peer, ready=ready)

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,8 @@ class ZmqLink:
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.connect(endpoint["address"])
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
+        """Held while it rings, lest it be closed then, and its number be somebody else's."""
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
@@ -218,7 +221,9 @@ class ZmqLink:
                 return None
 
     def wake(self) -> None:
-        os.eventfd_write(self._bell, 1)
+        with self._bell_lock:
+            if not self._socket.closed:
+                os.eventfd_write(self._bell, 1)
 
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
@@ -229,7 +234,8 @@ class ZmqLink:
         self._conversation.say_goodbye()
         self._socket.close(linger=LINGER_MS)
         self._context.term()
-        os.close(self._bell)
+        with self._bell_lock:
+            os.close(self._bell)
 
     def _take(self) -> Message | None:
         """The next message that has arrived, past frames that carry none; None where nothing is left."""
