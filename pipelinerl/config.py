@@ -19,6 +19,8 @@ from pydantic import Field
 
 from pipelinerl.errors import ConfigError
 
+SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
+"""Last words of settings that must not be settings."""
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -184,6 +186,13 @@ class Config(Section):
         ):
             if cores and len(cores) != wanted:
                 problems.append(f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none.")
+        for part, options in (("engine.options", self.engine.options), ("algorithm.overrides", self.algorithm.overrides)):
+            problems += [
+                f"{part}.{key} looks like a secret: settings are written to the run folder and shown. Leave it out, and set it in the"
+                " environment."
+                for key in options
+                if key.lower().rpartition("_")[2] in SECRET_WORDS
+            ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -215,7 +224,7 @@ def load(path: Path, *, overrides: typing.Sequence[str] = ()) -> Config:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config file at {path}: name an existing TOML file") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(tree, override)
@@ -251,7 +260,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r} is not `section.key=value`, for example `trainer.steps=10`")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text
     node = tree
     for part in parts[:-1]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipelinerl.config import Config
-from pipelinerl.errors import PipelineError
+from pipelinerl.errors import ConfigError, PipelineError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -64,8 +64,12 @@ def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "
 
 
 def read_config(run_folder: Path) -> Config:
-    """The run's resolved settings, as the launcher wrote them."""
-    return Config.model_validate_json((run_folder / "config.json").read_text())
+    """The run's resolved settings, as the launcher wrote them. Raises `ConfigError` where the file is missing or damaged."""
+    path = run_folder / "config.json"
+    try:
+        return Config.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not the settings of a run: {error}") from None
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

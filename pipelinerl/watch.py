@@ -44,7 +44,7 @@ def wait_for_file(path: Path, *, peer: str, deadline_s: float) -> str:
     end = time.monotonic() + deadline_s
     while True:
         with contextlib.suppress(FileNotFoundError):
-            return path.read_text()
+            return path.read_text(errors="replace")
         if time.monotonic() > end:
             raise PeerSilent(f"waited {deadline_s:g} s for {peer} to write {path}: is it running? See its log in the run folder")
         time.sleep(FILE_POLL_S)

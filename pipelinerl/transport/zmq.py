@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import json
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import zmq
 import zmq.auth.thread
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.stages import Signal
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
@@ -77,7 +78,7 @@ class ZmqHub:
         self._strangers = Strangers(self._socket, refused=self._exchange.refused)
         self._socket.bind(f"tcp://{interface}:0")
         self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
-        _publish(run_folder / "endpoints" / f"{role}.json", {"address": self.address, "server_key": keys.public.decode()})
+        _publish(run_folder / "endpoints" / f"{role}.json", _Endpoint(address=self.address, server_key=keys.public.decode()))
 
     @property
     def refused(self) -> collections.Counter[str]:
@@ -177,16 +178,21 @@ class ZmqLink:
     def __init__(self, run_folder: Path, role: str, index: int, *, accepts: Any, deadline_s: float = 60.0) -> None:
         self.name = f"{role}-{index}"
         self._decoder: Decoder[Message] = Decoder(accepts)
-        endpoint = json.loads(wait_for_file(run_folder / "endpoints" / f"{role}.json", peer="orchestrator", deadline_s=deadline_s))
+        endpoint = _read_endpoint(run_folder / "endpoints" / f"{role}.json", deadline_s=deadline_s)
         keys = read_keys(run_folder, role)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
         self._socket.rcvhwm = 0
         self._socket.routing_id = self.name.encode()
-        self._socket.curve_serverkey = endpoint["server_key"].encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
-        self._socket.connect(endpoint["address"])
+        try:
+            self._socket.curve_serverkey = endpoint.server_key.encode()
+            self._socket.connect(endpoint.address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise ConfigError(f"cannot connect {self.name} to {endpoint.address}, which {role}.json names: {error.strerror}") from None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bell_lock = threading.Lock()
         """Held while it rings, lest it be closed then, and its number be somebody else's."""
@@ -267,8 +273,21 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000
 
 
-def _publish(path: Path, content: dict[str, str]) -> None:
+class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    address: Annotated[str, msgspec.Meta(pattern=r"^tcp://[A-Za-z0-9.:\[\]_-]+:\d{1,5}$", max_length=300)]
+    server_key: Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+
+
+def _publish(path: Path, endpoint: _Endpoint) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content))
+    draft.write_bytes(msgspec.json.encode(endpoint))
     os.replace(draft, path)
+
+
+def _read_endpoint(path: Path, *, deadline_s: float) -> _Endpoint:
+    text = wait_for_file(path, peer="orchestrator", deadline_s=deadline_s)
+    try:
+        return msgspec.json.decode(text, type=_Endpoint)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no endpoint that an orchestrator has published: {error}") from None
