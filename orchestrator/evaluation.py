@@ -62,7 +62,9 @@ class Evaluation:
         return mean
 
     async def follow(self, latest_version: Callable[[], int]) -> None:
-        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest one published."""
+        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest one that
+        every engine holds: of a later one, some completions would still be sampled under an older.
+        """
         next_version = self.every
         while self.every:
             while latest_version() < next_version:

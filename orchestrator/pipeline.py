@@ -140,7 +140,7 @@ class Pipeline:
             await self._evaluation.evaluate(0)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]
-            tasks.append(group.create_task(self._evaluation.follow(lambda: self._admission.version), name="evaluation"))
+            tasks.append(group.create_task(self._evaluation.follow(self._engines.oldest_version), name="evaluation"))
             await self._delivery.finished.wait()
             await self._last_policy_in_force()
             for task in tasks:
@@ -224,9 +224,22 @@ class Pipeline:
             max_running=config.max_running_rollouts,
         )
         credits, past = self._credits, self._past
-        prompts = Channel[Drawn]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=PROMPTS_AHEAD)
+        prompts = Channel[Drawn](
+            "prompts",
+            giver="prompts",
+            taker="dispatch",
+            watch=watch,
+            bound_bytes=PROMPTS_AHEAD,
+            label=lambda drawn: f"prompt {drawn.prompt.prompt_id}",
+        )
         trajectories = Channel[Trajectory](
-            "trajectories", giver="dispatch", taker="scoring", watch=watch, bound_bytes=bound, size=_bytes_of_trajectory
+            "trajectories",
+            giver="dispatch",
+            taker="scoring",
+            watch=watch,
+            bound_bytes=bound,
+            size=_bytes_of_trajectory,
+            label=_name_of_trajectory,
         )
         scored = Channel[ScoredTrajectory](
             "scored",
@@ -235,12 +248,24 @@ class Pipeline:
             watch=watch,
             bound_bytes=bound,
             size=lambda item: _bytes_of_trajectory(item.trajectory),
+            label=lambda item: _name_of_trajectory(item.trajectory),
         )
         rows = Channel[Row | Seal](
-            "rows", giver="batching", taker="delivery", watch=watch, bound_bytes=bound, size=lambda item: item.num_bytes
+            "rows",
+            giver="batching",
+            taker="delivery",
+            watch=watch,
+            bound_bytes=bound,
+            size=lambda item: item.num_bytes,
+            label=lambda item: f"of step {item.step}",
         )
         published = Channel[TrainerReady | PolicyPublished](
-            "policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=config.trainer.steps
+            "policies",
+            giver="delivery",
+            taker="refresh",
+            watch=watch,
+            bound_bytes=config.trainer.steps,
+            label=lambda news: f"version {news.version}",
         )
         self._delivery = Delivery(
             rows=rows,
@@ -353,3 +378,7 @@ def _promises(config: Config) -> dict[str, Any]:
 def _bytes_of_trajectory(trajectory: Trajectory) -> int:
     """Bytes of its token columns: ids, mask, log-probabilities, versions."""
     return 13 * trajectory.num_tokens
+
+
+def _name_of_trajectory(trajectory: Trajectory) -> str:
+    return f"rollout {trajectory.rollout_id}, attempt {trajectory.attempt}, of engine-{trajectory.engine_id}"

@@ -22,6 +22,8 @@ from pydantic import Field
 
 from pipelinerl.errors import ConfigError
 
+SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
+"""Last words of settings that must not be settings."""
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -224,7 +226,7 @@ def load(path: Path, *, overrides: typing.Sequence[str] = ()) -> Config:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config file at {path}: name an existing TOML file") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(tree, override)
@@ -272,7 +274,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r} is not `section.key=value`, for example `trainer.steps=10`")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text
     node = tree
     for part in parts[:-1]:
@@ -304,7 +306,17 @@ def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -
             yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
 
 
-_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process)
+def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[str]:
+    for part, options in (("engine.options", engine.options), ("algorithm.overrides", algorithm.overrides)):
+        for key in options:
+            if key.lower().rpartition("_")[2] in SECRET_WORDS:
+                yield (
+                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown. Leave it out, and set it in the"
+                    " environment."
+                )
+
+
+_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets)
 """Each takes the sections it is about, by name."""
 
 

@@ -135,8 +135,9 @@ class Delivery:
             return None
         held = self._steps[self._num_done].rows if self._num_done in self._steps else []
         if self._pulls:
-            return f"trainer waits for {len(self._pulls)} rows, step {self._num_done} has {len(held)} so far"
-        return f"delivery holds {len(held)} rows of step {self._num_done}; the trainer neither pulls nor finishes it"
+            replica = next(iter(self._pulls))[0]
+            return f"trainer-{replica} waits for {len(self._pulls)} rows, step {self._num_done} has {len(held)} so far"
+        return f"delivery holds {len(held)} rows of step {self._num_done}; trainer-0 neither pulls nor finishes it"
 
     # --- a trainer starts, or starts again ---
 

@@ -93,7 +93,12 @@ class Dispatch:
         self._prompt_ids: dict[int, str] = {}
         """By group that has rollouts in engines."""
         self._completions: Channel[tuple[Rollout, Completion, int]] = Channel(
-            "completions", giver="engines", taker=self.name, watch=watch, bound_bytes=queue_bytes
+            "completions",
+            giver="engines",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda item: f"rollout {item[1].rollout_id}, attempt {item[1].attempt}, of engine-{item[2]}",
         )
         engines.on_died(self._on_died)
 
@@ -115,34 +120,32 @@ class Dispatch:
                     raise DataError(f"the last {num_skipped} prompts are all quarantined, each for killing two processes: see the ledger")
                 continue
             num_skipped = 0
-            await self._wait_for_credit()
-            self._send_group(drawn)
+            self._send_group(drawn, await self._wait_for_engine())
 
-    async def _wait_for_credit(self) -> None:
-        while (reason := self._held_back_by()) is not None:
+    async def _wait_for_engine(self) -> int:
+        """Wait until a group may be admitted; return the engine to send it to."""
+        while (engine_id := self._engine_for_a_group()) is None:
+            reason = self._held_back_by() or NO_ENGINE
             with self._watch.waiting(self.name, reason):
-                while self._held_back_by() == reason:
+                while self._engine_for_a_group() is None and (self._held_back_by() or NO_ENGINE) == reason:
                     await self._credits.wait()
+        return engine_id
+
+    def _engine_for_a_group(self) -> int | None:
+        return self._engines.least_busy(lambda version: self._held_back_by(version) is None)
 
     def _held_back_by(self, version: int | None = None) -> str | None:
         """What an engine at `version` would have to wait for; without one, the serving engine that holds the newest."""
+        version = self._engines.newest_version() if version is None else version
         if version is None:
-            serving = [engine.version for engine in self._engines.serving()]
-            if not serving:
-                return NO_ENGINE
-            version = max(serving)
+            return NO_ENGINE
         return self._admission.holds_back(
             version=version,
             num_generating=self._engines.num_outstanding,
             engines_are_current=self._engines.all_hold(self._admission.version),
         )
 
-    def _send_group(self, drawn: Drawn) -> None:
-        admissible = {
-            engine.engine_id: engine.num_outstanding for engine in self._engines.serving() if self._held_back_by(engine.version) is None
-        }
-        engine_id = route(admissible)
-        assert engine_id is not None, "the engine that holds the newest policy is admissible: a credit was just awaited"
+    def _send_group(self, drawn: Drawn, engine_id: int) -> None:
         now_s = _now_s()
         group_id = next(self._group_ids)
         self._admission.admitted()

@@ -89,9 +89,7 @@ class Refresh:
         """Tell a trainer that starts the layout to publish in; the slots of the one before are gone."""
         self._swaps.forget_slots()
         self._held_by_all = None  # as a trainer that starts assumes
-        for engine in self._engines:
-            engine.fault = ""  # it may have refused what the dying trainer left
-        self._engines.changed.set()
+        self._engines.forgive()  # what they refused may be what the dying trainer left
         self._trainer.send("trainer-0", self._layout_for(ready))
 
     def _announce(self, published: PolicyPublished) -> None:
@@ -104,6 +102,9 @@ class Refresh:
         self._tell_trainer()
 
     def _tell_trainer(self) -> None:
+        """Say what engines read no more, and what all of them hold; a trainer that has not published has nothing to hear."""
+        if self._swaps.newest is None:
+            return
         for slot in self._swaps.take_free_slots():
             self._trainer.send("trainer-0", SlotReleased(slot=slot))
         held = self._swaps.held_by_all()
@@ -143,9 +144,8 @@ class Refresh:
 
     def _fence(self, engine: Engine, error: PeerError) -> None:
         """Give an engine no new work."""
-        engine.fault = str(error)
+        self._engines.fence(engine, str(error))
         self._journal.write("fence", engine_id=engine.engine_id, version=engine.version, error=engine.fault)
-        self._engines.changed.set()
         self._credits.set()
 
     def _is_hopeless(self) -> bool:
@@ -153,9 +153,12 @@ class Refresh:
         return not self._engines.num_missing and all(self._swaps[engine.engine_id].is_hopeless for engine in self._engines)
 
     async def _end_unless_refilled(self, error: PeerError) -> None:
-        """What engines refuse may be what a dying trainer left, so the one that follows it has time to publish."""
+        """What engines refuse may be what a dying trainer left, so the one that follows it has time to publish.
+
+        Half the deadline: at the whole of it the watchdog ends the run, without the engines' words.
+        """
         try:
-            async with asyncio.timeout(self._commit_deadline_s):
+            async with asyncio.timeout(self._commit_deadline_s / 2):
                 while self._is_hopeless():
                     await self._engines.changed.wait()
         except TimeoutError:
@@ -180,7 +183,7 @@ class Refresh:
         if engine is None:
             return
         if self._swaps.committed(engine.engine_id, (committed.lineage, committed.version)):
-            engine.version, engine.fault = committed.version, ""
+            self._engines.committed(engine, committed.version)
             self._progress.swapped(committed)
             self._journal.write("swap", **{field: getattr(committed, field) for field in committed.__struct_fields__})
         self._order_ended(engine)

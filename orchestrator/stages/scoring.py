@@ -49,7 +49,14 @@ class Scoring:
         """Prompts of the trajectories that scorers have."""
         self._taken: set[str] = set()
         """Prompts of what a scorer that dies had."""
-        self._answers: Channel[ScoredTrajectory] = Channel("scores", giver="scorers", taker=self.name, watch=watch, bound_bytes=queue_bytes)
+        self._answers: Channel[ScoredTrajectory] = Channel(
+            "scores",
+            giver="scorers",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
+        )
         scorers.on_died(self._on_died)
 
     async def run(self) -> None:

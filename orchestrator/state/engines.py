@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from orchestrator.rules.routing import Loads
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Starting, Tensor
@@ -61,11 +62,14 @@ class Engines:
         self._expected = expected
         self.watch = watch
         self._engines: dict[int, Engine] = {}
+        self._loads = Loads()
+        """Of the engines that take new work."""
         self._asked: dict[str, _Asked] = {}
         """By rollout id."""
         self._layout: tuple[Tensor, ...] | None = None
         self._joined: list[Callable[[Engine], None]] = []
         self._died: list[Callable[[int], None]] = []
+        watch.explain(self._owed)
         peers.on(Starting, self._on_starting)
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
@@ -114,9 +118,42 @@ class Engines:
         return self._engines.get(engine.engine_id) is engine
 
     def all_hold(self, version: int) -> bool:
-        """True where no engine is missing, and all that are not fenced, of which there is one, sample under `version` or a later one."""
-        held = [engine.version for engine in self if not engine.fault]
-        return not self.num_missing and bool(held) and min(held) >= version
+        """True where no engine is missing, and all that take new work, of which there is one, sample under `version` or a later one."""
+        return not self.num_missing and min(self._loads.versions(), default=version - 1) >= version
+
+    def oldest_version(self) -> int:
+        """The newest version that every engine holds that takes new work; 0 where none does."""
+        return min(self._loads.versions(), default=0)
+
+    def newest_version(self) -> int | None:
+        """The newest version that any engine holds that takes new work; None where none does."""
+        return max(self._loads.versions(), default=None)
+
+    def least_busy(self, may_serve: Callable[[int], bool]) -> int | None:
+        """The engine for the next group, among those whose version `may_serve`; None where there is none."""
+        while (engine_id := self._loads.least_busy([version for version in self._loads.versions() if may_serve(version)])) is not None:
+            if self.peers.is_reachable(self._engines[engine_id].peer):
+                return engine_id
+            self._loads.forget(engine_id)  # until it is heard again
+        return None
+
+    def committed(self, engine: Engine, version: int) -> None:
+        """An engine samples under `version` from now on, and takes new work if it did not."""
+        engine.version, engine.fault = version, ""
+        self._note(engine)
+
+    def fence(self, engine: Engine, reason: str) -> None:
+        """Give an engine no new work until it commits."""
+        engine.fault = reason
+        self._note(engine)
+        self.changed.set()
+
+    def forgive(self) -> None:
+        """Give every engine new work again."""
+        for engine in self:
+            engine.fault = ""
+            self._note(engine)
+        self.changed.set()
 
     def on_joined(self, handler: Callable[[Engine], None]) -> None:
         """Have `handler` called with every engine that announces itself."""
@@ -144,6 +181,7 @@ class Engines:
             return
         self._asked[request.rollout_id] = _Asked(engine_id=engine_id, attempt=request.attempt, sink=sink, lost=lost)
         engine.num_outstanding += 1
+        self._note(engine)
 
     def _on_starting(self, peer: str, starting: Starting) -> None:
         self._lose(int(peer.rpartition("-")[2]))
@@ -156,6 +194,7 @@ class Engines:
         engine = self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
         if self._layout is not None:
             self.layout()
+        self._note(engine)
         for handler in self._joined:
             handler(engine)
         self.changed.set()
@@ -164,6 +203,7 @@ class Engines:
     def _lose(self, engine_id: int) -> None:
         if self._engines.pop(engine_id, None) is None:
             return
+        self._loads.forget(engine_id)
         asked = {rollout_id: one for rollout_id, one in self._asked.items() if one.engine_id == engine_id}
         for rollout_id, one in asked.items():
             del self._asked[rollout_id]
@@ -179,6 +219,9 @@ class Engines:
             return
         if engine.load is None or load.num_tokens > engine.load.num_tokens:
             self.watch.moved()
+        if not engine.fault and not self._loads.knows(engine.engine_id):  # it could not be reached, and can again
+            self._note(engine)
+            self._credits.set()
         engine.load = load
 
     def _on_completion(self, peer: str, completion: Completion) -> None:
@@ -187,6 +230,22 @@ class Engines:
             self.num_fenced += 1
             return
         del self._asked[completion.rollout_id]
-        self._engines[asked.engine_id].num_outstanding -= 1
+        engine = self._engines[asked.engine_id]
+        engine.num_outstanding -= 1
+        self._note(engine)
         self._credits.set()
         asked.sink(completion, asked.engine_id)
+
+    def _owed(self) -> str | None:
+        """What engines were asked for and have not answered: for the verdict on a stall."""
+        for rollout_id, asked in self._asked.items():
+            owed = f"engines owe {len(self._asked)} rollouts, the first {rollout_id}, attempt {asked.attempt}, of engine-{asked.engine_id}"
+            return owed
+        return None
+
+    def _note(self, engine: Engine) -> None:
+        """Count an engine among those that take new work, or not."""
+        if engine.fault:
+            self._loads.forget(engine.engine_id)
+        else:
+            self._loads.note(engine.engine_id, version=engine.version, outstanding=engine.num_outstanding)

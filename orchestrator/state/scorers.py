@@ -59,6 +59,7 @@ class Scorers:
         self._scorers: dict[int, Scorer] = {}
         self._asked: dict[str, _Asked] = {}
         self._died: list[Callable[[int], None]] = []
+        watch.explain(self._owed)
         peers.on(ScorerReady, self._on_ready)
         peers.on(ScorerLoad, self._on_load)
         peers.on(Scored, self._on_scored)
@@ -91,6 +92,14 @@ class Scorers:
 
     def _reachable(self) -> list[Scorer]:
         return [scorer for scorer in self if self.peers.is_reachable(scorer.peer)]
+
+    def _owed(self) -> str | None:
+        """What scorers were asked for and have not answered: for the verdict on a stall."""
+        for rollout_id, asked in self._asked.items():
+            return (
+                f"scorers owe {len(self._asked)} scores, the first of rollout {rollout_id}, attempt {asked.attempt}, of {asked.scorer.peer}"
+            )
+        return None
 
     def _on_ready(self, peer: str, ready: ScorerReady) -> None:
         known = self._scorers.get(ready.scorer_id)

@@ -15,8 +15,8 @@ import numpy as np
 from pipelinerl.errors import WireError
 from pipelinerl.messages import Message
 
-MAX_MESSAGE_BYTES = 256 << 20
-"""Largest frame accepted. Smaller refuses long packed rows (a 1 M token row is 17 MB); larger lets one peer fill memory."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message. Smaller refuses long packed rows (a 1 M token row is 17 MB); larger lets one peer fill memory."""
 
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<i4"),
@@ -36,8 +36,13 @@ assert sys.byteorder == "little", "columns travel as the machine's own little-en
 
 
 def encode(message: Message) -> bytes:
-    """Encode any message. Raises `TypeError` for a column of a dtype not in `DTYPES` or of more than one dimension."""
-    return _encoder.encode(message)
+    """Encode any message. Raises `TypeError` for a column of a dtype not in `DTYPES` or of more than one dimension, `WireError` for more
+    bytes than anybody accepts.
+    """
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes", reason="oversize")
+    return frame
 
 
 class Decoder(Generic[_M]):
@@ -51,7 +56,7 @@ class Decoder(Generic[_M]):
         """Decode one frame. Raises `WireError` saying what was wrong with it and which messages are accepted."""
         size = len(frame)
         if size > MAX_MESSAGE_BYTES:
-            raise WireError(f"message of {size} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
+            raise WireError(f"message of {size} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes", reason="oversize")
         try:
             return self._decoder.decode(frame)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -65,7 +70,7 @@ def _plain(value: Any) -> Any:
             raise TypeError(
                 f"column of dtype {value.dtype} and {value.ndim} dimensions cannot travel; use 1-D of {sorted(map(str, _CODES))}"
             )
-        return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).view(np.uint8).data)
+        return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).data)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot travel: {value!r}")

@@ -33,6 +33,7 @@ from pipelinerl.messages import (
     ToScorer,
 )
 from pipelinerl.stages import Signal
+from pipelinerl.transport.exchange import LOST_FOR_S
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
@@ -134,12 +135,13 @@ def test_engines_serve_what_the_smallest_serves_and_hold_what_the_slowest_holds(
         async with two_engines(Watch(stall_limit_s=1.0)) as (engines, _):
             assert engines.max_model_tokens == 99
             assert engines.layout() == (TENSOR,)
-            engines[0].version = 3
+            engines.committed(engines[0], 3)
             assert engines.all_hold(0)
             assert not engines.all_hold(1)
-            engines[1].version = 5
+            engines.committed(engines[1], 5)
             assert engines.all_hold(3)
             assert not engines.all_hold(4)
+            assert (engines.oldest_version(), engines.newest_version()) == (3, 5)
 
     simulate(program())
 
@@ -185,8 +187,13 @@ def test_what_cannot_be_sent_is_given_back_and_the_engine_is_passed_over_until_i
             lost: list[str] = []
             links[1].close()
             ask(engines, generate("0/0"), 1, [], lost)
-            assert lost == ["0/0"]
+            assert lost == [], "its connection may come back"
+            await asyncio.sleep(LOST_FOR_S + 1.0)
+            ask(engines, generate("0/1"), 1, [], lost)
+            assert lost == ["0/1"]
             assert engines.outstanding() == {0: 0}
+            assert engines.least_busy(lambda version: True) == 0
+            assert engines.oldest_version() == 0
 
     simulate(program())
 

@@ -178,6 +178,33 @@ def test_a_silent_orchestrator_is_named_with_what_was_awaited(folders: dict[str,
         )
 
 
+def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and rewards may take longer for a row than any limit on silence: acknowledgements are signs of life."""
+    monkeypatch.setattr("trainer.feed.ALIVE_EVERY_S", 0.1)
+    monkeypatch.setattr("pipelinerl.transport.zmq.REMIND_EVERY_S", 0.1)
+    make_keys(tmp_path)
+
+    async def wait() -> None:
+        hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
+        ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
+
+        async def listen() -> None:
+            while True:
+                await hub.receive()
+
+        listening = asyncio.create_task(listen())
+        with Feed(lambda: ZmqLink(tmp_path, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=1.0) as feed:
+            taking = asyncio.create_task(asyncio.to_thread(feed.take))
+            done, _ = await asyncio.wait({taking}, timeout=3.0)
+            assert not done, taking.exception()
+            listening.cancel()
+            with pytest.raises(PeerSilent, match=r"waited 1 s for the orchestrator to send row 0 of step 0, and its process gave no sign"):
+                await asyncio.wait_for(taking, 20)
+        hub.close()
+
+    asyncio.run(wait())
+
+
 def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(folders["qwen3"])
     (tmp_path / "config.json").write_text(config.model_dump_json())
