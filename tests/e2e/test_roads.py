@@ -41,7 +41,7 @@ def greedy(loop: EngineLoop, name: str) -> list[list[int]]:
         loop.advance()
     replies = {message.rollout_id: message.token_ids.tolist() for message in loop.outbox if isinstance(message, Completion)}
     loop.outbox.clear()
-    return [replies[key] for key in sorted(replies)]
+    return [replies[key] for key in sorted(replies) if key.startswith(f"{name}/")]
 
 
 def take(loop: EngineLoop, publisher: Publisher, version: int) -> int:
