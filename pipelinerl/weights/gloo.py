@@ -127,22 +127,29 @@ class GlooReceiver:
         store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
         group = _group(store, f"{token}/{caller}", ENGINE, address=_own_address(address, port), deadline=self._deadline)
 
-        def receive(tensor: torch.Tensor) -> torch.Tensor:
-            group.recv([tensor], TRAINER, 0).wait(self._deadline)
-            return tensor
+        try:
+            return _receive(group, digest=digest, slot=f"gloo://{address}:{port}/{token}/{number}", spare=spare, deadline=self._deadline)
+        except BaseException:
+            group.abort()  # at once, so that the trainer's end notices and does not wait for its deadline
+            raise
 
-        sizes = receive(_sizes(0, 0)).tolist()
-        encoded = receive(torch.zeros(max(1, sizes[0]), dtype=torch.uint8)).numpy().tobytes()[: sizes[0]]
-        slot = f"gloo://{address}:{port}/{token}/{number}"
-        manifest = open_manifest(encoded, digest=digest, slot=slot)
-        if manifest.num_bytes != sizes[1]:
-            raise WeightsError(f"slot {slot}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
-        payload = spare(manifest) if manifest.base_version is None else torch.zeros(manifest.num_bytes, dtype=torch.uint8)
-        payload = payload[: manifest.num_bytes]
-        for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
-            receive(chunk)
-        group.send([_sizes(0, 0)], TRAINER, 0).wait(self._deadline)
-        return Arrival(manifest=manifest, payload=payload)
+
+def _receive(group: Any, *, digest: str, slot: str, spare: Callable[[Manifest], torch.Tensor], deadline: timedelta) -> Arrival:
+    def receive(tensor: torch.Tensor) -> torch.Tensor:
+        group.recv([tensor], TRAINER, 0).wait(deadline)
+        return tensor
+
+    sizes = receive(_sizes(0, 0)).tolist()
+    encoded = receive(torch.zeros(max(1, sizes[0]), dtype=torch.uint8)).numpy().tobytes()[: sizes[0]]
+    manifest = open_manifest(encoded, digest=digest, slot=slot)
+    if manifest.num_bytes != sizes[1]:
+        raise WeightsError(f"slot {slot}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
+    payload = spare(manifest) if manifest.base_version is None else torch.zeros(manifest.num_bytes, dtype=torch.uint8)
+    payload = payload[: manifest.num_bytes]
+    for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
+        receive(chunk)
+    group.send([_sizes(0, 0)], TRAINER, 0).wait(deadline)
+    return Arrival(manifest=manifest, payload=payload)
 
 
 def _calls(token: str) -> str:
