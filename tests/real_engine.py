@@ -32,6 +32,7 @@ def vllm_engine(
     policies: Path = Path("weights"),
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself."""
+    gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
     before = dict(os.environ)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # vLLM asks for the thread's loop; without one it would make one and leave it open

@@ -62,6 +62,8 @@ class Road:
     damage: Callable[[str], None]
     """Cut the bytes of a published slot in half, where they are."""
     layout: tuple[Tensor, ...] = LAYOUT
+    hasty: Callable[[], Receiver] | None = None
+    """Makes one that soon gives up waiting, where a road waits at all."""
 
     def publish(self, version: int, *, tamper: Callable[[torch.Tensor, Manifest], Manifest] | None = None) -> StageWeights:
         """Publish random weights; `tamper` may spoil the bytes after their digests were taken, or the manifest."""
@@ -98,7 +100,7 @@ def by_files(folder: Path, layout: tuple[Tensor, ...]) -> Road:
 
 
 def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
-    medium = Gloo(deadline_s=3.0)
+    medium = Gloo(deadline_s=20.0)
 
     def damage(slot: str) -> None:
         number = int(slot.rpartition("/")[2])
@@ -106,7 +108,9 @@ def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
         medium._offered[number] = encoded, payload[: len(payload) // 2]
 
     pool = SlotPool(medium, num_bytes=num_bytes(layout), max_slots=9)
-    return Road(pool=pool, receive=lambda: GlooReceiver(deadline_s=3.0), damage=damage, layout=layout)
+    return Road(
+        pool=pool, receive=lambda: GlooReceiver(deadline_s=20.0), damage=damage, layout=layout, hasty=lambda: GlooReceiver(deadline_s=1.0)
+    )
 
 
 ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {"shared_memory": shared_memory, "files": by_files, "gloo": by_gloo}
@@ -281,12 +285,15 @@ def test_a_truncated_policy_is_refused_and_harms_no_other_engine(road: Road, eng
     assert engines[1].holds(1)
 
 
-def test_a_slot_of_a_trainer_that_is_gone_is_refused(road: Road, engines: list[Engine]):
+def test_a_slot_of_a_trainer_that_is_gone_is_refused(road: Road):
     order = road.publish(1)
+    road.receive = road.hasty or road.receive
+    engine = Engine(road)
     road.pool.close()
     with pytest.raises(WeightsError, match="cannot"):
-        engines[0].intake.stage(order)
-    assert engines[0].holds(0)
+        engine.intake.stage(order)
+    assert engine.holds(0)
+    engine.close()
 
 
 @pytest.mark.parametrize("slot", ["", "nowhere", "../etc/passwd", "pipelinerl-a-0\n", "policy-../../x", "gloo://nowhere"])
@@ -400,6 +407,26 @@ def test_damaged_changes_are_refused_and_the_next_ones_still_fit(road: Road, dri
     assert holds(engine, buffers[1])
     engine.take(trainer.publish(3, buffers[3]))
     assert holds(engine, buffers[3]), "policy 2 was never taken: policy 3 holds its changes too"
+
+
+def test_changes_fit_after_a_whole_policy_was_refused(road: Road, drifters: list[Engine]):
+    """Its bytes had landed beside the model already: what lies there now is no policy to lay changes over."""
+    buffers = drifting(5)
+    trainer, engine = Trainer(road), drifters[0]
+    for version in (1, 2, 3):
+        engine.take(trainer.publish(version, buffers[version]))
+        trainer.baseline.move(version)
+    trainer.baseline.move(None)
+
+    def flip_a_bit(buffer: torch.Tensor) -> None:
+        buffer[LAYOUT[4].offset_bytes + 5] ^= 64
+
+    with pytest.raises(WeightsError, match="1 of 5 tensors of policy 4: head"):
+        engine.intake.stage(trainer.publish(4, buffers[4], tamper=flip_a_bit))
+    trainer.baseline.move(3)
+    engine.take(trainer.publish(5, buffers[5]))
+    assert holds(engine, buffers[5])
+    assert trainer.num_whole == 2
 
 
 def test_an_engine_whose_weights_were_damaged_is_found_out_and_healed(road: Road, drifters: list[Engine]):

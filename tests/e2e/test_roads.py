@@ -41,7 +41,7 @@ def greedy(loop: EngineLoop, name: str) -> list[list[int]]:
         loop.advance()
     replies = {message.rollout_id: message.token_ids.tolist() for message in loop.outbox if isinstance(message, Completion)}
     loop.outbox.clear()
-    return [replies[key] for key in sorted(replies)]
+    return [replies[key] for key in sorted(replies) if key.startswith(f"{name}/")]
 
 
 def take(loop: EngineLoop, publisher: Publisher, version: int) -> int:
@@ -72,18 +72,14 @@ def swapped(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit
             yield EngineLoop(engine, engine_id=0, stager=stager), publisher
 
 
-@pytest.mark.parametrize(("road", "commit"), [("shared_memory", "copy"), ("files", "scatter"), ("gloo", "flip")])
-def test_a_swapped_engine_samples_what_a_fresh_one_does(tmp_path: Path, road: str, commit: str):
+def swapped_tokens(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit: str) -> tuple[list[list[int]], list[int]]:
+    """Change `weights` a few times under an engine that decodes; what it samples at last, and the bytes of each policy."""
     import torch
-    from safetensors.torch import save_file
 
-    from tests import real_engine, tiny_models
-
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_models.make_qwen2(tmp_path / "first", seed=2).items()}
     generator = torch.Generator().manual_seed(0)
-    with swapped(tmp_path / "first", weights, road=road, commit=commit) as (loop, publisher):
+    sizes = []
+    with swapped(folder, weights, road=road, commit=commit) as (loop, publisher):
         before = greedy(loop, "before")
-        sizes = []
         for version in range(1, NUM_VERSIONS + 1):
             ask(loop, count=2, max_tokens=20, name=f"meanwhile-{version}")
             for name, tensor in weights.items():
@@ -91,14 +87,31 @@ def test_a_swapped_engine_samples_what_a_fresh_one_does(tmp_path: Path, road: st
                 weights[name] = torch.where(moves, tensor * 1.5, tensor)
             sizes.append(take(loop, publisher, version))
         after = greedy(loop, "after")
+    assert after != before
+    return after, sizes
+
+
+def fresh_tokens(folder: Path) -> list[list[int]]:
+    from tests import real_engine
+
+    with real_engine.vllm_engine(folder, dtype="bfloat16") as fresh, StagingThread(fresh) as stager:
+        return greedy(EngineLoop(fresh, engine_id=0, stager=stager), "after")
+
+
+@pytest.mark.parametrize(("road", "commit"), [("shared_memory", "copy"), ("files", "scatter"), ("gloo", "flip")])
+def test_a_swapped_engine_samples_what_a_fresh_one_does(tmp_path: Path, road: str, commit: str):
+    import torch
+    from safetensors.torch import save_file
+
+    from tests import tiny_models
+
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_models.make_qwen2(tmp_path / "first", seed=2).items()}
+    after, sizes = swapped_tokens(tmp_path / "first", weights, road=road, commit=commit)
     print(f"{road}, {commit}: {sizes} bytes")
     assert max(sizes[1:]) < sizes[0] / 8, "all but the first travelled as changes"
     tiny_models.make_qwen2(tmp_path / "last", seed=2)
     save_file(weights, tmp_path / "last" / "model.safetensors", metadata={"format": "pt"})
-    with real_engine.vllm_engine(tmp_path / "last", dtype="bfloat16") as fresh, StagingThread(fresh) as stager:
-        never_swapped = greedy(EngineLoop(fresh, engine_id=0, stager=stager), "after")
-    assert after == never_swapped
-    assert after != before
+    assert after == fresh_tokens(tmp_path / "last")
 
 
 def test_a_thousand_swaps_under_load_abort_nothing_and_take_no_memory(tmp_path: Path):

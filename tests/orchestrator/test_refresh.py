@@ -121,7 +121,13 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
                 link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
             await asyncio.sleep(0.01)
             yield Bench(
-                published=published, admission=admission, credits=credits, engines=links, known=known, refresh=refresh, trainer=trainer_link
+                published=published,
+                admission=admission,
+                credits=credits,
+                engines=links,
+                known=known,
+                refresh=refresh,
+                trainer=trainer_link,
             )
             for task in tasks:
                 task.cancel()
