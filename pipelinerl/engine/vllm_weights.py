@@ -25,6 +25,7 @@ from pipelinerl.errors import ConfigError, WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import digest as digest_of
 from pipelinerl.weights.shared_memory import attach
+from pipelinerl.weights.slots import FOLDER
 
 ALIGNMENT_BYTES = 256
 """Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
@@ -78,6 +79,7 @@ class FlippableWeights:
     def stage(self, slot: str, digest: str) -> None:
         """Map the slot if it is new, and verify its bytes, which also brings its pages in. Raises `WeightsError`."""
         if slot not in self._attached:
+            self._attached = {name: kept for name, kept in self._attached.items() if (FOLDER / name).exists()}  # of a trainer that died
             buffer = attach(slot, self._num_bytes)
             self._attached[slot] = buffer, [(parameter.parameter, parameter.view(buffer)) for parameter in self._parameters]
         buffer, views = self._attached[slot]

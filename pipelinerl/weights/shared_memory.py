@@ -118,7 +118,8 @@ class SlotPool:
         return ", ".join(f"{name} ({what})" for name, what in holds.items())
 
     def _make(self) -> Slot:
-        name = f"pipelinerl-{self._token}-{len(self._slots)}"
+        # By process, too: engines keep slots mapped by name, and a trainer that starts again must not be taken for the one before.
+        name = f"pipelinerl-{self._token}-{os.getpid()}{len(self._slots)}"
         file = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             self._reserve(file, name)
