@@ -72,7 +72,8 @@ def _story(database: sqlite3.Connection, rollout_id: str, clocks: list[tuple[int
         offset = next(offset for seq, offset in reversed(clocks) if seq <= entry["seq"])
         when = datetime.datetime.fromtimestamp(entry["t"] + offset).strftime("%m-%d %H:%M:%S.%f")[:-3]
         attempt = f" [{entry['attempt']}]" if entry["attempt"] is not None else ""
-        said = _SAID.get(entry["kind"], entry["kind"].upper() + ": {reason}").format(**entry)
+        kind = str(entry["kind"])
+        said = _SAID.get(kind, kind.upper() + ": {reason}").format(**entry)
         yield f"  {when}{attempt} {said}"
 
 

@@ -70,7 +70,9 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._news: list[CheckpointSaved | CheckpointFailed] = []
         # Writing goes on beside training, whose collectives it must not get in between: it has a group of its own.
-        self._group = None if self._is_alone else dist.new_group(backend="gloo")
+        group = None if self._is_alone else dist.new_group(backend="gloo")
+        assert not isinstance(group, int), "every rank is in it"
+        self._group = group
         if self._is_alone:  # said at every save, and meant: one rank needs no process group
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         if rank == 0:
@@ -147,9 +149,9 @@ class Checkpoints:
             shutil.rmtree(old.rename(old.with_name(old.name + ".old")), ignore_errors=True)
         return sum(files.values())
 
-    def _explain(self, saving: _Saving, error: Exception) -> str:
+    def _explain(self, saving: _Saving, error: BaseException) -> str:
         before = newest(self._folder)
-        reasons = [str(cause) for cause in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [str(error)]
+        reasons = [str(reason) for reason in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [str(error)]
         room = shutil.disk_usage(self._folder).free
         kept = f"{before.name} is untouched" if before else "there is none before it"
         return (

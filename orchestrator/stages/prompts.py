@@ -12,8 +12,13 @@ from pipelinerl.stages import Channel
 class Source(Protocol):
     """Where prompts come from; endless, epoch after epoch."""
 
-    position: tuple[int, int]
-    """(epoch, row) of the next draw; a source set to a recorded position goes on as the recorded one would have."""
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, row) of the next draw; a source set to a recorded position goes on as the recorded one would have."""
+        ...
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None: ...
 
     def next(self) -> Prompt:
         """The next prompt. Raises `DataError`."""

@@ -91,6 +91,10 @@ def make(way: Way, parameters: Sequence[Placed]) -> Commit:
     return {Way.FLIP: Flip, Way.SCATTER: Scatter, Way.COPY: Copy}[way](parameters)
 
 
+MAX_VIEWED = 8
+"""Buffers whose views are kept. Fewer make views anew while staging; more keep the memory of buffers that a dead trainer has left."""
+
+
 class Flip:
     """Points every parameter into the staged buffer.
 
@@ -117,6 +121,8 @@ class Flip:
     def stage(self, buffer: torch.Tensor) -> None:
         address = buffer.data_ptr()
         if address not in self._views:
+            if len(self._views) >= MAX_VIEWED:
+                self._views = {live: views for live, views in self._views.items() if live == self._live}
             self._views[address] = buffer, [(placed.parameter, placed.view(buffer)) for placed in self._parameters]
         self._staged = address
 

@@ -18,6 +18,8 @@ from pipelinerl.errors import WireError
 from pipelinerl.messages import (
     Alive,
     Cancel,
+    CheckpointFailed,
+    CheckpointSaved,
     Completion,
     EngineLoad,
     EngineReady,
@@ -42,6 +44,7 @@ from pipelinerl.messages import (
     ScorerReady,
     SlotReleased,
     StageWeights,
+    Starting,
     StepDone,
     StepSealed,
     Stop,
@@ -127,6 +130,9 @@ EXAMPLES: tuple[Message, ...] = (
     SlotReleased(slot="a"),
     PolicyHeld(version=None),
     Alive(busy_with="saving"),
+    Starting(process_id=7),
+    CheckpointSaved(version=3, commit="1:9", num_bytes=100, save_s=0.5),
+    CheckpointFailed(version=3, error="OSError: no room"),
     Stop(reason="finished"),
     Failed(error="EngineError: out of memory"),
 )
