@@ -353,6 +353,7 @@ class Pipeline:
             engines=self._engines,
             scorers=self._scorers,
             channels=[prompts, trajectories, scored, rows],
+            hubs=[peers.hub for peers in self._peers],
             watch=watch,
             progress=self._progress,
             num_steps=config.trainer.steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from orchestrator.state.ledger import Ledger
 from orchestrator.state.scorers import Scorers
 from pipelinerl.metrics import Journal
 from pipelinerl.stages import Channel
+from pipelinerl.transport.base import Hub
 from pipelinerl.watch import Watch
 
 EVERY_S = 0.5
@@ -33,6 +35,7 @@ class Status:
         engines: Engines,
         scorers: Scorers,
         channels: list[Channel[Any]],
+        hubs: list[Hub],
         watch: Watch,
         progress: Progress,
         num_steps: int,
@@ -45,6 +48,7 @@ class Status:
         self._engines = engines
         self._scorers = scorers
         self._channels = channels
+        self._hubs = hubs
         self._watch = watch
         self._progress = progress
         self._num_steps = num_steps
@@ -79,6 +83,7 @@ class Status:
                 channel.name: {"items": len(channel), "bytes": channel.num_bytes, "bound_bytes": channel.bound_bytes}
                 for channel in self._channels
             },
+            "refused": dict(sum((hub.refused for hub in self._hubs), collections.Counter[str]())),
             "waits": [{"stage": wait.stage, "what": wait.what, "seconds": now_s - wait.since} for wait in self._watch.waits()],
             "waited_s": self._watch.all_waited_s(),
             "reward_mean": last.get("reward_mean"),

@@ -183,7 +183,7 @@ class Completion(Message, frozen=True):
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "logprobs", "versions")
-        if (self.versions[1:] < self.versions[:-1]).any():
+        if np.count_nonzero(self.versions[1:] < self.versions[:-1]):
             raise ValueError(f"Completion {self.rollout_id}: versions fall along the sequence: {self.versions.tolist()}")
 
 

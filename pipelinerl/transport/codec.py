@@ -85,19 +85,19 @@ def _column(code: int, data: memoryview) -> np.ndarray:
 
 def _check_dtype(expected: Any, value: Any) -> Any:
     dtype = _wanted(expected)
-    if not isinstance(value, np.ndarray) or value.dtype != dtype:
+    if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
         got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
         raise ValueError(f"expected a column of {dtype}, got {got}")
     return value
 
 
 def _wanted(expected: Any) -> np.dtype[Any]:
-    wanted = _wanted_cache.get(expected)
-    if wanted is None:
-        wanted = np.dtype(get_args(get_args(expected)[1])[0])
-        _wanted_cache[expected] = wanted
-    return wanted
+    known = _wanted_cache.get(id(expected))
+    if known is None:
+        known = _wanted_cache[id(expected)] = (np.dtype(get_args(get_args(expected)[1])[0]), expected)
+    return known[0]
 
 
-_wanted_cache: dict[Any, np.dtype[Any]] = {}
+_wanted_cache: dict[int, tuple[np.dtype[Any], Any]] = {}
+"""By the identity of a column's type (hashing one takes longer than reading the column), which is kept beside, so that it stays its own."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)

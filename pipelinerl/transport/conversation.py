@@ -30,7 +30,9 @@ LIMIT_BYTES = 256 << 20
 REMIND_EVERY_S = 1.0
 """Between two calls of `remind`: a loss is noticed after one to two of them. Shorter asks peers that are merely busy."""
 MAX_EARLY = 1024
-"""Messages held that came before one that is missing; further ones are dropped and come again. A connection that keeps order has none."""
+"""Messages held that came before one that is missing, in all no more than `WINDOW_BYTES`; further ones are dropped and come again. On a
+connection that keeps order there are none.
+"""
 _FORMER = 8
 """Identities remembered of those who were replaced, so that their late frames are known for what they are."""
 
@@ -64,6 +66,7 @@ class Conversation:
         """Number of the last message taken."""
         self._early: dict[int, bytes | memoryview] = {}
         """Messages by number that came before one that is missing."""
+        self._early_bytes = 0
         self._unsaid_bytes = 0
         """Of messages taken since the other end was last told."""
         self._missed = -1
@@ -86,9 +89,10 @@ class Conversation:
         frame = self._header(Kind.MESSAGE, number=self._next) + message
         self._next += 1
         self.kept_bytes += size
-        self._unsaid_bytes = 0
         self._waiting.append(frame)
         self._spend_credit()
+        if not self._waiting:  # it is on its way, and with it what was heard
+            self._unsaid_bytes = 0
 
     def hear(self, frame: bytes | memoryview) -> Sequence[memoryview]:
         """Take a frame; return the messages that can be handed over now, mostly the one in it. Raises `WireError` for what is no frame."""
@@ -128,6 +132,7 @@ class Conversation:
             self._former.append(self._other)
         self._other, self._heard, self._unsaid_bytes, self._missed, self.has_left = other, 0, 0, -1, False
         self._early.clear()
+        self._early_bytes = 0
         if is_successor:
             self._begin_again()
         return True
@@ -145,8 +150,9 @@ class Conversation:
             self.num_repeated += 1
             return ()
         if number > self._heard + 1:
-            if len(self._early) < MAX_EARLY:
+            if len(self._early) < MAX_EARLY and self._early_bytes + len(frame) <= WINDOW_BYTES:
                 self._early[number] = frame
+                self._early_bytes += len(frame)
             if self._missed != self._heard:
                 self._missed = self._heard
                 self._transmit(self._header(Kind.AGAIN))
@@ -154,8 +160,9 @@ class Conversation:
         taken = [memoryview(frame)[HEADER_BYTES:]]
         while (early := self._early.pop(number + len(taken), None)) is not None:
             taken.append(memoryview(early)[HEADER_BYTES:])
+            self._early_bytes -= len(early)
         self._heard += len(taken)
-        self._unsaid_bytes += sum(map(len, taken))
+        self._unsaid_bytes += sum(map(len, taken)) + HEADER_BYTES * len(taken)
         if self._unsaid_bytes >= WINDOW_BYTES // 4:
             self._unsaid_bytes = 0
             self._transmit(self._header(Kind.HEARD))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import os
 import threading
 import time
@@ -262,8 +261,10 @@ class ZmqLink:
         return True
 
     def _transmit(self, frame: bytes) -> None:
-        with contextlib.suppress(zmq.Again):  # without a connection; what is kept is sent again once there is one
+        try:  # noqa: SIM105 a third of the time of `contextlib.suppress`, for every message
             self._socket.send(frame, _NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
+        except zmq.Again:  # without a connection; what is kept is sent again once there is one
+            pass
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:

@@ -90,7 +90,7 @@ def main() -> None:
     if arguments.only in (None, "stages"):
         _stages(rows, goals, notes, steps=20 if quick else 80)
     if arguments.only in (None, "growth"):
-        _growth(rows, goals, measured=16_000 if quick else 48_000, largest=10**5)
+        _growth(rows, goals, measured=16_000 if quick else 48_000, repetitions=1 if quick else 3, largest=10**5)
     columns = ["what", "per second", "MB/s", "µs CPU each", "beside the reference"]
     harness.finish("transport", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
 
@@ -492,18 +492,18 @@ class LoopHub:
         pass
 
 
-def _growth(rows: list[list[Any]], goals: list[harness.Goal], *, measured: int, largest: int) -> None:
-    cost = {}
-    sizes = [(1_000, 10), (10_000, 10), (largest, 10), (10_000, 100), (10_000, 1000), (largest, 1000)]
-    for in_flight, num_engines in sizes:
-        cost[in_flight, num_engines] = each = _cost(in_flight=in_flight, num_engines=num_engines, measured=measured)
-        name = f"growth: {in_flight} in flight, {num_engines} engines"
-        rows.append([name, 1e6 / each, "", each, each / cost[1_000, 10]])
-    base = cost[1_000, 10]
-    goals.append(harness.Goal(name="cost at 10^5 in flight over 10^3", value=cost[largest, 10] / base, goal=1.2, at_least=False))
-    goals.append(
-        harness.Goal(name="cost with 1,000 engines over 10", value=cost[10_000, 1000] / cost[10_000, 10], goal=1.2, at_least=False)
-    )
+def _growth(rows: list[list[Any]], goals: list[harness.Goal], *, measured: int, repetitions: int, largest: int) -> None:
+    """Take turns, and of each size the lowest: whatever else the machine does only ever adds."""
+    sizes = [(1_000, 10), (largest, 10), (10_000, 10), (10_000, 100), (10_000, 1000)]
+    cost = dict.fromkeys(sizes, float("inf"))
+    for _ in range(repetitions):
+        for size in sizes:
+            cost[size] = min(cost[size], _cost(in_flight=size[0], num_engines=size[1], measured=measured))
+    for (in_flight, num_engines), each in cost.items():
+        rows.append([f"growth: {in_flight} in flight, {num_engines} engines", 1e6 / each, "", each, each / cost[1_000, 10]])
+    more_rollouts, more_engines = cost[largest, 10] / cost[1_000, 10], cost[10_000, 1000] / cost[10_000, 10]
+    goals.append(harness.Goal(name=f"cost at {largest} in flight over 1,000", value=more_rollouts, goal=1.2, at_least=False))
+    goals.append(harness.Goal(name="cost with 1,000 engines over 10", value=more_engines, goal=1.2, at_least=False))
 
 
 def _cost(*, in_flight: int, num_engines: int, measured: int) -> float:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import zmq
 
 from pipelinerl.errors import WireError
 from pipelinerl.messages import Failed, Stop
@@ -81,6 +82,20 @@ def test_a_flood_of_bad_frames_is_counted_one_by_one_while_good_ones_pass(on_wir
         assert wire.hub.refused == {"malformed": len(flood)}
 
     on_wire(program)
+
+
+def test_a_flood_that_nobody_reads_stays_with_its_sender(on_zmq: Callable[[Program], None]):
+    """So the orchestrator's memory is bounded, whatever a peer with a key sends that ignores its credit."""
+
+    async def program(wire: ZmqWire) -> None:
+        flooding = wire.dealer(b"engine-1", keys=read_keys(wire.folder, "engine"), hwm=1)
+        sent = 0
+        while flooding.poll(1000, zmq.POLLOUT) and sent < 5000:
+            flooding.send(b"x" * 20_000)
+            sent += 1
+        assert zmq_transport.MAX_UNREAD <= sent < 5000, "what fits the queue, and the system's buffers"
+
+    on_zmq(program)
 
 
 def test_a_peer_of_another_schema_is_counted_and_told_what_to_do(on_wire: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch):

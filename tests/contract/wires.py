@@ -73,10 +73,13 @@ class ZmqWire:
         for frame in frames:
             socket.send(frame)
 
-    def dealer(self, name: bytes, *, keys: KeyPair | None, server_key: bytes | None = None, reconnects: bool = True) -> zmq.Socket[bytes]:
+    def dealer(
+        self, name: bytes, *, keys: KeyPair | None, server_key: bytes | None = None, reconnects: bool = True, hwm: int = 1000
+    ) -> zmq.Socket[bytes]:
         """A socket of somebody who does not use our link; without keys it does not even try to encrypt."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.sndhwm = hwm
         socket.reconnect_ivl = 100 if reconnects else -1
         socket.routing_id = name
         if keys is not None:

@@ -115,16 +115,19 @@ def test_a_gap_is_told_once_and_what_came_early_is_handed_over_behind_what_was_m
     assert pair.at_hub == [0, 1, 2, 3, 4, 5]
 
 
-def test_no_more_is_held_than_the_bound_and_the_rest_comes_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(conversation, "MAX_EARLY", 2)
+@pytest.mark.parametrize(("name", "bound"), [("MAX_EARLY", 2), ("WINDOW_BYTES", 2 * (HEADER_BYTES + 2))])
+def test_no_more_is_held_than_the_bound_and_the_rest_comes_again(monkeypatch: pytest.MonkeyPatch, name: str, bound: int):
     pair = Pair()
     for value in range(6):
         pair.link.send(number(value))
+    monkeypatch.setattr(conversation, name, bound)
     pair.to_hub.popleft()
     while pair.to_hub:
         assert not pair.hub.hear(pair.to_hub.popleft())
         assert len(pair.hub._early) <= 2
+    assert pair.hub._early_bytes == 2 * (HEADER_BYTES + 2)
     pair.settle()
+    assert pair.hub._early_bytes == 0
     assert pair.at_hub == [0, 1, 2, 3, 4, 5]
 
 
@@ -175,6 +178,24 @@ def test_on_its_way_is_no_more_than_the_credit(monkeypatch: pytest.MonkeyPatch):
     assert pair.link.kept_bytes == 0
 
 
+def test_an_end_without_credit_still_says_what_it_heard(monkeypatch: pytest.MonkeyPatch):
+    """It stands in messages that wait for credit themselves: two ends could wait for each other."""
+    size = HEADER_BYTES + 2
+    monkeypatch.setattr(conversation, "WINDOW_BYTES", 8 * size)
+    pair = Pair()
+    pair.link.send(number(0))
+    pair.deliver()
+    for value in range(1, 8):
+        pair.link.send(number(value))
+    for value in range(8):
+        pair.hub.send(number(100 + value))
+    pair.to_link.clear()
+    for _ in range(4):
+        pair.hub.hear(pair.to_hub.popleft())
+        pair.hub.send(number(0))  # waits
+    assert kinds(pair.to_link) == [Kind.HEARD, Kind.HEARD], "after every second message, a quarter of the credit"
+
+
 def test_a_message_larger_than_the_credit_goes_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(conversation, "WINDOW_BYTES", 1000)
     pair = Pair()
@@ -217,6 +238,9 @@ def test_a_restarted_peer_gets_nothing_that_was_meant_for_its_predecessor():
     old.send(number(3))
     pair.settle()
     assert pair.at_hub == [1, 2], "what the dead one still has on its way is known for what it is"
+    pair.hub.send(number(102))
+    pair.settle()
+    assert pair.at_link == [101, 102], "and does not bring it back"
 
 
 def test_what_the_orchestrator_never_took_is_sent_to_its_successor_once():
