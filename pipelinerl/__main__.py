@@ -113,6 +113,28 @@ def watch(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def track(
+    run_folder: RunFolder,
+    to: Annotated[list[str] | None, typer.Option(help="wandb, tensorboard; default: what the run's config names")] = None,
+) -> None:
+    """Send a run's numbers to its trackers, or what they missed of it, from the run's journal."""
+    from pipelinerl.process import read_config
+    from pipelinerl.tracking.beside import missing_packages, track
+
+    to = to or [name for name in read_config(run_folder).tracking.to if name != "prometheus"]
+    missing_packages(to)
+    raise typer.Exit(0 if track(run_folder, to) else 1)
+
+
+@app.command()
+def trace(run_folder: RunFolder) -> None:
+    """Write a run's timeline as a Chrome trace, which ui.perfetto.dev opens."""
+    from pipelinerl.tracking.trace import write_trace
+
+    console.print(f"trace: {write_trace(run_folder)}")
+
+
+@app.command()
 def algorithms() -> None:
     """Print the table of methods: name, formula, source."""
     from pipelinerl.algorithms.methods import render_table
@@ -139,12 +161,15 @@ def main() -> None:
 def _train(settings: configuration.Config) -> None:
     from pipelinerl.preflight import check
     from pipelinerl.report import write_report
+    from pipelinerl.tracking.beside import missing_packages, trackers
 
     check(settings)
+    missing_packages(settings.tracking.to)
     run_folder = launch.make_run_folder(settings)
     console.print(f"run folder: {escape(str(run_folder))}")
     try:
-        asyncio.run(_launch_and_show(settings, run_folder))
+        with trackers(run_folder, settings.tracking.to):
+            asyncio.run(_launch_and_show(settings, run_folder))
     finally:
         if (run_folder / "journal" / "orchestrator.jsonl").exists():
             console.print(f"report: {escape(str(write_report(run_folder)))}")

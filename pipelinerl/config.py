@@ -139,6 +139,17 @@ class WeightsSection(Section):
     road: Literal["auto", "shared_memory"] = Field("auto", description="how a policy travels from the trainer to the engines")
 
 
+class TrackingSection(Section):
+    to: tuple[Literal["wandb", "tensorboard", "prometheus"], ...] = Field(
+        (), description="trackers that follow the run's journal, each in a process of its own; `pipelinerl track` sends what one missed"
+    )
+    project: str = Field("pipelinerl", description="Weights & Biases project; offline where there is no key")
+    prometheus_interface: str = Field("127.0.0.1", description="address the Prometheus endpoint is bound to; it asks for no password")
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="its port; 0: a free one, told in <run>/endpoints/metrics.json"
+    )
+
+
 class SftSection(Section):
     source: str | None = Field(None, description="rows with a prompt and a completion, as data.source")
     completion_column: str = "completion"
@@ -166,6 +177,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
+    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
 
     @pydantic.model_validator(mode="after")
