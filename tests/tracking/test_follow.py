@@ -16,6 +16,7 @@ from pipelinerl.report.samples import ShownSample
 from pipelinerl.tracking import follow as following
 from pipelinerl.tracking.follow import follow
 from pipelinerl.tracking.names import Point
+from tests.processes import wait_until
 
 Line = dict[str, Any]
 
@@ -91,13 +92,9 @@ def test_a_tracker_that_breaks_is_opened_again_and_goes_on_where_it_was(
     monkeypatch.setattr(following, "LOOK_EVERY_S", 0.01)
     memory, until = Memory(breaks_at=3), threading.Event()
     write_steps(journal, 0, 4)
-    thread = threading.Thread(target=follow, args=(tmp_path, memory.open), kwargs={"until": until})
-    thread.start()
-    write_steps(journal, 5, 7)
-    while not memory.points or memory.points[-1].at < 7:
-        thread.join(0.01)
-    until.set()
-    thread.join()
+    with following_in_thread(tmp_path, memory, until):
+        write_steps(journal, 5, 7)
+        wait_until(lambda: bool(memory.points) and memory.points[-1].at == 7, what="the last step")
     assert steps_of(memory) == list(range(8))
     assert memory.num_opened == 2
 
@@ -109,18 +106,29 @@ def test_a_tracker_that_never_opens_is_given_up_when_the_run_is_over(journal: Jo
     assert not follow(tmp_path, broken, until=at_once())
 
 
-def test_a_half_written_line_waits_until_it_is_whole(journal: Journal, tmp_path: Path) -> None:
-    memory = Memory()
-    write_steps(journal, 0, 1)
+def test_a_half_written_line_waits_until_it_is_whole(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.01)
+    memory, until = Memory(), threading.Event()
     whole = json.dumps({"t": 5.0, "kind": "step", "step": 2}) + "\n"
-    with open(tmp_path / "journal" / "orchestrator.jsonl", "a") as file:
+    with open(tmp_path / "journal" / "orchestrator.jsonl", "a") as file, following_in_thread(tmp_path, memory, until):
+        write_steps(journal, 0, 1)
         file.write(whole[:20])
         file.flush()
-        follow(tmp_path, memory.open, until=at_once())
-        assert steps_of(memory) == [0, 1]
+        wait_until(lambda: len(memory.points) == 2, what="two steps")
         file.write(whole[20:])
-    follow(tmp_path, memory.open, until=at_once())
+        file.flush()
     assert steps_of(memory) == [0, 1, 2]
+
+
+@contextlib.contextmanager
+def following_in_thread(folder: Path, memory: Memory, until: threading.Event) -> Iterator[None]:
+    thread = threading.Thread(target=follow, args=(folder, memory.open), kwargs={"until": until})
+    thread.start()
+    try:
+        yield
+    finally:
+        until.set()
+        thread.join()
 
 
 def test_samples_of_a_step_stand_in_one_table(journal: Journal, tmp_path: Path) -> None:
