@@ -98,6 +98,17 @@ def report(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def compare(
+    run_folders: Annotated[list[Path], typer.Argument(help="run folders; the first one is the reference", show_default=False)],
+    page: Annotated[Path, typer.Option(help="where the page goes")] = Path("comparison.html"),
+) -> None:
+    """Lay runs side by side on one self-contained HTML page: numbers, curves, where the time went, settings that differ."""
+    from pipelinerl.report.comparison import write_comparison
+
+    console.print(f"comparison: {write_comparison(run_folders, path=page)}")
+
+
+@app.command()
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
     from pipelinerl.live import show
