@@ -146,6 +146,20 @@ def trace(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
+    """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
+    from pipelinerl.doctor import Level, judge, look
+
+    findings = judge(look(folder))
+    for finding in findings:
+        colour = {Level.OK: "green", Level.NOTE: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}[finding.level]
+        console.print(f"[{colour}]{finding.level:<5}[/] {finding.what:<11} {escape(finding.found)}", highlight=False, soft_wrap=True)
+        if finding.do:
+            console.print(f"{'':<17} -> {escape(finding.do)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
+
+
+@app.command()
 def algorithms() -> None:
     """Print the table of methods: name, formula, source."""
     from pipelinerl.algorithms.methods import render_table
