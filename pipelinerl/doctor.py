@@ -30,7 +30,7 @@ from pipelinerl.transport.curve import make_keys
 
 GIB = 2**30
 MIN_DISK_BYTES = 20 * GIB
-"""A checkpoint with optimizer state is about 16 bytes a parameter: 16 GB for 1 B parameters, and the one before it stays until it is whole."""
+"""A checkpoint with optimizer state is about 16 bytes a parameter: 16 GB for 1 B parameters; the one before it stays until it is whole."""
 MIN_SHARED_BYTES = 2 * GIB
 """Policies travel through shared memory, two at a time; containers often allow 64 MiB."""
 MIN_OPEN_FILES = 65536
