@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from orchestrator.rules.batch import Verdict
+from orchestrator.shown import Shown
 from pipelinerl.algorithms.staleness import split
 from pipelinerl.messages import Fate, Finish, Sample, StepDone, WeightsCommitted
 from pipelinerl.metrics import Journal
@@ -48,6 +49,7 @@ class Progress:
         self.rewards: list[float] = []
         """Mean reward of every step trained."""
         self._steps: dict[int, _Step] = collections.defaultdict(_Step)
+        self._shown = Shown(journal)
 
     def settled(self, verdict: Verdict, *, now_s: float) -> None:
         """A group was placed or given up."""
@@ -78,6 +80,7 @@ class Progress:
         self.num_trained_tokens += sum(sample.trajectory.num_tokens for sample, _ in step.samples)
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
+        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s)
 
     def _fields(self, done: StepDone, step: _Step, *, now_s: float) -> dict[str, object]:
         trajectories = [sample.trajectory for sample, _ in step.samples]

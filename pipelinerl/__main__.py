@@ -100,6 +100,17 @@ def report(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def compare(
+    run_folders: Annotated[list[Path], typer.Argument(help="run folders; the first one is the reference", show_default=False)],
+    page: Annotated[Path, typer.Option(help="where the page goes")] = Path("comparison.html"),
+) -> None:
+    """Lay runs side by side on one self-contained HTML page: numbers, curves, where the time went, settings that differ."""
+    from pipelinerl.report.comparison import write_comparison
+
+    console.print(f"comparison: {write_comparison(run_folders, path=page)}")
+
+
+@app.command()
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
     from pipelinerl.live import show
@@ -140,6 +151,42 @@ def check(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def track(
+    run_folder: RunFolder,
+    to: Annotated[list[str] | None, typer.Option(help="wandb, tensorboard; default: what the run's config names")] = None,
+) -> None:
+    """Send a run's numbers to its trackers, or what they missed of it, from the run's journal."""
+    from pipelinerl.process import read_config
+    from pipelinerl.tracking.beside import missing_packages, track
+
+    to = to or [name for name in read_config(run_folder).tracking.to if name != "prometheus"]
+    missing_packages(to)
+    raise typer.Exit(0 if track(run_folder, to) else 1)
+
+
+@app.command()
+def trace(run_folder: RunFolder) -> None:
+    """Write a run's timeline as a Chrome trace, which ui.perfetto.dev opens."""
+    from pipelinerl.tracking.trace import write_trace
+
+    console.print(f"trace: {write_trace(run_folder)}")
+
+
+@app.command()
+def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
+    """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
+    from pipelinerl.doctor import Level, judge, look
+
+    findings = judge(look(folder))
+    for finding in findings:
+        colour = {Level.OK: "green", Level.NOTE: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}[finding.level]
+        console.print(f"[{colour}]{finding.level:<5}[/] {finding.what:<11} {escape(finding.found)}", highlight=False, soft_wrap=True)
+        if finding.do:
+            console.print(f"{'':<17} -> {escape(finding.do)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
+
+
+@app.command()
 def algorithms() -> None:
     """Print the table of methods: name, formula, source."""
     from pipelinerl.algorithms.methods import render_table
@@ -166,13 +213,16 @@ def main() -> None:
 def _train(settings: configuration.Config, *, resume: bool = False) -> None:
     from pipelinerl.preflight import check
     from pipelinerl.report import write_report
+    from pipelinerl.tracking.beside import missing_packages, trackers
 
     check(settings)
+    missing_packages(settings.tracking.to)
     earlier = launch.resumed_run_folder(settings) if resume else None
     run_folder = earlier or launch.make_run_folder(settings)
     console.print(f"run folder: {escape(str(run_folder))}{', going on' if earlier else ''}")
     try:
-        asyncio.run(_launch_and_show(settings, run_folder))
+        with trackers(run_folder, settings.tracking.to):
+            asyncio.run(_launch_and_show(settings, run_folder))
     finally:
         if (run_folder / "journal" / "orchestrator.jsonl").exists():
             console.print(f"report: {escape(str(write_report(run_folder)))}")

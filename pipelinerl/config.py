@@ -163,6 +163,17 @@ class CheckpointSection(Section):
     keep: PositiveInt = Field(1, description="newest checkpoints that stay on the disk")
 
 
+class TrackingSection(Section):
+    to: tuple[Literal["wandb", "tensorboard", "prometheus"], ...] = Field(
+        (), description="trackers that follow the run's journal, each in a process of its own; `pipelinerl track` sends what one missed"
+    )
+    project: str = Field("pipelinerl", description="Weights & Biases project; offline where there is no key")
+    prometheus_interface: str = Field("127.0.0.1", description="address the Prometheus endpoint is bound to; it asks for no password")
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="its port; 0: a free one, told in <run>/endpoints/metrics.json"
+    )
+
+
 class SftSection(Section):
     source: str | None = Field(None, description="rows with a prompt and a completion, as data.source")
     completion_column: str = "completion"
@@ -191,6 +202,7 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
+    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
 
     @pydantic.model_validator(mode="after")
