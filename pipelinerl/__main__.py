@@ -147,7 +147,7 @@ def ledger(
 @app.command()
 def check(run_folder: RunFolder) -> None:
     """Judge a run by its ledger and its checkpoints: nothing lost, nothing trained twice, nothing too old."""
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "checker", str(run_folder)]))
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "pipelinerl.checker", str(run_folder)]))
 
 
 @app.command()

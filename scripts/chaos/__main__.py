@@ -61,7 +61,7 @@ def main() -> None:
         print("role          killed  stopped for a while")
         for role in kills:
             print(f"{role:<12}  {chaos.killed[role]:>6}  {chaos.stopped[role]:>7}")
-        verdict = subprocess.call([sys.executable, "-m", "checker", str(run_folder)])
+        verdict = subprocess.call([sys.executable, "-m", "pipelinerl.checker", str(run_folder)])
         if problem:
             print(f"the run did not end well: {problem}")
         sys.exit(1 if problem or verdict else 0)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from checker.history import open_history
-from checker.laws import Trial, try_history
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.state.ledger import Ledger
+from pipelinerl.checker.history import open_history
+from pipelinerl.checker.laws import Trial, try_history
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from checker.history import Checkpoint, Entry, History
+from pipelinerl.checker.history import Checkpoint, Entry, History
 
 ENDS = ("trained", "filtered", "stale", "failed", "cancelled")
 

@@ -1,4 +1,4 @@
-"""`python -m checker RUN`: exits with 0 where every promise was kept, else prints what was not and exits with 1."""
+"""`python -m pipelinerl.checker RUN`: exits with 0 where every promise was kept, else prints what was not and exits with 1."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from checker.history import open_history
-from checker.laws import try_history
+from pipelinerl.checker.history import open_history
+from pipelinerl.checker.laws import try_history
 
 MAX_SHOWN = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m checker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.checker", description=__doc__)
     parser.add_argument("run_folder", type=Path, help="a run's folder, under way or ended")
     try:
         with open_history(parser.parse_args().run_folder) as history:

@@ -1,5 +1,0 @@
-"""Judges a run by its history alone: `python -m checker RUN` reads `ledger.sqlite` and the checkpoints' manifests, and nothing else.
-
-It shares no code with what it judges (import-linter holds that), and repeats every promise in its own words: a fault in the product's
-idea of a promise does not hide here. Only the standard library is needed.
-"""
