@@ -183,7 +183,7 @@ class Pipeline:
         self._trainer = Peers(
             trainer_hub,
             role="trainer",
-            expected=config.trainer.ranks,
+            expected=config.trainer.layout.replicas,
             ready_deadline_s=config.trainer.ready_deadline_s,
             silent_after_s=config.trainer.silent_after_s,
         )
@@ -221,7 +221,7 @@ class Pipeline:
             rows=rows,
             published=published,
             trainer=self._trainer,
-            num_replicas=config.trainer.ranks,
+            num_replicas=config.trainer.layout.replicas,
             num_steps=config.trainer.steps,
             holds_batches=pace.holds_batches,
             ledger=self._ledger,

@@ -18,6 +18,7 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.layout import Layout, nearest, problems_of
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -108,9 +109,18 @@ class PipelineSection(Section):
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
 
+class ParallelSection(Section):
+    shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
+    context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
+    tensor: PositiveInt = Field(1, description="ranks that share every matrix")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers")
+    expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
+
+
 class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
-    ranks: PositiveInt = Field(1, description="trainer processes, data-parallel")
+    ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
+    parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
     learning_rate: PositiveFloat = Field(1e-6)
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
@@ -123,6 +133,11 @@ class TrainerSection(Section):
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")
     silent_after_s: PositiveFloat = Field(600.0, description="a trainer not heard of for so long ends the run")
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks share the model."""
+        return Layout(ranks=self.ranks, **self.parallel.model_dump())
 
 
 class EvaluationSection(Section):
@@ -184,6 +199,9 @@ class Config(Section):
         ):
             if cores and len(cores) != wanted:
                 problems.append(f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none.")
+        layout = self.trainer.layout
+        if found := problems_of(layout):
+            problems.append(f"trainer.{layout}: {'; '.join(found)}. The nearest that works: {nearest(layout)}")
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.layout import ModelShape, check_layout
 from pipelinerl.messages import MicroBatch, StepDone, StepSealed, Stop, ToTrainer, TrainerReady
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
@@ -20,6 +21,7 @@ from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publish import Publisher
 from trainer.step import Step
+from trainer.torch_engine import TorchEngine
 
 MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
 """Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
@@ -27,8 +29,16 @@ MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
 
 def train(config: Config, run_folder: Path) -> None:
     """Train until the last step, or until told to stop; either way `<run>/model` then holds the last policy."""
-    replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s)
-    model = Model(config.model.path, dtype=config.model.dtype, temperature=config.rollout.temperature, device=replicas.device)
+    layout = config.trainer.layout
+    check_layout(layout, shape=ModelShape.read(config.model.path) if layout.ranks > layout.copies else None)
+    replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=layout)
+    model = Model(
+        config.model.path,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        device=replicas.device,
+        replicas=replicas,
+    )
     step = _make_step(config, model=model, replicas=replicas)
     publisher = None
     if replicas.rank == 0:
@@ -118,11 +128,12 @@ def _make_step(config: Config, *, model: Model, replicas: Replicas) -> Step:
         betas=section.betas,
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
+        holdings=model.holdings,
+        replicas=replicas,
     )
     method = method_of(config.algorithm, group_size=config.rollout.group_size)
     return Step(
-        model,
-        optimizer=optimizer,
+        TorchEngine(model, optimizer=optimizer, replicas=replicas),
         method=method,
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,

@@ -100,6 +100,13 @@ def arrange(token_ids: Int32, *, trains: Mask, lengths: Int32, names: Sequence[s
     )
 
 
+def empty_row(device: torch.device | str = "cpu") -> Row:
+    """One token and nothing to learn from it: the pass of a rank that has no row while others, who meet it in the middle, have one."""
+    zero, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    block = Block(start=0, num=1, length=1, trunk_length=0, trunk=None)
+    return Row(token_ids=zero, positions=zero, blocks=(block,), targets=nothing, sources=nothing, trained=nothing)
+
+
 def _cut(token_ids: Int32, *, starts: np.ndarray, trained: np.ndarray) -> tuple[list[_Piece], np.ndarray]:
     """Cut what has to be computed into pieces, in the order of their shapes, and say which token of the row predicts each trained one.
 

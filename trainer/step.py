@@ -15,8 +15,7 @@ from pipelinerl.algorithms.loss import TokenColumns, denominator, finish_meters,
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.errors import MismatchError
 from pipelinerl.messages import MicroBatch, StepSealed
-from trainer.model import Model
-from trainer.optimizer import Optimizer
+from trainer.engine import Engine, Outputs
 from trainer.parallel import Replicas
 from trainer.row import Row, arrange
 
@@ -29,9 +28,8 @@ class Step:
 
     def __init__(
         self,
-        model: Model,
+        engine: Engine,
         *,
-        optimizer: Optimizer,
         method: Method,
         replicas: Replicas,
         max_completion_tokens: int,
@@ -39,42 +37,33 @@ class Step:
         first_step: int = 0,
     ) -> None:
         """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`."""
-        self._model = model
-        self._optimizer = optimizer
+        self._engine = engine
         self._method = method
         self._replicas = replicas
         self._max_completion_tokens = max_completion_tokens
         self._max_logprob_gap = max_logprob_gap
         self._first_step = first_step
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
-        self._no_meters = policy_loss(_no_columns(model.device), method=method).meters
+        self._no_meters = policy_loss(_no_columns(replicas.device), method=method).meters
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
 
     def add(self, batch: MicroBatch) -> None:
         """Compute a row's loss sum and add its gradient. A zero-loss row adds nothing. Raises `MismatchError` and `DataError`."""
-        self._num_tokens += len(batch.token_ids)
-        row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids, device=self._model.device)
-        if row is None:
-            return
-        logprobs, entropy = self._model.logprobs(row, with_entropy_gradient=Need.ENTROPY in self._method.needs)
-        columns = self._columns(batch, row, logprobs=logprobs, entropy=entropy)
-        if batch.step == self._first_step:
-            check_agreement(columns, batch=batch, limit=self._max_logprob_gap)
-        sums = policy_loss(columns, method=self._method)
-        sums.loss.backward()
-        self._meters = merge_meters((self._meters, sums.meters))
+        if self._replicas.is_last_stage:
+            self._num_tokens += len(batch.token_ids)
+        row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids, device=self._replicas.device)
+        self._engine.train(row, lambda outputs: self._loss(batch, row, outputs))
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank."""
-        self._replicas.sum(self._optimizer.gradient, what=f"to sum the gradients of step {sealed.step}")
         divisor = denominator(
             self._method.aggregation,
             num_tokens=sealed.num_tokens,
             num_sequences=sealed.num_samples,
             max_tokens=self._max_completion_tokens,
         )
-        update = self._optimizer.step(sealed.step, denominator=divisor)
+        update = self._engine.update(sealed.step, denominator=divisor)
         totals = self._reduced(sealed.step)
         num_tokens = totals.pop("row_tokens_sum")
         numbers = finish_meters(totals, denominator=divisor)
@@ -90,16 +79,26 @@ class Step:
 
     def drop(self) -> None:
         """Forget the rows added so far."""
-        self._optimizer.drop()
+        self._engine.drop()
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
+
+    def _loss(self, batch: MicroBatch, row: Row | None, outputs: Outputs) -> torch.Tensor:
+        """A row's raw loss sum; its meters are kept."""
+        assert row is not None, "the loss of a zero-loss row is not asked for"
+        columns = self._columns(batch, row, logprobs=outputs.logprobs, entropy=outputs.entropy)
+        if batch.step == self._first_step:
+            check_agreement(columns, batch=batch, limit=self._max_logprob_gap)
+        sums = policy_loss(columns, method=self._method)
+        self._meters = merge_meters((self._meters, sums.meters))
+        return sums.loss
 
     def _columns(self, batch: MicroBatch, row: Row, *, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenColumns:
         """The loss's view of a row: trained tokens only."""
         sample_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
 
         def trained(column: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(column[batch.trains]).to(self._model.device, non_blocking=True)
+            return torch.from_numpy(column[batch.trains]).to(self._replicas.device, non_blocking=True)
 
         return TokenColumns(
             logprobs=logprobs,
@@ -120,7 +119,7 @@ class Step:
         totals: dict[str, float] = {}
         for is_maximum, reduce in ((False, self._replicas.sum), (True, self._replicas.maximum)):
             names = sorted(name for name in meters if reduces_by_maximum(name) == is_maximum)
-            values = torch.stack([meters[name].double().to(self._model.device) for name in names])
+            values = torch.stack([meters[name].double().to(self._replicas.device) for name in names])
             reduce(values, what=f"to add up the meters of step {step}")
             totals |= dict(zip(names, values.tolist(), strict=True))
         return totals

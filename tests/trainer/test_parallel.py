@@ -30,7 +30,7 @@ def _samples() -> Samples:
 
 def _train(folder: Path, rows: list[Samples], replicas: Replicas) -> dict[str, object]:
     samples = _samples()
-    model = make_model(folder)
+    model = make_model(folder, replicas=replicas)
     step, _ = make_step(model, replicas=replicas, max_grad_norm=0.01)
     for number in range(2):
         for index, row in enumerate(rows):

@@ -18,6 +18,7 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.row import arrange
 from trainer.step import Step
+from trainer.torch_engine import TorchEngine
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 VOCABULARY = 61
@@ -47,8 +48,8 @@ def make_folder(folder: Path, *, family: str, seed: int = 0, **overrides: Any) -
     return folder
 
 
-def make_model(folder: Path, *, dtype: str = "float32", temperature: float = 1.0) -> Model:
-    return Model(folder, dtype=dtype, temperature=temperature, device=CPU)
+def make_model(folder: Path, *, dtype: str = "float32", temperature: float = 1.0, replicas: Replicas | None = None) -> Model:
+    return Model(folder, dtype=dtype, temperature=temperature, device=CPU, replicas=replicas)
 
 
 def make_sample(generator: np.random.Generator, *, prompt: int, completion: int) -> dict[str, np.ndarray]:
@@ -95,19 +96,21 @@ def make_step(
     overrides: dict[str, Any] | None = None,
 ) -> tuple[Step, Optimizer]:
     """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
+    replicas = replicas or Replicas(ranks=1, deadline_s=60)
     optimizer = Optimizer(
         model.parameters(),
         schedule=Schedule(learning_rate=learning_rate, num_steps=10),
         betas=(0.9, 0.95),
         weight_decay=0.0,
         max_grad_norm=max_grad_norm,
+        holdings=model.holdings,
+        replicas=replicas,
     )
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
     step = Step(
-        model,
-        optimizer=optimizer,
+        TorchEngine(model, optimizer=optimizer, replicas=replicas),
         method=resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS),
-        replicas=replicas or Replicas(ranks=1, deadline_s=60),
+        replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
     )
