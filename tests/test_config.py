@@ -130,7 +130,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
             rollout={"max_tokens": 8192, "group_size": 4},
             batch={"max_tokens": 4096, "min_survivors": 5},
             engine={"count": 2, "cores": [0, 1, 2]},
-            trainer={"ranks": 2, "cores": [0]},
+            trainer={"ranks": 2, "cores": [0], "parallel": {"tensor": 4}},
         )
     )
     assert found == [
@@ -138,6 +138,8 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
         "batch.min_survivors is 5 but rollout.group_size is 4: every group would fail. Lower batch.min_survivors.",
         "engine.cores names 3 cores for 2 processes. Name one core for each, or none.",
         "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
+        "trainer.ranks = 2, parallel.tensor = 4: one replica takes 4 ranks (context x tensor x pipeline), which do not divide 2."
+        " The nearest that works: ranks = 2, parallel.tensor = 2",
     ]
 
 

@@ -10,18 +10,19 @@ from pathlib import Path
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.layout import ModelShape, check_layout
-from pipelinerl.messages import MicroBatch, StepDone, StepSealed, Stop, ToTrainer, TrainerReady
+from pipelinerl.messages import PolicyPublished, StepDone, StepSealed, Stop, ToTrainer, TrainerReady
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
 from trainer.checkpoint import save_model
 from trainer.feed import Feed
-from trainer.model import Model
+from trainer.model import Model, Weights
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publish import Publisher
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
+from trainer.waves import Waves
 
 MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
 """Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
@@ -40,79 +41,95 @@ def train(config: Config, run_folder: Path) -> None:
         replicas=replicas,
     )
     step = _make_step(config, model=model, replicas=replicas)
+    weights = Weights(model, is_wanted=replicas.rank == 0)
     publisher = None
     if replicas.rank == 0:
-        publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=config.trainer.silent_after_s)
-    feed = Feed(
-        lambda: ZmqLink(run_folder, "trainer", replicas.rank, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
-        ready=TrainerReady(replica=replicas.rank, num_replicas=replicas.size, process_id=os.getpid(), version=0),
-        num_steps=config.trainer.steps,
-        silent_after_s=config.trainer.silent_after_s,
-        publisher=publisher,
-    )
+        publisher = Publisher(
+            weights.present, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=config.trainer.silent_after_s
+        )
 
     def save() -> None:
-        if replicas.rank == 0:
-            save_model(model, run_folder / "model", source=config.model.path)
+        save_model(model, run_folder / "model", source=config.model.path)
 
     with contextlib.ExitStack() as at_end:
         at_end.callback(replicas.close)
         journal = at_end.enter_context(contextlib.closing(Journal(run_folder, f"trainer-{replicas.rank}")))
         if publisher is not None:
             at_end.callback(publisher.close)
-        at_end.enter_context(feed)
-        phases = Phases(journal, feed=feed)
-        run_steps(config.trainer.steps, feed=feed, step=step, replicas=replicas, publisher=publisher, phases=phases, save=save)
+        feed = None
+        if replicas.is_leader:
+            feed = at_end.enter_context(_make_feed(config, run_folder, replicas=replicas, publisher=publisher))
+        waves = at_end.enter_context(Waves(feed, replicas=replicas, lay_out=step.lay_out))
+        run_steps(
+            config.trainer.steps,
+            waves=waves,
+            step=step,
+            weights=weights,
+            publisher=publisher,
+            send=feed.send if feed is not None and publisher is not None else lambda message: None,
+            phases=Phases(journal, waves=waves),
+            save=save,
+        )
         # Engines may still have to attach the last policy: its buffer stays until the orchestrator says that the run is over.
-        feed.wait_for_stop(config.trainer.silent_after_s)
+        waves.wait_for_stop(config.trainer.silent_after_s)
 
 
 def run_steps(
     num_steps: int,
     *,
-    feed: Feed,
+    waves: Waves,
     step: Step,
-    replicas: Replicas,
+    weights: Weights,
     publisher: Publisher | None,
+    send: Callable[[StepDone | PolicyPublished], None],
     phases: Phases,
     save: Callable[[], None],
 ) -> None:
-    """Train step after step, and publish a policy after each; end after the last, or once any replica is told to stop."""
+    """Train step after step, and publish a policy after each; end after the last, or once told to stop, all ranks after the same row."""
     for number in range(num_steps):
-        sealed = _add_rows(feed=feed, step=step, phases=phases)
-        is_whole = replicas.all_agree(sealed is not None, what=f"to agree that step {number} is whole")
-        if sealed is None or not is_whole:
+        sealed = _add_rows(waves=waves, step=step, phases=phases)
+        if sealed is None:
             break
         with phases("optimizer"):
             metrics = step.finish(sealed)
         policy = None
-        if publisher is not None:
-            with phases("publish"):
+        with phases("publish"):
+            weights.gather()
+            if publisher is not None:
                 policy = publisher.publish(number + 1)
         if number + 1 == num_steps:
             save()
-        if publisher is not None:
-            feed.send(StepDone(step=number, metrics=metrics | phases.finish_step(num_tokens=metrics["num_tokens"])))
+        send(StepDone(step=number, metrics=metrics | phases.finish_step(num_tokens=metrics["num_tokens"])))
         if policy is not None:
-            feed.send(policy)
+            send(policy)
     else:
         return
     save()
 
 
-def _add_rows(*, feed: Feed, step: Step, phases: Phases) -> StepSealed | None:
+def _add_rows(*, waves: Waves, step: Step, phases: Phases) -> StepSealed | None:
     """Train on rows as they come until the step is sealed; None where told to stop before."""
     while True:
         with phases("wait"):
-            item = feed.take()
-        match item:
-            case MicroBatch():
+            wave = waves.take()
+        match wave:
+            case (batch, row):
                 with phases("forward_backward"):
-                    step.add(item)
+                    step.add(batch, row)
             case StepSealed():
-                return item
+                return wave
             case Stop():
                 return None
+
+
+def _make_feed(config: Config, run_folder: Path, *, replicas: Replicas, publisher: Publisher | None) -> Feed:
+    return Feed(
+        lambda: ZmqLink(run_folder, "trainer", replicas.number, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
+        ready=TrainerReady(replica=replicas.number, num_replicas=replicas.layout.replicas, process_id=os.getpid(), version=0),
+        num_steps=config.trainer.steps,
+        silent_after_s=config.trainer.silent_after_s,
+        publisher=publisher,
+    )
 
 
 def _make_step(config: Config, *, model: Model, replicas: Replicas) -> Step:

@@ -41,6 +41,10 @@ class Model:
         self.module.eval()
         self.device = device
         self.temperature = temperature
+        self.is_spread = replicas.layout.ranks > replicas.layout.copies
+        """True where no rank holds all the weights."""
+        self.writes = replicas.rank == 0
+        """True on the rank that writes the model down."""
         self._tied_names = _tied_names(self.module)
         self._stage = _Stage(self.module, temperature=temperature, replicas=replicas)
         self.holdings = spread(self.module, self._stage, replicas=replicas, dtype=self.dtype)
@@ -80,6 +84,27 @@ class Model:
     def tied_names(self) -> frozenset[str]:
         """Names that are another name for a parameter already named: a published policy may leave them out."""
         return self._tied_names
+
+
+class Weights:
+    """The weights of one moment, whole, on the rank that publishes them."""
+
+    def __init__(self, model: Model, *, is_wanted: bool) -> None:
+        """`is_wanted` where this rank publishes. Gathers: every rank calls this at the same time."""
+        self._model = model
+        self._is_wanted = is_wanted
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.gather()
+
+    def gather(self) -> None:
+        """Take the present weights; ranks that do not publish only help. A model that is not spread is not copied."""
+        self._tensors = {}
+        if self._is_wanted or self._model.is_spread:
+            self._tensors = {name: tensor for name, tensor in self._model.stream() if self._is_wanted}
+
+    def present(self) -> dict[str, torch.Tensor]:
+        """What was gathered last, by Hugging Face name."""
+        return self._tensors
 
 
 class _Stage(torch.nn.Module):
