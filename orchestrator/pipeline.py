@@ -263,7 +263,7 @@ class Pipeline:
                     min_survivors=config.batch.min_survivors,
                     credit=credit,
                 ),
-                packing=Packing(max_tokens=config.batch.max_tokens),
+                packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
                 admission=self._admission,
                 credits=credits,
                 ledger=self._ledger,
