@@ -113,7 +113,7 @@ class ParallelSection(Section):
     shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
     context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
     tensor: PositiveInt = Field(1, description="ranks that share every matrix")
-    pipeline: PositiveInt = Field(1, description="ranks that share the layers")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers; only 1 so far")
     expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
 
 
@@ -130,6 +130,8 @@ class TrainerSection(Section):
     max_logprob_gap: PositiveFloat | None = Field(
         None, description="largest |engine - trainer| log-probability at step 0; default 1e-4 in float32, else 0.5"
     )
+    recompute: bool = Field(False, description="compute every layer again in the backward pass: less memory, a third more work")
+    float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")
     silent_after_s: PositiveFloat = Field(600.0, description="a trainer not heard of for so long ends the run")

@@ -1,7 +1,7 @@
 """How the trainer's ranks share one model: which layouts there are, which of them fit a model, and which is nearest to one that does not.
 
-Ranks are numbered with tensor parallelism fastest, then context, shard, copy, and pipeline slowest, so that those who talk most are
-neighbours. Expert parallelism takes the same ranks in another order: neighbours hold different experts, whatever else they share.
+Ranks are numbered with tensor parallelism fastest, then context, shard, and copy slowest, so that those who talk most are neighbours.
+Expert parallelism takes the same ranks in another order: neighbours hold different experts, whatever else they share.
 
 Imports no torch: a head node can refuse a layout before anything runs.
 """
@@ -18,9 +18,6 @@ from typing import Any
 
 from pipelinerl.errors import ConfigError
 
-PIPELINED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
-"""Model types whose stages were shown to compute what the whole model does; others may do more between two layers than pass a tensor on."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -34,7 +31,7 @@ class Layout:
     tensor: int = 1
     """Ranks that share every matrix."""
     pipeline: int = 1
-    """Ranks that share the layers."""
+    """Ranks that share the layers. Not built: anything but 1 is refused."""
     expert: int = 1
     """Ranks that share the experts; no factor of `ranks`, they are the same ranks seen another way."""
 
@@ -66,15 +63,12 @@ class ModelShape:
     """What of a model decides how it may be cut; `None` where it has no such thing."""
 
     model_type: str
-    num_layers: int
     num_heads: int
     num_key_heads: int
     intermediate_size: int
     num_experts: int | None = None
     expert_size: int | None = None
     """Inner size of one expert."""
-    is_tied: bool = False
-    """Input and output embedding are one tensor."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -85,13 +79,11 @@ class ModelShape:
             num_heads = int(tree["num_attention_heads"])
             return cls(
                 model_type=str(tree["model_type"]),
-                num_layers=int(tree["num_hidden_layers"]),
                 num_heads=num_heads,
                 num_key_heads=int(tree.get("num_key_value_heads") or num_heads),
                 intermediate_size=int(tree["intermediate_size"]),
                 num_experts=_optional(tree, "num_experts", "num_local_experts"),
                 expert_size=_optional(tree, "moe_intermediate_size"),
-                is_tied=bool(tree.get("tie_word_embeddings", False)),
             )
         except OSError as error:
             raise ConfigError(f"model.path {folder}: {path} cannot be read: {error.strerror}") from None
@@ -108,13 +100,21 @@ def problems_of(layout: Layout, *, shape: ModelShape | None = None) -> list[str]
         )
     elif layout.replicas % layout.shard:
         found.append(f"parallel.shard = {layout.shard} does not divide the {layout.replicas} replicas that {layout.ranks} ranks make")
-    if not found and (layout.ranks // layout.pipeline) % layout.expert:
-        found.append(f"parallel.expert = {layout.expert} does not divide the {layout.ranks // layout.pipeline} ranks of a pipeline stage")
+    if layout.ranks % layout.expert:
+        found.append(f"parallel.expert = {layout.expert} does not divide the {layout.ranks} ranks")
+    if layout.pipeline > 1:
+        found.append(
+            f"parallel.pipeline = {layout.pipeline}: the layers of a model cannot be spread over ranks yet, only every layer's matrices"
+        )
     return found if shape is None else found + list(_problems_of_model(layout, shape))
 
 
-def check_layout(layout: Layout, *, shape: ModelShape | None = None) -> None:
-    """Raise `ConfigError` with every problem of a layout, and the nearest layout of as many ranks that has none."""
+def check_layout(layout: Layout, folder: Path) -> None:
+    """Raise `ConfigError` with every problem a layout has with the model in `folder`, and the nearest layout that has none.
+
+    A model of which every rank holds a copy is not looked at: there is nothing to cut.
+    """
+    shape = ModelShape.read(folder) if layout.copies < layout.ranks else None
     found = problems_of(layout, shape=shape)
     if found:
         raise ConfigError(f"trainer.{layout}: " + "; ".join(found) + f". The nearest that works: {nearest(layout, shape=shape)}")
@@ -146,12 +146,6 @@ def _problems_of_model(layout: Layout, shape: ModelShape) -> Iterator[str]:
         yield f"parallel.expert = {layout.expert}, but a {shape.model_type} has no experts"
     elif layout.expert > 1 and shape.num_experts is not None and shape.num_experts % layout.expert:
         yield f"parallel.expert = {layout.expert} does not divide the model's {shape.num_experts} experts"
-    if layout.pipeline > shape.num_layers:
-        yield f"parallel.pipeline = {layout.pipeline}, but the model has {shape.num_layers} layers"
-    if layout.pipeline > 1 and shape.is_tied:
-        yield "parallel.pipeline > 1 with tied embeddings: the first and the last stage would train one tensor apart"
-    if layout.pipeline > 1 and shape.model_type not in PIPELINED:
-        yield f"parallel.pipeline > 1 is shown to be right for {', '.join(sorted(PIPELINED))} only, not for {shape.model_type}"
 
 
 def _optional(tree: dict[str, Any], *names: str) -> int | None:

@@ -291,6 +291,8 @@ KEYS = [
     "trainer.weight_decay",
     "trainer.max_grad_norm",
     "trainer.max_logprob_gap",
+    "trainer.recompute",
+    "trainer.float32_head",
     "trainer.cores",
     "trainer.ready_deadline_s",
     "trainer.silent_after_s",

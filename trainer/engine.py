@@ -36,13 +36,13 @@ class Engine(Protocol):
     def train(self, row: Row | None, loss: Loss) -> None:
         """Add the gradient of `loss` over one row, not divided; None is the zero-loss row, whose loss is never asked for.
 
-        The row may be computed later, together with others, but before `update` returns. `loss` is called where log-probabilities come
-        out: on every rank of a replica's last pipeline stage, with the same outputs.
+        The row may be computed later, together with others, but before `update` returns. `loss` is called with the same outputs on every
+        rank of a replica.
         """
         ...
 
     def logprobs(self, row: Row | None) -> Outputs | None:
-        """Compute the outputs of a row without gradient; None where they come out on another rank."""
+        """Compute the outputs of a row without gradient; None for a zero-loss row, which has none."""
         ...
 
     def update(self, index: int, *, denominator: float) -> Update:

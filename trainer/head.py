@@ -84,7 +84,7 @@ class _LinearLogprobs(torch.autograd.Function):
             to_logits = to_logits.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(to_logits, weight, out=to_hidden[piece])
             if to_weight is not None:
-                to_weight += to_logits.t() @ hidden[piece]
+                _add_product(to_weight, to_logits.t(), hidden[piece])
         if ctx.group is not None:
             dist.all_reduce(to_hidden, group=ctx.group)
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
@@ -93,6 +93,14 @@ class _LinearLogprobs(torch.autograd.Function):
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
     """[piece, V] float32, a table of its own."""
     return (hidden @ weight.t()).float().div_(temperature)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a matrix product to a float32 total, in place where the factors are as precise."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _pieces(num: int, words: int) -> list[slice]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.layout import ModelShape, check_layout
+from pipelinerl.layout import check_layout
 from pipelinerl.messages import PolicyPublished, StepDone, StepSealed, Stop, ToTrainer, TrainerReady
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
@@ -31,7 +31,7 @@ MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
 def train(config: Config, run_folder: Path) -> None:
     """Train until the last step, or until told to stop; either way `<run>/model` then holds the last policy."""
     layout = config.trainer.layout
-    check_layout(layout, shape=ModelShape.read(config.model.path) if layout.ranks > layout.copies else None)
+    check_layout(layout, config.model.path)
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=layout)
     model = Model(
         config.model.path,
@@ -39,6 +39,8 @@ def train(config: Config, run_folder: Path) -> None:
         temperature=config.rollout.temperature,
         device=replicas.device,
         replicas=replicas,
+        recomputes=config.trainer.recompute,
+        has_float32_head=config.trainer.float32_head,
     )
     step = _make_step(config, model=model, replicas=replicas)
     weights = Weights(model, is_wanted=replicas.rank == 0)

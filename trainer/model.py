@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import ConfigError
 from trainer import attention
+from trainer.context import gather_outputs
 from trainer.head import linear_logprobs
 from trainer.parallel import Replicas
 from trainer.row import Row
@@ -28,8 +29,21 @@ from trainer.sharding import check_head, local, spread
 class Model:
     """This rank's share of a causal language model. What computes or gathers is called by all ranks of a replica, in the same order."""
 
-    def __init__(self, folder: Path, *, dtype: str, temperature: float, device: torch.device, replicas: Replicas | None = None) -> None:
-        """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        temperature: float,
+        device: torch.device,
+        replicas: Replicas | None = None,
+        recomputes: bool = False,
+        has_float32_head: bool = False,
+    ) -> None:
+        """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
+
+        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there.
+        """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
         replicas = replicas or Replicas(ranks=1, deadline_s=0.0)
@@ -39,6 +53,10 @@ class Model:
         check_head(self.module)
         # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
         self.module.eval()
+        if recomputes:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in self.module.base_model.layers:
+                layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still
         self.device = device
         self.temperature = temperature
         self.is_spread = replicas.layout.ranks > replicas.layout.copies
@@ -46,7 +64,7 @@ class Model:
         self.writes = replicas.rank == 0
         """True on the rank that writes the model down."""
         self._tied_names = _tied_names(self.module)
-        self._stage = _Stage(self.module, temperature=temperature, replicas=replicas)
+        self._stage = _Stage(self.module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas)
         self.holdings = spread(self.module, self._stage, replicas=replicas, dtype=self.dtype)
         """How each of `parameters` is spread over the ranks."""
         self.module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
@@ -110,27 +128,36 @@ class Weights:
 class _Stage(torch.nn.Module):
     """What one forward pass runs: one call, so that sharded weights are there for the whole of it."""
 
-    def __init__(self, module: PreTrainedModel, *, temperature: float, replicas: Replicas) -> None:
+    def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas) -> None:
         super().__init__()
+        self._has_float32_head = has_float32_head
         self.module = module
         self._temperature = temperature
         self._vocabulary = module.get_output_embeddings().weight.shape[0]
         self._tensor = replicas.layout.tensor
         self._place = replicas.place("tensor")
         self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
+        self._context = replicas.mesh("context").get_group() if replicas.layout.context > 1 else None
 
     def forward(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.module.base_model(
-            input_ids=row.token_ids[None], position_ids=row.positions[None], use_cache=False, blocks=row.blocks
+            input_ids=row.token_ids[None], position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
         ).last_hidden_state
-        return linear_logprobs(
-            hidden[0, row.sources],
-            local(self.module.get_output_embeddings().weight),
+        hidden, weight = hidden[0, row.sources], local(self.module.get_output_embeddings().weight)
+        if self._has_float32_head:
+            hidden, weight = hidden.float(), weight.float()
+        logprobs, entropy = linear_logprobs(
+            hidden,
+            weight,
             row.targets,
             temperature=self._temperature,
             first_id=-(-self._vocabulary // self._tensor) * self._place,
             group=self._group,
         )
+        if self._context is None:
+            return logprobs, entropy
+        logprobs, entropy = gather_outputs(torch.stack((logprobs, entropy), 1), self._context)[row.order].unbind(1)
+        return logprobs, entropy
 
 
 def _tied_names(module: PreTrainedModel) -> frozenset[str]:

@@ -6,6 +6,7 @@ One rank needs no process group and makes none. Ranks are numbered as `pipeliner
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.layout import Layout
+from trainer.row import Part
 
 
 class Replicas:
@@ -36,12 +38,12 @@ class Replicas:
         self.device = _device(int(os.environ.get("LOCAL_RANK", "0")))
         self.deadline_s = deadline_s
         self._mesh: DeviceMesh | None = None
-        self._numbers: dist.ProcessGroup | None = None
+        self._peers: dist.ProcessGroup | None = None
         if self.size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
             self._mesh = _mesh_of(self.layout, self.device.type)
-            self._numbers = self.mesh("pipeline", "copy", "shard").get_group()
+            self._peers = self.mesh("copy", "shard").get_group()
 
     @property
     def number(self) -> int:
@@ -51,12 +53,12 @@ class Replicas:
     @property
     def is_leader(self) -> bool:
         """True on one rank of every replica: it takes the replica's rows off the wire."""
-        return not (self.place("pipeline") or self.place("context") or self.place("tensor"))
+        return not (self.place("context") or self.place("tensor"))
 
     @property
-    def is_last_stage(self) -> bool:
-        """True where log-probabilities come out."""
-        return self.place("pipeline") == self.layout.pipeline - 1
+    def part(self) -> Part:
+        """Which part of its replica's rows is this rank's."""
+        return Part(index=self.place("context"), num=self.layout.context)
 
     @property
     def shares_passes(self) -> bool:
@@ -68,17 +70,24 @@ class Replicas:
         assert self._mesh is not None, "one rank has no mesh"
         return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
 
+    @functools.cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks seen from their experts: `expert` are those that hold different ones, `rest` those that hold the same."""
+        layout = self.layout
+        sizes = {"rest": layout.ranks // layout.expert, "expert": layout.expert}
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
     def place(self, name: str) -> int:
         """This rank's place along one dimension of the mesh."""
         return 0 if self._mesh is None else self._mesh.get_local_rank(name)
 
     def sum(self, tensor: torch.Tensor, *, what: str) -> None:
-        """Replace `tensor` by its sum over the replicas, and over the stages of each, of which only the last has numbers to add."""
-        self.reduce(tensor, dist.ReduceOp.SUM, group=self._numbers, what=what)
+        """Replace `tensor` by its sum over the replicas; the ranks of one replica all give the same."""
+        self.reduce(tensor, dist.ReduceOp.SUM, group=self._peers, what=what)
 
     def maximum(self, tensor: torch.Tensor, *, what: str) -> None:
-        """Replace `tensor` by its elementwise maximum over the same ranks."""
-        self.reduce(tensor, dist.ReduceOp.MAX, group=self._numbers, what=what)
+        """Replace `tensor` by its elementwise maximum over the replicas."""
+        self.reduce(tensor, dist.ReduceOp.MAX, group=self._peers, what=what)
 
     def all_agree(self, claim: bool, *, what: str) -> bool:
         """True where `claim` holds on every rank: how they decide together, so that none waits in a collective for one that left."""
@@ -113,7 +122,6 @@ class Replicas:
 
 def _mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     sizes = {
-        "pipeline": layout.pipeline,
         "copy": layout.copies,
         "shard": layout.shard,
         "context": layout.context,

@@ -14,11 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -71,11 +69,13 @@ def spread(module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replica
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     dense = _group(replicas, "copy") if layout.shard > 1 else _group(replicas, "copy", "shard", "context")
     partial = dense + _group(replicas, "tensor")
-    expert = () if layout.shard > 1 or not experts else _expert_group(replicas)
+    expert = (
+        () if layout.shard > 1 or not experts or replicas.expert_mesh["rest"].size() == 1 else (replicas.expert_mesh["rest"].get_group(),)
+    )
     return [
         Holding(
             sums=expert if name.startswith(experts) and experts else partial if name in summed_by_step else dense,
-            num_holders=_num_holders(parameter, ranks=replicas.size // layout.pipeline),
+            num_holders=_num_holders(parameter, ranks=replicas.size),
         )
         for name, parameter in zip(names, parameters, strict=True)
     ]
@@ -115,8 +115,7 @@ def _cut_experts(module: PreTrainedModel, *, replicas: Replicas) -> tuple[str, .
     module.init_parallel_plans()
     if not module.ep_plan:
         raise ConfigError(f"{type(module).__name__} comes with no plan for expert parallelism: set trainer.parallel.expert to 1")
-    mesh = _expert_mesh(replicas)
-    apply_expert_parallelism(module, mesh["expert"], replicas.mesh("tensor"), module.ep_plan)
+    apply_expert_parallelism(module, replicas.expert_mesh["expert"], replicas.mesh("tensor"), module.ep_plan)
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in module.ep_plan}
     return tuple(f"{name}." for name, _ in module.named_modules() if any(pattern.fullmatch(name) for pattern in patterns))
 
@@ -126,10 +125,9 @@ def _shard(module: PreTrainedModel, stage: torch.nn.Module, *, experts: tuple[st
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = replicas.mesh("shard", "context")
     for name in experts:
-        fully_shard(module.get_submodule(name.removesuffix(".")), mesh=_expert_mesh(replicas)["rest"], mp_policy=policy)
-    # A pipeline keeps a layer whole between its forward and its backward pass: gathering it again for each row costs more than it saves.
+        fully_shard(module.get_submodule(name.removesuffix(".")), mesh=replicas.expert_mesh["rest"], mp_policy=policy)
     for layer in module.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=replicas.layout.pipeline == 1)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for part in stage.modules():
         if isinstance(part, FSDPModule):
@@ -137,26 +135,8 @@ def _shard(module: PreTrainedModel, stage: torch.nn.Module, *, experts: tuple[st
             part.set_force_sum_reduction_for_comms(True)  # a factor of 1 by itself is a kind of sum that gloo does not know
 
 
-_EXPERT_MESHES: dict[Replicas, torch.distributed.device_mesh.DeviceMesh] = {}
-
-
-def _expert_mesh(replicas: Replicas) -> torch.distributed.device_mesh.DeviceMesh:
-    layout = replicas.layout
-    if replicas not in _EXPERT_MESHES:
-        sizes = (layout.pipeline, layout.ranks // layout.pipeline // layout.expert, layout.expert)
-        _EXPERT_MESHES[replicas] = init_device_mesh(replicas.device.type, sizes, mesh_dim_names=("stage", "rest", "expert"))
-    return _EXPERT_MESHES[replicas]
-
-
-def _expert_group(replicas: Replicas) -> tuple[dist.ProcessGroup, ...]:
-    mesh = _expert_mesh(replicas)["rest"]
-    return (mesh.get_group(),) if mesh.size() > 1 else ()
-
-
 def _group(replicas: Replicas, *names: str) -> tuple[dist.ProcessGroup, ...]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mesh = replicas.mesh(*names)
+    mesh = replicas.mesh(*names)
     return (mesh.get_group(),) if mesh.size() > 1 else ()
 
 

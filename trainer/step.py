@@ -50,7 +50,14 @@ class Step:
 
     def lay_out(self, batch: MicroBatch) -> Row | None:
         """Bring a row to the device, laid out for the model; None for a zero-loss row. May run beside `add`. Raises `DataError`."""
-        return arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids, device=self._replicas.device)
+        return arrange(
+            batch.token_ids,
+            trains=batch.trains,
+            lengths=batch.lengths,
+            names=batch.rollout_ids,
+            device=self._replicas.device,
+            part=self._replicas.part,
+        )
 
     def add(self, batch: MicroBatch, row: Row | None = None) -> None:
         """Compute a row's loss sum and add its gradient. A zero-loss row adds nothing. Raises `MismatchError` and `DataError`.
@@ -58,8 +65,7 @@ class Step:
         `row` is what `lay_out` gave for it, where that was done before.
         """
         row = row or self.lay_out(batch)
-        if self._replicas.is_last_stage:
-            self._num_tokens += len(batch.token_ids)
+        self._num_tokens += len(batch.token_ids)
         self._engine.train(row, lambda outputs: self._loss(batch, row, outputs))
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:

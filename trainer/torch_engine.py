@@ -20,21 +20,24 @@ class TorchEngine:
         self._model = model
         self._optimizer = optimizer
         self._shares_passes = replicas.shares_passes
+        self._part = replicas.part
 
     def train(self, row: Row | None, loss: Loss) -> None:
         """See `trainer.engine`: computed at once."""
         if row is not None:
             loss(self._run(row)).backward()
         elif self._shares_passes:
-            outputs = self._run(empty_row(self._model.device))
+            outputs = self._run(empty_row(self._model.device, part=self._part))
             (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
 
     def logprobs(self, row: Row | None) -> Outputs | None:
         """See `trainer.engine`."""
-        if row is None and not self._shares_passes:
-            return None
         with torch.no_grad():
-            return self._run(row or empty_row(self._model.device))
+            if row is not None:
+                return self._run(row)
+            if self._shares_passes:
+                self._run(empty_row(self._model.device, part=self._part))
+        return None
 
     def update(self, index: int, *, denominator: float) -> Update:
         """See `trainer.engine`."""

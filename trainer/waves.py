@@ -142,6 +142,6 @@ def _group_of_replica(replicas: Replicas, timeout: datetime.timedelta) -> dist.P
     layout = replicas.layout
     if layout.ranks_per_replica == 1:
         return None
-    ranks = torch.arange(layout.ranks).view(layout.pipeline, layout.replicas, -1).transpose(0, 1).flatten(1)
-    groups = [dist.new_group(members, backend="gloo", timeout=timeout) for members in ranks.tolist()]
+    ranks = torch.arange(layout.ranks).view(layout.replicas, -1).tolist()
+    groups = [dist.new_group(members, backend="gloo", timeout=timeout) for members in ranks]
     return groups[replicas.number]

@@ -110,7 +110,9 @@ class Delivery:
 
     def _on_ready(self, peer: str, ready: TrainerReady) -> None:
         if ready.num_replicas != self._num_replicas:
-            raise PeerRefused(f"{peer} counts {ready.num_replicas} replicas, the config says trainer.ranks = {self._num_replicas}")
+            raise PeerRefused(
+                f"{peer} counts {ready.num_replicas} replicas, the config makes {self._num_replicas} (trainer.ranks and trainer.parallel)"
+            )
         self._num_ready += 1
         self._ready.set()
 
