@@ -138,7 +138,7 @@ def test_a_layout_trains_as_one_process(
 
 
 def test_bfloat16_trains_alike_and_is_exported_in_bfloat16(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Norms of gradients of many tokens, each rounded to 8 bits, agree to 3 % after an update; a weight ends at most two roundings of 1/256 apart."""
+    """Two updates move a weight by up to 2e-3; where rounding to 8 bits turns the sign of a small gradient, apart."""
     job = functools.partial(train, folder=folders["qwen3"], method="grpo", dtype="bfloat16")
     expected = job(Replicas(ranks=1, deadline_s=60))
     layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, context=2)]
@@ -148,4 +148,6 @@ def test_bfloat16_trains_alike_and_is_exported_in_bfloat16(folders: dict[str, Pa
             assert rank["weights"].keys() == expected["weights"].keys()
             for name, weight in rank["weights"].items():
                 assert weight.dtype == torch.bfloat16
-                assert torch.allclose(weight, expected["weights"][name], rtol=2 / 256, atol=2e-3), name
+                apart = (weight.float() - expected["weights"][name].float()).abs()
+                assert float(apart.max()) < 6e-3, name
+                assert float(apart.mean()) < 6e-4, name
