@@ -156,8 +156,8 @@ class _Stage(torch.nn.Module):
         )
         if self._context is None:
             return logprobs, entropy
-        logprobs, entropy = gather_outputs(torch.stack((logprobs, entropy), 1), self._context)[row.order].unbind(1)
-        return logprobs, entropy
+        columns = gather_outputs(torch.stack((logprobs, entropy), 1), self._context)[row.order]
+        return columns[:, 0].clone(), columns[:, 1].clone()  # not views: FSDP hangs the start of the backward pass on these tensors
 
 
 def _tied_names(module: PreTrainedModel) -> frozenset[str]:

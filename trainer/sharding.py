@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -125,7 +126,9 @@ def _shard(module: PreTrainedModel, stage: torch.nn.Module, *, experts: tuple[st
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = replicas.mesh("shard", "context")
     for name in experts:
-        fully_shard(module.get_submodule(name.removesuffix(".")), mesh=replicas.expert_mesh["rest"], mp_policy=policy)
+        part = module.get_submodule(name.removesuffix("."))
+        part.forward = _without_views(part.forward)
+        fully_shard(part, mesh=replicas.expert_mesh["rest"], mp_policy=policy)
     for layer in module.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -133,6 +136,15 @@ def _shard(module: PreTrainedModel, stage: torch.nn.Module, *, experts: tuple[st
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # a factor of 1 by itself is a kind of sum that gloo does not know
+
+
+def _without_views(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Have a sharded module return a tensor of its own: FSDP hangs the start of the backward pass on it, which a view would lose."""
+
+    def wrapped(*args: torch.Tensor) -> torch.Tensor:
+        return forward(*args).clone()
+
+    return wrapped
 
 
 def _group(replicas: Replicas, *names: str) -> tuple[dist.ProcessGroup, ...]:

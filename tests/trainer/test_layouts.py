@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ EXPERT_LAYOUTS = {
     "tensor 2, expert 2": Layout(ranks=2, tensor=2, expert=2),
     "2 copies of expert 2": Layout(ranks=4, expert=2),
     "shard 2, expert 2": Layout(ranks=2, shard=2, expert=2),
+    "2 copies of shard 2, expert 2": Layout(ranks=4, shard=2, expert=2),
     "shard 4, expert 2": Layout(ranks=4, shard=4, expert=2),
     "context 2, expert 2": Layout(ranks=2, context=2, expert=2),
     "shard 2, tensor 2, expert 4": Layout(ranks=4, shard=2, tensor=2, expert=4),
@@ -99,15 +101,20 @@ def train(replicas: Replicas, *, folder: Path, method: str, dtype: str = "float3
     return {"metrics": metrics, "gradients": gradients, "weights": weights, "used_bytes": used, "held_bytes": held}
 
 
+Case = tuple[str, str, str]
+
+
 @pytest.fixture(scope="module")
-def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
-    """What every rank of every case says; all cases of as many ranks run in the same processes."""
-    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for size in sorted({layout.ranks for layout in LAYOUTS.values()}):
+def result_of(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list[dict[str, Any]]]:
+    """What every rank of a case says; all cases of as many ranks run in the same processes, when the first of them is asked for."""
+
+    @functools.cache
+    def results(size: int) -> dict[Case, list[dict[str, Any]]]:
         chosen = [case for case in cases() if LAYOUTS[case[0]].ranks == size]
         jobs = [(LAYOUTS[name], functools.partial(train, folder=folders[family], method=method)) for name, family, method in chosen]
-        found |= dict(zip(chosen, run_jobs(jobs, tmp_path_factory.mktemp(f"{size}-ranks")), strict=True))
-    return found
+        return dict(zip(chosen, run_jobs(jobs, tmp_path_factory.mktemp(f"{size}-ranks")), strict=True))
+
+    return lambda case: results(LAYOUTS[case[0]].ranks)[case]
 
 
 @functools.cache
@@ -116,13 +123,14 @@ def alone(folder: Path, method: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", cases(), ids=", ".join)
-def test_a_layout_trains_as_one_process(
-    results: dict[tuple[str, str, str], list[dict[str, Any]]], folders: dict[str, Path], case: tuple[str, str, str]
-) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=", ".join(case), marks=[pytest.mark.slow] if LAYOUTS[case[0]].ranks > 2 else []) for case in cases()],
+)
+def test_a_layout_trains_as_one_process(result_of: Callable[[Case], list[dict[str, Any]]], folders: dict[str, Path], case: Case) -> None:
     _, family, method = case
     expected = alone(folders[family], method)
-    ranks = results[case]
+    ranks = result_of(case)
     assert set().union(*(rank["gradients"] for rank in ranks)) == expected["gradients"].keys()
     for rank in ranks:
         metrics = {name: value for name, value in expected["metrics"].items() if name != "num_micro_batches"}
