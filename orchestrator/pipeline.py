@@ -206,7 +206,7 @@ class Pipeline:
         self._trainer = Peers(
             trainer_hub,
             role="trainer",
-            expected=config.trainer.ranks,
+            expected=config.trainer.layout.replicas,
             ready_deadline_s=config.trainer.ready_deadline_s,
             silent_after_s=config.trainer.silent_after_s,
         )
@@ -271,7 +271,7 @@ class Pipeline:
             rows=rows,
             published=published,
             trainer=self._trainer,
-            num_replicas=config.trainer.ranks,
+            num_replicas=config.trainer.layout.replicas,
             num_steps=config.trainer.steps,
             holds_batches=pace.holds_batches,
             ledger=self._ledger,
@@ -334,7 +334,7 @@ class Pipeline:
                 rows=rows,
                 grouping=Grouping(group_size=config.rollout.group_size, first_group_id=past.next_group_id, still_open=past.running_groups),
                 cut=cut,
-                packing=Packing(max_tokens=config.batch.max_tokens),
+                packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
                 admission=self._admission,
                 credits=credits,
                 ledger=self._ledger,

@@ -21,6 +21,7 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.layout import Layout, nearest, problems_of
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
 """Last words of settings that must not be settings."""
@@ -116,9 +117,18 @@ class PipelineSection(Section):
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
 
+class ParallelSection(Section):
+    shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
+    context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
+    tensor: PositiveInt = Field(1, description="ranks that share every matrix")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers; only 1 so far")
+    expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
+
+
 class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
-    ranks: PositiveInt = Field(1, description="trainer processes, data-parallel")
+    ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
+    parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
     learning_rate: PositiveFloat = Field(1e-6)
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
@@ -131,9 +141,16 @@ class TrainerSection(Section):
     max_mismatch_kl: PositiveFloat = Field(
         0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"
     )
+    recompute: bool = Field(False, description="compute every layer again in the backward pass: less memory, a third more work")
+    float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")
     silent_after_s: PositiveFloat = Field(600.0, description="a trainer not heard of for so long ends the run")
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks share the model."""
+        return Layout(ranks=self.ranks, **self.parallel.model_dump())
 
 
 class EvaluationSection(Section):
@@ -328,7 +345,12 @@ def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[
                 )
 
 
-_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets)
+def _layout_works(trainer: TrainerSection) -> Iterator[str]:
+    if found := problems_of(trainer.layout):
+        yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
+
+
+_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works)
 """Each takes the sections it is about, by name."""
 
 

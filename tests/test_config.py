@@ -139,7 +139,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
             rollout={"max_tokens": 8192, "group_size": 4},
             batch={"max_tokens": 4096, "min_survivors": 5},
             engine={"count": 2, "cores": [0, 1, 2]},
-            trainer={"ranks": 2, "cores": [0]},
+            trainer={"ranks": 2, "cores": [0], "parallel": {"tensor": 4}},
         )
     )
     assert found == [
@@ -147,6 +147,8 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
         "batch.min_survivors is 5 but rollout.group_size is 4: every group would fail. Lower batch.min_survivors.",
         "engine.cores names 3 cores for 2 processes. Name one core for each, or none.",
         "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
+        "trainer.ranks = 2, parallel.tensor = 4: one replica takes 4 ranks (context x tensor x pipeline), which do not divide 2."
+        " The nearest that works: ranks = 2, parallel.tensor = 2",
     ]
 
 
@@ -289,6 +291,11 @@ KEYS = [
     "pipeline.stall_limit_s",
     "trainer.steps",
     "trainer.ranks",
+    "trainer.parallel.shard",
+    "trainer.parallel.context",
+    "trainer.parallel.tensor",
+    "trainer.parallel.pipeline",
+    "trainer.parallel.expert",
     "trainer.learning_rate",
     "trainer.warmup_steps",
     "trainer.final_learning_rate_fraction",
@@ -297,6 +304,8 @@ KEYS = [
     "trainer.max_grad_norm",
     "trainer.max_logprob_gap",
     "trainer.max_mismatch_kl",
+    "trainer.recompute",
+    "trainer.float32_head",
     "trainer.cores",
     "trainer.ready_deadline_s",
     "trainer.silent_after_s",

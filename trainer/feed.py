@@ -161,6 +161,12 @@ class Feed:
             raise self._end
         return self._end is not None
 
+    def wake(self) -> None:
+        """Have a present or later `take` give `Stop`: nobody wants rows any more."""
+        with self._changed:
+            self._end = self._end or Stop(reason="the training loop has ended")
+            self._changed.notify_all()
+
     def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed) -> None:
         """Hand a message to the orchestrator; never waits."""
         self._outbox.put(message)

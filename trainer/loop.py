@@ -17,10 +17,10 @@ import torch
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
-    MicroBatch,
     PolicyPublished,
     StepDone,
     StepSealed,
@@ -35,12 +35,14 @@ from trainer.checkpoint import save_model
 from trainer.checkpoints import Checkpoints
 from trainer.feed import Feed
 from trainer.lineage import Lineage
-from trainer.model import Model
+from trainer.model import Model, Weights
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publish import Publisher
 from trainer.step import Step
+from trainer.torch_engine import TorchEngine
+from trainer.waves import Waves
 
 MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
 """Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
@@ -48,12 +50,22 @@ MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
 
 def train(config: Config, run_folder: Path) -> None:
     """Train, from the newest checkpoint on, until the last step or until told to stop; either way `<run>/model` then holds the policy."""
-    replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s)
-    model = Model(config.model.path, dtype=config.model.dtype, temperature=config.rollout.temperature, device=replicas.device)
-    optimizer = _make_optimizer(config, model)
+    layout = config.trainer.layout
+    check_layout(layout, config.model.path)
+    replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=layout)
+    model = Model(
+        config.model.path,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        device=replicas.device,
+        replicas=replicas,
+        recomputes=config.trainer.recompute,
+        has_float32_head=config.trainer.float32_head,
+    )
+    optimizer = _make_optimizer(config, model=model, replicas=replicas)
     checkpoints = Checkpoints(
         run_folder / "checkpoints",
-        state=lambda: _state_of(model, optimizer),
+        state=lambda: _state_of(model, optimizer, rank=replicas.rank),
         rank=replicas.rank,
         num_ranks=replicas.size,
         keep=config.checkpoint.keep,
@@ -63,30 +75,17 @@ def train(config: Config, run_folder: Path) -> None:
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     step = _make_step(config, model=model, optimizer=optimizer, replicas=replicas, first_step=first)
+    weights = Weights(model, is_wanted=replicas.rank == 0)
     publisher = None
     if replicas.rank == 0:
         publisher = Publisher(
-            model.tensors,
+            weights.present,
             tied_names=model.tied_names(),
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
             sends_changes=config.weights.delta,
         )
-    feed = Feed(
-        lambda: ZmqLink(run_folder, "trainer", replicas.rank, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
-        ready=TrainerReady(
-            replica=replicas.rank,
-            num_replicas=replicas.size,
-            process_id=os.getpid(),
-            version=first,
-            commit=commit,
-            machine=machine(),
-        ),
-        num_steps=config.trainer.steps,
-        silent_after_s=config.trainer.silent_after_s,
-        publisher=publisher,
-    )
 
     def checkpoint(version: int, commit: str) -> None:
         num_samples, samples = lineage.whole(
@@ -94,43 +93,54 @@ def train(config: Config, run_folder: Path) -> None:
         )
         checkpoints.begin(version, commit=commit, num_samples=num_samples, samples=samples)
 
-    def finish() -> None:
-        checkpoints.wait()
-        if replicas.rank == 0:
-            save_model(model, run_folder / "model", source=config.model.path)
-
     with contextlib.ExitStack() as at_end:
         at_end.callback(replicas.close)
         journal = at_end.enter_context(contextlib.closing(Journal(run_folder, f"trainer-{replicas.rank}")))
         if publisher is not None:
             at_end.callback(publisher.close)
-        at_end.enter_context(feed)
+        feed = None
+        if replicas.is_leader:
+            ready = TrainerReady(
+                replica=replicas.number,
+                num_replicas=layout.replicas,
+                process_id=os.getpid(),
+                version=first,
+                commit=commit,
+                machine=machine(),
+            )
+            feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))
+        waves = at_end.enter_context(Waves(feed, replicas=replicas, lay_out=step.lay_out))
         loop = Loop(
-            feed=feed,
+            waves=waves,
             step=step,
-            replicas=replicas,
+            weights=weights,
             publisher=publisher,
-            phases=Phases(journal, feed=feed),
+            send=feed.send if feed is not None and publisher is not None else lambda message: None,
+            phases=Phases(journal, waves=waves),
             lineage=lineage,
             checkpoint=checkpoint,
             take_news=checkpoints.take_news,
             checkpoint_every=config.checkpoint.every,
         )
         loop.run(first, config.trainer.steps)
-        finish()
+        checkpoints.wait()
+        save_model(model, run_folder / "model", source=config.model.path)
         loop.tell_news()
         # Engines may still have to attach the last policy: its buffer stays until the orchestrator says that the run is over.
-        feed.wait_for_stop(config.trainer.silent_after_s)
+        waves.wait_for_stop(config.trainer.silent_after_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """The training loop and what it drives."""
 
-    feed: Feed
+    waves: Waves
     step: Step
-    replicas: Replicas
+    weights: Weights
     publisher: Publisher | None
+    """Where this rank publishes."""
+    send: Callable[[StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed], None]
+    """To the orchestrator, where this rank publishes; elsewhere it does nothing."""
     phases: Phases
     lineage: Lineage
     checkpoint: Callable[[int, str], None]
@@ -140,14 +150,13 @@ class Loop:
     """Steps."""
 
     def run(self, first: int, num_steps: int) -> None:
-        """Train step after step, and publish a policy after each; end after the last, or once any replica is told to stop."""
+        """Train step after step, and publish a policy after each; end after the last, or once told to stop, all ranks alike."""
         if first:
             self._publish(first)  # no engine can have it: who starts here is not who trained it
         commit = ""
         for number in range(first, num_steps):
             sealed = self._add_rows()
-            is_whole = self.replicas.all_agree(sealed is not None, what=f"to agree that step {number} is whole")
-            if sealed is None or not is_whole:
+            if sealed is None:
                 if commit and number % self.checkpoint_every:
                     self.checkpoint(number, commit)
                 return
@@ -164,8 +173,7 @@ class Loop:
         for news in self.take_news():
             if isinstance(news, CheckpointFailed):
                 print(news.error, file=sys.stderr, flush=True)
-            if self.replicas.rank == 0:
-                self.feed.send(news)
+            self.send(news)
 
     def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:
         """Publish first: engines wait for it, and for a checkpoint nobody does."""
@@ -173,40 +181,48 @@ class Loop:
         if is_due:
             with self.phases("checkpoint"):
                 self.checkpoint(number + 1, commit)
-        if self.publisher is not None:
-            self.feed.send(StepDone(step=number, metrics=metrics | self.phases.finish_step(num_tokens=metrics["num_tokens"])))
+        self.send(StepDone(step=number, metrics=metrics | self.phases.finish_step(num_tokens=metrics["num_tokens"])))
         if policy is not None:
-            self.feed.send(policy)
+            self.send(policy)
         self.tell_news()
 
     def _publish(self, version: int) -> None:
         policy = self._make_policy(version)
         if policy is not None:
-            self.feed.send(policy)
+            self.send(policy)
 
     def _make_policy(self, version: int) -> PolicyPublished | None:
-        if self.publisher is None:
-            return None
         with self.phases("publish"):
-            return self.publisher.publish(version)
+            self.weights.gather()
+            return self.publisher.publish(version) if self.publisher is not None else None
 
     def _add_rows(self) -> StepSealed | None:
         """Train on rows as they come until the step is sealed; None where told to stop before."""
         while True:
             with self.phases("wait"):
-                item = self.feed.take()
-            match item:
-                case MicroBatch():
+                wave = self.waves.take()
+            match wave:
+                case (batch, row):
                     with self.phases("forward_backward"):
-                        self.step.add(item)
-                    self.lineage.add(item)
+                        self.step.add(batch, row)
+                    self.lineage.add(batch)
                 case StepSealed():
-                    return item
+                    return wave
                 case Stop():
                     return None
 
 
-def _make_optimizer(config: Config, model: Model) -> Optimizer:
+def _make_feed(config: Config, run_folder: Path, *, ready: TrainerReady, publisher: Publisher | None) -> Feed:
+    return Feed(
+        lambda: ZmqLink(run_folder, "trainer", ready.replica, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
+        ready=ready,
+        num_steps=config.trainer.steps,
+        silent_after_s=config.trainer.silent_after_s,
+        publisher=publisher,
+    )
+
+
+def _make_optimizer(config: Config, *, model: Model, replicas: Replicas) -> Optimizer:
     section = config.trainer
     return Optimizer(
         model.parameters(),
@@ -219,13 +235,14 @@ def _make_optimizer(config: Config, model: Model) -> Optimizer:
         betas=section.betas,
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
+        holdings=model.holdings,
+        replicas=replicas,
     )
 
 
 def _make_step(config: Config, *, model: Model, optimizer: Optimizer, replicas: Replicas, first_step: int) -> Step:
     return Step(
-        model,
-        optimizer=optimizer,
+        TorchEngine(model, optimizer=optimizer, replicas=replicas),
         method=method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness),
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
@@ -236,10 +253,16 @@ def _make_step(config: Config, *, model: Model, optimizer: Optimizer, replicas: 
     )
 
 
-def _state_of(model: Model, optimizer: Optimizer) -> dict[str, Any]:
-    """The tensors of a checkpoint: those in use, so that loading one writes into them."""
+def _state_of(model: Model, optimizer: Optimizer, *, rank: int) -> dict[str, Any]:
+    """The tensors of a checkpoint: those in use, so that loading one writes into them.
+
+    Of a model that is spread over ranks, each rank has its own pieces of the optimizer's tensors: such a run goes on in the same layout.
+    """
     parameters = parameters_of(model)
-    return {"model": parameters, "optimizer": optimizer.tensors(list(parameters))}
+    moments = optimizer.tensors(list(parameters))
+    if model.is_spread:
+        moments = {f"rank-{rank}.{name}": tensor for name, tensor in moments.items()}
+    return {"model": parameters, "optimizer": moments}
 
 
 def parameters_of(model: Model) -> dict[str, torch.Tensor]:

@@ -143,7 +143,9 @@ class Delivery:
 
     def _on_ready(self, peer: str, ready: TrainerReady) -> None:
         if ready.num_replicas != self._num_replicas:
-            raise PeerRefused(f"{peer} counts {ready.num_replicas} replicas, the config says trainer.ranks = {self._num_replicas}")
+            raise PeerRefused(
+                f"{peer} counts {ready.num_replicas} replicas, the config makes {self._num_replicas} (trainer.ranks and trainer.parallel)"
+            )
         known = self._replicas.get(ready.replica)
         if known is not None and known.process_id == ready.process_id:
             return

@@ -61,12 +61,12 @@ class Trainer:
         return self.checkpoints.take_news()
 
     def everything(self) -> dict[str, torch.Tensor]:
-        state = _state_of(self.model, self.optimizer)
+        state = _state_of(self.model, self.optimizer, rank=0)
         return {f"{part}.{name}": tensor.clone() for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
 def make_checkpoints(model: Model, optimizer: Optimizer, run_folder: Path, *, keep: int = 1) -> Checkpoints:
-    return Checkpoints(run_folder / "checkpoints", state=lambda: _state_of(model, optimizer), rank=0, num_ranks=1, keep=keep)
+    return Checkpoints(run_folder / "checkpoints", state=lambda: _state_of(model, optimizer, rank=0), rank=0, num_ranks=1, keep=keep)
 
 
 def names(run_folder: Path) -> list[str]:
