@@ -173,6 +173,26 @@ def trace(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def slurm(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    submit: Annotated[bool, typer.Option("--submit", help="hand it to sbatch; else the script is only written")] = False,
+) -> None:
+    """Make a run's Slurm job: a readable sbatch script that saves before the limit, requeues itself and goes on (section `slurm`)."""
+    from pipelinerl.preflight import check
+    from pipelinerl.slurm import submit as job
+
+    settings = configuration.load(config_file, overrides=overrides or [])
+    if submit:
+        check(settings)
+        job.check_reach(settings)
+    script = job.prepare(settings)
+    console.print(f"script: {escape(str(script))}")
+    if submit:
+        console.print(f"job: {job.submit(script)}")
+
+
+@app.command()
 def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
     """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
     from pipelinerl.doctor import Level, judge, look
@@ -184,6 +204,21 @@ def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("r
         if finding.do:
             console.print(f"{'':<17} -> {escape(finding.do)}", highlight=False, soft_wrap=True)
     raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
+
+
+@app.command()
+def view(
+    run_folder: RunFolder,
+    port: Annotated[int, typer.Option(help="0: a free one")] = 0,
+    interface: Annotated[str, typer.Option(help="other than loopback, the page asks for the token in its address")] = "127.0.0.1",
+) -> None:
+    """Follow a run in the browser: the pipeline as a picture, curves, who waits for whom, samples. Works on a finished run, too."""
+    from pipelinerl.view.server import View
+
+    page = View(run_folder, interface=interface, port=port)
+    console.print(f"view: {page.address}", soft_wrap=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        page.serve()
 
 
 @app.command()

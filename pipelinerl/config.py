@@ -191,6 +191,27 @@ class TrackingSection(Section):
     )
 
 
+class SlurmSection(Section):
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")] = Field(
+        "24:00:00", description="limit of one allocation, as sbatch takes it"
+    )
+    again: Literal["requeue", "chain", "no"] = Field(
+        "requeue", description="after the limit: requeue this job; leave it to the next job of this name (chain); or end"
+    )
+    save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
+    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they share the trainer's")
+    scorer_nodes: Annotated[int, Field(ge=0)] = Field(
+        0, description="nodes without GPUs for scorers, in a heterogeneous job; 0: on the first node"
+    )
+    gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="of the nodes of trainer and engines")
+    cpus_per_node: PositiveInt = Field(8, description="cores asked for on every node")
+    memory_per_node: str = Field("0", description="as sbatch takes it; 0: all of the node")
+    partition: str | None = Field(None, description="default: the cluster's own")
+    account: str | None = Field(None, description="whom the time is billed to; default: the user's own")
+    options: tuple[str, ...] = Field((), description="further sbatch options, each as `--name=value`")
+    setup: tuple[str, ...] = Field((), description="shell lines to run first, for example `module load cuda`")
+
+
 class SftSection(Section):
     source: str | None = Field(None, description="rows with a prompt and a completion, as data.source")
     completion_column: str = "completion"
@@ -220,6 +241,7 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
     tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
+    slurm: SlurmSection = SlurmSection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
 
     @pydantic.model_validator(mode="after")
