@@ -55,7 +55,7 @@ class Supervisor:
         self._title = f"attempt {attempt}, restart {os.environ.get('SLURM_RESTART_COUNT', '0')}, job {os.environ.get('SLURM_JOB_ID', '-')}"
         recorded = json.loads((run_folder / "roles.json").read_text())
         names = roles_on(node, [role["name"] for role in recorded], nodes)
-        self._roles = tuple(Role(name=role["name"], command=tuple(role["command"])) for role in recorded if role["name"] in names)
+        self._roles = tuple(Role(**role | {"command": tuple(role["command"])}) for role in recorded if role["name"] in names)
 
     async def run(self, *, until: float) -> int:
         """Run this node's processes to their end and return the exit code."""
