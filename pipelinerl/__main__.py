@@ -287,11 +287,15 @@ async def _launch_and_show(settings: configuration.Config, run_folder: Path) -> 
 
 
 def _print_plan(settings: configuration.Config) -> None:
+    from pipelinerl.tracking.beside import command
+
     console.print_json(settings.model_dump_json())
     for name, value in settings.derived().items():
         console.print(f"{name}: {value}", highlight=False)
     console.print("processes:")
-    for role in launch.roles_of(settings, settings.run.folder / f"{settings.run.name}-<time>"):
+    run_folder = settings.run.folder / f"{settings.run.name}-<time>"
+    trackers = [launch.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
+    for role in (*launch.roles_of(settings, run_folder), *trackers):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
 
 

@@ -29,6 +29,9 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
+SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
+"""Minutes, hours:minutes:seconds or days-hours. TOML reads the first as a number and the second as a time of day; both are meant."""
+
 
 class Mode(enum.StrEnum):
     """How generation and training share time; one row each of `orchestrator.rules.admission.PACES`."""
@@ -192,9 +195,7 @@ class TrackingSection(Section):
 
 
 class SlurmSection(Section):
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")] = Field(
-        "24:00:00", description="limit of one allocation, as sbatch takes it"
-    )
+    time: SlurmTime = Field("24:00:00", description="limit of one allocation, as sbatch takes it")
     again: Literal["requeue", "chain", "no"] = Field(
         "requeue", description="after the limit: requeue this job; leave it to the next job of this name (chain); or end"
     )

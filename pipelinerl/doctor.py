@@ -114,7 +114,7 @@ def look(folder: Path) -> Machine:
     shared = Path("/dev/shm")
     return Machine(
         python=platform.python_version(),
-        requires_python=str(metadata("pipelinerl").json.get("requires_python", "")),
+        requires_python=metadata("pipelinerl")["Requires-Python"],
         system=f"{platform.system()} {platform.machine()}",
         packages={name: found for name in ("pipelinerl", "torch", *_VLLM, "transformers") if (found := _version(name))},
         unmet=tuple(_unmet()),

@@ -1,8 +1,8 @@
 """`python -m pipelinerl.slurm --run-folder RUN`: the supervisor of one node, as srun starts it on every node of a job.
 
 Starts the processes that `placement` gives to this node and passes the wish to save on to the orchestrator. Each node writes down how
-it ended. The first one waits for all of them, for `save_s` at most, and exits with the verdict; the others exit with 0, because srun kills
-every task as soon as one exits badly, and a checkpoint may be under way on another node.
+it ended. The first one waits for all of them, as long as the allocation and `save_s` allow, and exits with the verdict; the others exit
+with 0, because srun kills every task as soon as one exits badly, and a checkpoint may be under way on another node.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from pipelinerl.slurm import AGAIN
 from pipelinerl.slurm.placement import nodes_of, roles_on
 from pipelinerl.tracking.beside import trackers
 
+LEAVE_S = 15.0
+"""Left of the allocation for the script to requeue the job. Slurm's own kill beats a later exit, and a job it killed is not requeued."""
 LOOK_EVERY_S = 0.5
 """Between two looks at what other nodes wrote. A shared file system tells nobody of a new file."""
 DONE, FAILED = 0, 1
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, required=True, help="Unix seconds at which the allocation ends")
     arguments = parser.parse_args()
     supervisor = Supervisor(arguments.run_folder, attempt=arguments.attempt, node=int(os.environ.get("SLURM_PROCID", "0")))
-    sys.exit(asyncio.run(supervisor.run(save_at=arguments.until - read_config(arguments.run_folder).slurm.save_s)))
+    sys.exit(asyncio.run(supervisor.run(until=arguments.until)))
 
 
 class Supervisor:
@@ -53,9 +55,9 @@ class Supervisor:
         self._title = f"attempt {attempt}, restart {os.environ.get('SLURM_RESTART_COUNT', '0')}, job {os.environ.get('SLURM_JOB_ID', '-')}"
         recorded = json.loads((run_folder / "roles.json").read_text())
         names = roles_on(node, [role["name"] for role in recorded], nodes)
-        self._roles = tuple(Role(name=role["name"], command=tuple(role["command"])) for role in recorded if role["name"] in names)
+        self._roles = tuple(Role(**role | {"command": tuple(role["command"])}) for role in recorded if role["name"] in names)
 
-    async def run(self, *, save_at: float) -> int:
+    async def run(self, *, until: float) -> int:
         """Run this node's processes to their end and return the exit code."""
         if self._is_finished():
             self._say("the run is finished; nothing to do")
@@ -63,7 +65,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         self._say(", ".join(role.name for role in self._roles) or "nothing to run here")
         self._open_logs()
-        timer = loop.call_later(max(0.0, save_at - time.time()), self._save, "the allocation is about to end")
+        timer = loop.call_later(max(0.0, until - self._config.slurm.save_s - time.time()), self._save, "the allocation is about to end")
         watcher = asyncio.create_task(self._watch())
         try:
             with trackers(self._run_folder, self._config.tracking.to if self._node == 0 else ()):
@@ -71,7 +73,7 @@ class Supervisor:
         finally:
             timer.cancel()
             watcher.cancel()
-        return await self._leave(code)
+        return await self._leave(code, until=until)
 
     async def _launch(self) -> int:
         try:
@@ -100,17 +102,18 @@ class Supervisor:
                 self._save("another node failed")
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _leave(self, code: int) -> int:
+    async def _leave(self, code: int, *, until: float) -> int:
         """Tell how this node ended; on the first node, the worst of all: failed, then to be continued, then done."""
         (self._attempt_folder / f"node-{self._node}.code").write_text(f"{code}\n")
         if self._node != 0:
             return DONE
-        end = time.monotonic() + self._config.slurm.save_s
-        while len(self._codes()) < self._num_nodes:
-            if time.monotonic() > end:
-                self._say(f"{self._num_nodes - len(self._codes())} nodes have not ended after {self._config.slurm.save_s} s")
-                return FAILED
+        end = min(time.time() + self._config.slurm.save_s, until - LEAVE_S)
+        while True:
+            if len(self._codes()) == self._num_nodes or time.time() > end:
+                break
             await asyncio.sleep(LOOK_EVERY_S)
+        if late := self._num_nodes - len(self._codes()):
+            self._say(f"{late} of {self._num_nodes} nodes have not ended; what they still do is lost")
         codes = set(self._codes().values())
         return FAILED if FAILED in codes else AGAIN if AGAIN in codes else DONE
 

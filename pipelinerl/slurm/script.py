@@ -106,7 +106,7 @@ def _body(config: Config, run_folder: Path, python: str) -> list[str]:
         "",
         "srun --kill-on-bad-exit=1"
         + (" --het-group=0,1" if section.scorer_nodes else "")
-        + ' --output="$run/logs/attempt-$attempt/supervisor-%N.log" \\',
+        + ' --output="$run/logs/attempt-$attempt/supervisor-%N-%t.log" \\',
         f'    {interpreter} -m pipelinerl.slurm --run-folder "$run" --attempt "$attempt" --until "$until" &',
         "step=$!",
         "# The wish to save is a file: a signal passed on by srun would reach, and end, every process of the run.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def prepare(config: Config) -> Path:
     render(config, run_folder=config.run.folder, python=sys.executable)  # what is refused leaves no folder behind
     run_folder = launch.make_run_folder(config).absolute()
     (run_folder / "logs").mkdir()
-    roles = [{"name": role.name, "command": role.command} for role in launch.roles_of(config, run_folder)]
+    roles = [dataclasses.asdict(role) for role in launch.roles_of(config, run_folder)]
     (run_folder / "roles.json").write_text(json.dumps(roles, indent=1) + "\n")
     script = run_folder / "job.sbatch"
     script.write_text(render(config, run_folder=run_folder, python=sys.executable))

@@ -28,7 +28,7 @@ def main() -> None:
     if role == "orchestrator":
         orchestrate(run_folder, settings)
     else:
-        follow(run_folder, since=time.time())
+        follow(run_folder)
 
 
 def orchestrate(run_folder: Path, settings: dict[str, float]) -> None:
@@ -47,11 +47,12 @@ def orchestrate(run_folder: Path, settings: dict[str, float]) -> None:
         journal.write("end", reason="stopped by a signal" if wishes else "finished")
 
 
-def follow(run_folder: Path, *, since: float) -> None:
-    journal = run_folder / "journal" / "orchestrator.jsonl"
+def follow(run_folder: Path) -> None:
+    """Live until the orchestrator of this attempt has ended, also where that was before this process began."""
+    journal, attempts = run_folder / "journal" / "orchestrator.jsonl", len(list((run_folder / "logs").glob("attempt-*")))
     while True:
-        lines = journal.read_bytes().splitlines()[-1:] if journal.exists() else []
-        if any(b'"kind": "end"' in line and json.loads(line)["t"] >= since for line in lines):
+        text = journal.read_text() if journal.exists() else ""
+        if text.count('"kind": "end"') == attempts:
             return
         time.sleep(0.1)
 

@@ -34,6 +34,13 @@ def test_the_templates_are_what_is_rendered(name: str):
     assert rendered == (TEMPLATES / f"{name}.sbatch").read_text()
 
 
+def test_a_time_needs_no_quotes(tmp_path: Path):
+    for written, expected in (("04:00:00", "04:00:00"), ("90", "90"), ('"1-12"', "1-12")):
+        assert f"--time={expected}\n" in render(
+            load(TEMPLATES / "one-node.toml", overrides=[f"slurm.time={written}"]), run_folder=tmp_path, python="python"
+        )
+
+
 @pytest.mark.parametrize("again", ["requeue", "chain", "no"])
 def test_every_script_is_valid_shell(again: str):
     subprocess.run(["bash", "-n"], input=script(again=again, engine_nodes=1, scorer_nodes=1), text=True, check=True)
