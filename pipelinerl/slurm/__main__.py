@@ -77,7 +77,8 @@ class Supervisor:
 
     async def _launch(self) -> int:
         try:
-            await Launcher(self._roles, self._run_folder).run()
+            limits = {"restarts": self._config.run.restarts, "restart_wait_s": self._config.run.restart_wait_s}
+            await Launcher(self._roles, self._run_folder, **limits).run()
         except PipelineError as error:
             self._say(f"failed: {error}")
             record_failure(self._run_folder, f"node-{self._node}", error=str(error))
