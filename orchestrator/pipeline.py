@@ -15,6 +15,7 @@ import dataclasses
 import time
 from typing import Any
 
+from orchestrator.channels import make_channels
 from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
@@ -23,27 +24,25 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
-from orchestrator.stages.batching import Batching, Row, Seal
+from orchestrator.stages.batching import Batching
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
-from orchestrator.stages.prompts import Drawn, Prompts, Source
+from orchestrator.stages.prompts import Prompts, Source
 from orchestrator.stages.refresh import Refresh
 from orchestrator.stages.scoring import Scoring
 from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Identity, Ledger
 from orchestrator.state.peers import Peers
 from orchestrator.state.scorers import Scorers
-from orchestrator.state.snapshot import read_snapshot
+from orchestrator.state.snapshot import RecordedStep, read_snapshot
 from orchestrator.status import Status
 from pipelinerl.config import Config
-from pipelinerl.messages import LayoutFixed, PolicyPublished, Prompt, Sampling, ScoredTrajectory, Stop, TrainerReady, Trajectory
+from pipelinerl.messages import LayoutFixed, Prompt, Sampling, Stop, TrainerReady
 from pipelinerl.metrics import Journal
-from pipelinerl.stages import Channel, Signal, Stage
+from pipelinerl.stages import Signal, Stage
 from pipelinerl.transport.base import Hub
 from pipelinerl.watch import Watch, wait_for
 
-PROMPTS_AHEAD = 64
-"""Prompts tokenised before an engine has room for them. More only makes a resumed run repeat more tokenisation."""
 MAX_BARREN_STEPS = 10
 """Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
 GOODBYE_S = 15.0
@@ -224,52 +223,10 @@ class Pipeline:
             max_running=config.max_running_rollouts,
         )
         credits, past = self._credits, self._past
-        prompts = Channel[Drawn](
-            "prompts",
-            giver="prompts",
-            taker="dispatch",
-            watch=watch,
-            bound_bytes=PROMPTS_AHEAD,
-            label=lambda drawn: f"prompt {drawn.prompt.prompt_id}",
-        )
-        trajectories = Channel[Trajectory](
-            "trajectories",
-            giver="dispatch",
-            taker="scoring",
-            watch=watch,
-            bound_bytes=bound,
-            size=_bytes_of_trajectory,
-            label=_name_of_trajectory,
-        )
-        scored = Channel[ScoredTrajectory](
-            "scored",
-            giver="scoring",
-            taker="batching",
-            watch=watch,
-            bound_bytes=bound,
-            size=lambda item: _bytes_of_trajectory(item.trajectory),
-            label=lambda item: _name_of_trajectory(item.trajectory),
-        )
-        rows = Channel[Row | Seal](
-            "rows",
-            giver="batching",
-            taker="delivery",
-            watch=watch,
-            bound_bytes=bound,
-            size=lambda item: item.num_bytes,
-            label=lambda item: f"of step {item.step}",
-        )
-        published = Channel[TrainerReady | PolicyPublished](
-            "policies",
-            giver="delivery",
-            taker="refresh",
-            watch=watch,
-            bound_bytes=config.trainer.steps,
-            label=lambda news: f"version {news.version}",
-        )
+        channels = make_channels(watch=watch, queue_bytes=bound, num_policies=config.trainer.steps)
         self._delivery = Delivery(
-            rows=rows,
-            published=published,
+            rows=channels.rows,
+            published=channels.published,
             trainer=self._trainer,
             num_replicas=config.trainer.layout.replicas,
             num_steps=config.trainer.steps,
@@ -281,7 +238,7 @@ class Pipeline:
             recorded=past.steps,
         )
         self._refresh = Refresh(
-            published=published,
+            published=channels.published,
             engines=self._engines,
             trainer=self._trainer,
             admission=self._admission,
@@ -291,23 +248,13 @@ class Pipeline:
             layout_for=self._layout_for,
             commit_deadline_s=config.pipeline.stall_limit_s,
         )
-        cut = BatchCut(
-            groups_per_step=config.batch.groups_per_step,
-            max_staleness=pace.max_staleness,
-            min_survivors=config.batch.min_survivors,
-            credit=credit,
-            rules=step_rules,
-            first_step=past.open_step,
-        )
+        cut, open_step = self._make_cut(credit, step_rules, max_staleness=pace.max_staleness)
         quarantine = Quarantine(past.deaths)
-        open_step = past.steps.get(past.open_step)
-        if open_step is not None:
-            cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=open_step.groups)
         self._stages: tuple[Stage, ...] = (
-            Prompts(source, prompts=prompts),
+            Prompts(source, prompts=channels.prompts),
             Dispatch(
-                prompts=prompts,
-                trajectories=trajectories,
+                prompts=channels.prompts,
+                trajectories=channels.trajectories,
                 engines=self._engines,
                 admission=self._admission,
                 credits=credits,
@@ -321,8 +268,8 @@ class Pipeline:
                 interrupted=past.interrupted,
             ),
             Scoring(
-                trajectories=trajectories,
-                scored=scored,
+                trajectories=channels.trajectories,
+                scored=channels.scored,
                 scorers=self._scorers,
                 ledger=self._ledger,
                 watch=watch,
@@ -330,8 +277,8 @@ class Pipeline:
                 quarantine=quarantine,
             ),
             Batching(
-                scored=scored,
-                rows=rows,
+                scored=channels.scored,
+                rows=channels.rows,
                 grouping=Grouping(group_size=config.rollout.group_size, first_group_id=past.next_group_id, still_open=past.running_groups),
                 cut=cut,
                 packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
@@ -352,13 +299,29 @@ class Pipeline:
             admission=self._admission,
             engines=self._engines,
             scorers=self._scorers,
-            channels=[prompts, trajectories, scored, rows],
+            channels=channels.queues,
             hubs=[peers.hub for peers in self._peers],
             watch=watch,
             progress=self._progress,
             num_steps=config.trainer.steps,
             num_booked=lambda: self._delivery.num_booked,
         )
+
+    def _make_cut(self, credit: Credit, rules: StepRules | None, *, max_staleness: int) -> tuple[BatchCut, RecordedStep | None]:
+        """The rule that fills steps, and what an earlier life of the run has put into the one being filled."""
+        batch, past = self._config.batch, self._past
+        cut = BatchCut(
+            groups_per_step=batch.groups_per_step,
+            max_staleness=max_staleness,
+            min_survivors=batch.min_survivors,
+            credit=credit,
+            rules=rules,
+            first_step=past.open_step,
+        )
+        open_step = past.steps.get(past.open_step)
+        if open_step is not None:
+            cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=open_step.groups)
+        return cut, open_step
 
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout
@@ -374,12 +337,3 @@ def _promises(config: Config) -> dict[str, Any]:
         "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,
         "num_steps": config.trainer.steps,
     }
-
-
-def _bytes_of_trajectory(trajectory: Trajectory) -> int:
-    """Bytes of its token columns: ids, mask, log-probabilities, versions."""
-    return 13 * trajectory.num_tokens
-
-
-def _name_of_trajectory(trajectory: Trajectory) -> str:
-    return f"rollout {trajectory.rollout_id}, attempt {trajectory.attempt}, of engine-{trajectory.engine_id}"
