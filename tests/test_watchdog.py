@@ -54,7 +54,8 @@ STALLS: dict[str, tuple[type[Any], str, tuple[str, ...]]] = {
         Refresh,
         "run",
         (
-            "delivery has given [12] policies; [12] wait to be taken by refresh, the first version 1",
+            # The trainer's start, which is welcomed with a layout, comes first.
+            r"delivery has given \d policies; \d wait to be taken by refresh, the first version 0",
             "dispatch waits for an admission credit",
         ),
     ),
@@ -102,7 +103,7 @@ RUN = """
 
     class Stuck(sim.Prompts):
         def next(self):
-            if self._count > 20:
+            if self.position[1] > 20:
                 time.sleep(1000)
             return super().next()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.multiprocessing
 
 from pipelinerl.layout import Layout
@@ -18,15 +18,18 @@ Job = Callable[[Replicas], Any]
 """What a rank does under a layout; its result must be something `torch.save` takes and loads with weights only."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def open_store() -> torch.distributed.TCPStore:
+    """Where ranks find each other, kept as torchrun keeps it: by their parent, on a port of the system's choice that nobody can take.
+
+    Hold on to it as long as they run, and hand them its port only: a copy that ends in a child ends the parent's, too.
+    """
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def be_rank(rank: int, *, size: int, port: int) -> None:
-    """Have this process believe that torchrun started it."""
+    """Have this process believe that torchrun started it, and that the others are to be found in the store on `port`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 def run_jobs(jobs: Sequence[tuple[Layout, Job]], folder: Path) -> list[list[Any]]:
@@ -35,8 +38,10 @@ def run_jobs(jobs: Sequence[tuple[Layout, Job]], folder: Path) -> list[list[Any]
     Forked, because importing torch and transformers again in each takes far longer than the tests; with one thread each that is safe.
     """
     size = jobs[0][0].ranks
-    ports = [free_port() for _ in jobs]
-    torch.multiprocessing.start_processes(_run_rank, args=(jobs, folder, ports), nprocs=size, start_method="fork")
+    stores = [open_store() for _ in jobs]  # one each: what an earlier group left in a store would mislead the next
+    torch.multiprocessing.start_processes(
+        _run_rank, args=(jobs, folder, [store.port for store in stores]), nprocs=size, start_method="fork"
+    )
     return [[torch.load(_path(folder, number, rank), weights_only=True) for rank in range(size)] for number in range(len(jobs))]
 
 

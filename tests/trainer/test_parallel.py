@@ -15,7 +15,7 @@ from pipelinerl.process import read_config
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests.trainer.conductor import Conductor, make_config
-from tests.trainer.ranks import be_rank, free_port
+from tests.trainer.ranks import be_rank, open_store
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.loop import train
 from trainer.parallel import Replicas
@@ -64,7 +64,8 @@ def test_two_replicas_train_as_one(folders: dict[str, Path], method: str) -> Non
     folder = folders["qwen3"]
     expected = _train(folder, [_samples()], Replicas(ranks=1, deadline_s=60), method)
     # Forked, because importing torch and transformers twice more takes far longer than the test; with one thread each that is safe.
-    torch.multiprocessing.start_processes(_run_rank, args=(folder, free_port(), method), nprocs=2, start_method="fork")
+    store = open_store()
+    torch.multiprocessing.start_processes(_run_rank, args=(folder, store.port, method), nprocs=2, start_method="fork")
     for rank in range(2):
         got = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
         assert got["agreed"] == [True, False]
@@ -92,9 +93,8 @@ def test_two_ranks_go_through_a_run_and_end_together(
     config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2, parallel=parallel)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     make_keys(tmp_path)
-    ranks = torch.multiprocessing.start_processes(
-        _run_trainer_rank, args=(tmp_path, free_port()), nprocs=2, join=False, start_method="fork"
-    )
+    store = open_store()
+    ranks = torch.multiprocessing.start_processes(_run_trainer_rank, args=(tmp_path, store.port), nprocs=2, join=False, start_method="fork")
 
     async def conduct() -> Conductor:
         hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
