@@ -115,7 +115,7 @@ def look(folder: Path) -> Machine:
     return Machine(
         python=platform.python_version(),
         requires_python=metadata("pipelinerl")["Requires-Python"],
-        system=f"{platform.system()} {platform.machine()}",
+        system=" ".join((platform.uname().system, platform.machine())),
         packages={name: found for name in ("pipelinerl", "torch", *_VLLM, "transformers") if (found := _version(name))},
         unmet=tuple(_unmet()),
         torch=torch,
