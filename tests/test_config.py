@@ -316,6 +316,7 @@ KEYS = [
     "weights.road",
     "weights.address",
     "weights.delta",
+    "weights.kv_kl",
     "weights.kv_span",
     "weights.commit",
     "checkpoint.every",

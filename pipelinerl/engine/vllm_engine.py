@@ -67,7 +67,8 @@ class VllmEngine:
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
         way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
-        self._weights = Intake(make(way, parameters), layout=layout, receiver=Receivers(folder=policies))
+        commit = make(way, parameters, gathers=not captures_graphs)
+        self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}

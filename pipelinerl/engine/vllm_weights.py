@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.commit import Placed, Way
+from pipelinerl.weights.commit import CAN_FLIP, Placed, Way
 
 ALIGNMENT_BYTES = 256
 """Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
@@ -52,6 +52,8 @@ def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, 
         found[Way.FLIP].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
     if _is_elsewhere(model):
         found[Way.FLIP].append("the parameters are in a device's memory, and published policies in the host's")
+    if not CAN_FLIP:
+        found[Way.FLIP].append(f"torch {torch.__version__} cannot change the address of a storage in place")
     found[Way.FLIP] += _kept_addresses(model)
     for reason in _transformed_layers(model):
         for way in Way:
