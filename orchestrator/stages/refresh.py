@@ -125,7 +125,9 @@ class Refresh:
             return
         lineage, version = policy.age
         when_idle = self._admission.pace.swaps_when_idle
-        order = StageWeights(version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage, kv_span=self._kv_span.span)
+        order = StageWeights(
+            version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage, kv_span=self._kv_span.span
+        )
         if self._engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
         else:

@@ -207,7 +207,8 @@ def _measure(name: str, way: str, settings: dict[str, Any]) -> dict[str, float]:
 def _measure_with(bench: _Bench, *, way: str, num_swaps: int, seconds: float) -> dict[str, float]:
     for _ in range(5):
         bench.step()
-    memcpy_ms, reload_ms = _references(bench)
+    reload_ms = _reload_ms(bench)
+    memcpy_ms = _memcpy_ms(bench)
     usual = _pass_ms(bench, 20)
     pauses, next_passes = [], []
     limit = time.perf_counter() + 4 * seconds
@@ -251,23 +252,32 @@ def _pass_ms(bench: _Bench, count: int) -> float:
     return statistics.median(times)
 
 
-def _references(bench: _Bench) -> tuple[float, float]:
-    """Milliseconds of a memcpy of the policy's bytes, and of loading it by vLLM's own loader; medians."""
+def _memcpy_ms(bench: _Bench) -> float:
+    """Milliseconds of a memcpy of the policy's bytes, as a commit meets them: staged just before, after a forward pass; median."""
     import torch
 
-    slot = bench._slots[0]
-    assert slot is not None
     target = torch.zeros(bench.num_bytes, dtype=torch.uint8)
-    memcpy, reload = [], []
-    for _ in range(7):
+    found = []
+    for _ in range(12):
+        bench.step()
+        order = bench.order()
+        bench.engine.stage(order)
+        slot = bench._slots[order.version % 2]
+        assert slot is not None
         before = time.perf_counter()
         target.copy_(slot.buffer)
-        memcpy.append(1e3 * (time.perf_counter() - before))
+        found.append(1e3 * (time.perf_counter() - before))
+    return statistics.median(found)
+
+
+def _reload_ms(bench: _Bench) -> float:
+    """Milliseconds of loading the policy by vLLM's own loader; median."""
+    found = []
     for _ in range(3):
         before = time.perf_counter()
         bench.reload()
-        reload.append(1e3 * (time.perf_counter() - before))
-    return statistics.median(memcpy), statistics.median(reload)
+        found.append(1e3 * (time.perf_counter() - before))
+    return statistics.median(found)
 
 
 def _while_staging(bench: _Bench, seconds: float) -> tuple[float, float]:

@@ -108,7 +108,9 @@ _LOGGED_AS = {
     "advantage": "advantage_mean",
     "advantage_abs": "advantage_abs_mean",
 }
-_NOT_MEANS = frozenset({"tokens", "sequences", "importance_square", "staleness", "versioned", "fresh", "fresh_k3", "kept", "kept_k3", "logprob_gap"})
+_NOT_MEANS = frozenset(
+    {"tokens", "sequences", "importance_square", "staleness", "versioned", "fresh", "fresh_k3", "kept", "kept_k3", "logprob_gap"}
+)
 
 
 def _version_meters(terms: Terms, to_engine: Tensor) -> Meters:
