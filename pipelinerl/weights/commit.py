@@ -15,7 +15,7 @@ import bisect
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -236,7 +236,8 @@ class Scatter(Copy):
 def _storage_at(buffer: torch.Tensor, num_bytes: int) -> torch.UntypedStorage:
     """A storage that lies where the buffer does, and does not keep it alive."""
     assert len(buffer) >= num_bytes, f"{len(buffer)} bytes staged, the model has {num_bytes}"
-    return torch._C._construct_storage_from_data_pointer(buffer.data_ptr(), buffer.device, num_bytes)
+    storage: Any = torch._C._construct_storage_from_data_pointer(buffer.data_ptr(), buffer.device, num_bytes)
+    return storage  # torch's stubs call it by an older class
 
 
 def _bytes_of(placed: Placed) -> torch.Tensor:
