@@ -165,7 +165,7 @@ class EngineLoop:
             return
         running.token_ids += chunk.token_ids
         running.logprobs += chunk.logprobs
-        running.versions += [self.version] * len(chunk.token_ids)
+        running.versions += [self.version if chunk.version is None else chunk.version] * len(chunk.token_ids)
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish is not None:
             self._finish(chunk.rollout_id, chunk.finish)

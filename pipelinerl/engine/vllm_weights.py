@@ -136,6 +136,15 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
     return placed, tuple(tensors)
 
 
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a folder's tensors, by name; no tensor is read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _checkpoint_files(folder):
+        with safe_open(folder / file, framework="pt") as reader:
+            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    return shapes
+
+
 class _CopyRecorder(TorchDispatchMode):
     """Notes every copy from a checkpoint tensor into a parameter."""
 
@@ -187,12 +196,15 @@ def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], l
 
 def _read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """The folder's tensors, each in a storage of its own, so that a copy's source can be told by its storage."""
-    index = folder / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in _checkpoint_files(folder):
         with safe_open(folder / file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118
                 tensors[name] = reader.get_tensor(name)
     pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     return tensors if len(pointers) == len(tensors) else {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _checkpoint_files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    return sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
