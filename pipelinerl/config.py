@@ -90,6 +90,12 @@ class ScorerSection(Section):
 class RewardSection(Section):
     function: str = Field(description="`path:name`: a file or module and the function in it")
     weight: float = Field(1.0, description="of this component in the reward")
+    per: Literal["sample", "group"] = Field("sample", description="group: called once for all siblings of a prompt, with lists")
+    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
+    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: the slots all functions share")
+    per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
+    retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
+    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
 
 
 class AlgorithmSection(Section):
