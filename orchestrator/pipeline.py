@@ -20,6 +20,7 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
 from orchestrator.rules.road import choose_road
 from orchestrator.stages.batching import Batching, Row, Seal
+from orchestrator.stages.comparing import Comparing
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
 from orchestrator.stages.prompts import Prompts, Source
@@ -251,6 +252,7 @@ class Pipeline:
             journal=self._journal,
             commit_deadline_s=config.pipeline.stall_limit_s,
         )
+        compared, comparing = self._compare(scored)
         self._stages: tuple[Stage, ...] = (
             Prompts(source, prompts=prompts),
             Dispatch(
@@ -266,8 +268,9 @@ class Pipeline:
                 queue_bytes=bound,
             ),
             Scoring(trajectories=trajectories, scored=scored, scorers=self._scorers, watch=watch, queue_bytes=bound),
+            *comparing,
             Batching(
-                scored=scored,
+                scored=compared,
                 rows=rows,
                 grouping=Grouping(group_size=config.rollout.group_size),
                 cut=BatchCut(
@@ -298,6 +301,31 @@ class Pipeline:
             progress=self._progress,
             num_steps=config.trainer.steps,
         )
+
+    def _compare(self, scored: Channel[ScoredTrajectory]) -> tuple[Channel[ScoredTrajectory], tuple[Stage, ...]]:
+        """Where batching takes scored trajectories from, and the stage between, which only runs with a reward per group have."""
+        config = self._config
+        if all(reward.per == "sample" for reward in config.reward):
+            return scored, ()
+        bound = config.pipeline.queue_bytes
+        compared = Channel[ScoredTrajectory](
+            "compared",
+            giver="comparing",
+            taker="batching",
+            watch=self.watch,
+            bound_bytes=bound,
+            size=lambda item: _bytes_of_trajectory(item.trajectory),
+        )
+        stage = Comparing(
+            scored=scored,
+            compared=compared,
+            scorers=self._scorers,
+            watch=self.watch,
+            group_size=config.rollout.group_size,
+            min_survivors=config.batch.min_survivors,
+            queue_bytes=bound,
+        )
+        return compared, (stage,)
 
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout

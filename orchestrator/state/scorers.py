@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from orchestrator.state.peers import Peers
-from pipelinerl.messages import Score, Scored, ScorerLoad, ScorerReady
+from pipelinerl.messages import GroupScored, Score, Scored, ScoreGroup, ScorerLoad, ScorerReady
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
 Sink = Callable[[Scored], None]
+GroupSink = Callable[[GroupScored], None]
 
 CALLS_PER_SLOT = 32
 """Scores asked of a scorer for each of its slots: enough to hide the connection's latency behind fast rewards; more only queues there."""
@@ -42,10 +44,11 @@ class Scorers:
         self._expected = expected
         self._watch = watch
         self._scorers: dict[int, Scorer] = {}
-        self._asked: dict[str, tuple[Scorer, int, Sink]] = {}
+        self._asked: dict[str, tuple[Scorer, int, Callable[[Any], None]]] = {}
         peers.on(ScorerReady, self._on_ready)
         peers.on(ScorerLoad, self._on_load)
         peers.on(Scored, self._on_scored)
+        peers.on(GroupScored, self._on_scored)
 
     def __iter__(self):
         return iter(self._scorers.values())
@@ -62,6 +65,13 @@ class Scorers:
 
     def ask(self, request: Score, sink: Sink) -> None:
         """Send a trajectory to the scorer with the most room; `sink` is called once with the score. Needs `has_room`."""
+        self._ask(request, sink)
+
+    def ask_group(self, request: ScoreGroup, sink: GroupSink) -> None:
+        """As `ask`, for siblings to compare."""
+        self._ask(request, sink)
+
+    def _ask(self, request: Score | ScoreGroup, sink: Callable[[Any], None]) -> None:
         scorer = max(self, key=lambda candidate: candidate.room)
         scorer.num_outstanding += 1
         self._asked[request.rollout_id] = (scorer, request.attempt, sink)
@@ -74,7 +84,7 @@ class Scorers:
     def _on_load(self, peer: str, load: ScorerLoad) -> None:
         self._scorers[load.scorer_id].load = load
 
-    def _on_scored(self, peer: str, scored: Scored) -> None:
+    def _on_scored(self, peer: str, scored: Scored | GroupScored) -> None:
         asked = self._asked.get(scored.rollout_id)
         if asked is None or asked[1] != scored.attempt:
             self.num_fenced += 1
