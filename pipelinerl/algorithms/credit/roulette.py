@@ -12,7 +12,7 @@ from pipelinerl.algorithms.credit.advantage import Float64
 
 
 def doubly_robust(rewards: Float64, *, weights: Float64, predicted: Float64) -> Float64:
-    """[N] predicted + weight * (reward - predicted): unbiased for the reward whatever was predicted, and of less variance the better it was.
+    """[N] predicted + weight * (reward - predicted): unbiased whatever was predicted, and of less variance the better it was.
 
     `rewards` of stopped rollouts are not read; they may be NaN. `predicted` must depend on the prefix alone, as a step score does.
     """
