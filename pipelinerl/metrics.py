@@ -10,7 +10,7 @@ Live view, report and trackers read the journals; nothing else has to be up. Eve
 | `swap` | orchestrator, per engine and version | `engine_id`, `version`, `pause_s`, `stage_s`, `num_running` |
 | `evaluation` | orchestrator | `version`, `reward_mean`, `num_prompts`, `oldest_version` |
 | `end` | orchestrator, once | `identity` (the conservation identity), `reason` |
-| `load` | engine, every second | fields of `messages.EngineLoad` |
+| `load` | engine, scorer, every second | fields of `messages.EngineLoad` or `ScorerLoad`, with the figures of every reward function |
 | `span` | engine, scorer, trainer | `lane`, `name`, `start`, `end` (Unix seconds), `count` |
 """
 

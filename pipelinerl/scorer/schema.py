@@ -24,7 +24,7 @@ def fits_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
     Raises `jsonschema.SchemaError` where the schema itself is wrong. NaN and Infinity, which JSON does not have, are not accepted, and
     references to schemas elsewhere are not fetched.
     """
-    rules = json.loads(schema) if isinstance(schema, str) else schema
+    rules = json.loads(schema) if isinstance(schema, str) else dict(schema)
     kind = validator_for(rules)
     kind.check_schema(rules)
     fenced = _FENCE.match(completion)

@@ -93,12 +93,14 @@ class Server:
 
     def _report(self) -> None:
         self._next_load_at = time.monotonic() + LOAD_EVERY_S
+        loads = self._lanes.functions()
+        functions = {name: msgspec.structs.asdict(each) for name, each in loads.items()}
         load = ScorerLoad(
             scorer_id=self._scorer_id,
             num_running=self._lanes.num_running,
             num_scored=self._num_scored,
             busy_s=self._lanes.total_busy_s(),
-            functions=self._lanes.functions(),
+            functions=loads,
         )
-        self._journal.write("load", **msgspec.to_builtins(load))
+        self._journal.write("load", **msgspec.structs.asdict(load) | {"functions": functions})
         self._link.send(load)

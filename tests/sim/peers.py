@@ -20,6 +20,7 @@ from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
     Alive,
+    FunctionLoad,
     GroupScored,
     LayoutFixed,
     Message,
@@ -41,6 +42,11 @@ from pipelinerl.messages import (
 )
 from pipelinerl.transport.memory import MemoryLink
 from tests.sim.clock import later
+
+REWARD_LOAD = FunctionLoad(
+    num_calls=3, num_failed={"error": 1}, num_retries=0, p50_s=0.1, p95_s=0.2, max_s=0.2, slowest="0/1", breaker="closed"
+)
+"""What a scorer says of its one function."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +178,7 @@ async def beat(link: MemoryLink) -> None:
     """A scorer's sign of life, every second."""
     while True:
         await asyncio.sleep(1.0)
-        link.send(ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0))
+        link.send(ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0, functions={"reward": REWARD_LOAD}))
 
 
 @dataclasses.dataclass(slots=True)

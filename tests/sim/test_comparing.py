@@ -34,3 +34,10 @@ def test_failed_scores_and_failed_comparisons_are_counted_and_every_rollout_ends
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
     assert simulated.ending.identity.failed > 0
+
+
+def test_figures_of_every_reward_function_stand_in_the_journal(tmp_path: Path) -> None:
+    simulated = run(compared(), folder=tmp_path, world=World(step_s=0.2))
+    (scorer,) = [line for line in simulated.lines if line["kind"] == "status"][-1]["scorers"]
+    assert scorer["functions"]["reward"]["num_failed"] == {"error": 1}
+    assert scorer["functions"]["reward"]["p95_s"] == 0.2
