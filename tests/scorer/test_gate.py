@@ -94,8 +94,8 @@ def test_queue_hands_out_at_the_rate_however_many_slots_are_free_and_says_when_t
     assert handed(queue, 0.5) == ["r1"]
 
 
-def test_fast_function_with_a_rate_is_never_handed_calls_ahead() -> None:
-    queue = limited(num_requests=50, gate=Gate(per_s=1000.0))
+def test_fast_function_with_a_breaker_is_never_handed_calls_ahead() -> None:
+    queue = limited(num_requests=50, gate=Gate(has_breaker=True))
     for index in range(20):
         (ticket,) = queue.hand_out(float(index))[0]
         queue.answered(0, ticket.ticket_id, float(index), duration_s=1e-6)
