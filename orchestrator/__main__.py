@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import signal
 from pathlib import Path
@@ -16,9 +17,10 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt
 from pipelinerl.metrics import Journal
-from pipelinerl.process import last_words, read_config
+from pipelinerl.process import end_stuck, last_words, read_config
 from pipelinerl.tokenizer import load_tokenizer
 from pipelinerl.transport.zmq import ZmqHub
+from pipelinerl.watch import guarded
 
 
 def main() -> None:
@@ -58,7 +60,8 @@ async def _run(config: Config, run_folder: Path) -> Ending:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, pipeline.stop, "stopped by a signal")
-        return await pipeline.run()
+        with guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, run_folder, "orchestrator")):
+            return await pipeline.run()
     finally:
         for hub in hubs:
             hub.close()

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from orchestrator.rollouts.single_turn import trajectory_of
 from orchestrator.rules.routing import route
 from orchestrator.stages.scoring import score_request
@@ -14,6 +16,9 @@ from orchestrator.state.scorers import Scorers
 from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Sampling, Scored
 from pipelinerl.metrics import Journal
 from pipelinerl.watch import Watch
+
+MAX_ATTEMPTS = 3
+"""Peers that may end before they answer a prompt. 1 would blame it for its neighbours; many would let one kill as many."""
 
 
 class Evaluation:
@@ -57,7 +62,9 @@ class Evaluation:
         return mean
 
     async def follow(self, latest_version: Callable[[], int]) -> None:
-        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest one published."""
+        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest one that
+        every engine holds: of a later one, some completions would still be sampled under an older.
+        """
         next_version = self.every
         while self.every:
             while latest_version() < next_version:
@@ -67,41 +74,69 @@ class Evaluation:
             next_version = (version // self.every + 1) * self.every
 
     async def _generate(self, version: int) -> list[tuple[Completion, int]]:
-        loop = asyncio.get_running_loop()
-        answers: list[asyncio.Future[tuple[Completion, int]]] = []
-        for index, prompt in enumerate(self._prompts):
-            answer = loop.create_future()
-            answers.append(answer)
+        with self._watch.waiting("evaluation", "completions"):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(prompt, f"evaluation-{version}/{i}")) for i, prompt in enumerate(self._prompts)]
+            return [task.result() for task in tasks]
+
+    async def _answer(self, prompt: Prompt, rollout_id: str) -> tuple[Completion, int]:
+        """Ask until an engine answers; one that ends before is followed by another, up to `MAX_ATTEMPTS`."""
+        for attempt in range(MAX_ATTEMPTS):
             while (engine_id := route(self._engines.outstanding())) is None:
                 await self._engines.changed.wait()
-            request = Generate(rollout_id=f"evaluation-{version}/{index}", attempt=0, token_ids=prompt.token_ids, sampling=self._sampling)
-            self._engines.ask(request, engine_id, _sink(answer))
-        with self._watch.waiting("evaluation", "completions"):
-            return [await answer for answer in answers]
+            answer: asyncio.Future[tuple[Completion, int] | None] = asyncio.get_running_loop().create_future()
+            request = Generate(rollout_id=rollout_id, attempt=attempt, token_ids=prompt.token_ids, sampling=self._sampling)
+            self._engines.ask(
+                request,
+                engine_id,
+                sink=lambda completion, engine_id, answer=answer: _give(answer, (completion, engine_id)),
+                lost=lambda engine_id, answer=answer: _give(answer, None),
+            )
+            if (answered := await answer) is not None:
+                return answered
+        return _unanswered(rollout_id), -1
 
     async def _score(self, completions: list[tuple[Completion, int]], version: int) -> list[Scored]:
-        loop = asyncio.get_running_loop()
-        answers: list[asyncio.Future[Scored]] = []
-        for index, (prompt, (completion, engine_id)) in enumerate(zip(self._prompts, completions, strict=True)):
-            answer = loop.create_future()
-            answers.append(answer)
-            trajectory = trajectory_of(
-                completion, prompt=prompt, group_id=-1, sibling=index, engine_id=engine_id, admitted_at=0.0, finished_at=0.0
-            )
-            if completion.finish is Finish.ERROR:
-                answer.set_result(
-                    Scored(rollout_id=completion.rollout_id, attempt=0, outcome=Outcome.ERROR, reward=None, error=completion.error)
-                )
-                continue
+        with self._watch.waiting("evaluation", "scores"):
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._judge(index, prompt, completion, engine_id))
+                    for index, (prompt, (completion, engine_id)) in enumerate(zip(self._prompts, completions, strict=True))
+                ]
+            return [task.result() for task in tasks]
+
+    async def _judge(self, index: int, prompt: Prompt, completion: Completion, engine_id: int) -> Scored:
+        """Ask until a scorer answers, as `_answer` does."""
+        trajectory = trajectory_of(
+            completion, prompt=prompt, group_id=-1, sibling=index, engine_id=engine_id, admitted_at=0.0, finished_at=0.0
+        )
+        error = completion.error
+        for _ in range(MAX_ATTEMPTS if completion.finish is not Finish.ERROR else 0):
             while not self._scorers.has_room:
                 await self._scorers.changed.wait()
-            self._scorers.ask(score_request(trajectory), lambda scored, answer=answer: _give(answer, scored))
-        with self._watch.waiting("evaluation", "scores"):
-            return [await answer for answer in answers]
+            answer: asyncio.Future[Scored | None] = asyncio.get_running_loop().create_future()
+            self._scorers.ask(
+                score_request(trajectory),
+                sink=lambda scored, answer=answer: _give(answer, scored),
+                lost=lambda scorer_id, answer=answer: _give(answer, None),
+            )
+            if (scored := await answer) is not None:
+                return scored
+            error = f"{MAX_ATTEMPTS} scorers ended before they answered"
+        return Scored(rollout_id=completion.rollout_id, attempt=0, outcome=Outcome.ERROR, reward=None, error=error)
 
 
-def _sink(answer: asyncio.Future[tuple[Completion, int]]) -> Callable[[Completion, int], None]:
-    return lambda completion, engine_id: _give(answer, (completion, engine_id))
+def _unanswered(rollout_id: str) -> Completion:
+    nothing = np.zeros(0, np.int32)
+    return Completion(
+        rollout_id=rollout_id,
+        attempt=MAX_ATTEMPTS - 1,
+        token_ids=nothing,
+        logprobs=np.zeros(0, np.float32),
+        versions=nothing,
+        finish=Finish.ERROR,
+        error=f"{MAX_ATTEMPTS} engines ended before they answered",
+    )
 
 
 def _give(answer: asyncio.Future[Any], value: Any) -> None:

@@ -1,25 +1,31 @@
 """Builds the six stages and joins them: read this first.
 
-    prompts -> dispatch -> scoring -> batching -> delivery        refresh
-                 |  ^        |  ^                   |  ^           |  ^
-                engines    scorers                 trainer        engines
+    prompts -> dispatch -> scoring (-> comparing) -> batching -> delivery        refresh
+                 |  ^        |  ^        |  ^                      |  ^           |  ^
+                engines           scorers                         trainer        engines
 
 Everything that talks to the world is handed in (hubs, source, journal, ledger), so the live run and the simulation build the same thing.
+A ledger that holds an earlier life of the run makes it go on where that one ended: see `state.ledger`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
+from typing import Any
 
+from orchestrator.channels import Channels, make_channels
 from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
+from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
-from orchestrator.stages.batching import Batching, Row, Seal
+from orchestrator.stages.asking import Asking
+from orchestrator.stages.batching import Batching
 from orchestrator.stages.comparing import Comparing
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
@@ -30,18 +36,19 @@ from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Identity, Ledger
 from orchestrator.state.peers import Peers
 from orchestrator.state.scorers import Scorers
+from orchestrator.state.snapshot import RecordedStep, read_snapshot
 from orchestrator.status import Status
 from pipelinerl.config import Config
-from pipelinerl.messages import LayoutFixed, PolicyPublished, Prompt, Sampling, ScoredTrajectory, Stop, Trajectory
+from pipelinerl.messages import LayoutFixed, Prompt, Sampling, Stop, TrainerReady
 from pipelinerl.metrics import Journal
-from pipelinerl.stages import Channel, Signal, Stage
+from pipelinerl.stages import Signal, Stage
 from pipelinerl.transport.base import Hub
 from pipelinerl.watch import Watch, wait_for
 
-PROMPTS_AHEAD = 64
-"""Prompts tokenised before an engine has room for them. More only makes a resumed run repeat more tokenisation."""
 MAX_BARREN_STEPS = 10
 """Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
+GOODBYE_S = 15.0
+"""How long the end of a run waits for a process that is just being replaced, to tell it, too. Shorter leaves that to the launcher."""
 NUM_SCORERS = 1
 """Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
 
@@ -79,6 +86,9 @@ class Pipeline:
         self._config = config
         self._journal = journal
         self._ledger = ledger
+        ledger.begin(_promises(config), now_s=asyncio.get_running_loop().time(), unix_s=time.time())
+        self._past = read_snapshot(ledger)
+        source.position = self._past.position
         self._credits = Signal()
         """Set whenever another group might be admitted."""
         self._stop_reason: str | None = None
@@ -104,7 +114,11 @@ class Pipeline:
             main = group.create_task(self._main())
             stop = group.create_task(self._stopped.wait())
             await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
-            for task in (*service, main, stop):
+            main.cancel()
+            stop.cancel()
+            said = Stop(reason=self._stop_reason or "finished")
+            await asyncio.gather(*(peers.stop_all(said, deadline_s=GOODBYE_S) for peers in self._peers))
+            for task in service:
                 task.cancel()
         return self._end()
 
@@ -115,33 +129,33 @@ class Pipeline:
 
     async def _main(self) -> None:
         await self._wait_for_peers()
+        past = self._past
+        self._admission.restore(accepted=past.num_placed_groups, running=len(past.running_groups), version=self._delivery.trainer_version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self.watch.run(), name="watchdog")
             await self._train()
             watchdog.cancel()
 
     async def _train(self) -> None:
-        self._trainer.hub.send(
-            "trainer-0",
-            LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count, road=self._choose_road()),
-        )
-        await self._evaluation.evaluate(0)
+        if not self._delivery.trainer_version:
+            await self._evaluation.evaluate(0)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]
-            tasks.append(group.create_task(self._evaluation.follow(lambda: self._admission.version), name="evaluation"))
+            tasks.append(group.create_task(self._evaluation.follow(self._engines.oldest_version), name="evaluation"))
             await self._delivery.finished.wait()
             await self._last_policy_in_force()
             for task in tasks:
                 task.cancel()
         await self._evaluation.evaluate(self._config.trainer.steps)
 
-    def _choose_road(self) -> str:
+    def _layout_for(self, trainer: TrainerReady) -> LayoutFixed:
+        """What a trainer that starts must know to publish: how the engines lie, and the road to them."""
         weights = self._config.weights
         machines = {engine.peer: engine.ready.machine for engine in self._engines}
-        road, reason = choose_road(weights.road, trainer=self._delivery.trainer_machine, engines=machines, address=weights.address)
+        road, reason = choose_road(weights.road, trainer=trainer.machine, engines=machines, address=weights.address)
         self._journal.write("choice", text=reason)
         print(reason, flush=True)
-        return road
+        return LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count, road=road)
 
     async def _wait_for_peers(self) -> None:
         config = self._config
@@ -163,12 +177,8 @@ class Pipeline:
 
     def _end(self) -> Ending:
         reason = self._stop_reason or "finished"
-        for peers in self._peers:
-            peers.stop_all(Stop(reason=reason))
         now_s = asyncio.get_running_loop().time()
-        self._ledger.cancel_rest(now_s=now_s, reason="the run ended")
-        identity = self._ledger.identity()
-        self._ledger.flush()
+        identity = self._ledger.finish(reason, now_s=now_s)
         self._journal.write("status", **self._status.gauges(now_s=now_s))
         self._journal.write("end", reason=reason, identity=dataclasses.asdict(identity), elapsed_s=now_s - self._started_s)
         return Ending(
@@ -197,7 +207,7 @@ class Pipeline:
         self._trainer = Peers(
             trainer_hub,
             role="trainer",
-            expected=config.trainer.ranks,
+            expected=config.trainer.layout.replicas,
             ready_deadline_s=config.trainer.ready_deadline_s,
             silent_after_s=config.trainer.silent_after_s,
         )
@@ -214,50 +224,40 @@ class Pipeline:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
-        credits = self._credits
-        prompts = Channel[Prompt]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=PROMPTS_AHEAD)
-        trajectories = Channel[Trajectory](
-            "trajectories", giver="dispatch", taker="scoring", watch=watch, bound_bytes=bound, size=_bytes_of_trajectory
-        )
-        scored = Channel[ScoredTrajectory](
-            "scored",
-            giver="scoring",
-            taker="batching",
-            watch=watch,
-            bound_bytes=bound,
-            size=lambda item: _bytes_of_trajectory(item.trajectory),
-        )
-        rows = Channel[Row | Seal](
-            "rows", giver="batching", taker="delivery", watch=watch, bound_bytes=bound, size=lambda item: item.num_bytes
-        )
-        published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=config.trainer.steps)
+        credits, past = self._credits, self._past
+        channels = make_channels(watch=watch, queue_bytes=bound, num_policies=config.trainer.steps, compares=config.compares_siblings)
         self._delivery = Delivery(
-            rows=rows,
-            published=published,
+            rows=channels.rows,
+            published=channels.published,
             trainer=self._trainer,
-            num_replicas=config.trainer.ranks,
+            num_replicas=config.trainer.layout.replicas,
             num_steps=config.trainer.steps,
             holds_batches=pace.holds_batches,
             ledger=self._ledger,
             progress=self._progress,
             watch=watch,
+            num_booked=past.num_done,
+            recorded=past.steps,
         )
         self._refresh = Refresh(
-            published=published,
+            published=channels.published,
             engines=self._engines,
             trainer=self._trainer,
             admission=self._admission,
             credits=credits,
             progress=self._progress,
             journal=self._journal,
+            layout_for=self._layout_for,
             commit_deadline_s=config.pipeline.stall_limit_s,
         )
-        compared, comparing = self._compare(scored)
+        cut, open_step = self._make_cut(credit, step_rules, max_staleness=pace.max_staleness)
+        quarantine = Quarantine(past.deaths)
+        asking = Asking(scorers=self._scorers, ledger=self._ledger, watch=watch, quarantine=quarantine)
         self._stages: tuple[Stage, ...] = (
-            Prompts(source, prompts=prompts),
+            Prompts(source, prompts=channels.prompts),
             Dispatch(
-                prompts=prompts,
-                trajectories=trajectories,
+                prompts=channels.prompts,
+                trajectories=channels.trajectories,
                 engines=self._engines,
                 admission=self._admission,
                 credits=credits,
@@ -266,26 +266,32 @@ class Pipeline:
                 sampling=self._sampling(temperature=config.rollout.temperature),
                 group_size=config.rollout.group_size,
                 queue_bytes=bound,
+                quarantine=quarantine,
+                first_group_id=past.next_group_id,
+                interrupted=past.interrupted,
             ),
-            Scoring(trajectories=trajectories, scored=scored, scorers=self._scorers, watch=watch, queue_bytes=bound),
-            *comparing,
+            Scoring(
+                trajectories=channels.trajectories,
+                scored=channels.scored,
+                asking=asking,
+                ledger=self._ledger,
+                watch=watch,
+                queue_bytes=bound,
+            ),
+            *([self._make_comparing(channels, asking)] if channels.compares else []),
             Batching(
-                scored=compared,
-                rows=rows,
-                grouping=Grouping(group_size=config.rollout.group_size),
-                cut=BatchCut(
-                    groups_per_step=config.batch.groups_per_step,
-                    max_staleness=pace.max_staleness,
-                    min_survivors=config.batch.min_survivors,
-                    credit=credit,
-                    rules=step_rules,
-                ),
-                packing=Packing(max_tokens=config.batch.max_tokens),
+                scored=channels.compared,
+                rows=channels.rows,
+                grouping=self._make_grouping(),
+                cut=cut,
+                packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
                 admission=self._admission,
                 credits=credits,
                 ledger=self._ledger,
                 progress=self._progress,
                 max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
+                restored=past.compared if channels.compares else past.scored,
+                open_step=open_step,
             ),
             self._delivery,
             self._refresh,
@@ -296,42 +302,60 @@ class Pipeline:
             admission=self._admission,
             engines=self._engines,
             scorers=self._scorers,
-            channels=[prompts, trajectories, scored, rows],
+            channels=channels.queues,
+            hubs=[peers.hub for peers in self._peers],
             watch=watch,
             progress=self._progress,
             num_steps=config.trainer.steps,
+            num_booked=lambda: self._delivery.num_booked,
         )
 
-    def _compare(self, scored: Channel[ScoredTrajectory]) -> tuple[Channel[ScoredTrajectory], tuple[Stage, ...]]:
-        """Where batching takes scored trajectories from, and the stage between, which only runs with a reward per group have."""
-        config = self._config
-        if all(reward.per == "sample" for reward in config.reward):
-            return scored, ()
-        bound = config.pipeline.queue_bytes
-        compared = Channel[ScoredTrajectory](
-            "compared",
-            giver="comparing",
-            taker="batching",
+    def _make_comparing(self, channels: Channels, asking: Asking) -> Comparing:
+        config, past = self._config, self._past
+        return Comparing(
+            scored=channels.scored,
+            compared=channels.compared,
+            asking=asking,
+            ledger=self._ledger,
             watch=self.watch,
-            bound_bytes=bound,
-            size=lambda item: _bytes_of_trajectory(item.trajectory),
-        )
-        stage = Comparing(
-            scored=scored,
-            compared=compared,
-            scorers=self._scorers,
-            watch=self.watch,
-            group_size=config.rollout.group_size,
+            grouping=self._make_grouping(),
             min_survivors=config.batch.min_survivors,
-            queue_bytes=bound,
+            queue_bytes=config.pipeline.queue_bytes,
+            restored=past.uncompared,
         )
-        return compared, (stage,)
+
+    def _make_grouping(self) -> Grouping:
+        past = self._past
+        return Grouping(group_size=self._config.rollout.group_size, first_group_id=past.next_group_id, still_open=past.running_groups)
+
+    def _make_cut(self, credit: Credit, rules: StepRules | None, *, max_staleness: int) -> tuple[BatchCut, RecordedStep | None]:
+        """The rule that fills steps, and what an earlier life of the run has put into the one being filled."""
+        batch, past = self._config.batch, self._past
+        cut = BatchCut(
+            groups_per_step=batch.groups_per_step,
+            max_staleness=max_staleness,
+            min_survivors=batch.min_survivors,
+            credit=credit,
+            rules=rules,
+            first_step=past.open_step,
+        )
+        open_step = past.steps.get(past.open_step)
+        if open_step is not None:
+            cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=open_step.groups)
+        return cut, open_step
 
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout
         return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=rollout.stop_token_ids)
 
 
-def _bytes_of_trajectory(trajectory: Trajectory) -> int:
-    """Bytes of its token columns: ids, mask, log-probabilities, versions."""
-    return 13 * trajectory.num_tokens
+def _promises(config: Config) -> dict[str, Any]:
+    """What an independent checker of the ledger needs to know of the settings."""
+    return {
+        "group_size": config.rollout.group_size,
+        "groups_per_step": config.batch.groups_per_step,
+        "max_row_tokens": config.batch.max_tokens,
+        "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,
+        "num_steps": config.trainer.steps,
+        "compares_siblings": config.compares_siblings,
+    }

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from orchestrator.rules.batch import Verdict
+from orchestrator.shown import Shown
 from pipelinerl.algorithms.staleness import split
 from pipelinerl.messages import Fate, Finish, Sample, StepDone, WeightsCommitted
 from pipelinerl.metrics import Journal
@@ -48,6 +49,7 @@ class Progress:
         self.rewards: list[float] = []
         """Mean reward of every step trained."""
         self._steps: dict[int, _Step] = collections.defaultdict(_Step)
+        self._shown = Shown(journal)
 
     def settled(self, verdict: Verdict, *, now_s: float) -> None:
         """A group was placed or given up."""
@@ -78,6 +80,7 @@ class Progress:
         self.num_trained_tokens += sum(sample.trajectory.num_tokens for sample, _ in step.samples)
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
+        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s)
 
     def _fields(self, done: StepDone, step: _Step, *, now_s: float) -> dict[str, object]:
         trajectories = [sample.trajectory for sample, _ in step.samples]
@@ -87,7 +90,7 @@ class Progress:
         in_flight = np.concatenate([part.in_flight for part in parts] or [np.zeros(0, np.int64)])
         in_queue = np.concatenate([part.in_queue for part in parts] or [np.zeros(0, np.int64)])
         ages = in_flight + in_queue
-        counts = collections.Counter(ages.tolist())
+        counts = np.bincount(ages)  # a step trains no token younger than itself
         return {
             "step": done.step,
             "version": done.step,
@@ -101,7 +104,7 @@ class Progress:
             "length_mean": float(lengths.mean()),
             "truncated_fraction": _mean([trajectory.finish is Finish.LENGTH for trajectory in trajectories]),
             "zero_variance_fraction": step.num_flat_groups / max(1, step.num_groups),
-            "staleness": {str(age): count for age, count in sorted(counts.items())},
+            "staleness": {str(age): int(count) for age, count in enumerate(counts) if count},
             "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
             "staleness_max": int(ages.max()) if len(ages) else 0,
             "staleness_min": int(ages.min()) if len(ages) else 0,

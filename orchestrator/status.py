@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from orchestrator.state.ledger import Ledger
 from orchestrator.state.scorers import Scorers
 from pipelinerl.metrics import Journal
 from pipelinerl.stages import Channel
+from pipelinerl.transport.base import Hub
 from pipelinerl.watch import Watch
 
 EVERY_S = 0.5
@@ -34,25 +37,30 @@ class Status:
         engines: Engines,
         scorers: Scorers,
         channels: list[Channel[Any]],
+        hubs: list[Hub],
         watch: Watch,
         progress: Progress,
         num_steps: int,
+        num_booked: Callable[[], int],
     ) -> None:
+        """`num_booked()` tells how many steps are done."""
         self._journal = journal
         self._ledger = ledger
         self._admission = admission
         self._engines = engines
         self._scorers = scorers
         self._channels = channels
+        self._hubs = hubs
         self._watch = watch
         self._progress = progress
         self._num_steps = num_steps
+        self._num_booked = num_booked
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._journal.write("status", **self.gauges(now_s=loop.time()))
-            await loop.run_in_executor(None, self._ledger.write, self._ledger.take_rows())
+            await loop.run_in_executor(None, self._ledger.flush)
             await asyncio.sleep(EVERY_S)
 
     def gauges(self, *, now_s: float) -> dict[str, Any]:
@@ -63,7 +71,7 @@ class Status:
         last = self._progress.last_step
         return {
             "version": self._admission.version,
-            "step": len(self._progress.rewards),
+            "step": self._num_booked(),
             "num_steps": self._num_steps,
             "groups_running": self._admission.running,
             "groups_accepted": self._admission.accepted,
@@ -77,6 +85,7 @@ class Status:
                 channel.name: {"items": len(channel), "bytes": channel.num_bytes, "bound_bytes": channel.bound_bytes}
                 for channel in self._channels
             },
+            "refused": dict(sum((hub.refused for hub in self._hubs), collections.Counter[str]())),
             "waits": [{"stage": wait.stage, "what": wait.what, "seconds": now_s - wait.since} for wait in self._watch.waits()],
             "waited_s": self._watch.all_waited_s(),
             "reward_mean": last.get("reward_mean"),

@@ -41,6 +41,7 @@ def run(
     config_file: ConfigFile,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and the processes, start nothing")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest run of this name; without one, begin")] = False,
 ) -> None:
     """Train: start the orchestrator, the engines, the scorers and the trainer, and follow the run to its end.
 
@@ -54,13 +55,14 @@ def run(
         function = "rewards.py:my_reward"   # def my_reward(prompt, completion, **columns) -> float
 
     Change single settings on the command line: `pipelinerl run my.toml trainer.steps=10 engine.count=2`.
-    Ctrl-C once saves the model and ends; twice ends at once.
+    Ctrl-C once saves the model and ends; twice ends at once. Either way `--resume` goes on: from the last checkpoint, with what was
+    generated and scored since; the same command line starts a run and, after whatever ended it, goes on with it.
     """
     settings = configuration.load(config_file, overrides=overrides or [])
     if dry_run:
         _print_plan(settings)
         return
-    _train(settings)
+    _train(settings, resume=resume)
 
 
 @app.command()
@@ -98,6 +100,17 @@ def report(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def compare(
+    run_folders: Annotated[list[Path], typer.Argument(help="run folders; the first one is the reference", show_default=False)],
+    page: Annotated[Path, typer.Option(help="where the page goes")] = Path("comparison.html"),
+) -> None:
+    """Lay runs side by side on one self-contained HTML page: numbers, curves, where the time went, settings that differ."""
+    from pipelinerl.report.comparison import write_comparison
+
+    console.print(f"comparison: {write_comparison(run_folders, path=page)}")
+
+
+@app.command()
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
     from pipelinerl.live import show
@@ -110,6 +123,102 @@ def watch(run_folder: RunFolder) -> None:
 
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(follow())
+
+
+@app.command()
+def export(run_folder: RunFolder, output: Annotated[Path, typer.Argument(help="folder to write", show_default=False)]) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    command = [sys.executable, "-m", "trainer.export", "--run-folder", str(run_folder), "--output", str(output)]
+    raise typer.Exit(subprocess.call(command))
+
+
+@app.command()
+def ledger(
+    run_folder: RunFolder,
+    prompt: Annotated[str | None, typer.Argument(help="a prompt's id, `<epoch>:<row>`, or a rollout's, `<group>/<sibling>`")] = None,
+) -> None:
+    """Tell what became of a run's prompts, or, step by step, of one: `pipelinerl ledger RUN 0:17`."""
+    from pipelinerl.history import story_of, summary_of
+
+    for line in summary_of(run_folder) if prompt is None else story_of(run_folder, prompt):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def check(run_folder: RunFolder) -> None:
+    """Judge a run by its ledger and its checkpoints: nothing lost, nothing trained twice, nothing too old."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "pipelinerl.checker", str(run_folder)]))
+
+
+@app.command()
+def track(
+    run_folder: RunFolder,
+    to: Annotated[list[str] | None, typer.Option(help="wandb, tensorboard; default: what the run's config names")] = None,
+) -> None:
+    """Send a run's numbers to its trackers, or what they missed of it, from the run's journal."""
+    from pipelinerl.process import read_config
+    from pipelinerl.tracking.beside import missing_packages, track
+
+    to = to or [name for name in read_config(run_folder).tracking.to if name != "prometheus"]
+    missing_packages(to)
+    raise typer.Exit(0 if track(run_folder, to) else 1)
+
+
+@app.command()
+def trace(run_folder: RunFolder) -> None:
+    """Write a run's timeline as a Chrome trace, which ui.perfetto.dev opens."""
+    from pipelinerl.tracking.trace import write_trace
+
+    console.print(f"trace: {write_trace(run_folder)}")
+
+
+@app.command()
+def slurm(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    submit: Annotated[bool, typer.Option("--submit", help="hand it to sbatch; else the script is only written")] = False,
+) -> None:
+    """Make a run's Slurm job: a readable sbatch script that saves before the limit, requeues itself and goes on (section `slurm`)."""
+    from pipelinerl.preflight import check
+    from pipelinerl.slurm import submit as job
+
+    settings = configuration.load(config_file, overrides=overrides or [])
+    if submit:
+        check(settings)
+        job.check_reach(settings)
+    script = job.prepare(settings)
+    console.print(f"script: {escape(str(script))}")
+    if submit:
+        console.print(f"job: {job.submit(script)}")
+
+
+@app.command()
+def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
+    """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
+    from pipelinerl.doctor import Level, judge, look
+
+    findings = judge(look(folder))
+    for finding in findings:
+        colour = {Level.OK: "green", Level.NOTE: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}[finding.level]
+        console.print(f"[{colour}]{finding.level:<5}[/] {finding.what:<11} {escape(finding.found)}", highlight=False, soft_wrap=True)
+        if finding.do:
+            console.print(f"{'':<17} -> {escape(finding.do)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
+
+
+@app.command()
+def view(
+    run_folder: RunFolder,
+    port: Annotated[int, typer.Option(help="0: a free one")] = 0,
+    interface: Annotated[str, typer.Option(help="other than loopback, the page asks for the token in its address")] = "127.0.0.1",
+) -> None:
+    """Follow a run in the browser: the pipeline as a picture, curves, who waits for whom, samples. Works on a finished run, too."""
+    from pipelinerl.view.server import View
+
+    page = View(run_folder, interface=interface, port=port)
+    console.print(f"view: {page.address}", soft_wrap=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        page.serve()
 
 
 @app.command()
@@ -136,15 +245,19 @@ def main() -> None:
         sys.exit(1)
 
 
-def _train(settings: configuration.Config) -> None:
+def _train(settings: configuration.Config, *, resume: bool = False) -> None:
     from pipelinerl.preflight import check
     from pipelinerl.report import write_report
+    from pipelinerl.tracking.beside import missing_packages, trackers
 
     check(settings)
-    run_folder = launch.make_run_folder(settings)
-    console.print(f"run folder: {escape(str(run_folder))}")
+    missing_packages(settings.tracking.to)
+    earlier = launch.resumed_run_folder(settings) if resume else None
+    run_folder = earlier or launch.make_run_folder(settings)
+    console.print(f"run folder: {escape(str(run_folder))}{', going on' if earlier else ''}")
     try:
-        asyncio.run(_launch_and_show(settings, run_folder))
+        with trackers(run_folder, settings.tracking.to):
+            asyncio.run(_launch_and_show(settings, run_folder))
     finally:
         if (run_folder / "journal" / "orchestrator.jsonl").exists():
             console.print(f"report: {escape(str(write_report(run_folder)))}")
@@ -160,7 +273,9 @@ async def _launch_and_show(settings: configuration.Config, run_folder: Path) -> 
     async with asyncio.TaskGroup() as group:
         view = group.create_task(show(run_folder, console=console, until=until))
         try:
-            await launch.Launcher(launch.roles_of(settings, run_folder), run_folder).run()
+            roles = launch.roles_of(settings, run_folder)
+            limits = {"restarts": settings.run.restarts, "restart_wait_s": settings.run.restart_wait_s}
+            await launch.Launcher(roles, run_folder, **limits).run()
         except PipelineError as error:
             failure = error
         else:
@@ -172,11 +287,15 @@ async def _launch_and_show(settings: configuration.Config, run_folder: Path) -> 
 
 
 def _print_plan(settings: configuration.Config) -> None:
+    from pipelinerl.tracking.beside import command
+
     console.print_json(settings.model_dump_json())
     for name, value in settings.derived().items():
         console.print(f"{name}: {value}", highlight=False)
     console.print("processes:")
-    for role in launch.roles_of(settings, settings.run.folder / f"{settings.run.name}-<time>"):
+    run_folder = settings.run.folder / f"{settings.run.name}-<time>"
+    trackers = [launch.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
+    for role in (*launch.roles_of(settings, run_folder), *trackers):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
 
 

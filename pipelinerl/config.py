@@ -21,10 +21,16 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.layout import Layout, nearest, problems_of
 
+SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
+"""Last words of settings that must not be settings."""
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+
+SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
+"""Minutes, hours:minutes:seconds or days-hours. TOML reads the first as a number and the second as a time of day; both are meant."""
 
 
 class Mode(enum.StrEnum):
@@ -46,6 +52,8 @@ class RunSection(Section):
     name: str = Field("run", description="names the run folder and the tracker's run")
     folder: Path = Field(Path("runs"), description="parent of the run folders")
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
+    restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")
+    restart_wait_s: Annotated[float, Field(ge=0)] = Field(1.0, description="wait before a restart; doubles while restarts follow quickly")
 
 
 class ModelSection(Section):
@@ -118,9 +126,18 @@ class PipelineSection(Section):
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
 
+class ParallelSection(Section):
+    shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
+    context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
+    tensor: PositiveInt = Field(1, description="ranks that share every matrix")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers; only 1 so far")
+    expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
+
+
 class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
-    ranks: PositiveInt = Field(1, description="trainer processes, data-parallel")
+    ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
+    parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
     learning_rate: PositiveFloat = Field(1e-6)
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
@@ -133,9 +150,16 @@ class TrainerSection(Section):
     max_mismatch_kl: PositiveFloat = Field(
         0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"
     )
+    recompute: bool = Field(False, description="compute every layer again in the backward pass: less memory, a third more work")
+    float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")
     silent_after_s: PositiveFloat = Field(600.0, description="a trainer not heard of for so long ends the run")
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks share the model."""
+        return Layout(ranks=self.ranks, **self.parallel.model_dump())
 
 
 class EvaluationSection(Section):
@@ -150,7 +174,49 @@ class WeightsSection(Section):
         "auto", description="how a policy travels from the trainer to the engines; auto: shared memory on one machine, else gloo"
     )
     address: str = Field("127.0.0.1", description="address of the trainer's machine that engines on other machines reach (road gloo)")
-    commit: Literal["auto", "flip", "copy"] = Field("auto", description="how it takes effect in an engine, between two forward passes")
+    delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
+    kv_span: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="versions a running sequence's KV cache may lag before a swap recomputes it; 0: every swap does; none: none does",
+    )
+    commit: Literal["auto", "flip", "scatter", "copy"] = Field(
+        "auto", description="how a policy takes effect in an engine, between two forward passes"
+    )
+
+
+class CheckpointSection(Section):
+    every: PositiveInt = Field(20, description="steps between checkpoints; a killed trainer does at most as many again")
+    keep: PositiveInt = Field(1, description="newest checkpoints that stay on the disk")
+
+
+class TrackingSection(Section):
+    to: tuple[Literal["wandb", "tensorboard", "prometheus"], ...] = Field(
+        (), description="trackers that follow the run's journal, each in a process of its own; `pipelinerl track` sends what one missed"
+    )
+    project: str = Field("pipelinerl", description="Weights & Biases project; offline where there is no key")
+    prometheus_interface: str = Field("127.0.0.1", description="address the Prometheus endpoint is bound to; it asks for no password")
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="its port; 0: a free one, told in <run>/endpoints/metrics.json"
+    )
+
+
+class SlurmSection(Section):
+    time: SlurmTime = Field("24:00:00", description="limit of one allocation, as sbatch takes it")
+    again: Literal["requeue", "chain", "no"] = Field(
+        "requeue", description="after the limit: requeue this job; leave it to the next job of this name (chain); or end"
+    )
+    save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
+    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they share the trainer's")
+    scorer_nodes: Annotated[int, Field(ge=0)] = Field(
+        0, description="nodes without GPUs for scorers, in a heterogeneous job; 0: on the first node"
+    )
+    gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="of the nodes of trainer and engines")
+    cpus_per_node: PositiveInt = Field(8, description="cores asked for on every node")
+    memory_per_node: str = Field("0", description="as sbatch takes it; 0: all of the node")
+    partition: str | None = Field(None, description="default: the cluster's own")
+    account: str | None = Field(None, description="whom the time is billed to; default: the user's own")
+    options: tuple[str, ...] = Field((), description="further sbatch options, each as `--name=value`")
+    setup: tuple[str, ...] = Field((), description="shell lines to run first, for example `module load cuda`")
 
 
 class SftSection(Section):
@@ -180,6 +246,9 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
+    checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
+    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
+    slurm: SlurmSection = SlurmSection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
 
     @pydantic.model_validator(mode="after")
@@ -194,6 +263,11 @@ class Config(Section):
         if self.pipeline.max_running is not None:
             return self.pipeline.max_running
         return self.engine.count * self.engine.max_running * 5 // 4
+
+    @property
+    def compares_siblings(self) -> bool:
+        """True where a reward function compares the rollouts of a group."""
+        return any(reward.per == "group" for reward in self.reward)
 
     def derived(self) -> dict[str, Any]:
         """Values that follow from the settings, by the name they are printed under."""
@@ -215,7 +289,7 @@ def load(path: Path, *, overrides: typing.Sequence[str] = ()) -> Config:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config file at {path}: name an existing TOML file") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(tree, override)
@@ -263,7 +337,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r} is not `section.key=value`, for example `trainer.steps=10`")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text
     node = tree
     for part in parts[:-1]:
@@ -295,7 +369,22 @@ def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -
             yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
 
 
-_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process)
+def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[str]:
+    for part, options in (("engine.options", engine.options), ("algorithm.overrides", algorithm.overrides)):
+        for key in options:
+            if key.lower().rpartition("_")[2] in SECRET_WORDS:
+                yield (
+                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown. Leave it out, and set it in the"
+                    " environment."
+                )
+
+
+def _layout_works(trainer: TrainerSection) -> Iterator[str]:
+    if found := problems_of(trainer.layout):
+        yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
+
+
+_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works)
 """Each takes the sections it is about, by name."""
 
 

@@ -7,7 +7,9 @@ PipelineError
     PeerError            a named peer failed
         PeerSilent       it did not answer within its deadline
         PeerGone         its process ended or its connection closed
+        PeerFull         it takes nothing, and as much waits for it as may
         PeerRefused      it answered with an error of its own, which the message carries
+    LedgerError          the ledger cannot be written or read, or belongs to another run than the checkpoint
     WeightsError         a published policy does not fit: names, shapes, dtypes, digest, base version
     EngineError          the inference engine refused a request or failed in a forward pass
     MismatchError        engine and trainer disagree about log-probabilities of the same weights
@@ -30,7 +32,11 @@ class DataError(PipelineError):
 
 
 class WireError(PipelineError):
-    """Bytes from a peer that are not a message this peer may send."""
+    """Bytes from a peer that are not a message this peer may send; `reason` is the counter they cost."""
+
+    def __init__(self, message: str, *, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class PeerError(PipelineError):
@@ -45,8 +51,16 @@ class PeerGone(PeerError):
     """A named peer's process ended or its connection closed."""
 
 
+class PeerFull(PeerError):
+    """A named peer takes nothing, and as much waits for it as may."""
+
+
 class PeerRefused(PeerError):
     """A named peer answered with an error of its own."""
+
+
+class LedgerError(PipelineError):
+    """The ledger cannot be written or read, or does not belong to the checkpoint beside it."""
 
 
 class WeightsError(PipelineError):

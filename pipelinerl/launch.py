@@ -1,7 +1,11 @@
-"""Starts the processes of a run, sees that none is left behind, and names the one whose error came first.
+"""Starts the processes of a run, starts them again when they are killed, sees that none is left behind, and names whose error came first.
 
 A process is known only as a command line, so the same run starts locally, under a batch system, or by hand. Each runs in a session of
 its own with its output in `<run>/logs/<name>.log`; each dies with its parent, so that even a killed launcher leaves no orphan.
+
+One that was killed is started again by itself, while the others go on: a trainer then starts from its last checkpoint, and what a scorer
+or an engine was asked for is asked for again. Without the orchestrator nobody can go on: all are started again with it, and it goes on from
+the ledger. Engines are forked, and restarted, by a parent of their own. `run.restarts` bounds all this, for each process apart.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.config import Config
-from pipelinerl.errors import PeerGone
-from pipelinerl.process import die_with_parent
+from pipelinerl.errors import ConfigError, PeerGone
+from pipelinerl.process import die_with_parent, read_config
+from pipelinerl.restarts import Restarts
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.weights.slots import run_token, unlink_slots
 
@@ -29,6 +35,18 @@ SAVE_GRACE_S = 60.0
 KILL_GRACE_S = 5.0
 """Between asking a process to end and killing it, after another has failed."""
 LOG_TAIL_LINES = 15
+FIXED_KEYS = (
+    "run.seed",
+    "model.path",
+    "model.dtype",
+    "data.source",
+    "data.shuffle",
+    "data.limit",
+    "rollout.group_size",
+    "batch.groups_per_step",
+    "batch.max_tokens",
+)
+"""What a resumed run must share with its earlier life: the order of its prompts, and what its recorded groups and rows look like."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +55,10 @@ class Role:
 
     name: str
     command: tuple[str, ...]
+    takes_all_along: bool = False
+    """When it is killed the others cannot go on: all are started again."""
+    has_nothing_to_save: bool = False
+    """When the orchestrator has ended, it may be ended, too: it may be one that started too late to be told."""
 
     def __str__(self) -> str:
         return f"{self.name:<13} {shlex.join(self.command)}"
@@ -47,9 +69,9 @@ def roles_of(config: Config, run_folder: Path) -> tuple[Role, ...]:
     python, run = sys.executable, ("--run-folder", str(run_folder))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer")
     return (
-        Role(name="orchestrator", command=(python, "-m", "orchestrator", *run)),
-        Role(name="engines", command=(python, "-m", "pipelinerl.engine", *run)),
-        Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0")),
+        Role(name="orchestrator", command=(python, "-m", "orchestrator", *run), takes_all_along=True),
+        Role(name="engines", command=(python, "-m", "pipelinerl.engine", *run), has_nothing_to_save=True),
+        Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
         Role(name="trainer", command=(python, *torchrun, *run)),
     )
 
@@ -66,13 +88,51 @@ def make_run_folder(config: Config) -> Path:
     return folder
 
 
+def resumed_run_folder(config: Config) -> Path | None:
+    """The newest folder of a run of this name, made ready to go on with the present settings; None where there is none.
+
+    Raises `ConfigError` for settings that a run cannot change: its ledger would not fit them.
+    """
+    folders = [path.parent for path in config.run.folder.glob(f"{config.run.name}-[0-9]*/ledger.sqlite")]
+    if not folders:
+        return None
+    folder = max(folders, key=lambda path: (path / "ledger.sqlite").stat().st_mtime)
+    before = read_config(folder)
+    changed = [key for key in FIXED_KEYS if _value_of(before, key) != _value_of(config, key)]
+    if changed:
+        changes = "\n".join(f"  - {key} was {_value_of(before, key)!r}, and is {_value_of(config, key)!r}" for key in changed)
+        raise ConfigError(f"{folder} cannot go on with other settings than it began with:\n{changes}\nKeep them, or start a new run.")
+    (folder / "config.json").write_text(config.model_dump_json(indent=2))
+    for path in (folder / "failures").glob("*.json"):
+        path.unlink()
+    forget_endpoints(folder)
+    return folder
+
+
+def forget_endpoints(run_folder: Path) -> None:
+    """Remove what an orchestrator that is gone has published: who starts now must wait for the next one's."""
+    for path in (run_folder / "endpoints").glob("*.json"):
+        path.unlink()
+
+
+def _value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
 class Launcher:
     """Runs the processes of one run to their end."""
 
-    def __init__(self, roles: tuple[Role, ...], run_folder: Path) -> None:
+    def __init__(self, roles: tuple[Role, ...], run_folder: Path, *, restarts: int = 0, restart_wait_s: float = 1.0) -> None:
+        """`restarts` of each process within an hour, the first after `restart_wait_s`."""
         self._roles = roles
         self._run_folder = run_folder
+        self._restarts = {role.name: Restarts(budget=restarts, first_wait_s=restart_wait_s) for role in roles}
+        self._started_at: dict[str, float] = {}
+        """Unix seconds of each process's last start."""
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._dismissed: set[str] = set()
+        """Those that were ended because the run was over."""
         self._num_interrupts = 0
         self._is_overdue = False
         """The run failed because a process did not end, not because one ended badly."""
@@ -87,7 +147,8 @@ class Launcher:
         try:
             for role in self._roles:
                 await self._start(role)
-            failed = await self._wait()
+            while (failed := await self._wait()) is not None and (wait_s := self._may_restart(failed)) is not None:
+                await self._restart(failed, wait_s=wait_s)
         finally:
             await self._end_all()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -95,8 +156,45 @@ class Launcher:
         if failed is not None:
             raise PeerGone(self._explain(failed))
 
+    def _may_restart(self, failed: str) -> float | None:
+        """Seconds until a process that failed may be started again; None where it may not, and the run ends."""
+        if self._num_interrupts or self._is_overdue or not self._was_killed(failed):
+            return None
+        now_s = time.time()
+        return self._restarts[failed].next_wait(now_s=now_s, lived_s=now_s - self._started_at[failed])
+
+    def _was_killed(self, failed: str) -> bool:
+        """True where what ended a process lies outside of it: a signal, or only peers that were lost, by its own words."""
+        code = self._processes[failed].returncode
+        if code is not None and code < 0:
+            return True
+        words = [record for record in self._failures() if record["t"] >= self._started_at[failed] and record["role"] == failed]
+        is_group = failed == "trainer"  # torchrun's own exit code says nothing of how a rank ended
+        return all(record["is_consequence"] for record in words) and (bool(words) or is_group)
+
+    async def _restart(self, failed: str, *, wait_s: float) -> None:
+        role = next(role for role in self._roles if role.name == failed)
+        for path in (self._run_folder / "failures").glob("*.json"):
+            path.rename(path.with_suffix(f".healed-{time.time_ns()}"))
+        count, what = self._restarts[failed].count, "all" if role.takes_all_along else "it"
+        self._note(f"{failed} {self._how_it_ended(failed)}; starting {what} again in {wait_s:g} s (restart {count})")
+        if role.takes_all_along:
+            await self._end_processes()
+            forget_endpoints(self._run_folder)
+        else:
+            self._signal(failed, signal.SIGKILL)  # what it left behind in its group
+        await asyncio.sleep(wait_s)
+        for again in self._roles if role.takes_all_along else (role,):
+            await self._start(again)
+
+    def _note(self, line: str) -> None:
+        """Write a line to `<run>/logs/launcher.log`."""
+        with open(self._run_folder / "logs" / "launcher.log", "a") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
     async def _start(self, role: Role) -> None:
         (self._run_folder / "logs").mkdir(exist_ok=True)
+        self._started_at[role.name] = time.time()
         log = os.open(self._run_folder / "logs" / f"{role.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._processes[role.name] = await asyncio.create_subprocess_exec(
@@ -113,13 +211,13 @@ class Launcher:
 
     async def _wait(self) -> str | None:
         """Wait until all have ended well, or one has not; its name then. The others may outlive the orchestrator by `SAVE_GRACE_S`."""
-        waiting = {asyncio.create_task(process.wait(), name=name) for name, process in self._processes.items()}
+        waiting = {asyncio.create_task(process.wait(), name=name) for name, process in self._processes.items() if process.returncode != 0}
         loop = asyncio.get_running_loop()
         deadline_s: float | None = None
         while waiting:
             timeout_s = None if deadline_s is None else deadline_s - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            failed = [task.get_name() for task in done if task.result() != 0]
+            failed = [task.get_name() for task in done if task.result() != 0 and task.get_name() not in self._dismissed]
             if failed or not done:
                 self._failed_at = time.time()
                 self._is_overdue = not failed
@@ -128,7 +226,15 @@ class Launcher:
                 return failed[0] if failed else min(task.get_name() for task in waiting)
             if deadline_s is None and any(task.get_name() == self._roles[0].name for task in done):
                 deadline_s = loop.time() + SAVE_GRACE_S
+                loop.call_later(KILL_GRACE_S, self._dismiss)
         return None
+
+    def _dismiss(self) -> None:
+        """End those that still run and have nothing to save."""
+        for role in self._roles:
+            if role.has_nothing_to_save and self._processes[role.name].returncode is None:
+                self._dismissed.add(role.name)
+                self._signal(role.name, signal.SIGTERM)
 
     def _interrupt(self) -> None:
         """First: have the orchestrator end the run, which saves. Second: end everything at once."""
@@ -140,6 +246,10 @@ class Launcher:
             self._signal_all(signal.SIGKILL)
 
     async def _end_all(self) -> None:
+        await self._end_processes()
+        unlink_slots(run_token(self._run_folder))
+
+    async def _end_processes(self) -> None:
         self._signal_all(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_GRACE_S):
@@ -148,26 +258,35 @@ class Launcher:
         self._signal_all(signal.SIGKILL, even_ended=True)
         for process in self._processes.values():
             await process.wait()
-        unlink_slots(run_token(self._run_folder))
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        """Signal the whole group of a process, also one that has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._processes[name].pid, number)
 
     def _signal_all(self, number: signal.Signals, *, even_ended: bool = False) -> None:
         """Signal every process with its whole group; `even_ended`: also what a process that ended has left behind in its group."""
-        for process in self._processes.values():
+        for name, process in self._processes.items():
             if process.returncode is None or even_ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                self._signal(name, number)
+
+    def _failures(self) -> list[dict[str, Any]]:
+        """What processes recorded of their ends."""
+        return [json.loads(path.read_text()) for path in (self._run_folder / "failures").glob("*.json")]
 
     def _explain(self, failed: str) -> str:
         """The first error any process recorded; else how the failed one ended, with the end of its log."""
-        records = [json.loads(path.read_text()) for path in (self._run_folder / "failures").glob("*.json")]
         log = self._run_folder / "logs" / f"{failed}.log"
-        records = [record for record in records if record["t"] <= self._failed_at]
+        records = [record for record in self._failures() if record["t"] <= self._failed_at]
         if records:
             first = min(records, key=lambda record: record["t"])
             return f"{first['process']} failed: {first['error']}\n(its traceback is in {self._run_folder / 'failures'})"
         if self._is_overdue:
             return f"{failed} had not ended {SAVE_GRACE_S:g} s after the orchestrator, and was killed; its log is {log}"
-        code = self._processes[failed].returncode
-        how = f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        return f"{failed} {how}; its log {log} ends:\n{tail}"
+        spent = f" after {count} restarts" if (count := self._restarts[failed].count) else ""
+        return f"{failed} {self._how_it_ended(failed)}{spent}; its log {log} ends:\n{tail}"
+
+    def _how_it_ended(self, name: str) -> str:
+        code = self._processes[name].returncode
+        return f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"

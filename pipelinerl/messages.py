@@ -4,7 +4,9 @@
 
 All are frozen; each later one contains, or is computed from, the earlier; none is edited. Tagged by class name on the wire, so a
 reordered or unknown field never decodes without a word. Token columns are numpy arrays, carried as raw bytes. Columns of one length
-are checked on construction, hence also when they come off the wire: a `ValueError` there becomes a `WireError` in the codec.
+are checked on construction, hence also when they come off the wire: a `ValueError` there becomes a `WireError` in the codec. Texts, tuples
+and dictionaries have a greatest length, checked off the wire, before any of it is made; only a prompt's columns are free, in size and depth
+bounded as a whole.
 
 Legend for shapes: `P` prompt tokens, `T` sampled tokens, `L` tokens of a whole trajectory, `R` tokens of a packed row, `N` samples.
 """
@@ -13,7 +15,8 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,6 +25,15 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
+
+MAX_DEPTH = 32
+"""Lists and objects within one another in a prompt's columns. Deeper ones could exhaust the stack of whoever walks them."""
+Id = Annotated[str, msgspec.Meta(max_length=512)]
+"""A name or a digest."""
+Text = Annotated[str, msgspec.Meta(max_length=16 << 20)]
+"""Prompts, and words for a person."""
+Figures = Annotated[dict[Id, float], msgspec.Meta(max_length=4096)]
+"""Values by name."""
 
 UNSAMPLED = -1
 """Version of a token that no policy sampled: prompt tokens, tool output, padding."""
@@ -81,20 +93,37 @@ def check_lengths(owner: Message, *names: str) -> None:
             raise ValueError(f"{type(owner).__name__}: columns differ in length: {lengths}; expected one length")
 
 
+def check_depth(prompt: Prompt) -> None:
+    """Raise `ValueError` for columns that are nested deeper than `MAX_DEPTH`."""
+    level: list[Any] = list(prompt.columns.values())
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level if isinstance(value, dict | list | tuple) for inner in _inside(value)]
+        if not level:
+            return
+    raise ValueError(f"Prompt {prompt.prompt_id}: its columns are nested deeper than {MAX_DEPTH} levels")
+
+
+def _inside(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
 # --- prompts -------------------------------------------------------------------------------------------------------------------
 
 
 class Prompt(Message, frozen=True):
     """A task to sample from."""
 
-    prompt_id: str
+    prompt_id: Id
     """Stable identity in its source, `<epoch>:<row>`."""
-    text: str
+    text: Text
     """What the model sees, before tokenisation, chat template applied."""
     token_ids: Int32
     """[P] int32."""
     columns: dict[str, Any] = {}
     """The source row's other columns, plain JSON values, handed to reward functions by name."""
+
+    def __post_init__(self) -> None:
+        check_depth(self)
 
 
 # --- orchestrator <-> engine ---------------------------------------------------------------------------------------------------
@@ -109,7 +138,7 @@ class Sampling(Message, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
     """Stop tokens beside the model's own end of sequence."""
     seed: int | None = None
     """None draws from the engine's own generator."""
@@ -118,7 +147,7 @@ class Sampling(Message, frozen=True):
 class Generate(Message, frozen=True):
     """Ask an engine for one completion."""
 
-    rollout_id: str
+    rollout_id: Id
     attempt: int
     """Counts re-issues of one rollout; results of an older attempt are fenced."""
     token_ids: Int32
@@ -129,14 +158,14 @@ class Generate(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """Withdraw a request; the engine answers with a `Completion` whose finish is `CANCELLED`."""
 
-    rollout_id: str
+    rollout_id: Id
     attempt: int
 
 
 class Completion(Message, frozen=True):
     """One engine reply: tokens, and for each the log-probability and the version under which it was sampled."""
 
-    rollout_id: str
+    rollout_id: Id
     attempt: int
     token_ids: Int32
     """[T] int32, end-of-sequence token included where it was sampled."""
@@ -145,7 +174,7 @@ class Completion(Message, frozen=True):
     versions: Int32
     """[T] int32, version of the weights that computed the token's logits; never falls along the sequence."""
     finish: Finish
-    error: str = ""
+    error: Text = ""
     """The engine's own words where `finish` is `ERROR`, else empty."""
     started_at: float = 0.0
     """Unix seconds: when the engine took the request."""
@@ -154,17 +183,17 @@ class Completion(Message, frozen=True):
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "logprobs", "versions")
-        if (self.versions[1:] < self.versions[:-1]).any():
+        if np.count_nonzero(self.versions[1:] < self.versions[:-1]):
             raise ValueError(f"Completion {self.rollout_id}: versions fall along the sequence: {self.versions.tolist()}")
 
 
 class Tensor(Message, frozen=True):
     """Where one tensor of a policy lies in a published buffer."""
 
-    name: str
+    name: Id
     """Hugging Face parameter name."""
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
+    dtype: Id
     """torch dtype name, for example "float32"."""
     offset_bytes: int
     num_bytes: int
@@ -179,9 +208,9 @@ class EngineReady(Message, frozen=True):
     """Longest prompt plus completion it serves."""
     max_running: int
     """Sequences it decodes at once; more wait in its queue."""
-    tensors: tuple[Tensor, ...]
+    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=1 << 20)]
     """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
-    machine: str = ""
+    machine: Id = ""
     """Equal for processes that can share memory."""
 
 
@@ -206,9 +235,9 @@ class StageWeights(Message, frozen=True):
     """Tell an engine that a policy is published: stage it while decoding goes on, then commit between two forward passes."""
 
     version: int
-    slot: str
+    slot: Id
     """Name of the buffer that holds it; also says by which road it is reached."""
-    digest: str
+    digest: Id
     """xxh3-128 of the policy's manifest, hexadecimal; the manifest lies in the slot and holds the digest of every tensor."""
     when_idle: bool = False
     """True commits only once no sequence runs; False at the next boundary between two forward passes."""
@@ -237,6 +266,8 @@ class WeightsCommitted(Message, frozen=True):
     """As `WeightsStaged` said."""
     num_running: int
     """Sequences that went on across the swap."""
+    num_recomputed_tokens: int = 0
+    """Tokens, of prompts and completions, whose KV cache was dropped to be computed again under this version."""
     lineage: int = 0
 
 
@@ -245,7 +276,7 @@ class WeightsRefused(Message, frozen=True):
 
     engine_id: int
     version: int
-    error: str
+    error: Text
     lineage: int = 0
 
 
@@ -266,16 +297,16 @@ class FunctionLoad(Message, frozen=True):
 
     num_calls: int
     """Tries, retried ones included."""
-    num_failed: dict[str, int]
+    num_failed: Annotated[dict[Id, int], msgspec.Meta(max_length=16)]
     """Tries that ended as timeout, error or invalid, by outcome."""
     num_retries: int
     """Tries that followed a failed one."""
     p50_s: float
     p95_s: float
     max_s: float
-    slowest: str
+    slowest: Id
     """Rollout of the longest of them."""
-    breaker: str
+    breaker: Id
     """closed, open or half-open."""
 
 
@@ -287,14 +318,14 @@ class ScorerLoad(Message, frozen=True):
     num_scored: int
     busy_s: float
     """Seconds of reward calls since it started, summed over slots."""
-    functions: dict[str, FunctionLoad] = {}
+    functions: Annotated[dict[Id, FunctionLoad], msgspec.Meta(max_length=4096)] = {}
     """By the function's name; without those that were not called yet."""
 
 
 class Score(Message, frozen=True):
     """Ask a scorer for the reward of one trajectory."""
 
-    rollout_id: str
+    rollout_id: Id
     attempt: int
     prompt: Prompt
     token_ids: Int32
@@ -306,7 +337,7 @@ class ScoreGroup(Message, frozen=True):
     """Ask a scorer for the rewards that compare siblings; sent once every sibling has an outcome of its own."""
 
     group_id: int
-    members: tuple[Score, ...]
+    members: Annotated[tuple[Score, ...], msgspec.Meta(max_length=1 << 16)]
     """Siblings that are scored, in order; at least two, of one prompt."""
 
     @property
@@ -322,14 +353,14 @@ class ScoreGroup(Message, frozen=True):
 class Scored(Message, frozen=True):
     """A scorer's answer."""
 
-    rollout_id: str
+    rollout_id: Id
     attempt: int
     outcome: Outcome
     reward: float | None
     """Weighted sum of the components; None unless `outcome` is `OK`."""
-    components: dict[str, float] = {}
+    components: Figures = {}
     """Reward of each function that applied, by its name, before weighting."""
-    error: str = ""
+    error: Text = ""
     """What went wrong, with the function's name; empty where `outcome` is `OK`."""
     duration_s: float = 0.0
 
@@ -347,11 +378,11 @@ class GroupScored(Message, frozen=True):
     group_id: int
     outcome: Outcome
     """One for the whole group: functions that compare siblings fail together."""
-    rewards: tuple[float, ...] = ()
+    rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Weighted sum of the components of each member; empty unless `outcome` is `OK`."""
-    components: tuple[dict[str, float], ...] = ()
+    components: Annotated[tuple[Figures, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """As `Scored.components`, for each member."""
-    error: str = ""
+    error: Text = ""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -374,7 +405,7 @@ class GroupScored(Message, frozen=True):
 class Trajectory(Message, frozen=True):
     """A finished rollout: the whole token sequence as the engine saw and sampled it."""
 
-    rollout_id: str
+    rollout_id: Id
     group_id: int
     sibling: int
     """0 .. group size - 1."""
@@ -389,7 +420,7 @@ class Trajectory(Message, frozen=True):
     versions: Int32
     """[L] int32, version that sampled the token; `UNSAMPLED` where `trains` is false."""
     finish: Finish
-    error: str = ""
+    error: Text = ""
     engine_id: int = -1
     admitted_at: float = 0.0
     """Seconds on the run's clock."""
@@ -446,23 +477,25 @@ class Sample(Message, frozen=True):
 
 
 class TrainerReady(Message, frozen=True):
-    """A data-parallel replica of the trainer holds version `version` and pulls micro-batches."""
+    """A data-parallel replica of the trainer holds version `version` and pulls micro-batches from step `version` on."""
 
     replica: int
     num_replicas: int
     process_id: int
     version: int
-    machine: str = ""
+    machine: Id = ""
     """As in `EngineReady`."""
+    commit: Id = ""
+    """The ledger's commit that the checkpoint it started from names; empty where it started from `model.path`."""
 
 
 class LayoutFixed(Message, frozen=True):
     """Tell the trainer the layout every engine asked for; sent before its first publication."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=1 << 20)]
     num_engines: int = 1
     """Engines that may read different policies at once."""
-    road: str = "shared_memory"
+    road: Id = "shared_memory"
     """How policies travel: shared_memory, files or gloo."""
 
 
@@ -492,7 +525,7 @@ class MicroBatch(Message, frozen=True):
     """[R] float32."""
     lengths: Int32
     """[N] int32, tokens of each sample in order; sums to R. Empty for a zero-loss row."""
-    rollout_ids: tuple[str, ...]
+    rollout_ids: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 20)]
     """[N], for error messages."""
     rewards: Float32 | None = None
     """[N] float32, for rules that read which samples are correct; None only where nobody scored them."""
@@ -521,13 +554,15 @@ class StepSealed(Message, frozen=True):
     """Tokens with a loss, over all replicas, counted before any rejection."""
     num_samples: int
     """Samples over all replicas."""
+    commit: Id = ""
+    """The ledger's commit that holds every row of this step and of those before; a checkpoint of the next version names it."""
 
 
 class StepDone(Message, frozen=True):
     """The trainer has applied the optimizer step; `step` samples are trained."""
 
     step: int
-    metrics: dict[str, float]
+    metrics: Figures
     """Loss, grad norm, meters of the objective, seconds per phase."""
 
 
@@ -535,8 +570,8 @@ class PolicyPublished(Message, frozen=True):
     """A new policy lies in a slot, whole."""
 
     version: int
-    slot: str
-    digest: str
+    slot: Id
+    digest: Id
     """As in `StageWeights`."""
     num_bytes: int
     """That travel."""
@@ -549,36 +584,67 @@ class PolicyPublished(Message, frozen=True):
 class SlotReleased(Message, frozen=True):
     """No engine reads this slot any more; the trainer may write it again."""
 
-    slot: str
+    slot: Id
+
+
+class PolicyHeld(Message, frozen=True):
+    """Every engine samples under this policy or a later one: changes may be laid over it."""
+
+    version: int | None
+    """None: some engine needs a whole policy, because it refused one or lost what it held."""
+
+
+class CheckpointSaved(Message, frozen=True):
+    """A checkpoint of `version` is whole on disk: a trainer that starts again starts from it."""
+
+    version: int
+    commit: Id
+    """The ledger's commit that its manifest names."""
+    num_bytes: int
+    save_s: float
+    """Seconds from its begin to its last byte on disk; training went on meanwhile."""
+
+
+class CheckpointFailed(Message, frozen=True):
+    """A checkpoint could not be written; the one before is untouched."""
+
+    version: int
+    error: Text
 
 
 # --- every role ----------------------------------------------------------------------------------------------------------------
 
 
+class Starting(Message, frozen=True):
+    """A process takes over the name of one that ended, and announces itself once it has loaded; what the other was asked for is lost."""
+
+    process_id: int
+
+
 class Alive(Message, frozen=True):
     """A sign of life from a peer that has nothing else to say."""
 
-    busy_with: str = ""
+    busy_with: Text = ""
     """What it is doing, for the message of a deadline that runs out."""
 
 
 class Stop(Message, frozen=True):
     """Tell a peer to save what is its to save, and end."""
 
-    reason: str
+    reason: Text
 
 
 class Failed(Message, frozen=True):
     """A peer's last words: the error that ends it."""
 
-    error: str
+    error: Text
 
 
-FromEngine = EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
+FromEngine = Starting | EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | StageWeights | Stop
 """What the orchestrator may say to an engine."""
 FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | Failed
 ToScorer = Score | ScoreGroup | Cancel | Stop
-FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | Alive | Failed
-ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | Stop
+FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
+ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop

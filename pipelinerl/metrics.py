@@ -8,15 +8,18 @@ Live view, report and trackers read the journals; nothing else has to be up. Eve
 | `status` | orchestrator, twice a second | gauges of the moment, see `orchestrator.pipeline` |
 | `step` | orchestrator, per optimizer step | `step`, `reward_mean`, ..., `staleness` (tokens by versions of age), `trainer` (its metrics) |
 | `swap` | orchestrator, per engine and version | `engine_id`, `version`, `pause_s`, `stage_s`, `num_running` |
+| `sample` | orchestrator, some of a step | `step`, `prompt`, `token_ids`, `versions`, `reward`, see `orchestrator.shown` |
 | `evaluation` | orchestrator | `version`, `reward_mean`, `num_prompts`, `oldest_version` |
 | `end` | orchestrator, once | `identity` (the conservation identity), `reason` |
 | `load` | engine, scorer, every second | fields of `messages.EngineLoad` or `ScorerLoad`, with the figures of every reward function |
+| `unreadable` | nobody: stands for a damaged line | `line` (its number) |
 | `span` | engine, scorer, trainer | `lane`, `name`, `start`, `end` (Unix seconds), `count` |
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,8 +75,23 @@ def read_journals(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of one journal."""
-    with open(path) as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    """The whole lines of one journal. In place of one that is damaged, as after a crash of the machine, comes a line of kind `unreadable`,
+    with its number: whoever looks for anything else passes over it, and nobody loses the rest of a journal to it.
+    """
+    time_s = 0.0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return
+            line = _decode(raw) or {"t": time_s, "kind": "unreadable", "process": path.stem, "line": number}
+            time_s = line["t"]
+            yield line
+
+
+def _decode(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    is_line = isinstance(line, dict) and type(line.get("t")) in (int, float) and isinstance(line.get("kind"), str)
+    return line if is_line and math.isfinite(line["t"]) else None

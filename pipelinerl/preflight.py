@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything starts: the model folder, the method, the reward functions, the prompt files."""
+"""What can be known to be wrong before anything starts: the model folder and how it is cut, the method, the rewards, the prompt files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
+from pipelinerl.layout import check_layout
 from pipelinerl.plugin import load_plugin
 
 
 def check(config: Config) -> None:
     """Raise `ConfigError` listing everything that is wrong at once."""
     problems: list[str] = []
-    for look in (_model, _method, _rewards, _sources):
+    for look in (_model, _layout, _method, _rewards, _sources):
         try:
             look(config)
         except ConfigError as error:
@@ -43,6 +44,10 @@ def _model(config: Config) -> None:
             f"rollout.max_tokens is {config.rollout.max_tokens}, and the context holds {wanted} tokens, prompt included: no room left for"
             " a prompt. Lower rollout.max_tokens."
         )
+
+
+def _layout(config: Config) -> None:
+    check_layout(config.trainer.layout, config.model.path)
 
 
 def _method(config: Config) -> None:

@@ -12,9 +12,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from pipelinerl.config import Config
-from pipelinerl.errors import PipelineError
+from pipelinerl.errors import ConfigError, PeerGone, PeerSilent, PipelineError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,22 +43,38 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
         errors = list(_leaves(error))
         text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
         trace = "".join(traceback.format_exception(error))
-        record_failure(run_folder, process, error=text, trace=trace)
+        is_consequence = all(isinstance(leaf, PeerSilent | PeerGone) for leaf in errors)
+        record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
         print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
         sys.exit(1)
 
 
-def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "") -> None:
-    """Write down what ended a process, for the launcher to show; a record that is there already stands."""
+def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
+    """Record why this process, which cannot go on, ends; then end it at once, with 1. Any thread may."""
+    record_failure(run_folder, process, error=f"Stalled: {verdict.splitlines()[0]}", trace=verdict)
+    print(verdict, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "", is_consequence: bool = False) -> None:
+    """Write down what ended a process, for the launcher to show; a record that is there already stands.
+
+    `is_consequence`: it ended because a peer did, and may do better with another one.
+    """
     folder = run_folder / "failures"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError), open(folder / f"{process}.json", "x") as file:
-        json.dump({"t": time.time(), "process": process, "error": error, "traceback": trace}, file)
+        record = {"t": time.time(), "process": process, "role": process.partition("-")[0], "error": error, "traceback": trace}
+        json.dump(record | {"is_consequence": is_consequence}, file)
 
 
 def read_config(run_folder: Path) -> Config:
-    """The run's resolved settings, as the launcher wrote them."""
-    return Config.model_validate_json((run_folder / "config.json").read_text())
+    """The run's resolved settings, as the launcher wrote them. Raises `ConfigError` where the file is missing or damaged."""
+    path = run_folder / "config.json"
+    try:
+        return Config.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not the settings of a run: {error}") from None
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -33,8 +33,17 @@ class Channel(Generic[_T]):
     """
 
     def __init__(
-        self, name: str, *, giver: str, taker: str, watch: Watch, bound_bytes: int, size: Callable[[_T], int] = lambda _: 1
+        self,
+        name: str,
+        *,
+        giver: str,
+        taker: str,
+        watch: Watch,
+        bound_bytes: int,
+        size: Callable[[_T], int] = lambda _: 1,
+        label: Callable[[_T], str] | None = None,
     ) -> None:
+        """`label` names an item in the verdict on a stall."""
         self.name = name
         self.giver = giver
         """Stage that puts."""
@@ -46,6 +55,8 @@ class Channel(Generic[_T]):
         self.is_closed = False
         self._watch = watch
         self._size = size
+        self._label = label
+        watch.explain(self._explain)
         self._items: collections.deque[_T] = collections.deque()
         self._getters: collections.deque[asyncio.Future[None]] = collections.deque()
         self._putters: collections.deque[asyncio.Future[None]] = collections.deque()
@@ -93,6 +104,10 @@ class Channel(Generic[_T]):
     async def __aiter__(self) -> AsyncIterator[_T]:
         while (item := await self.get()) is not None:
             yield item
+
+    def _explain(self) -> str:
+        first = f", the first {self._label(self._items[0])}" if self._items and self._label is not None else ""
+        return f"{self.giver} has given {self.num_items_ever} {self.name}; {len(self)} wait to be taken by {self.taker}{first}"
 
     def close(self) -> None:
         """Say that nothing more will be put; safe to repeat."""

@@ -1,7 +1,8 @@
 """Every wait has a name, a peer and a deadline; and something watches that the whole moves.
 
 `wait_for` bounds one wait. `Watch` knows what every stage waits for right now, counts progress, and ends the run with `Stalled`,
-which names the waits and carries all stacks, when nothing moved for the limit.
+which names the waits and carries all stacks, when nothing moved for the limit. `guarded` watches the event loop itself, from a thread:
+a stage that never gives it back would hold up every other watch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,10 @@ _T = TypeVar("_T")
 
 FILE_POLL_S = 0.02
 """Between two looks for a file. A shared file system tells nobody of a new file, so this is the one wait that looks again and again."""
+
+
+LOOKS = 16
+"""Looks within a limit: a stall is noticed at most a sixteenth of the limit too late. More would wake an idle process for nothing."""
 
 
 async def wait_for(awaitable: Awaitable[_T], *, peer: str, what: str, deadline_s: float) -> _T:
@@ -38,7 +44,7 @@ def wait_for_file(path: Path, *, peer: str, deadline_s: float) -> str:
     end = time.monotonic() + deadline_s
     while True:
         with contextlib.suppress(FileNotFoundError):
-            return path.read_text()
+            return path.read_text(errors="replace")
         if time.monotonic() > end:
             raise PeerSilent(f"waited {deadline_s:g} s for {peer} to write {path}: is it running? See its log in the run folder")
         time.sleep(FILE_POLL_S)
@@ -101,11 +107,11 @@ class Watch:
         return total
 
     async def run(self) -> None:
-        """Raise `Stalled` when nothing moved for `stall_limit_s`; look four times within the limit."""
+        """Raise `Stalled` when nothing moved for `stall_limit_s`."""
         loop = asyncio.get_running_loop()
         last_moves, last_change = self.num_moves, loop.time()
         while True:
-            await asyncio.sleep(self.stall_limit_s / 4)
+            await asyncio.sleep(self.stall_limit_s / LOOKS)
             if self.num_moves != last_moves:
                 last_moves, last_change = self.num_moves, loop.time()
             elif loop.time() - last_change >= self.stall_limit_s:
@@ -116,6 +122,40 @@ class Watch:
         lines = [f"  {wait.stage} waits for {wait.what} since {now - wait.since:.0f} s" for wait in self.waits()]
         lines += [f"  {text}" for explanation in self._explanations if (text := explanation()) is not None]
         return f"nothing moved for {quiet_s:.0f} s\n" + "\n".join(lines or ["  no stage is waiting"]) + "\n" + all_stacks()
+
+
+@contextlib.contextmanager
+def guarded(limit_s: float, *, end: Callable[[str], None]) -> Iterator[None]:
+    """Watch the running event loop while the block runs: `end` is called, in another thread, where the loop turns no more for `limit_s`.
+
+    Nothing in the loop can run then, so `end` has to end the process.
+    """
+    loop = asyncio.get_running_loop()
+    turned_at = time.monotonic()
+    is_over = threading.Event()
+
+    def turn() -> None:
+        nonlocal turned_at, next_turn
+        turned_at = time.monotonic()
+        next_turn = loop.call_later(limit_s / LOOKS, turn)
+
+    def look() -> None:
+        while not is_over.wait(limit_s / LOOKS):
+            stuck_s = time.monotonic() - turned_at
+            if stuck_s >= limit_s:
+                what = "something in it waits or computes, and lets nobody else go on"
+                end(f"the event loop has not turned for {stuck_s:.0f} s: {what}\n{all_stacks()}")
+                return
+
+    next_turn = loop.call_soon(turn)
+    thread = threading.Thread(target=look, name="guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        next_turn.cancel()
+        thread.join()
 
 
 def all_stacks() -> str:

@@ -9,9 +9,9 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from pipelinerl.config import EngineSection, ModelSection, RolloutSection
+from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.__main__ import set_environment
 
 if TYPE_CHECKING:
@@ -22,8 +22,17 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def vllm_engine(folder: Path, *, max_running: int = 64, max_tokens: int | None = None) -> Iterator[VllmEngine]:
-    """Load the model of a folder in float32, in the environment that an engine process sets itself."""
+def vllm_engine(
+    folder: Path,
+    *,
+    max_running: int = 64,
+    max_tokens: int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    weights: WeightsSection | None = None,
+    policies: Path = Path("weights"),
+) -> Iterator[VllmEngine]:
+    """Load the model of a folder, in the environment that an engine process sets itself."""
+    gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
     before = dict(os.environ)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # vLLM asks for the thread's loop; without one it would make one and leave it open
@@ -32,10 +41,12 @@ def vllm_engine(folder: Path, *, max_running: int = 64, max_tokens: int | None =
 
     try:
         yield VllmEngine(
-            model=ModelSection(path=folder, dtype="float32", max_tokens=max_tokens),
+            model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens),
             engine=EngineSection(max_running=max_running),  # pyright: ignore[reportCallIssue]
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,
+            weights=weights,
+            policies=policies,
         )
     finally:
         gc.collect()

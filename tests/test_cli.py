@@ -32,15 +32,15 @@ def pipelinerl(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Co
 def test_help_names_the_first_thing_to_do():
     shown = pipelinerl("--help")
     assert shown.returncode == 0
-    for word in ("demo", "run", "sft", "report", "watch", "algorithms", "keys"):
+    for word in ("demo", "run", "sft", "report", "compare", "watch", "view", "track", "trace", "slurm", "doctor", "algorithms", "keys"):
         assert word in shown.stdout
     assert "Start here" in shown.stdout
 
 
 def test_a_dry_run_prints_the_processes_and_starts_nothing(config: Path, tmp_path: Path):
-    shown = pipelinerl("run", config, "engine.count=3", "--dry-run", cwd=tmp_path)
+    shown = pipelinerl("run", config, "engine.count=3", 'tracking.to=["wandb"]', "--dry-run", cwd=tmp_path)
     assert shown.returncode == 0
-    for role in ("orchestrator", "engines", "scorer-0", "trainer"):
+    for role in ("orchestrator", "engines", "scorer-0", "trainer", "track-wandb"):
         assert role in shown.stdout
     assert '"count": 3' in shown.stdout
     assert not (tmp_path / "runs").exists()
@@ -65,3 +65,22 @@ def test_an_unknown_key_is_answered_with_the_nearest(config: Path, tmp_path: Pat
 def test_the_tables_print():
     assert "dapo" in pipelinerl("algorithms").stdout
     assert "pipeline.max_staleness" in pipelinerl("keys").stdout
+
+
+def test_a_slurm_job_is_written_and_not_submitted_unless_asked(config: Path, tmp_path: Path):
+    shown = pipelinerl("slurm", config, cwd=tmp_path)
+    assert shown.returncode == 0
+    (script,) = tmp_path.glob("runs/run-*/job.sbatch")
+    assert "#SBATCH --requeue" in script.read_text()
+    assert '"orchestrator"' in (script.parent / "roles.json").read_text()
+    refused = pipelinerl("slurm", config, 'slurm.options=["--requeue"]', cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "the script sets it itself" in refused.stderr
+
+
+def test_a_tracker_that_is_unknown_is_told_before_anything_is_sent(config: Path, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    shown = pipelinerl("track", tmp_path / "run", "--to", "wandbb")
+    assert shown.returncode == 1
+    assert "known are wandb, tensorboard, prometheus" in " ".join(shown.stderr.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from pipelinerl import launch
 from pipelinerl.config import Config, parse
-from pipelinerl.errors import PeerGone
+from pipelinerl.errors import ConfigError, PeerGone
 from pipelinerl.launch import Launcher, Role, make_run_folder, roles_of
 from pipelinerl.process import read_config
 from pipelinerl.transport.curve import read_keys
@@ -96,7 +97,7 @@ def test_what_others_say_when_they_are_ended_is_not_the_reason(folder: Path):
     """The engines are killed and can say nothing; the trainer then complains that it was interrupted."""
     complains = """
         import pathlib, signal, time
-        from pipelinerl.errors import PeerGone
+        from pipelinerl.errors import ConfigError, PeerGone
         from pipelinerl.process import last_words
         def complain(*_): raise PeerGone("I was interrupted")
         signal.signal(signal.SIGTERM, complain)
@@ -128,7 +129,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
     """
     second = """
         import pathlib, time
-        from pipelinerl.errors import PeerGone
+        from pipelinerl.errors import ConfigError, PeerGone
         from pipelinerl.process import last_words
         while not pathlib.Path(folder, "failures", "trainer-0.json").exists(): time.sleep(0.01)
         with last_words(pathlib.Path(folder), name):
@@ -175,11 +176,146 @@ def test_the_time_to_save_begins_when_the_orchestrator_has_ended(folder: Path, m
     run(folder, orchestrator=waits, engines="import pathlib; pathlib.Path(folder, 'done').touch()")
 
 
+# --- who is killed is started again --------------------------------------------------------------------------------------------------
+
+DIES_TWICE = """
+    import os, pathlib, signal, time
+    lives = pathlib.Path(folder, name + ".lives")
+    with open(lives, "a") as file: file.write("x")
+    if len(lives.read_text()) < 3: os.kill(os.getpid(), signal.SIGKILL)
+    pathlib.Path(folder, name + ".done").touch()
+"""
+"""Is killed in its first two lives, and ends well in its third."""
+COUNTS = """
+    import pathlib, time
+    with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
+    while not pathlib.Path(folder, other + ".done").exists(): time.sleep(0.01)
+"""
+"""Counts its lives, and ends well once the other has."""
+
+
+def run_again(folder: Path, *, restarts: int, takes_all_along: str = "", **codes: str) -> None:
+    """Run roles to the end, with restarts."""
+    roles = tuple(
+        dataclasses.replace(role(name, code.replace("other", repr(_other(name, codes))), folder), takes_all_along=name == takes_all_along)
+        for name, code in codes.items()
+    )
+    asyncio.run(Launcher(roles, folder, restarts=restarts, restart_wait_s=0.01).run())
+
+
+def _other(name: str, codes: dict[str, str]) -> str:
+    return next(one for one in codes if one != name)
+
+
+def lives(folder: Path, name: str) -> int:
+    return len((folder / f"{name}.lives").read_text())
+
+
+def test_a_role_that_is_killed_is_started_again_and_the_others_live_on(folder: Path):
+    run_again(folder, restarts=2, orchestrator=COUNTS, engines=DIES_TWICE)
+    assert lives(folder, "engines") == 3
+    assert lives(folder, "orchestrator") == 1
+    log = (folder / "logs" / "launcher.log").read_text()
+    assert "engines was killed by signal SIGKILL; starting it again in 0.01 s (restart 1)" in log
+    assert "in 0.02 s (restart 2)" in log
+
+
+def test_with_the_orchestrator_all_are_started_again_and_old_endpoints_are_forgotten(folder: Path):
+    (folder / "endpoints").mkdir()
+    (folder / "endpoints" / "engine.json").touch()
+    dies_beside_the_other = """
+        import os, pathlib, signal, time
+        mine, theirs = pathlib.Path(folder, name + ".lives"), pathlib.Path(folder, other + ".lives")
+        with open(mine, "a") as file: file.write("x")
+        count = len(mine.read_text())
+        while not (theirs.exists() and len(theirs.read_text()) == count): time.sleep(0.01)
+        if count < 3: os.kill(os.getpid(), signal.SIGKILL)
+        pathlib.Path(folder, name + ".done").touch()
+    """
+    run_again(folder, restarts=2, takes_all_along="orchestrator", orchestrator=dies_beside_the_other, engines=COUNTS)
+    assert lives(folder, "orchestrator") == lives(folder, "engines") == 3
+    assert not list((folder / "endpoints").iterdir())
+
+
+def test_a_spent_budget_ends_the_run_and_says_how_often_it_was_tried(folder: Path):
+    with pytest.raises(PeerGone, match=r"engines was killed by signal SIGKILL after 1 restarts"):
+        run_again(folder, restarts=1, orchestrator=COUNTS, engines=DIES_TWICE)
+    assert lives(folder, "engines") == 2
+
+
+def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: Path):
+    fails = """
+        import pathlib
+        from pipelinerl.errors import WeightsError
+        from pipelinerl.process import last_words
+        with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
+        with last_words(pathlib.Path(folder), "trainer-0"):
+            raise WeightsError("slot 3")
+    """
+    with pytest.raises(PeerGone, match="trainer-0 failed: WeightsError: slot 3"):
+        run_again(folder, restarts=5, orchestrator=COUNTS, trainer=fails)
+    assert lives(folder, "trainer") == 1
+
+
+@pytest.mark.parametrize("last", ["a rank that lost another", "nothing"])
+def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, last: str):
+    """Its launcher then ends with exit code 1, whatever became of the rank; the ranks that are left say that they miss it."""
+    words = (
+        "from pipelinerl.process import record_failure as record; record(pathlib.Path(folder), 'trainer-1', error='x', is_consequence=True)"
+    )
+    dies_once = f"""
+        import os, pathlib, sys, time
+        lives = pathlib.Path(folder, name + ".lives")
+        with open(lives, "a") as file: file.write("x")
+        if len(lives.read_text()) == 1:
+            {words if last != "nothing" else "pass"}
+            sys.exit(1)
+        pathlib.Path(folder, name + ".done").touch()
+    """
+    run_again(folder, restarts=2, orchestrator=COUNTS, trainer=dies_once)
+    assert lives(folder, "trainer") == 2
+    assert not list((folder / "failures").glob("*.json")), "what was healed is not told at the end"
+
+
+def test_who_started_too_late_to_be_told_is_ended_with_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "KILL_GRACE_S", 0.3)
+    waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'engines').exists(): time.sleep(0.01)"
+    roles = (role("orchestrator", waits, folder), dataclasses.replace(role("engines", LIVES, folder), has_nothing_to_save=True))
+    asyncio.run(Launcher(roles, folder).run())
+    assert not processes.is_alive(said_id(folder, "engines"))
+
+
+# --- a run goes on -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_run_of_the_name_goes_on_with_the_present_settings(tmp_path: Path):
+    config = settings(tmp_path)
+    assert launch.resumed_run_folder(config) is None
+    first, second = make_run_folder(config), make_run_folder(config)
+    (first / "ledger.sqlite").touch()
+    assert launch.resumed_run_folder(config) == first, "the second never got to have a ledger"
+    (second / "ledger.sqlite").touch()
+    (second / "endpoints").mkdir()
+    (second / "endpoints" / "engine.json").touch()
+    longer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 777})})
+    assert launch.resumed_run_folder(longer) == second
+    assert read_config(second).trainer.steps == 777
+    assert not list((second / "endpoints").iterdir())
+
+
+def test_settings_that_the_ledger_does_not_fit_are_refused_by_name(tmp_path: Path):
+    config = settings(tmp_path)
+    (make_run_folder(config) / "ledger.sqlite").touch()
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 3})})
+    with pytest.raises(ConfigError, match=r"rollout.group_size was 8, and is 3"):
+        launch.resumed_run_folder(other)
+
+
 # --- the launcher itself is ended ----------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
     import asyncio, pathlib, sys
-    from pipelinerl.errors import PeerGone
+    from pipelinerl.errors import ConfigError, PeerGone
     from pipelinerl.launch import Launcher, Role
     try:
         asyncio.run(Launcher(tuple(Role(name=name, command=command) for name, command in roles), pathlib.Path(folder)).run())

@@ -48,6 +48,27 @@ def test_a_line_still_being_written_is_left_out(tmp_path: Path):
     assert list(read_journal(path)) == [{"t": 1, "kind": "x"}]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\0" * 40,
+        b'{"t": 2, "ki',
+        b"[1]",
+        b'{"kind": "x"}',
+        b'{"t": "2", "kind": "x"}',
+        b'{"t": NaN, "kind": "x"}',
+        b"\xff",
+        b"[" * 10**5,
+    ],
+)
+def test_a_damaged_line_costs_itself_and_is_counted(tmp_path: Path, damage: bytes):
+    path = tmp_path / "engine-0.jsonl"
+    path.write_bytes(b'{"t": 1, "kind": "x"}\n' + damage + b'\n{"t": 3, "kind": "x"}\n')
+    first, broken, last = read_journal(path)
+    assert (first["t"], last["t"]) == (1, 3)
+    assert broken == {"t": 1, "kind": "unreadable", "process": "engine-0", "line": 2}
+
+
 def work(*parts: tuple[str, str, float, float], folder: Path, **options: Any) -> list[tuple[str, str, float, float, int]]:
     with contextlib.closing(Journal(folder, "p")) as journal:
         for lane, name, start, end in parts:

@@ -1,12 +1,13 @@
 """Micro-batches in, policies out.
 
 loop           the training loop; read this first
-feed           the one connection to the orchestrator, in a thread of its own
-row, attention how a packed row is laid out and attended to: samples never see each other, shared prompts are computed once
-model          a Hugging Face model that computes log-probabilities of packed rows
+feed, waves    the connection to the orchestrator, and what every rank gets of it: one row per replica at a time, ready on the device
 step           raw loss sums of a step, the update, the check against the engine
-optimizer      AdamW in float32 over one flat gradient
-parallel       replicas that sum their gradients
+engine         what the step asks of the machinery below: five methods
+torch_engine   that machinery on plain torch: `model` and `optimizer`, spread over ranks by `sharding`
+row, attention how a packed row is laid out and attended to: samples never see each other, shared prompts are computed once
+head, context  log-probabilities without a table of all logits; what ranks that share a row tell each other
+parallel       the ranks, and which of them share what
 publish        weights to the engines
 checkpoint     the model as a Hugging Face folder
 sft            supervised fine-tuning with the same parts (`supervised`, `demonstrations`)

@@ -9,13 +9,16 @@ Shapes: `I` tokens laid out (see `trainer.row`), `n` pieces of a block, `L` toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from pipelinerl.errors import ConfigError
+from trainer.context import gather
 from trainer.row import Block
 
 NAME = "pipelinerl_packed"
@@ -33,9 +36,12 @@ def packed_attention(
     *,
     scaling: float,
     blocks: tuple[Block, ...] | None = None,
+    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within the `blocks` of one row. `query` [1, H, I, D], `key` and `value` [1, G, I, D]; returns [1, I, H, D].
+
+    The ranks of `group` share the row; what a trunk names is then on any of them.
 
     Raises `ConfigError` for a model that needs a kind of attention not written here; computing another one would train wrongly.
     """
@@ -45,20 +51,26 @@ def packed_attention(
         )
     _refuse_unknown(type(module).__name__, blocks, options)
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    outputs = [_attend(*_pieces(block, *rows), scaling=scaling).flatten(0, 1) for block in blocks]
+    everywhere = rows[1:] if group is None else gather(torch.stack(rows[1:], 1), group).unbind(1)
+    outputs = [_attend(*_pieces(block, *rows, everywhere=everywhere), scaling=scaling).flatten(0, 1) for block in blocks]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)
 
 
-def _pieces(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """Give a block's queries [n, L, H, D] and the keys and values [n, S, G, D] they see, out of those of the row ([I, heads, D])."""
+def _pieces(
+    block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, everywhere: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Give a block's queries [n, L, H, D] and the keys and values [n, S, G, D] they see, out of those of the row ([I, heads, D]).
+
+    `everywhere` are the keys and values of all ranks that share the row.
+    """
     own = slice(block.start, block.start + block.num * block.length)
     queries, keys, values = (tensor[own].unflatten(0, (block.num, block.length)) for tensor in (query, key, value))
     if block.trunk is None:
         return [queries, keys, values]
-    seen = [tensor.index_select(0, block.trunk).unflatten(0, (block.num, block.trunk_length)) for tensor in (key, value)]
+    seen = [tensor.index_select(0, block.trunk).unflatten(0, (block.num, block.trunk_length)) for tensor in everywhere]
     return [queries, torch.cat((seen[0], keys), 1), torch.cat((seen[1], values), 1)]
 
 

@@ -14,11 +14,15 @@ _WRITTEN_BY_MODEL = {".safetensors", ".bin", ".pt", ".pth"}
 def save_model(model: Model, folder: Path, *, source: Path) -> None:
     """Save the present weights to `folder`, which may exist (it may be `source`), with the tokenizer and other files of `source`.
 
-    Everything is written to `<folder>.draft` first and then takes the folder's name, so that no reader finds half a model.
+    Everything is written to `<folder>.draft` first and then takes the folder's name, so that no reader finds half a model. Every rank that
+    holds a part of the model calls this; the first one writes.
     """
+    state = {name: tensor for name, tensor in model.state() if model.writes}
+    if not model.writes:
+        return
     draft = folder.with_name(folder.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
-    model.module.save_pretrained(draft)
+    model.module.save_pretrained(draft, state_dict=state)
     for path in source.iterdir():
         if (
             path.is_file()

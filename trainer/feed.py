@@ -13,13 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from pipelinerl.errors import PeerRefused, PeerSilent
+from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import (
     Alive,
+    CheckpointFailed,
+    CheckpointSaved,
     Failed,
     LayoutFixed,
     Message,
     MicroBatch,
+    PolicyHeld,
     PolicyPublished,
     SlotReleased,
     StepDone,
@@ -35,8 +38,6 @@ PULLS_AHEAD = 2
 """Rows asked for or not yet taken. 1 would leave the trainer idle for a round trip after every row; more holds rows back from nothing."""
 ALIVE_EVERY_S = 2.0
 """Between two signs of life. Must stay well below `trainer.silent_after_s`."""
-SEND_EVERY_S = 0.005
-"""Longest a message of the loop waits for this thread, which listens meanwhile. Shorter wakes more often for nothing."""
 CLOSE_S = 5.0
 """How long a closing feed may take to hand its last messages to the connection."""
 
@@ -119,7 +120,11 @@ class Feed:
         self._rows: collections.deque[MicroBatch | StepSealed] = collections.deque()
         self._end: Stop | Exception | None = None
         """Why nothing more will come."""
+        self._knows_layout = False
+        """Whatever slot is handed back before is one of the trainer before this one."""
         self._is_closing = threading.Event()
+        self._link: Link | None = None
+        """None until connected."""
         self._thread = threading.Thread(target=self._serve, name="feed", daemon=True)
 
     def __enter__(self) -> Feed:
@@ -127,22 +132,26 @@ class Feed:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
+        # A peer that is lost is no fault of this process, which will be started again: its words would end the whole run.
+        if isinstance(error, Exception) and not isinstance(error, PeerSilent | PeerGone):
             self._outbox.put(Failed(error=f"{type(error).__name__}: {error}"))
         self._is_closing.set()
+        self._wake()
         self._thread.join(CLOSE_S)
 
     def take(self) -> MicroBatch | StepSealed | Stop:
         """Wait for the next row, or the seal after a step's last row. Once told to stop, give that instead, at once.
 
-        Raises `PeerSilent` where the orchestrator sends nothing for too long, `WireError` and `PeerRefused` for what it should not send,
-        `WeightsError` for a layout that does not fit.
+        Raises `PeerSilent` where the orchestrator gives no sign of life for too long, `WireError` and `PeerRefused` for what it should not
+        send, `WeightsError` for a layout that does not fit.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._rows or self._end)  # the feed's thread sees to the deadline
             if isinstance(self._end, Exception):
                 raise self._end
-            return self._end or self._rows.popleft()
+            taken = self._end or self._rows.popleft()
+        self._wake()  # there is room to pull another row
+        return taken
 
     def wait_for_stop(self, deadline_s: float) -> bool:
         """Wait until told to stop; False where that did not happen in time. Raises as `take` does."""
@@ -152,13 +161,25 @@ class Feed:
             raise self._end
         return self._end is not None
 
-    def send(self, message: StepDone | PolicyPublished) -> None:
+    def wake(self) -> None:
+        """Have a present or later `take` give `Stop`: nobody wants rows any more."""
+        with self._changed:
+            self._end = self._end or Stop(reason="the training loop has ended")
+            self._changed.notify_all()
+
+    def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed) -> None:
         """Hand a message to the orchestrator; never waits."""
         self._outbox.put(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the feed's thread look at what the loop has done."""
+        if self._link is not None:
+            self._link.wake()
 
     def _serve(self) -> None:
         try:
-            link = self._connect()
+            link = self._link = self._connect()
         except Exception as error:  # the thread's boundary: the training loop raises it
             self._end_with(error)
             return
@@ -181,15 +202,15 @@ class Feed:
                 link.send(Alive(busy_with=self.busy_with))
             for pull in self._pulls.wanted(PULLS_AHEAD - self._pulls.num_asked - len(self._rows)):
                 link.send(pull)
-            message = link.receive(SEND_EVERY_S)
+            message = link.receive(min(next_sign - time.monotonic(), self._silent_after_s))
             if message is not None:
                 self._handle(message)
             if message is not None or self._rows or not self._pulls.num_asked:
                 quiet_since = time.monotonic()
-            elif time.monotonic() - quiet_since > self._silent_after_s:
+            elif min(link.silent_s, time.monotonic() - quiet_since) > self._silent_after_s:
                 raise PeerSilent(
-                    f"waited {self._silent_after_s:g} s for the orchestrator to send {self._pulls}, and heard nothing from it. See its log;"
-                    " if engines and rewards do take so long for one row, raise trainer.silent_after_s"
+                    f"waited {self._silent_after_s:g} s for the orchestrator to send {self._pulls}, and its process gave no sign of life:"
+                    " it is gone, or stands still. See its log"
                 )
 
     def _handle(self, message: Message) -> None:
@@ -201,8 +222,11 @@ class Feed:
                     self._changed.notify_all()
             case LayoutFixed() if self._publisher is not None:
                 self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road)
-            case SlotReleased() if self._publisher is not None:
+                self._knows_layout = True
+            case SlotReleased() if self._publisher is not None and self._knows_layout:
                 self._publisher.release(message.slot)
+            case PolicyHeld() if self._publisher is not None:
+                self._publisher.held(message.version)
             case Stop():
                 self._end_with(message)
 

@@ -1,67 +1,176 @@
 """The model being trained: loaded from a Hugging Face folder, run on packed rows, named as Hugging Face names it.
 
 Log-probabilities come out as the engine defines them, so that the two can be compared token by token: logits divided by the sampling
-temperature, softmax in float32 over the whole vocabulary, natural logarithm. Logits exist only for the tokens that predict a trained one.
+temperature, softmax in float32 over the whole vocabulary, natural logarithm. Logits exist only for the tokens that predict a trained one,
+and never all at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import ConfigError
 from trainer import attention
+from trainer.context import gather_outputs
+from trainer.head import linear_logprobs
+from trainer.parallel import Replicas
 from trainer.row import Row
+from trainer.sharding import check_head, local, spread
 
 
 class Model:
-    """A causal language model that computes log-probabilities of packed rows."""
+    """This rank's share of a causal language model. What computes or gathers is called by all ranks of a replica, in the same order."""
 
-    def __init__(self, folder: Path, *, dtype: str, temperature: float, device: torch.device) -> None:
-        """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        temperature: float,
+        device: torch.device,
+        replicas: Replicas | None = None,
+        recomputes: bool = False,
+        has_float32_head: bool = False,
+    ) -> None:
+        """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
+
+        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there.
+        """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
-        self.module = _load(folder, dtype=getattr(torch, dtype))
-        self.module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
-        self.device = device
-        self.temperature = temperature
+        replicas = replicas or Replicas(ranks=1, deadline_s=0.0)
+        is_sharded = replicas.layout.shard > 1
+        self.dtype = getattr(torch, dtype)
+        self.module = _load(folder, dtype=torch.float32 if is_sharded else self.dtype)
+        check_head(self.module)
         # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
         self.module.eval()
+        if recomputes:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            layers: Any = self.module.base_model.layers
+            for layer in layers:
+                layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still
+        self.device = device
+        self.temperature = temperature
+        self.is_spread = replicas.layout.ranks > replicas.layout.copies
+        """True where no rank holds all the weights."""
+        self.writes = replicas.rank == 0
+        """True on the rank that writes the model down."""
+        self._tied_names = _tied_names(self.module)
+        self._stage = _Stage(self.module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas)
+        self.holdings = spread(self.module, self._stage, replicas=replicas, dtype=self.dtype)
+        """How each of `parameters` is spread over the ranks."""
+        self.module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
 
-    def logprobs(self, row: Row, *, with_entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([K] float32 log-probability of every trained token, with gradient; [K] float32 entropy in nats).
-
-        The gradient of the entropy costs memory for one more table of logits, so it is kept only where asked for.
-        """
-        output = self.module(
-            input_ids=row.token_ids[None],
-            position_ids=row.positions[None],
-            use_cache=False,
-            logits_to_keep=row.sources,
-            blocks=row.blocks,
-        )
-        logprobs = (output.logits[0].float() / self.temperature).log_softmax(-1)
-        with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, row.targets[:, None])[:, 0], entropy
+    def logprobs(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([K] float32 log-probability of every trained token, [K] float32 entropy in nats), both with gradient."""
+        outputs = self._stage(row)
+        if not torch.is_grad_enabled() and isinstance(self._stage, FSDPModule):
+            self._stage.reshard()  # no backward pass will
+        return outputs
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Every parameter once, tied ones too."""
+        """This rank's piece of every parameter once, tied ones too."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The present weights by Hugging Face name, tied ones under each of their names. Mostly the weights themselves, not copies."""
-        return dict(revert_weight_conversion(self.module, {name: tensor.detach() for name, tensor in self.module.state_dict().items()}))
+        """The present weights by Hugging Face name, tied ones under each of their names; whole ones, gathered where they are spread.
+
+        Mostly the weights themselves, not copies, where they are not spread.
+        """
+        return dict(self.stream())
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one after the other, in the same order on every rank, so that no more than one need be whole at a time."""
+        for name, tensor in self.state():
+            yield from revert_weight_conversion(self.module, {name: tensor}).items()
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The present weights by the name transformers' module has for them, whole, in the dtype the model computes in."""
+        for name, tensor in self.module.state_dict().items():
+            tensor = tensor.detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, whole.to(self.dtype) if whole.is_floating_point() else whole
 
     def tied_names(self) -> frozenset[str]:
         """Names that are another name for a parameter already named: a published policy may leave them out."""
-        named = {parameter.data_ptr() for _, parameter in self.module.named_parameters()}
-        owners = {name for name, _ in self.module.named_parameters()}
-        return frozenset(name for name, tensor in self.tensors().items() if name not in owners and tensor.data_ptr() in named)
+        return self._tied_names
+
+
+class Weights:
+    """The weights of one moment, whole, on the rank that publishes them."""
+
+    def __init__(self, model: Model, *, is_wanted: bool) -> None:
+        """`is_wanted` where this rank publishes. Gathers: every rank calls this at the same time."""
+        self._model = model
+        self._is_wanted = is_wanted
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.gather()
+
+    def gather(self) -> None:
+        """Take the present weights; ranks that do not publish only help. A model that is not spread is not copied."""
+        self._tensors = {}
+        if self._is_wanted or self._model.is_spread:
+            self._tensors = {name: tensor for name, tensor in self._model.stream() if self._is_wanted}
+
+    def present(self) -> dict[str, torch.Tensor]:
+        """What was gathered last, by Hugging Face name."""
+        return self._tensors
+
+
+class _Stage(torch.nn.Module):
+    """What one forward pass runs: one call, so that sharded weights are there for the whole of it."""
+
+    def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas) -> None:
+        super().__init__()
+        self._has_float32_head = has_float32_head
+        self.module = module
+        self._temperature = temperature
+        self._vocabulary = self._head_weight().shape[0]
+        self._tensor = replicas.layout.tensor
+        self._place = replicas.place("tensor")
+        self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
+        self._context = replicas.mesh("context").get_group() if replicas.layout.context > 1 else None
+
+    def _head_weight(self) -> torch.Tensor:
+        head: Any = self.module.get_output_embeddings()  # `check_head` has seen it
+        return head.weight
+
+    def forward(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.module.base_model(
+            input_ids=row.token_ids[None], position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
+        ).last_hidden_state
+        hidden, weight = hidden[0, row.sources], local(self._head_weight())
+        if self._has_float32_head:
+            hidden, weight = hidden.float(), weight.float()
+        logprobs, entropy = linear_logprobs(
+            hidden,
+            weight,
+            row.targets,
+            temperature=self._temperature,
+            first_id=-(-self._vocabulary // self._tensor) * self._place,
+            group=self._group,
+        )
+        if self._context is None:
+            return logprobs, entropy
+        columns = gather_outputs(torch.stack((logprobs, entropy), 1), self._context)[row.order]
+        return columns[:, 0].clone(), columns[:, 1].clone()  # not views: FSDP hangs the start of the backward pass on these tensors
+
+
+def _tied_names(module: PreTrainedModel) -> frozenset[str]:
+    owners = {name for name, _ in module.named_parameters()}
+    named = {parameter.data_ptr() for parameter in module.parameters()}
+    tensors = revert_weight_conversion(module, {name: tensor.detach() for name, tensor in module.state_dict().items()})
+    return frozenset(name for name, tensor in tensors.items() if name not in owners and tensor.data_ptr() in named)
 
 
 def _load(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,19 +1,28 @@
 """AdamW over float32 weights, with the raw gradient sums of a whole step in one flat float32 buffer.
 
-Rows add raw sums; nothing is divided before the step is sealed. Then the buffer is summed over the replicas, scaled once by one over the
-denominator, clipped by its global norm, and applied. Where the model computes in bfloat16, a float32 master copy of every weight takes the
-update and is rounded back: with a learning rate of 1e-6 most updates are smaller than bfloat16 can express, and would be lost.
+Rows add raw sums; nothing is divided before the step is sealed. Then the buffer is summed over the ranks that share its pieces, scaled once
+by one over the denominator, clipped by its global norm, and applied. Where the model computes in bfloat16, a float32 master copy of every
+weight takes the update and is rounded back: with a learning rate of 1e-6 most updates are smaller than bfloat16 can express, and would be
+lost. Of a parameter that is spread over ranks, everything here is about this rank's piece.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import PipelineError
+from trainer.parallel import Replicas
+from trainer.sharding import Holding, local
+
+_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +62,42 @@ class Optimizer:
         betas: tuple[float, float],
         weight_decay: float,
         max_grad_norm: float,
+        holdings: Sequence[Holding] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
-        self.gradient = torch.zeros(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
-        """[number of weights] float32: raw sums, over the rows since the last `step`."""
+        """`holdings` say how each parameter is spread over the ranks of `replicas`; by default each is this process's own."""
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
-        self._rounded: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        """Parameters that are a rounded copy of their master."""
-        masters: list[torch.Tensor] = []
-        parts = self.gradient.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            masters.append(self._collect(parameter, part.view(parameter.shape)))
+        self._replicas = replicas
+        self._rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Pieces of parameters that are a rounded copy of their master."""
+        holdings = [Holding()] * len(parameters) if holdings is None else holdings
+        # Pieces that are summed over the same ranks lie side by side, so that each sum is one collective.
+        pairs = list(zip(parameters, holdings, strict=True))
+        self._order = sorted(range(len(pairs)), key=lambda index: [group.group_name for group in pairs[index][1].sums])
+        """Which parameter is the first of the buffer, which the next."""
+        held = [pairs[index] for index in self._order]
+        sizes = [local(parameter.detach()).numel() for parameter, _ in held]
+        self.gradient = torch.zeros(sum(sizes), device=local(held[0][0].detach()).device)
+        """[weights of this rank] float32: raw sums, over the rows since the last `step`."""
+        parts = self.gradient.split(sizes)
+        masters = [self._collect(parameter, part) for (parameter, _), part in zip(held, parts, strict=True)]
+        self._sums = _alike(parts, [holding.sums for _, holding in held])
+        self._holders = _alike(parts, [holding.num_holders for _, holding in held])
         # Decay acts on matrices only: pulling norms and biases towards 0 does not regularise, it changes the function.
         groups = [
             {"params": [master for master in masters if master.ndim >= 2], "weight_decay": weight_decay},
             {"params": [master for master in masters if master.ndim < 2], "weight_decay": 0.0},
         ]
+        self._masters = masters
         self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, fused=True)
+        for master in masters:  # made now, as AdamW would at its first step: a checkpoint is loaded into tensors that are there
+            zeros = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
     def step(self, index: int, *, denominator: float) -> Update:
         """Apply the gradient as optimizer step `index`, and start collecting anew. Raises `PipelineError` where it is not finite."""
-        norm = float(torch.linalg.vector_norm(self.gradient)) / denominator
+        norm = self._sum_over_ranks(f"to sum the gradients of step {index}") / denominator
         if not math.isfinite(norm):
             raise PipelineError(
                 f"step {index}: the gradient's norm is {norm}; expected a finite number. The policy has diverged, or a row holds numbers"
@@ -85,31 +109,75 @@ class Optimizer:
             group["lr"] = learning_rate
         self._adamw.step()
         with torch.no_grad():
-            for parameter, master in self._rounded:
-                parameter.copy_(master)
+            for piece, master in self._rounded:
+                piece.copy_(master)
         self.drop()
         return Update(grad_norm=norm, learning_rate=learning_rate)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The tensors in use, for a checkpoint to save and to load into, given the parameters' names: moments, step counts, masters."""
+        tensors: dict[str, torch.Tensor] = {}
+        rounded = {id(master) for _, master in self._rounded}
+        for index, master in zip(self._order, self._masters, strict=True):
+            name = names[index]
+            tensors |= {f"{name}.{kind}": tensor for kind, tensor in self._adamw.state[master].items()}
+            if id(master) in rounded:
+                tensors[f"{name}.master"] = master.detach()
+        return tensors
 
     def drop(self) -> None:
         """Forget the gradient collected so far."""
         self.gradient.zero_()
 
+    def _sum_over_ranks(self, what: str) -> float:
+        """Add up what other ranks know of this rank's pieces; return the norm over all pieces of all ranks, each counted once."""
+        for groups, part in self._sums:
+            for group in groups:
+                assert self._replicas is not None
+                self._replicas.reduce(part, dist.ReduceOp.SUM, group=group, what=what)
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() / num_holders for num_holders, part in self._holders]
+        square = torch.stack(squares).sum()
+        if self._replicas is not None:
+            self._replicas.reduce(square, dist.ReduceOp.SUM, what=what)
+        return float(square.sqrt())
+
     def _collect(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        """Have a parameter's gradients add up in `part`; return the float32 weight that takes the updates."""
+        """Have a parameter's gradients add up in `part`; return the float32 piece that takes the updates."""
+        piece = local(parameter.detach())
+        part = part.view(piece.shape)
         if parameter.dtype == torch.float32:
-            parameter.grad = part  # autograd adds to a gradient that is there, in place
-            return parameter
-        parameter.register_post_accumulate_grad_hook(_add_to(part))
-        master = parameter.detach().float().requires_grad_()
-        master.grad = part
-        self._rounded.append((parameter, master))
+            parameter.grad = _like(parameter, part)  # autograd adds to a gradient that is there, in place
+            master = piece
+        else:
+            parameter.register_post_accumulate_grad_hook(_add_to(part))
+            master = piece.float()
+            self._rounded.append((piece, master))
+        master.requires_grad_().grad = part
         return master
+
+
+def _alike(parts: Sequence[torch.Tensor], keys: Sequence[_Key]) -> list[tuple[_Key, torch.Tensor]]:
+    """Join neighbouring parts of one buffer that have the same key: (key, the joined part)."""
+    joined: list[tuple[_Key, torch.Tensor]] = []
+    for key, group in itertools.groupby(zip(keys, parts, strict=True), key=lambda pair: pair[0]):
+        members = [part for _, part in group]
+        joined.append((key, members[0].as_strided((sum(part.numel() for part in members),), (1,))))
+    return joined
+
+
+def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter whose piece on this rank is `part`."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def _add_to(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        part.add_(parameter.grad)
+        part.add_(local(parameter.grad))
         parameter.grad = None
 
     return hook

@@ -1,25 +1,29 @@
-"""The trainer's processes: `ranks` replicas of the whole model, each on rows of its own, which sum their gradients once per step.
+"""The trainer's processes, arranged: replicas that take rows of their own, and within a replica the ranks that share a row.
 
-Nothing else is shared yet: a config that asks for a sharded model is refused. One replica needs no process group and makes none.
+One rank needs no process group and makes none. Ranks are numbered as `pipelinerl.layout` says; the mesh has the same order.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.errors import ConfigError, PeerSilent
+from pipelinerl.layout import Layout
+from trainer.row import Part
 
 
 class Replicas:
     """This process among its equals. Collectives must be called by every rank in the same order."""
 
-    def __init__(self, *, ranks: int, deadline_s: float) -> None:
-        """Join the group that the launcher's environment describes; `deadline_s` bounds every collective.
+    def __init__(self, *, ranks: int, deadline_s: float, layout: Layout | None = None) -> None:
+        """Join the group that the launcher's environment describes; `deadline_s` bounds every collective. Default layout: `ranks` copies.
 
         Raises `ConfigError` where it started another number of processes than `ranks`.
         """
@@ -27,48 +31,103 @@ class Replicas:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         if self.size != ranks:
             raise ConfigError(
-                f"trainer.ranks is {ranks}, but {self.size} processes were started. The trainer runs {ranks} full replicas of the model,"
-                " one for each process, and no sharded layout: start torchrun with --nproc-per-node equal to trainer.ranks"
+                f"trainer.ranks is {ranks}, but {self.size} processes were started: start torchrun with --nproc-per-node equal to"
+                " trainer.ranks"
             )
+        self.layout = layout or Layout(ranks=ranks)
         self.device = _device(int(os.environ.get("LOCAL_RANK", "0")))
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
+        self._mesh: DeviceMesh | None = None
+        self._peers: dist.ProcessGroup | None = None
         if self.size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
+            self._mesh = _mesh_of(self.layout, self.device.type)
+            self._peers = self.mesh("copy", "shard").get_group()
+
+    @property
+    def number(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.place("copy") * self.layout.shard + self.place("shard")
+
+    @property
+    def is_leader(self) -> bool:
+        """True on one rank of every replica: it takes the replica's rows off the wire."""
+        return not (self.place("context") or self.place("tensor"))
+
+    @property
+    def part(self) -> Part:
+        """Which part of its replica's rows is this rank's."""
+        return Part(index=self.place("context"), num=self.layout.context)
+
+    @property
+    def shares_passes(self) -> bool:
+        """True where ranks of different replicas meet in the middle of a row, so that all must run the same number of rows."""
+        return self.layout.shard > 1 or self.layout.expert > 1
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """The ranks that differ from this one only in these dimensions, as a mesh of one dimension."""
+        assert self._mesh is not None, "one rank has no mesh"
+        return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
+
+    @functools.cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks seen from their experts: `expert` are those that hold different ones, `rest` those that hold the same."""
+        layout = self.layout
+        sizes = {"rest": layout.ranks // layout.expert, "expert": layout.expert}
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def place(self, name: str) -> int:
+        """This rank's place along one dimension of the mesh."""
+        return 0 if self._mesh is None else self._mesh.get_local_rank(name)
 
     def sum(self, tensor: torch.Tensor, *, what: str) -> None:
-        """Replace `tensor` by its sum over the ranks, in place."""
-        self._reduce(tensor, dist.ReduceOp.SUM, what)
+        """Replace `tensor` by its sum over the replicas; the ranks of one replica all give the same."""
+        self.reduce(tensor, dist.ReduceOp.SUM, group=self._peers, what=what)
 
     def maximum(self, tensor: torch.Tensor, *, what: str) -> None:
-        """Replace `tensor` by its elementwise maximum over the ranks, in place."""
-        self._reduce(tensor, dist.ReduceOp.MAX, what)
+        """Replace `tensor` by its elementwise maximum over the replicas."""
+        self.reduce(tensor, dist.ReduceOp.MAX, group=self._peers, what=what)
 
     def all_agree(self, claim: bool, *, what: str) -> bool:
         """True where `claim` holds on every rank: how they decide together, so that none waits in a collective for one that left."""
         if self.size == 1:
             return claim
         disagrees = torch.tensor(0.0 if claim else 1.0, device=self.device)
-        self.maximum(disagrees, what=what)
+        self.reduce(disagrees, dist.ReduceOp.MAX, what=what)
         return float(disagrees) == 0.0
+
+    def reduce(
+        self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, *, what: str, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Reduce `tensor` in place over `group`, by default over all ranks. Raises `PeerSilent` where one of them is lost or late."""
+        if self.size > 1:
+            self.bounded(lambda: dist.all_reduce(tensor, operation, group=group), what)
+
+    def bounded(self, collective: Callable[[], object], what: str) -> None:
+        """Run a collective; turn what torch raises for a lost or late rank, whatever the backend, into `PeerSilent`."""
+        try:
+            collective()
+        except RuntimeError as error:
+            raise PeerSilent(
+                f"trainer rank {self.rank} waited up to {self.deadline_s:g} s for the other {self.size - 1} ranks {what}: {error}."
+                " One of them has failed or hangs; its own error is in the run folder's failures"
+            ) from error
 
     def close(self) -> None:
         """Leave the group."""
         if self.size > 1:
             dist.destroy_process_group()
 
-    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> None:
-        if self.size > 1:
-            self._bounded(lambda: dist.all_reduce(tensor, operation), what)
 
-    def _bounded(self, collective: Callable[[], object], what: str) -> None:
-        try:
-            collective()
-        except RuntimeError as error:  # what torch raises for a lost or late rank, whatever the backend
-            raise PeerSilent(
-                f"trainer rank {self.rank} waited up to {self._deadline_s:g} s for the other {self.size - 1} ranks {what}: {error}."
-                " One of them has failed or hangs; its own error is in the run folder's failures"
-            ) from error
+def _mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
+    sizes = {
+        "copy": layout.copies,
+        "shard": layout.shard,
+        "context": layout.context,
+        "tensor": layout.tensor,
+    }
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _device(local_rank: int) -> torch.device:

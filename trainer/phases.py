@@ -8,21 +8,21 @@ import time
 from collections.abc import Iterator
 
 from pipelinerl.metrics import Journal
-from trainer.feed import Feed
+from trainer.waves import Waves
 
 
 class Phases:
     """The phases of the training loop. Entering one also tells the orchestrator what this process is doing."""
 
-    def __init__(self, journal: Journal, *, feed: Feed) -> None:
+    def __init__(self, journal: Journal, *, waves: Waves) -> None:
         self._journal = journal
-        self._feed = feed
+        self._waves = waves
         self._seconds: dict[str, float] = collections.defaultdict(float)
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the block's duration, and record it as a span, under `name`."""
-        self._feed.busy_with = name
+        self._waves.busy_with = name
         start = time.time()
         try:
             yield

@@ -15,9 +15,10 @@ import torch
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.weights.base import check_layout, num_bytes, views
+from pipelinerl.weights.baseline import Baseline, fill
 from pipelinerl.weights.files import Files
 from pipelinerl.weights.gloo import Gloo
-from pipelinerl.weights.manifest import seal
+from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.pool import SlotPool, num_slots_for
 from pipelinerl.weights.road import Medium
 from pipelinerl.weights.shared_memory import SharedMemory
@@ -35,22 +36,28 @@ class Publisher:
         run_folder: Path,
         deadline_s: float,
         address: str = "127.0.0.1",
+        sends_changes: bool = False,
     ) -> None:
         """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot.
 
-        `address` is this machine's, where policies are offered that travel over the network.
+        `address` is this machine's, where policies are offered that travel over the network. `sends_changes`: what changed since the
+        oldest policy that any engine holds is sent instead of the whole, where it is less; that keeps two more copies of the policy.
         """
         self._tensors = tensors
         self._tied_names = tied_names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
         self._run_folder = run_folder
         self._address = address
+        self._sends_changes = sends_changes
+        self._baseline: tuple[Baseline, torch.Tensor] | None = None
+        """Where changes are sent: what the engines hold, and the present policy, whole."""
+        self._held: int | None = None
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
         self._pool: SlotPool | None = None
         self._has_given_up = False
         self._changed = threading.Condition()
-        """Guards `_pool` and `_has_given_up`."""
+        """Guards `_pool`, `_held` and `_has_given_up`."""
 
     def publish(self, version: int) -> PolicyPublished | None:
         """Write the present weights as `version`, and return the announcement; None once `give_up` was called.
@@ -67,10 +74,7 @@ class Publisher:
         if self._pool is None or slot is None:
             return None
         started = time.perf_counter()
-        tensors = self._tensors()
-        for name, view in views(slot.buffer, self._layout).items():
-            view.copy_(tensors[name])
-        manifest = seal(version, slot.buffer, self._layout)
+        manifest = self._write(version, slot.buffer)
         digest = self._pool.publish(slot, manifest)
         seconds = time.perf_counter() - started
         return PolicyPublished(version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds)
@@ -83,8 +87,29 @@ class Publisher:
         check_layout(self._shapes, tensors, optional=self._tied_names)
         self._layout = tensors
         with self._changed:
-            self._pool = SlotPool(self._open(road), num_bytes=num_bytes(tensors), max_slots=num_slots_for(num_engines))
+            size = num_bytes(tensors)
+            self._pool = SlotPool(self._open(road), num_bytes=size, max_slots=num_slots_for(num_engines))
+            if self._sends_changes:
+                self._baseline = Baseline(tensors, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
             self._changed.notify_all()
+
+    def held(self, version: int | None) -> None:
+        """Note the oldest policy that any engine holds; None where one needs a whole policy."""
+        with self._changed:
+            self._held = version
+
+    def _write(self, version: int, buffer: torch.Tensor) -> Manifest:
+        """Write into a slot's buffer what is to be sent of the present weights."""
+        whole = buffer if self._baseline is None else self._baseline[1]
+        tensors = self._tensors()
+        for name, view in views(whole, self._layout).items():
+            view.copy_(tensors[name])
+        if self._baseline is None:
+            return seal(version, buffer, self._layout)
+        baseline = self._baseline[0]
+        with self._changed:
+            baseline.move(self._held)
+        return fill(buffer, whole, baseline=baseline, layout=self._layout, version=version)
 
     def _open(self, road: str) -> Medium:
         match road:

@@ -14,6 +14,7 @@ Every step checks it again in the mean, before its update: see `check_mismatch`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ from pipelinerl.algorithms.loss import (
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.errors import MismatchError
 from pipelinerl.messages import MicroBatch, StepSealed
-from trainer.model import Model
-from trainer.optimizer import Optimizer
+from trainer.engine import Engine, Outputs
 from trainer.parallel import Replicas
 from trainer.row import Row, arrange
 
@@ -48,9 +48,8 @@ class Step:
 
     def __init__(
         self,
-        model: Model,
+        engine: Engine,
         *,
-        optimizer: Optimizer,
         method: Method,
         replicas: Replicas,
         max_completion_tokens: int,
@@ -61,8 +60,7 @@ class Step:
     ) -> None:
         """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl`
         that of every step; a sample with at least `correct_reward` is correct."""
-        self._model = model
-        self._optimizer = optimizer
+        self._engine = engine
         self._method = method
         self._replicas = replicas
         self._max_completion_tokens = max_completion_tokens
@@ -71,48 +69,48 @@ class Step:
         self._correct_reward = correct_reward
         self._first_step = first_step
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
-        self._no_meters = policy_loss(_no_columns(model.device), method=method, statistics=StepStatistics()).meters
+        self._no_meters = policy_loss(_no_columns(replicas.device), method=method, statistics=StepStatistics()).meters
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
-        self._held: list[tuple[MicroBatch, Row, TokenColumns]] = []
+        self._held: list[tuple[MicroBatch, Row | None, TokenColumns | None]] = []
         """Rows that wait for the measure of the whole step, with their columns before it."""
 
-    def add(self, batch: MicroBatch) -> None:
+    def lay_out(self, batch: MicroBatch) -> Row | None:
+        """Bring a row to the device, laid out for the model; None for a zero-loss row. May run beside `add`. Raises `DataError`."""
+        return arrange(
+            batch.token_ids,
+            trains=batch.trains,
+            lengths=batch.lengths,
+            names=batch.rollout_ids,
+            device=self._replicas.device,
+            part=self._replicas.part,
+        )
+
+    def add(self, batch: MicroBatch, row: Row | None = None) -> None:
         """Compute a row's loss sum and add its gradient, or hold it where the method measures the whole step first.
 
-        A zero-loss row adds nothing. Raises `MismatchError` and `DataError`.
+        A zero-loss row adds nothing. `row` is what `lay_out` gave for it, where that was done before. Raises `MismatchError` and
+        `DataError`.
         """
+        row = row or self.lay_out(batch)
         self._num_tokens += len(batch.token_ids)
-        row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids, device=self._model.device)
-        if row is None:
-            return
         if Need.WHOLE_STEP not in self._method.needs:
-            self._train(batch, row)
+            self._engine.train(row, functools.partial(self._loss, batch, row))
             return
-        with torch.no_grad():
-            logprobs, entropy = self._model.logprobs(row)
-        self._held.append((batch, row, self._columns(batch, row, logprobs=logprobs, entropy=entropy)))
+        outputs = self._engine.logprobs(row)
+        columns = None
+        if row is not None and outputs is not None:
+            columns = self._columns(batch, row, logprobs=outputs.logprobs, entropy=outputs.entropy)
+        self._held.append((batch, row, columns))
 
     def train_held(self) -> None:
         """Measure the whole step and train the rows held for it; nothing where rows are trained as they come. Every rank calls it."""
-        statistics = measure_step([columns for _, _, columns in self._held], method=self._method, reduce=self._summed)
+        measured = [columns for _, _, columns in self._held if columns is not None]
+        statistics = measure_step(measured, method=self._method, reduce=self._summed)
         held, self._held = self._held, []
-        for batch, row, measured in held:
-            self._train(batch, row, old_logprobs=measured.old_logprobs, statistics=statistics)
-
-    def _train(
-        self, batch: MicroBatch, row: Row, *, old_logprobs: torch.Tensor | None = None, statistics: StepStatistics | None = None
-    ) -> None:
-        """Add a row's gradient. `old_logprobs` are those that were measured, if any: a threshold is compared with the same bits."""
-        logprobs, entropy = self._model.logprobs(row, with_entropy_gradient=Need.ENTROPY in self._method.needs)
-        columns = self._columns(batch, row, logprobs=logprobs, entropy=entropy)
-        if old_logprobs is not None:
-            columns = dataclasses.replace(columns, old_logprobs=old_logprobs)
-        if batch.step == self._first_step:
-            check_agreement(columns, batch=batch, limit=self._max_logprob_gap)
-        sums = policy_loss(columns, method=self._method, statistics=statistics)
-        sums.loss.backward()
-        self._meters = merge_meters((self._meters, sums.meters))
+        for batch, row, columns in held:
+            old_logprobs = None if columns is None else columns.old_logprobs
+            self._engine.train(row, functools.partial(self._loss, batch, row, old_logprobs=old_logprobs, statistics=statistics))
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank."""
@@ -127,8 +125,7 @@ class Step:
         num_tokens = totals.pop("row_tokens_sum")
         numbers = finish_meters(totals, denominator=divisor)
         check_mismatch(numbers, step=sealed.step, limit=self._max_mismatch_kl)
-        self._replicas.sum(self._optimizer.gradient, what=f"to sum the gradients of step {sealed.step}")
-        update = self._optimizer.step(sealed.step, denominator=divisor)
+        update = self._engine.update(sealed.step, denominator=divisor)
         self.drop()
         numbers |= {short: numbers[name] for short, name in _SHORT_NAMES.items() if name in numbers}
         return numbers | {
@@ -141,17 +138,37 @@ class Step:
 
     def drop(self) -> None:
         """Forget the rows added so far."""
-        self._optimizer.drop()
+        self._engine.drop()
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
         self._held.clear()
+
+    def _loss(
+        self,
+        batch: MicroBatch,
+        row: Row | None,
+        outputs: Outputs,
+        *,
+        old_logprobs: torch.Tensor | None = None,
+        statistics: StepStatistics | None = None,
+    ) -> torch.Tensor:
+        """A row's raw loss sum; its meters are kept. `old_logprobs` are those measured before: thresholds see the same bits."""
+        assert row is not None, "the loss of a zero-loss row is not asked for"
+        columns = self._columns(batch, row, logprobs=outputs.logprobs, entropy=outputs.entropy)
+        if old_logprobs is not None:
+            columns = dataclasses.replace(columns, old_logprobs=old_logprobs)
+        if batch.step == self._first_step:
+            check_agreement(columns, batch=batch, limit=self._max_logprob_gap)
+        sums = policy_loss(columns, method=self._method, statistics=statistics)
+        self._meters = merge_meters((self._meters, sums.meters))
+        return sums.loss
 
     def _columns(self, batch: MicroBatch, row: Row, *, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenColumns:
         """The loss's view of a row: trained tokens only."""
         sample_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
 
         def on_device(column: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(column).to(self._model.device, non_blocking=True)
+            return torch.from_numpy(column).to(self._replicas.device, non_blocking=True)
 
         def trained(column: np.ndarray) -> torch.Tensor:
             return on_device(column[batch.trains])
@@ -168,12 +185,12 @@ class Step:
             entropy=entropy,
             old_logprobs=logprobs.detach() if Need.OLD_LOGPROBS in self._method.needs else None,
             correct=None if batch.rewards is None else on_device(batch.rewards >= self._correct_reward),
-            truncated=None if batch.truncated is None else on_device(batch.truncated),
+            truncated=None if batch.truncated is None else on_device(batch.truncated.copy()),  # what came off the wire is read-only
         )
 
     def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its sum over all replicas, on the host."""
-        on_device = tensor.to(self._model.device)
+        on_device = tensor.to(self._replicas.device)
         self._replicas.sum(on_device, what="to measure the whole step")
         return on_device.cpu()
 
@@ -183,7 +200,7 @@ class Step:
         totals: dict[str, float] = {}
         for is_maximum, reduce in ((False, self._replicas.sum), (True, self._replicas.maximum)):
             names = sorted(name for name in meters if reduces_by_maximum(name) == is_maximum)
-            values = torch.stack([meters[name].double().to(self._model.device) for name in names])
+            values = torch.stack([meters[name].double().to(self._replicas.device) for name in names])
             reduce(values, what=f"to add up the meters of step {step}")
             totals |= dict(zip(names, values.tolist(), strict=True))
         return totals

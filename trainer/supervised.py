@@ -56,7 +56,8 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
     """
     section = config.sft
     demonstrations = Demonstrations(config)
-    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=Replicas(ranks=1, deadline_s=0.0).device)
+    replicas = Replicas(ranks=1, deadline_s=0.0)
+    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=replicas.device)
     optimizer = Optimizer(
         model.parameters(),
         schedule=Schedule(

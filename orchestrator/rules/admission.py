@@ -68,6 +68,10 @@ class Admission:
         self._max_running = max_running
         self._round_left = 0
 
+    def restore(self, *, accepted: int, running: int, version: int) -> None:
+        """Take over the counts of an earlier life of the run."""
+        self.accepted, self.running, self.version = accepted, running, version
+
     def limit(self, version: int) -> int:
         """Groups that may be accepted or running: (K + version + 1) * B, and never more than the run trains on."""
         return min(self.pace.max_staleness + version + 1, self._num_steps) * self._groups_per_step

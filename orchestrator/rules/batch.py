@@ -112,6 +112,14 @@ class BatchCut:
         self._num_tokens = 0
         self._num_samples = 0
 
+    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Survivors]) -> None:
+        """Take over what an earlier life of the run has placed in the step being filled; `groups` have not left it."""
+        self.num_groups = num_groups
+        if self._rules.step_credit is not None and not self.is_full:
+            self._held = list(groups)
+        self._num_samples = len(samples)
+        self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
+
     def take(self, group: Group) -> Verdict:
         """Place a group in the step being filled, or give it up."""
         ended = [_failed(member) for member in group.members if member.score.outcome is not Outcome.OK]
@@ -135,21 +143,35 @@ class BatchCut:
         self.num_groups += 1
         self._num_samples += len(samples)
         self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
-        num_tokens, num_samples = self._num_tokens, self._num_samples
-        closes = self.num_groups == self._groups_per_step
-        verdict = Verdict(
+        closes = self.is_full
+        delivered = self._to_deliver(survivors, samples, closes=closes)
+        num_tokens, num_samples = self.close() if closes else (0, 0)
+        return Verdict(
             group=group,
             step=step,
             samples=samples,
-            delivered=self._to_deliver(survivors, samples, closes=closes),
+            delivered=delivered,
             ended=tuple(ended),
             closes_step=closes,
             num_tokens=num_tokens,
             num_samples=num_samples,
         )
-        if closes:
-            self.step, self.num_groups, self.num_set_aside, self._num_tokens, self._num_samples = step + 1, 0, 0, 0, 0
-        return verdict
+
+    @property
+    def is_full(self) -> bool:
+        """True where the step being filled has all its groups."""
+        return self.num_groups == self._groups_per_step
+
+    @property
+    def is_holding(self) -> bool:
+        """True while samples of the step being filled wait for the rule over the whole step."""
+        return bool(self._held)
+
+    def close(self) -> tuple[int, int]:
+        """Begin the next step; return (tokens with a loss, samples) of the one that is full."""
+        counts = (self._num_tokens, self._num_samples)
+        self.step, self.num_groups, self.num_set_aside, self._num_tokens, self._num_samples = self.step + 1, 0, 0, 0, 0
+        return counts
 
     def _to_deliver(self, survivors: Survivors, samples: tuple[Sample, ...], *, closes: bool) -> tuple[Sample, ...]:
         if self._rules.step_credit is None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pipelinerl.messages import Group, ScoredTrajectory
 
 
 class Grouping:
     """Collects scored siblings. A second result for the same sibling is fenced: the first one counts."""
 
-    def __init__(self, *, group_size: int) -> None:
+    def __init__(self, *, group_size: int, first_group_id: int = 0, still_open: Collection[int] = ()) -> None:
+        """Of the groups below `first_group_id`, which an earlier life of the run admitted, only `still_open` can complete."""
         self.num_fenced = 0
         self._group_size = group_size
         self._open: dict[int, dict[int, ScoredTrajectory]] = {}
-        self._closed: set[int] = set()
+        self._all_closed_below = min(still_open, default=first_group_id)
+        self._closed = set(range(self._all_closed_below, first_group_id)) - set(still_open)
         """Groups that were complete, from `_all_closed_below` on: below it, all were."""
-        self._all_closed_below = 0
 
     @property
     def num_open(self) -> int:

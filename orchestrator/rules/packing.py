@@ -2,21 +2,31 @@
 
 Best fit with k open rows is online bin packing; a larger k fills rows better and holds samples back longer. A row leaves when it is
 full, when no open row has room for the next sample (the fullest leaves), or when the step closes.
+
+Replicas train waves of one row each, and a wave lasts as long as its costliest row. Rows that are full cost about the same; the last ones
+of a step are not, so their samples are dealt anew, by cost, over as many rows as make the last wave whole.
 """
 
 from __future__ import annotations
 
 from pipelinerl.messages import Sample
 
-OPEN_ROWS = 4
-"""Rows being filled at once: 4 keeps fullness near that of sorting on long-tailed lengths; 1 would send rows earlier, but emptier."""
+OPEN_ROWS = 8
+"""Rows being filled at once: 8 keeps fullness at 0.97 and more on long-tailed lengths, where 4 gives 0.96 and 1 gives 0.78; 64 adds nothing
+to 8 but for means above a quarter of a row, and holds samples back longer."""
+ATTENTION_TOKENS = 32_768
+"""Length of a sample at which attention costs as much as everything else: 8 times the hidden size of a model of 8 B parameters. Smaller
+deals long samples apart more eagerly."""
 
 
 class Packing:
     """Fills rows with samples; returns each row once, when it leaves."""
 
-    def __init__(self, *, max_tokens: int, open_rows: int = OPEN_ROWS) -> None:
+    def __init__(self, *, max_tokens: int, open_rows: int = OPEN_ROWS, num_replicas: int = 1) -> None:
         self._max_tokens = max_tokens
+        self._num_replicas = num_replicas
+        self._num_left = 0
+        """Rows of this step that have left."""
         self._open_rows = open_rows
         self._rows: list[list[Sample]] = []
         self._room: list[int] = []
@@ -42,13 +52,37 @@ class Packing:
         self._room[index] -= size
         if self._room[index] < self._shortest:
             leaving.append(self._take(index))
+        self._num_left += len(leaving)
         return leaving
 
     def flush(self) -> list[list[Sample]]:
-        """Return every row still open: the step closes."""
+        """Return every row still open, evened out over the last wave: the step closes."""
         rows, self._rows, self._room = self._rows, [], []
+        num_missing = -(self._num_left + len(rows)) % self._num_replicas
+        self._num_left = 0
+        if self._num_replicas == 1:
+            return rows
+        return self._dealt([sample for row in rows for sample in row], num_rows=len(rows) + num_missing) or rows
+
+    def _dealt(self, samples: list[Sample], *, num_rows: int) -> list[list[Sample]] | None:
+        """Deal samples to `num_rows`, the costliest first, each to the cheapest row so far; None where one then finds no room."""
+        rows: list[list[Sample]] = [[] for _ in range(min(num_rows, len(samples)))]
+        room, costs = [self._max_tokens] * len(rows), [0.0] * len(rows)
+        for sample in sorted(samples, key=lambda sample: -sample.trajectory.num_tokens):
+            size = sample.trajectory.num_tokens
+            index = min((index for index in range(len(rows)) if room[index] >= size), key=costs.__getitem__, default=None)
+            if index is None:
+                return None
+            rows[index].append(sample)
+            room[index] -= size
+            costs[index] += cost_of(size)
         return rows
 
     def _take(self, index: int) -> list[Sample]:
         self._room.pop(index)
         return self._rows.pop(index)
+
+
+def cost_of(num_tokens: int) -> float:
+    """What a sample costs to train, in tokens of a short one: linear, and quadratic for attention."""
+    return num_tokens * (1 + num_tokens / ATTENTION_TOKENS)

@@ -40,6 +40,8 @@ class Swap:
     """Why it is fenced, with its own words; empty while it takes new work."""
     num_refusals: int = 0
     """Of the newest policy, in a row."""
+    needs_whole: bool = False
+    """It refused a policy and has taken none since: changes might not fit over what it holds."""
     is_late: bool = False
     """Its open order has lasted too long."""
 
@@ -61,15 +63,29 @@ class Swaps:
     def __getitem__(self, engine_id: int) -> Swap:
         return self._swaps.setdefault(engine_id, Swap())
 
-    def published(self, policy: Policy) -> bool:
-        """Note a new policy; False where it is no news."""
+    def left(self, engine_id: int) -> None:
+        """The engine is lost, and reads nothing any more."""
+        self._swaps.pop(engine_id, None)
+
+    def forget_slots(self) -> None:
+        """The trainer that made the slots is gone: no order can be fulfilled, and what was refused may have been its end."""
+        self.newest = None
+        self._slots.clear()
+        for swap in self._swaps.values():
+            swap.ordered, swap.is_late, swap.fault, swap.num_refusals = None, False, "", 0
+
+    def published(self, policy: Policy) -> None:
+        """Note a new policy."""
         if self.newest is not None and policy.age <= self.newest.age:
-            return False
+            return
         self.newest = policy
         self._slots[policy.age] = policy.slot
         for swap in self._swaps.values():
             swap.num_refusals = 0
-        return True
+
+    def joined(self, engine_id: int) -> None:
+        """An engine's process is new: it holds the first policy, and reads no slot, whatever its predecessor did."""
+        self._swaps[engine_id] = Swap()
 
     def next_order(self, engine_id: int) -> Policy | None:
         """What the engine should be told to fetch now; None while an order is open, it holds the newest, or refused it too often."""
@@ -79,13 +95,17 @@ class Swaps:
         swap.ordered = self.newest.age
         return self.newest
 
+    def not_sent(self, engine_id: int) -> None:
+        """The order could not be sent; the next policy, or the engine that follows, is a new chance."""
+        self[engine_id].ordered = None
+
     def committed(self, engine_id: int, age: Age) -> bool:
         """The engine samples under the policy of this age; False where it is no news."""
         swap = self[engine_id]
         self._end_order(swap, age)
         if age <= swap.held:
             return False
-        swap.held, swap.fault, swap.num_refusals = age, "", 0
+        swap.held, swap.fault, swap.num_refusals, swap.needs_whole = age, "", 0, False
         return True
 
     def refused(self, engine_id: int, age: Age, error: str) -> bool:
@@ -94,7 +114,7 @@ class Swaps:
         self._end_order(swap, age)
         if age <= swap.held:
             return False
-        swap.fault = f"refused policy {age[1]}: {error}"
+        swap.fault, swap.needs_whole = f"refused policy {age[1]}: {error}", True
         if self.newest is not None and age == self.newest.age:
             swap.num_refusals += 1
         return True
@@ -106,6 +126,13 @@ class Swaps:
             return False
         swap.fault, swap.is_late = reason, True
         return True
+
+    def held_by_all(self) -> int | None:
+        """The oldest version that any engine samples under; None where one needs a whole policy, or is of an earlier lineage."""
+        lineage = self.newest.age[0] if self.newest is not None else 0
+        if any(swap.needs_whole or swap.held[0] != lineage for swap in self._swaps.values()):
+            return None
+        return min((swap.held[1] for swap in self._swaps.values()), default=None)
 
     def take_free_slots(self) -> list[str]:
         """Slots that no engine reads or will be told to read, oldest first, each once."""

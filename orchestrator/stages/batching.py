@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.batch import BatchCut, Verdict
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
-from orchestrator.state.ledger import Facts, Ledger
+from orchestrator.state.ledger import Ledger, facts_of
+from orchestrator.state.snapshot import RecordedStep
 from pipelinerl.errors import Stalled
-from pipelinerl.messages import Sample, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Sample, ScoredTrajectory
 from pipelinerl.stages import Channel, Signal
 
 
@@ -36,19 +38,21 @@ class Seal:
     step: int
     num_tokens: int
     num_samples: int
+    commit: str = ""
+    """The ledger's, which holds every row of the step."""
 
     num_bytes = 0
 
 
 class Batching:
-    """Cuts batches as groups complete.
+    """Cuts batches as groups complete. A row or a seal leaves only once the ledger has it on disk: see `state.ledger`.
 
     Rows leave as they fill, while the step is still being filled. Only under a method with a rule over the whole step do they all leave
     when it closes: training on a step then no longer hides inside its own generation, only inside that of the next ones.
 
     takes     ScoredTrajectory, from scoring
     gives     Row and Seal, to delivery
-    waits for room towards delivery
+    waits for the ledger to write a row; room towards delivery
     woken by  delivery taking a row
     fails     never on one group: what cannot be trained gets a fate and returns its credit; Stalled, after `max_given_up` of them in a row
               that failed or were too old
@@ -70,7 +74,10 @@ class Batching:
         ledger: Ledger,
         progress: Progress,
         max_given_up: int,
+        restored: tuple[ScoredTrajectory, ...] = (),
+        open_step: RecordedStep | None = None,
     ) -> None:
+        """Of an earlier life of the run, `restored` was scored and not placed, `open_step` placed in the step being filled."""
         self._scored = scored
         self._rows = rows
         self._grouping = grouping
@@ -82,46 +89,75 @@ class Batching:
         self._progress = progress
         self._max_given_up = max_given_up
         self._num_given_up = 0
+        self._restored = restored
+        self._loose = open_step.loose if open_step else ()
+        self._next_row = len(open_step.rows) if open_step else 0
+        """Number of the next row of the step being filled."""
 
     async def run(self) -> None:
+        step = self._cut.step
+        if not self._cut.is_holding:
+            for sample in self._loose:
+                await self._pack(step, self._packing.add(sample))
+        if self._cut.is_full:  # the earlier life ended between its last group and its seal
+            await self._seal(step, *self._cut.close())
+        for scored in self._restored:
+            await self._take(scored)
         async for scored in self._scored:
-            group = self._grouping.add(scored)
-            if group is not None:
-                await self._settle(self._cut.take(group))
+            await self._take(scored)
+
+    async def _take(self, scored: ScoredTrajectory) -> None:
+        group = self._grouping.add(scored)
+        if group is not None:
+            await self._settle(self._cut.take(group))
 
     async def _settle(self, verdict: Verdict) -> None:
         now = asyncio.get_running_loop().time()
-        for ended in verdict.ended:
-            trajectory = ended.scored.trajectory
-            facts = facts_of(trajectory, reward=ended.scored.score.reward, step=None)
-            self._ledger.end(trajectory.rollout_id, ended.fate, now_s=now, reason=ended.reason, facts=facts)
-        if verdict.is_placed:
-            self._admission.placed()
-            self._num_given_up = 0
-        else:
-            self._admission.given_up()
-            self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
+        with self._ledger.together():
+            self._book(verdict, now_s=now)
         self._credits.set()
         self._progress.settled(verdict, now_s=now)
         if self._num_given_up >= self._max_given_up:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._ledger.reasons.most_common(5))
             raise Stalled(f"the last {self._num_given_up} groups were all given up, so no step fills; rollouts so far by reason: {reasons}")
         for sample in verdict.delivered:
-            for samples in self._packing.add(sample):
-                await self._rows.put(Row(step=verdict.step, samples=tuple(samples)))
+            await self._pack(verdict.step, self._packing.add(sample))
         if verdict.closes_step:
-            for samples in self._packing.flush():
-                await self._rows.put(Row(step=verdict.step, samples=tuple(samples)))
-            await self._rows.put(Seal(step=verdict.step, num_tokens=verdict.num_tokens, num_samples=verdict.num_samples))
+            await self._seal(verdict.step, verdict.num_tokens, verdict.num_samples)
 
+    def _book(self, verdict: Verdict, *, now_s: float) -> None:
+        for ended in verdict.ended:
+            trajectory = ended.scored.trajectory
+            facts = facts_of(trajectory, reward=ended.scored.score.reward)
+            self._ledger.end(trajectory.rollout_id, ended.fate, now_s=now_s, reason=ended.reason, facts=facts)
+        if verdict.is_placed:
+            self._admission.placed()
+            self._ledger.place(verdict.group.group_id, verdict.samples, step=verdict.step, now_s=now_s)
+            if verdict.delivered is not verdict.samples:
+                self._ledger.credit(verdict.delivered)
+            self._num_given_up = 0
+        else:
+            self._admission.given_up()
+            self._ledger.give_up(verdict.group.group_id)
+            self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
 
-def facts_of(trajectory: Trajectory, *, reward: float | None, step: int | None) -> Facts:
-    """What the ledger records of a trajectory that ended."""
-    sampled = trajectory.versions[trajectory.trains]
-    return Facts(
-        step=step,
-        reward=reward,
-        oldest_version=int(sampled[0]) if len(sampled) else None,
-        newest_version=int(sampled[-1]) if len(sampled) else None,
-        num_tokens=len(sampled),
-    )
+    async def _pack(self, step: int, rows: list[list[Sample]]) -> None:
+        """Send rows on, each once it is recorded."""
+        if not rows:
+            return
+        loop = asyncio.get_running_loop()
+        for samples in rows:
+            self._ledger.pack(samples, step=step, row=self._next_row, now_s=loop.time())
+            self._next_row += 1
+        await loop.run_in_executor(None, self._ledger.flush)
+        for samples in rows:
+            await self._rows.put(Row(step=step, samples=tuple(samples)))
+
+    async def _seal(self, step: int, num_tokens: int, num_samples: int) -> None:
+        """Send on what is left of a step, and that this is all."""
+        await self._pack(step, self._packing.flush())
+        loop = asyncio.get_running_loop()
+        num_rows, self._next_row = self._next_row, 0
+        commit = self._ledger.seal(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=num_samples, now_s=loop.time())
+        await loop.run_in_executor(None, functools.partial(self._ledger.flush, durably=True))
+        await self._rows.put(Seal(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=commit))

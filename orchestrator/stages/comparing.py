@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from orchestrator.rules.comparing import join_comparison, plan_comparison
+from orchestrator.rules.comparing import Plan, join_comparison, plan_comparison
 from orchestrator.rules.grouping import Grouping
+from orchestrator.stages.asking import Asking
 from orchestrator.stages.scoring import score_request
-from orchestrator.state.scorers import Scorers
-from pipelinerl.messages import Group, GroupScored, ScoredTrajectory, ScoreGroup
+from orchestrator.state.ledger import Ledger
+from pipelinerl.messages import GroupScored, Outcome, ScoredTrajectory, ScoreGroup
 from pipelinerl.stages import Channel
 from pipelinerl.watch import Watch
 
@@ -19,7 +20,7 @@ class Comparing:
     takes     ScoredTrajectory, from scoring; GroupScored, from scorers
     gives     ScoreGroup, to scorers; ScoredTrajectory, to batching
     waits for the last sibling of a group; room in a scorer; room towards batching
-    woken by  a scorer that answers
+    woken by  a scorer that announces itself, answers or dies
     fails     never by itself: a comparison that fails is an outcome
     ends      when the run does
     """
@@ -31,20 +32,29 @@ class Comparing:
         *,
         scored: Channel[ScoredTrajectory],
         compared: Channel[ScoredTrajectory],
-        scorers: Scorers,
+        asking: Asking,
+        ledger: Ledger,
         watch: Watch,
-        group_size: int,
+        grouping: Grouping,
         min_survivors: int,
         queue_bytes: int,
+        restored: tuple[ScoredTrajectory, ...] = (),
     ) -> None:
+        """Of an earlier life of the run, `restored` was scored and not compared."""
         self._scored = scored
         self._compared = compared
-        self._scorers = scorers
-        self._watch = watch
-        self._grouping = Grouping(group_size=group_size)
+        self._asking = asking
+        self._ledger = ledger
+        self._grouping = grouping
         self._min_survivors = min_survivors
+        self._restored = restored
         self._answers: Channel[tuple[ScoredTrajectory, ...]] = Channel(
-            "comparisons", giver="scorers", taker=self.name, watch=watch, bound_bytes=queue_bytes
+            "comparisons",
+            giver="scorers",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda members: f"of group {members[0].trajectory.group_id}",
         )
 
     async def run(self) -> None:
@@ -53,26 +63,32 @@ class Comparing:
             group.create_task(self._collect())
 
     async def _ask(self) -> None:
+        for scored in self._restored:
+            await self._take(scored)
         async for scored in self._scored:  # what is collected here is bounded by admission
-            group = self._grouping.add(scored)
-            if group is not None:
-                await self._compare(group)
+            await self._take(scored)
 
-    async def _compare(self, group: Group) -> None:
-        plan = plan_comparison(group, min_survivors=self._min_survivors)
-        if plan.done:
-            self._answers.put_now(plan.done)
-        if not plan.compared:
+    async def _take(self, scored: ScoredTrajectory) -> None:
+        group = self._grouping.add(scored)
+        if group is None:
             return
-        if not self._scorers.has_room:
-            with self._watch.waiting(self.name, "room in a scorer"):
-                while not self._scorers.has_room:
-                    await self._scorers.changed.wait()
-        request = ScoreGroup(group_id=group.group_id, members=tuple(score_request(member.trajectory) for member in plan.compared))
-        self._scorers.ask_group(request, lambda answer: self._take(plan.compared, answer))
+        plan = plan_comparison(group, min_survivors=self._min_survivors)
+        if not plan.compared:
+            self._answer(plan.done)
+            return
+        await self._asking.ask_group(
+            ScoreGroup(group_id=group.group_id, members=tuple(score_request(member.trajectory) for member in plan.compared)),
+            by=self.name,
+            sink=lambda answer: self._join(plan, answer),
+            refused=lambda error: self._join(plan, GroupScored(group_id=group.group_id, outcome=Outcome.ERROR, error=error)),
+        )
 
-    def _take(self, compared: tuple[ScoredTrajectory, ...], answer: GroupScored) -> None:
-        self._answers.put_now(join_comparison(compared, answer))  # bounded by the scorers' room
+    def _join(self, plan: Plan, answer: GroupScored) -> None:
+        self._answer((*plan.done, *join_comparison(plan.compared, answer)))
+
+    def _answer(self, members: tuple[ScoredTrajectory, ...]) -> None:
+        self._ledger.compare(members, now_s=asyncio.get_running_loop().time())
+        self._answers.put_now(members)  # bounded by the scorers' room
 
     async def _collect(self) -> None:
         async for members in self._answers:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+from collections.abc import Mapping
 
 import numpy as np
 
 from orchestrator.progress import Progress
-from orchestrator.stages.batching import Row, Seal, facts_of
-from orchestrator.state.ledger import Ledger
+from orchestrator.stages.batching import Row, Seal
+from orchestrator.state.ledger import Ledger, facts_of
 from orchestrator.state.peers import Peers
+from orchestrator.state.snapshot import RecordedStep, commit_of, is_saved, read_steps
 from pipelinerl.errors import PeerRefused
 from pipelinerl.messages import (
     Alive,
+    CheckpointFailed,
+    CheckpointSaved,
     Fate,
     Finish,
     MicroBatch,
@@ -37,12 +42,14 @@ class _Step:
 class Delivery:
     """Answers pulls in lock-step waves: row `index * W + replica` goes to a replica; where a sealed step has none, a zero-loss row.
 
-    takes     Row and Seal, from batching; TakeMicroBatch, StepDone, PolicyPublished, from the trainer
-    gives     MicroBatch and StepSealed, to the trainer; PolicyPublished, to refresh
+    A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, as the ledger has them.
+
+    takes     Row and Seal, from batching; TrainerReady, TakeMicroBatch, StepDone, PolicyPublished, CheckpointSaved, from the trainer
+    gives     MicroBatch and StepSealed, to the trainer; TrainerReady and PolicyPublished, to refresh
     waits for a row that was pulled
     woken by  batching and the trainer
-    fails     PeerRefused, where the trainer speaks of a step that is not its next
-    ends      when the last step is done and its policy published
+    fails     PeerRefused, where the trainer speaks of a step that is not its next, or starts from a checkpoint of another run
+    ends      when the last step is done, its policy published and its checkpoint written
     """
 
     name = "delivery"
@@ -51,7 +58,7 @@ class Delivery:
         self,
         *,
         rows: Channel[Row | Seal],
-        published: Channel[PolicyPublished],
+        published: Channel[TrainerReady | PolicyPublished],
         trainer: Peers,
         num_replicas: int,
         num_steps: int,
@@ -59,14 +66,16 @@ class Delivery:
         ledger: Ledger,
         progress: Progress,
         watch: Watch,
+        num_booked: int = 0,
+        recorded: Mapping[int, RecordedStep] | None = None,
     ) -> None:
+        """`num_booked` steps were done in an earlier life of the run; `recorded` holds what it had packed of the steps after them."""
         self.finished = asyncio.Event()
-        """Set when every step is trained and the last policy is published."""
-        self.trainer_machine = ""
-        """Where the replica that publishes runs; known once every replica is ready."""
+        """Set when every step is trained, the last policy is published and its checkpoint written."""
         self._ready = Signal()
         """Set when a replica announces itself."""
-        self._num_ready = 0
+        self._replicas: dict[int, TrainerReady] = {}
+        self._starts: Channel[TrainerReady] = Channel("starts", giver="trainer", taker=self.name, watch=watch, bound_bytes=1)
         self._rows = rows
         self._published = published
         self._trainer = trainer
@@ -76,19 +85,42 @@ class Delivery:
         self._ledger = ledger
         self._progress = progress
         self._watch = watch
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _Step] = {number: _step_of(number, step) for number, step in (recorded or {}).items()}
         self._pulls: dict[tuple[int, int, int], TakeMicroBatch] = {}
         """Unanswered pulls, by replica, step and index: asking again changes nothing."""
+        self._is_starting = False
+        """A trainer has announced itself, and what it is to begin with is being fetched."""
+        self.num_booked = num_booked
+        """Steps that the ledger has as done."""
         self._num_done = 0
+        """Steps that are in the trainer's weights; fewer than booked while it does some again."""
         self._last_version = 0
+        self._last_checkpoint = 0
         trainer.on(TrainerReady, self._on_ready)
         trainer.on(TakeMicroBatch, self._on_pull)
         trainer.on(StepDone, self._on_done)
         trainer.on(PolicyPublished, self._on_published)
+        trainer.on(CheckpointSaved, self._on_saved)
+        trainer.on(CheckpointFailed, self._on_not_saved)
         trainer.on(Alive, lambda peer, alive: None)
         watch.explain(self._explain)
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._collect())
+            group.create_task(self._follow_starts())
+
+    async def wait_until_ready(self) -> None:
+        """Wait until every replica of the config has announced itself."""
+        while len(self._replicas) < self._num_replicas:
+            await self._ready.wait()
+
+    @property
+    def trainer_version(self) -> int:
+        """The version that the trainer started from; needs every replica to be ready."""
+        return self._replicas[0].version
+
+    async def _collect(self) -> None:
         async for item in self._rows:
             step = self._steps.setdefault(item.step, _Step())
             if isinstance(item, Seal):
@@ -97,30 +129,76 @@ class Delivery:
                 step.rows.append(item)
             self._answer_pulls()
 
-    async def wait_until_ready(self) -> None:
-        """Wait until every replica of the config has announced itself."""
-        while self._num_ready < self._num_replicas:
-            await self._ready.wait()
-
     def _explain(self) -> str | None:
         """What the trainer owes: for the verdict on a stall."""
         if not self._steps:
             return None
         held = self._steps[self._num_done].rows if self._num_done in self._steps else []
         if self._pulls:
-            return f"trainer waits for {len(self._pulls)} rows, step {self._num_done} has {len(held)} so far"
-        return f"delivery holds {len(held)} rows of step {self._num_done}; the trainer neither pulls nor finishes it"
+            replica = next(iter(self._pulls))[0]
+            return f"trainer-{replica} waits for {len(self._pulls)} rows, step {self._num_done} has {len(held)} so far"
+        return f"delivery holds {len(held)} rows of step {self._num_done}; trainer-0 neither pulls nor finishes it"
+
+    # --- a trainer starts, or starts again ---
 
     def _on_ready(self, peer: str, ready: TrainerReady) -> None:
         if ready.num_replicas != self._num_replicas:
-            raise PeerRefused(f"{peer} counts {ready.num_replicas} replicas, the config says trainer.ranks = {self._num_replicas}")
-        if ready.replica == 0:
-            self.trainer_machine = ready.machine
-        self._num_ready += 1
+            raise PeerRefused(
+                f"{peer} counts {ready.num_replicas} replicas, the config makes {self._num_replicas} (trainer.ranks and trainer.parallel)"
+            )
+        known = self._replicas.get(ready.replica)
+        if known is not None and known.process_id == ready.process_id:
+            return
+        if known is not None:  # replicas start together: whoever else is known is gone, too
+            self._replicas.clear()
+            self._pulls.clear()
+        self._replicas[ready.replica] = ready
         self._ready.set()
+        if len(self._replicas) == self._num_replicas:
+            if len({(one.version, one.commit) for one in self._replicas.values()}) > 1:
+                raise PeerRefused(f"the trainer's replicas start from different checkpoints: {sorted(self._replicas.items())}")
+            self._is_starting = True
+            self._published.put_now(self._replicas[0])  # bounded: a trainer takes seconds to start
+            self._starts.put_now(self._replicas[0])  # likewise
+
+    async def _follow_starts(self) -> None:
+        is_first = True
+        loop = asyncio.get_running_loop()
+        async for ready in self._starts:
+            self._check_commit(ready)
+            if ready.version < self.num_booked:
+                end = min(self.num_booked, min(self._steps, default=self.num_booked))
+                recorded = await loop.run_in_executor(None, functools.partial(read_steps, self._ledger, first=ready.version, end=end))
+                self._steps |= {number: _step_of(number, step) for number, step in recorded.items()}
+            for step in range(self.num_booked, ready.version):  # the checkpoint proves what its trainer had no time to say
+                self._book(step, now_s=loop.time())
+            if ready.version and not is_saved(self._ledger, ready.version):
+                self._ledger.saved(ready.version, ready.commit, now_s=loop.time())
+            if ready.version or self.num_booked or not is_first:
+                self._ledger.book("restarted", now_s=loop.time(), step=ready.version)
+            is_first = False
+            for step in [step for step in self._steps if step < ready.version]:
+                del self._steps[step]
+            self._num_done = ready.version
+            self._is_starting = len(self._starts) > 0
+            self._answer_pulls()
+
+    def _check_commit(self, ready: TrainerReady) -> None:
+        if not ready.version:
+            return
+        expected = commit_of(self._ledger, ready.version - 1)
+        if ready.commit != expected:
+            raise PeerRefused(
+                f"the trainer starts from a checkpoint of version {ready.version} that names the ledger's commit {ready.commit!r}, but this"
+                f" ledger has {expected!r} for step {ready.version - 1}: the two are of different runs. Resume with both as they were, or"
+                " start a new run from the checkpoint's model"
+            )
+        self._last_checkpoint = ready.version
+
+    # --- what it asks and says ---
 
     def _on_pull(self, peer: str, pull: TakeMicroBatch) -> None:
-        if pull.step < self._num_done:
+        if pull.step < self._num_done and not self._is_starting:
             raise PeerRefused(
                 f"{peer} asks for row {pull.index} of step {pull.step}, which is done; the next to finish is {self._num_done}"
             )
@@ -128,12 +206,14 @@ class Delivery:
         self._answer_pulls()
 
     def _answer_pulls(self) -> None:
+        if self._is_starting:
+            return
         for key, pull in list(self._pulls.items()):
             answer = self._answer(pull)
             if answer is not None:
                 del self._pulls[key]
-                self._trainer.hub.send(f"trainer-{pull.replica}", answer)
-                self._watch.moved()
+                if self._trainer.send(f"trainer-{pull.replica}", answer):
+                    self._watch.moved()
 
     def _answer(self, pull: TakeMicroBatch) -> MicroBatch | StepSealed | None:
         step = self._steps.get(pull.step)
@@ -152,33 +232,62 @@ class Delivery:
             num_micro_batches=num_micro_batches,
             num_tokens=step.seal.num_tokens,
             num_samples=step.seal.num_samples,
+            commit=step.seal.commit,
         )
 
     def _on_done(self, peer: str, done: StepDone) -> None:
         if done.step != self._num_done:
             raise PeerRefused(f"{peer} says step {done.step} is done; the next to finish is {self._num_done}")
-        now = asyncio.get_running_loop().time()
-        for row in self._steps.pop(done.step).rows:
-            for sample in row.samples:
-                self._ledger.end(
-                    sample.trajectory.rollout_id,
-                    Fate.TRAINED,
-                    now_s=now,
-                    facts=facts_of(sample.trajectory, reward=sample.reward, step=done.step),
-                )
+        now_s = asyncio.get_running_loop().time()
+        if done.step < self.num_booked:
+            self._ledger.book("replayed", now_s=now_s, step=done.step)
+            del self._steps[done.step]
+        else:
+            self._book(done.step, now_s=now_s)
+            self._progress.trained(done, now_s=now_s)
         self._num_done += 1
-        self._progress.trained(done, now_s=now)
         self._watch.moved()
         self._check_finished()
+
+    def _book(self, step: int, *, now_s: float) -> None:
+        """Have a step's samples end as trained."""
+        with self._ledger.together():
+            for row in self._steps.pop(step).rows:
+                for sample in row.samples:
+                    facts = facts_of(sample.trajectory, reward=sample.reward, step=step)
+                    self._ledger.end(sample.trajectory.rollout_id, Fate.TRAINED, now_s=now_s, facts=facts)
+            self._ledger.book("done", now_s=now_s, step=step)
+        self.num_booked += 1
 
     def _on_published(self, peer: str, published: PolicyPublished) -> None:
         self._last_version = published.version
         self._published.put_now(published)  # bounded by the trainer's slots: it cannot publish without a free one
         self._check_finished()
 
+    def _on_saved(self, peer: str, saved: CheckpointSaved) -> None:
+        self._ledger.saved(saved.version, saved.commit, now_s=asyncio.get_running_loop().time())
+        fields = {"version": saved.version, "num_bytes": saved.num_bytes, "save_s": saved.save_s, "error": ""}
+        self._progress.journal.write("checkpoint", **fields)
+        self._last_checkpoint = saved.version
+        self._check_finished()
+
+    def _on_not_saved(self, peer: str, failed: CheckpointFailed) -> None:
+        self._ledger.book("unsaved", now_s=asyncio.get_running_loop().time(), step=failed.version, reason=failed.error)
+        self._progress.journal.write("checkpoint", version=failed.version, num_bytes=0, save_s=0.0, error=failed.error)
+        self._last_checkpoint = failed.version
+        self._check_finished()
+
     def _check_finished(self) -> None:
-        if self._num_done == self._num_steps and self._last_version == self._num_steps:
+        if self._num_done == self._last_version == self._last_checkpoint == self._num_steps:
             self.finished.set()
+
+
+def _step_of(number: int, recorded: RecordedStep) -> _Step:
+    seal = None
+    if recorded.seal is not None:
+        num_tokens, num_samples, commit = recorded.seal
+        seal = Seal(step=number, num_tokens=num_tokens, num_samples=num_samples, commit=commit)
+    return _Step(rows=[Row(step=number, samples=samples) for samples in recorded.rows], seal=seal)
 
 
 def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> MicroBatch:

@@ -1,43 +1,55 @@
-"""Stage 2: turns prompts into rollouts on engines, and engine replies into trajectories."""
+"""Stage 2: turns prompts into rollouts on engines, and engine replies into trajectories; asks again for what an engine takes with it."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import itertools
 
+import numpy as np
+
 from orchestrator.rollouts.single_turn import trajectory_of
 from orchestrator.rules.admission import Admission
+from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.routing import route
+from orchestrator.stages.prompts import Drawn
 from orchestrator.state.engines import Engines
-from orchestrator.state.ledger import Admitted, Ledger
-from pipelinerl.messages import Completion, Generate, Prompt, Sampling, Trajectory
+from orchestrator.state.ledger import Ledger
+from orchestrator.state.snapshot import InterruptedGroup
+from pipelinerl.errors import DataError
+from pipelinerl.messages import Completion, Finish, Generate, Prompt, Sampling, Trajectory
 from pipelinerl.stages import Channel, Signal
 from pipelinerl.watch import Watch
 
 NO_ENGINE = "an engine that takes new work"
 """Every engine is fenced until it holds the newest policy."""
+MAX_SKIPPED = 1000
+"""Quarantined prompts drawn one after another before the run ends: more than by chance, so hardly any other prompt is left."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A rollout in an engine."""
+    """An attempt of a rollout."""
 
     rollout_id: str
     group_id: int
     sibling: int
+    attempt: int
     prompt: Prompt
+    version: int
+    """Of the engine that the group was admitted to: under an older one it might come to exceed the staleness bound."""
     admitted_at: float
 
 
 class Dispatch:
-    """Admits groups while the staleness bound allows it, and gathers what the engines sampled.
+    """Admits groups while the staleness bound allows it, gathers what the engines sampled, and issues again what they lost.
 
-    takes     Prompt, from prompts; Completion, from engines
+    takes     Drawn, from prompts; Completion, from engines
     gives     Generate, to engines; Trajectory, to scoring
-    waits for an admission credit; room towards scoring
-    woken by  an engine that answers or commits, batching placing or giving up a group
-    fails     PeerGone, where an engine's connection is closed
+    waits for an admission credit; an engine that may take a lost group; room towards scoring
+    woken by  an engine that answers, commits, joins or dies; batching placing or giving up a group
+    fails     DataError, where hardly any prompt is not quarantined
     ends      when the run does
     """
 
@@ -46,7 +58,7 @@ class Dispatch:
     def __init__(
         self,
         *,
-        prompts: Channel[Prompt],
+        prompts: Channel[Drawn],
         trajectories: Channel[Trajectory],
         engines: Engines,
         admission: Admission,
@@ -56,7 +68,11 @@ class Dispatch:
         sampling: Sampling,
         group_size: int,
         queue_bytes: int,
+        quarantine: Quarantine,
+        first_group_id: int = 0,
+        interrupted: tuple[InterruptedGroup, ...] = (),
     ) -> None:
+        """`interrupted` groups, of an earlier life of the run, are issued before anything new."""
         self._prompts = prompts
         self._trajectories = trajectories
         self._engines = engines
@@ -66,71 +82,214 @@ class Dispatch:
         self._watch = watch
         self._sampling = sampling
         self._group_size = group_size
+        self._quarantine = quarantine
+        self._group_ids = itertools.count(first_group_id)
+        self._again: dict[int, list[Rollout]] = {group.group_id: _rollouts_of(group) for group in interrupted}
+        """By group: attempts to issue, in place of some that were lost."""
+        self._running: dict[int, dict[str, int]] = collections.defaultdict(dict)
+        """By group: the rollouts in engines, and in which."""
+        self._taken: dict[int, set[str]] = collections.defaultdict(set)
+        """By engine that dies: the prompts it had."""
+        self._prompt_ids: dict[int, str] = {}
+        """By group that has rollouts in engines."""
         self._completions: Channel[tuple[Rollout, Completion, int]] = Channel(
-            "completions", giver="engines", taker=self.name, watch=watch, bound_bytes=queue_bytes
+            "completions",
+            giver="engines",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda item: f"rollout {item[1].rollout_id}, attempt {item[1].attempt}, of engine-{item[2]}",
         )
+        engines.on_died(self._on_died)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._admit())
+            group.create_task(self._issue_again())
             group.create_task(self._collect())
 
-    async def _admit(self) -> None:
-        group_ids = itertools.count()
-        async for prompt in self._prompts:
-            await self._wait_for_credit()
-            self._send_group(next(group_ids), prompt)
+    # --- new groups ---
 
-    async def _wait_for_credit(self) -> None:
-        while (reason := self._held_back_by()) is not None:
+    async def _admit(self) -> None:
+        num_skipped = 0
+        async for drawn in self._prompts:
+            if self._quarantine.holds(drawn.prompt.prompt_id):
+                num_skipped += 1
+                self._ledger.book("skipped", now_s=_now_s(), prompt_id=drawn.prompt.prompt_id)
+                if num_skipped >= MAX_SKIPPED:
+                    raise DataError(f"the last {num_skipped} prompts are all quarantined, each for killing two processes: see the ledger")
+                continue
+            num_skipped = 0
+            self._send_group(drawn, await self._wait_for_engine())
+
+    async def _wait_for_engine(self) -> int:
+        """Wait until a group may be admitted; return the engine to send it to."""
+        while (engine_id := self._engine_for_a_group()) is None:
+            reason = self._held_back_by() or NO_ENGINE
             with self._watch.waiting(self.name, reason):
-                while self._held_back_by() == reason:
+                while self._engine_for_a_group() is None and (self._held_back_by() or NO_ENGINE) == reason:
                     await self._credits.wait()
+        return engine_id
+
+    def _engine_for_a_group(self) -> int | None:
+        return self._engines.least_busy(lambda version: self._held_back_by(version) is None)
 
     def _held_back_by(self, version: int | None = None) -> str | None:
         """What an engine at `version` would have to wait for; without one, the serving engine that holds the newest."""
+        version = self._engines.newest_version() if version is None else version
         if version is None:
-            serving = [engine.version for engine in self._engines.serving()]
-            if not serving:
-                return NO_ENGINE
-            version = max(serving)
+            return NO_ENGINE
         return self._admission.holds_back(
             version=version,
             num_generating=self._engines.num_outstanding,
             engines_are_current=self._engines.all_hold(self._admission.version),
         )
 
-    def _send_group(self, group_id: int, prompt: Prompt) -> None:
-        admissible = {
-            engine.engine_id: engine.num_outstanding for engine in self._engines.serving() if self._held_back_by(engine.version) is None
-        }
-        engine_id = route(admissible)
-        assert engine_id is not None, "the engine that holds the newest policy is admissible: a credit was just awaited"
-        now = asyncio.get_running_loop().time()
+    def _send_group(self, drawn: Drawn, engine_id: int) -> None:
+        now_s = _now_s()
+        group_id = next(self._group_ids)
         self._admission.admitted()
-        for sibling in range(self._group_size):
-            rollout = Rollout(rollout_id=f"{group_id}/{sibling}", group_id=group_id, sibling=sibling, prompt=prompt, admitted_at=now)
-            self._ledger.admit(Admitted(rollout_id=rollout.rollout_id, group_id=group_id, prompt_id=prompt.prompt_id, admitted_s=now))
-            request = Generate(rollout_id=rollout.rollout_id, attempt=0, token_ids=prompt.token_ids, sampling=self._sampling)
-            self._engines.ask(request, engine_id, self._sink(rollout))
+        names = self._ledger.admit(group_id, drawn.prompt, group_size=self._group_size, position=drawn.position, now_s=now_s)
+        version = self._engines[engine_id].version
+        for sibling, name in enumerate(names):
+            rollout = Rollout(
+                rollout_id=name, group_id=group_id, sibling=sibling, attempt=0, prompt=drawn.prompt, version=version, admitted_at=now_s
+            )
+            self._ask(rollout, engine_id)
 
-    def _sink(self, rollout: Rollout):
-        def take(completion: Completion, engine_id: int) -> None:
-            self._completions.put_now((rollout, completion, engine_id))  # bounded by admission: one for each rollout outstanding
+    # --- one attempt ---
 
-        return take
+    def _ask(self, rollout: Rollout, engine_id: int) -> None:
+        request = Generate(
+            rollout_id=rollout.rollout_id, attempt=rollout.attempt, token_ids=rollout.prompt.token_ids, sampling=self._sampling
+        )
+        version = self._engines[engine_id].version
+        self._ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
+        self._running[rollout.group_id][rollout.rollout_id] = engine_id
+        self._prompt_ids[rollout.group_id] = rollout.prompt.prompt_id
+        self._engines.ask(
+            request,
+            engine_id,
+            sink=lambda completion, engine_id: self._take(rollout, completion, engine_id),
+            lost=lambda engine_id: self._lose(rollout, engine_id),
+        )
+
+    def _take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        self._leave(rollout)
+        is_last = rollout.group_id not in self._running and rollout.group_id not in self._again
+        if is_last and self._quarantine.came_through("engine", rollout.prompt.prompt_id):
+            self._ledger.book("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(rollout.prompt.prompt_id))
+            self._credits.set()
+        self._completions.put_now((rollout, completion, engine_id))  # bounded by admission: one for each rollout outstanding
+
+    def _lose(self, rollout: Rollout, engine_id: int) -> None:
+        self._leave(rollout)
+        reason = f"engine-{engine_id} ended"
+        self._ledger.lose(rollout.rollout_id, attempt=rollout.attempt, reason=reason, now_s=_now_s())
+        self._taken[engine_id].add(rollout.prompt.prompt_id)
+        self._again.setdefault(rollout.group_id, []).append(dataclasses.replace(rollout, attempt=rollout.attempt + 1))
+        self._credits.set()
+
+    def _leave(self, rollout: Rollout) -> None:
+        """A rollout is in no engine any more."""
+        running = self._running[rollout.group_id]
+        del running[rollout.rollout_id]
+        if not running:
+            del self._running[rollout.group_id]
+            del self._prompt_ids[rollout.group_id]
+
+    # --- what an engine took with it ---
+
+    def _on_died(self, engine_id: int) -> None:
+        prompt_ids = self._taken.pop(engine_id, set())
+        for prompt_id in sorted(prompt_ids):
+            self._ledger.book("suspected", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(prompt_id))
+        for row in self._quarantine.died("engine", prompt_ids):
+            self._ledger.book("quarantined", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row)
+        self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
+
+    async def _issue_again(self) -> None:
+        """Issue lost attempts as engines may take them; the siblings that were lost together go together."""
+        while True:
+            for group_id in list(self._again):
+                self._try_again(group_id)
+            if self._again:
+                with self._watch.waiting(self.name, "an engine for what another one lost"):
+                    await self._credits.wait()
+            else:
+                await self._credits.wait()
+
+    def _try_again(self, group_id: int) -> None:
+        rollouts = self._again[group_id]
+        if self._quarantine.holds(rollouts[0].prompt.prompt_id):
+            del self._again[group_id]
+            for rollout in rollouts:
+                self._completions.put_now((rollout, _quarantined(rollout), -1))  # bounded as in `_take`
+            return
+        may_take = {engine_id: num for engine_id, num in self._engines.outstanding().items() if self._may_take(engine_id, rollouts[0])}
+        engine_id = route(may_take)
+        if engine_id is None:
+            return
+        del self._again[group_id]
+        for rollout in rollouts:
+            self._ask(rollout, engine_id)
+
+    def _may_take(self, engine_id: int, rollout: Rollout) -> bool:
+        """True where an engine is no older than the one that lost the rollout, and has no other suspect with a suspect."""
+        if self._engines[engine_id].version < rollout.version:
+            return False
+        if not self._quarantine.is_suspect("engine", rollout.prompt.prompt_id):
+            return True
+        others = {group_id for group_id, running in self._running.items() if engine_id in running.values()} - {rollout.group_id}
+        return not any(self._quarantine.is_suspect("engine", self._prompt_ids[group_id]) for group_id in others)
+
+    # --- towards scoring ---
 
     async def _collect(self) -> None:
-        loop = asyncio.get_running_loop()
         async for rollout, completion, engine_id in self._completions:
-            await self._trajectories.put(
-                trajectory_of(
-                    completion,
-                    prompt=rollout.prompt,
-                    group_id=rollout.group_id,
-                    sibling=rollout.sibling,
-                    engine_id=engine_id,
-                    admitted_at=rollout.admitted_at,
-                    finished_at=loop.time(),
-                )
+            now_s = _now_s()
+            trajectory = trajectory_of(
+                completion,
+                prompt=rollout.prompt,
+                group_id=rollout.group_id,
+                sibling=rollout.sibling,
+                engine_id=engine_id,
+                admitted_at=rollout.admitted_at,
+                finished_at=now_s,
             )
+            self._ledger.generate(trajectory, now_s=now_s)
+            await self._trajectories.put(trajectory)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _rollouts_of(group: InterruptedGroup) -> list[Rollout]:
+    """What an earlier life of the run left in engines, from now on."""
+    return [
+        Rollout(
+            rollout_id=one.rollout_id,
+            group_id=group.group_id,
+            sibling=one.sibling,
+            attempt=one.attempt,
+            prompt=group.prompt,
+            version=one.version,
+            admitted_at=_now_s(),
+        )
+        for one in group.rollouts
+    ]
+
+
+def _quarantined(rollout: Rollout) -> Completion:
+    """What stands for an answer where nobody may be asked."""
+    nothing = np.zeros(0, np.int32)
+    return Completion(
+        rollout_id=rollout.rollout_id,
+        attempt=rollout.attempt,
+        token_ids=nothing,
+        logprobs=np.zeros(0, np.float32),
+        versions=nothing,
+        finish=Finish.ERROR,
+        error=f"its prompt (row {row_of(rollout.prompt.prompt_id)}) is quarantined: it was there when a process died, twice",
+    )

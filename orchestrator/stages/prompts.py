@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 from pipelinerl.messages import Prompt
@@ -11,16 +12,32 @@ from pipelinerl.stages import Channel
 class Source(Protocol):
     """Where prompts come from; endless, epoch after epoch."""
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, row) of the next draw; a source set to a recorded position goes on as the recorded one would have."""
+        ...
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None: ...
+
     def next(self) -> Prompt:
         """The next prompt. Raises `DataError`."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A prompt, and where its source stood after it: what a resumed run goes on from once the prompt is admitted."""
+
+    prompt: Prompt
+    position: tuple[int, int]
 
 
 class Prompts:
     """Draws prompts ahead of dispatch.
 
     takes     rows of the prompt source
-    gives     Prompt, to dispatch
+    gives     Drawn, to dispatch
     waits for room in its channel
     woken by  dispatch taking a prompt
     fails     DataError, on a malformed or empty source
@@ -29,10 +46,11 @@ class Prompts:
 
     name = "prompts"
 
-    def __init__(self, source: Source, *, prompts: Channel[Prompt]) -> None:
+    def __init__(self, source: Source, *, prompts: Channel[Drawn]) -> None:
         self._source = source
         self._prompts = prompts
 
     async def run(self) -> None:
         while True:
-            await self._prompts.put(self._source.next())
+            prompt = self._source.next()
+            await self._prompts.put(Drawn(prompt=prompt, position=self._source.position))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
@@ -10,7 +11,17 @@ from orchestrator.rules.swaps import Policy, Swaps
 from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import PeerError, PeerRefused, PeerSilent
-from pipelinerl.messages import PolicyPublished, SlotReleased, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
+from pipelinerl.messages import (
+    LayoutFixed,
+    PolicyHeld,
+    PolicyPublished,
+    SlotReleased,
+    StageWeights,
+    TrainerReady,
+    WeightsCommitted,
+    WeightsRefused,
+    WeightsStaged,
+)
 from pipelinerl.metrics import Journal
 from pipelinerl.stages import Channel, Signal
 
@@ -18,11 +29,15 @@ from pipelinerl.stages import Channel, Signal
 class Refresh:
     """Tells engines what to fetch and follows each to its commit. An engine that fails or is late is fenced and refilled.
 
-    takes     PolicyPublished, from delivery; WeightsStaged, WeightsCommitted and WeightsRefused, from engines
-    gives     StageWeights, to engines; SlotReleased, to the trainer; credits, to dispatch
+    The newest policy's slot is never handed back, so an engine that joins late can always be brought to it. Slots die with the trainer
+    that made them: one that starts again publishes anew, and whatever engines were told to fetch before is forgotten.
+
+    takes     TrainerReady and PolicyPublished, from delivery; WeightsStaged, WeightsCommitted and WeightsRefused, from engines; engines
+              that join or are lost
+    gives     StageWeights, to engines; LayoutFixed, SlotReleased and PolicyHeld, to the trainer; credits, to dispatch
     waits for every open order, each apart, so a slow engine holds up nobody else
     woken by  engines
-    fails     PeerSilent or PeerRefused, with the last engine's own words, once every engine is fenced and beyond refilling
+    fails     PeerSilent or PeerRefused, with the last engine's own words, once every engine is fenced and stays beyond refilling
     ends      when the run does
     """
 
@@ -31,13 +46,14 @@ class Refresh:
     def __init__(
         self,
         *,
-        published: Channel[PolicyPublished],
+        published: Channel[TrainerReady | PolicyPublished],
         engines: Engines,
         trainer: Peers,
         admission: Admission,
         credits: Signal,
         progress: Progress,
         journal: Journal,
+        layout_for: Callable[[TrainerReady], LayoutFixed],
         commit_deadline_s: float,
     ) -> None:
         self._published = published
@@ -47,27 +63,56 @@ class Refresh:
         self._credits = credits
         self._progress = progress
         self._journal = journal
+        self._layout_for = layout_for
         self._commit_deadline_s = commit_deadline_s
         self._swaps = Swaps()
+        self._held_by_all: int | None = None
+        """What the trainer was told last."""
         self._tasks: asyncio.TaskGroup | None = None
         engines.peers.on(WeightsStaged, self._on_staged)
         engines.peers.on(WeightsCommitted, self._on_committed)
         engines.peers.on(WeightsRefused, self._on_refused)
+        engines.on_joined(self._on_joined)
+        engines.on_died(self._on_died)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
-            async for published in self._published:
-                self._announce(published)
+            async for news in self._published:
+                if isinstance(news, TrainerReady):
+                    self._welcome(news)
+                else:
+                    self._announce(news)
+
+    # --- the trainer ---
+
+    def _welcome(self, ready: TrainerReady) -> None:
+        """Tell a trainer that starts the layout to publish in; the slots of the one before are gone."""
+        self._swaps.forget_slots()
+        self._held_by_all = None  # as a trainer that starts assumes
+        self._engines.forgive()  # what they refused may be what the dying trainer left
+        self._trainer.send("trainer-0", self._layout_for(ready))
 
     def _announce(self, published: PolicyPublished) -> None:
         policy = Policy(age=(published.lineage, published.version), slot=published.slot, digest=published.digest)
-        if not self._swaps.published(policy):
-            return
+        self._swaps.published(policy)
         self._admission.published(published.version)
         self._credits.set()
         for engine in self._engines:
             self._order(engine)
-        self._release_slots()
+        self._tell_trainer()
+
+    def _tell_trainer(self) -> None:
+        """Say what engines read no more, and what all of them hold; a trainer that has not published has nothing to hear."""
+        if self._swaps.newest is None:
+            return
+        for slot in self._swaps.take_free_slots():
+            self._trainer.send("trainer-0", SlotReleased(slot=slot))
+        held = self._swaps.held_by_all()
+        if held != self._held_by_all:
+            self._held_by_all = held
+            self._trainer.send("trainer-0", PolicyHeld(version=held))
+
+    # --- one engine ---
 
     def _order(self, engine: Engine) -> None:
         """Tell an engine to fetch the newest policy, unless it has an order already."""
@@ -76,57 +121,87 @@ class Refresh:
             return
         lineage, version = policy.age
         when_idle = self._admission.pace.swaps_when_idle
-        self._engines.peers.hub.send(
-            engine.peer, StageWeights(version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage)
-        )
-        self._tasks.create_task(self._wait_for_commit(engine, policy))
+        order = StageWeights(version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage)
+        if self._engines.peers.send(engine.peer, order):
+            self._tasks.create_task(self._wait_for_commit(engine, policy))
+        else:
+            self._swaps.not_sent(engine.engine_id)
 
     async def _wait_for_commit(self, engine: Engine, policy: Policy) -> None:
-        swap = self._swaps[engine.engine_id]
         try:
             async with asyncio.timeout(self._commit_deadline_s):
-                while swap.ordered == policy.age:
+                while self._engines.serves(engine) and self._swaps[engine.engine_id].ordered == policy.age:
                     await self._engines.changed.wait()
         except TimeoutError:
             reason = (
                 f"waited {self._commit_deadline_s:g} s for {engine.peer} (at version {engine.version}) to commit policy {policy.age[1]}"
             )
             if self._swaps.late(engine.engine_id, policy.age, reason):
-                self._fence(engine, PeerSilent(reason))
+                error = PeerSilent(reason)
+                self._fence(engine, error)
+                if self._is_hopeless():
+                    raise error from None
 
     def _fence(self, engine: Engine, error: PeerError) -> None:
-        """Give an engine no new work; raise its error where every engine is fenced and no refill is under way."""
-        engine.fault = str(error)
+        """Give an engine no new work."""
+        self._engines.fence(engine, str(error))
         self._journal.write("fence", engine_id=engine.engine_id, version=engine.version, error=engine.fault)
-        self._engines.changed.set()
         self._credits.set()
-        if all(self._swaps[engine.engine_id].is_hopeless for engine in self._engines):
-            raise error
+
+    def _is_hopeless(self) -> bool:
+        """True where every engine is fenced, and no refill is under way."""
+        return not self._engines.num_missing and all(self._swaps[engine.engine_id].is_hopeless for engine in self._engines)
+
+    async def _end_unless_refilled(self, error: PeerError) -> None:
+        """What engines refuse may be what a dying trainer left, so the one that follows it has time to publish.
+
+        Half the deadline: at the whole of it the watchdog ends the run, without the engines' words.
+        """
+        try:
+            async with asyncio.timeout(self._commit_deadline_s / 2):
+                while self._is_hopeless():
+                    await self._engines.changed.wait()
+        except TimeoutError:
+            raise error from None
+
+    # --- what engines say ---
+
+    def _on_joined(self, engine: Engine) -> None:
+        self._swaps.joined(engine.engine_id)
+        self._order(engine)
+        self._tell_trainer()
+
+    def _on_died(self, engine_id: int) -> None:
+        self._swaps.left(engine_id)
+        self._tell_trainer()
 
     def _on_staged(self, peer: str, staged: WeightsStaged) -> None:
         self._journal.write("staged", **{field: getattr(staged, field) for field in staged.__struct_fields__})
 
     def _on_committed(self, peer: str, committed: WeightsCommitted) -> None:
-        engine = self._engines[committed.engine_id]
+        engine = self._engines.find(committed.engine_id)
+        if engine is None:
+            return
         if self._swaps.committed(engine.engine_id, (committed.lineage, committed.version)):
-            engine.version, engine.fault = committed.version, ""
+            self._engines.committed(engine, committed.version)
             self._progress.swapped(committed)
             self._journal.write("swap", **{field: getattr(committed, field) for field in committed.__struct_fields__})
         self._order_ended(engine)
 
     def _on_refused(self, peer: str, refused: WeightsRefused) -> None:
-        engine = self._engines[refused.engine_id]
+        engine = self._engines.find(refused.engine_id)
+        if engine is None:
+            return
         is_news = self._swaps.refused(engine.engine_id, (refused.lineage, refused.version), refused.error)
         self._order_ended(engine)
         if is_news:
-            self._fence(engine, PeerRefused(f"{peer} {self._swaps[engine.engine_id].fault}"))
+            error = PeerRefused(f"{peer} {self._swaps[engine.engine_id].fault}")
+            self._fence(engine, error)
+            if self._is_hopeless() and self._tasks is not None:
+                self._tasks.create_task(self._end_unless_refilled(error))
 
     def _order_ended(self, engine: Engine) -> None:
         self._order(engine)
-        self._release_slots()
+        self._tell_trainer()
         self._engines.changed.set()
         self._credits.set()
-
-    def _release_slots(self) -> None:
-        for slot in self._swaps.take_free_slots():
-            self._trainer.hub.send("trainer-0", SlotReleased(slot=slot))

@@ -1,10 +1,11 @@
-"""Stage 3: has every trajectory scored, without holding up an engine."""
+"""Stage 3: has every trajectory scored, without holding up an engine; what a scorer takes with it is asked for again."""
 
 from __future__ import annotations
 
 import asyncio
 
-from orchestrator.state.scorers import Scorers
+from orchestrator.stages.asking import Asking
+from orchestrator.state.ledger import Ledger
 from pipelinerl.messages import Finish, Outcome, Score, Scored, ScoredTrajectory, Trajectory
 from pipelinerl.stages import Channel
 from pipelinerl.watch import Watch
@@ -16,8 +17,8 @@ class Scoring:
     takes     Trajectory, from dispatch; Scored, from scorers
     gives     Score, to scorers; ScoredTrajectory, to batching
     waits for room in a scorer; room towards batching
-    woken by  a scorer that announces itself or answers
-    fails     PeerGone, where a scorer's connection is closed; a failed reward is an outcome, not a failure
+    woken by  a scorer that announces itself, answers or dies
+    fails     never: a failed reward is an outcome, and a scorer that ends is one that starts again
     ends      when the run does
     """
 
@@ -28,38 +29,46 @@ class Scoring:
         *,
         trajectories: Channel[Trajectory],
         scored: Channel[ScoredTrajectory],
-        scorers: Scorers,
+        asking: Asking,
+        ledger: Ledger,
         watch: Watch,
         queue_bytes: int,
     ) -> None:
         self._trajectories = trajectories
         self._scored = scored
-        self._scorers = scorers
-        self._watch = watch
-        self._answers: Channel[ScoredTrajectory] = Channel("scores", giver="scorers", taker=self.name, watch=watch, bound_bytes=queue_bytes)
+        self._asking = asking
+        self._ledger = ledger
+        self._answers: Channel[ScoredTrajectory] = Channel(
+            "scores",
+            giver="scorers",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
+        )
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send())
+            group.create_task(self._asking.run())
             group.create_task(self._collect())
 
     async def _send(self) -> None:
         async for trajectory in self._trajectories:
             if trajectory.finish is Finish.ERROR:
-                self._answer(trajectory, _engine_failed(trajectory))
+                self._answer(trajectory, _not_scored(trajectory, f"engine {trajectory.engine_id}: {trajectory.error}"))
                 continue
-            await self._wait_for_room()
-            self._scorers.ask(score_request(trajectory), lambda scored, trajectory=trajectory: self._answer(trajectory, scored))
-
-    async def _wait_for_room(self) -> None:
-        if self._scorers.has_room:
-            return
-        with self._watch.waiting(self.name, "room in a scorer"):
-            while not self._scorers.has_room:
-                await self._scorers.changed.wait()
+            await self._asking.ask(
+                score_request(trajectory),
+                by=self.name,
+                sink=lambda scored, trajectory=trajectory: self._answer(trajectory, scored),
+                refused=lambda error, trajectory=trajectory: self._answer(trajectory, _not_scored(trajectory, error)),
+            )
 
     def _answer(self, trajectory: Trajectory, scored: Scored) -> None:
-        self._answers.put_now(ScoredTrajectory(trajectory=trajectory, score=scored))  # bounded by the scorers' room
+        answer = ScoredTrajectory(trajectory=trajectory, score=scored)
+        self._ledger.score(answer, now_s=asyncio.get_running_loop().time())
+        self._answers.put_now(answer)  # bounded by the scorers' room
 
     async def _collect(self) -> None:
         async for scored in self._answers:
@@ -77,11 +86,5 @@ def score_request(trajectory: Trajectory) -> Score:
     )
 
 
-def _engine_failed(trajectory: Trajectory) -> Scored:
-    return Scored(
-        rollout_id=trajectory.rollout_id,
-        attempt=trajectory.attempt,
-        outcome=Outcome.ERROR,
-        reward=None,
-        error=f"engine {trajectory.engine_id}: {trajectory.error}",
-    )
+def _not_scored(trajectory: Trajectory, error: str) -> Scored:
+    return Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.ERROR, reward=None, error=error)

@@ -1,18 +1,35 @@
-"""The engines as the orchestrator knows them: which serve, what each holds, what each was asked for."""
+"""The engines as the orchestrator knows them: which serve, what each holds, what each was asked for.
+
+An engine is lost when another process announces itself under its name, or says that it will: every request it had is then given back to
+whoever asked. A request that cannot be sent is given back at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from orchestrator.rules.routing import Loads
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Tensor
+from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Starting, Tensor
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
 Sink = Callable[[Completion, int], None]
 """Takes a completion and the id of the engine that made it."""
+Lost = Callable[[int], None]
+"""Is told that the engine of this id will not answer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A request that an engine has."""
+
+    engine_id: int
+    attempt: int
+    sink: Sink
+    lost: Lost
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -43,10 +60,17 @@ class Engines:
         """Set when an engine announces itself or commits a version."""
         self.num_fenced = 0
         self._expected = expected
-        self._watch = watch
+        self.watch = watch
         self._engines: dict[int, Engine] = {}
-        self._asked: dict[str, tuple[int, int, Sink]] = {}
-        """By rollout id: engine, attempt, who asked."""
+        self._loads = Loads()
+        """Of the engines that take new work."""
+        self._asked: dict[str, _Asked] = {}
+        """By rollout id."""
+        self._layout: tuple[Tensor, ...] | None = None
+        self._joined: list[Callable[[Engine], None]] = []
+        self._died: list[Callable[[int], None]] = []
+        watch.explain(self._owed)
+        peers.on(Starting, self._on_starting)
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
         peers.on(Completion, self._on_completion)
@@ -58,13 +82,22 @@ class Engines:
         return self._engines[engine_id]
 
     def serving(self) -> Iterator[Engine]:
-        """The engines that take new work."""
-        return (engine for engine in self if not engine.fault)
+        """The engines that take new work: not fenced, and to be reached."""
+        return (engine for engine in self if not engine.fault and self.peers.is_reachable(engine.peer))
+
+    def find(self, engine_id: int) -> Engine | None:
+        """The engine of this id; None while it is lost."""
+        return self._engines.get(engine_id)
 
     async def wait_until_ready(self) -> None:
         """Wait until every engine of the config has announced itself."""
-        while len(self._engines) < self._expected:
+        while self.num_missing:
             await self.changed.wait()
+
+    @property
+    def num_missing(self) -> int:
+        """Engines of the config that have not announced themselves, or are lost."""
+        return self._expected - len(self._engines)
 
     @property
     def max_model_tokens(self) -> int:
@@ -80,44 +113,139 @@ class Engines:
         """Outstanding rollouts of each serving engine: what routing looks at."""
         return {engine.engine_id: engine.num_outstanding for engine in self.serving()}
 
+    def serves(self, engine: Engine) -> bool:
+        """True while no other process has taken its name."""
+        return self._engines.get(engine.engine_id) is engine
+
     def all_hold(self, version: int) -> bool:
-        """True where there are engines that take new work, and all of them sample under `version` or a later one."""
-        serving = list(self.serving())
-        return bool(serving) and all(engine.version >= version for engine in serving)
+        """True where no engine is missing, and all that take new work, of which there is one, sample under `version` or a later one."""
+        return not self.num_missing and min(self._loads.versions(), default=version - 1) >= version
+
+    def oldest_version(self) -> int:
+        """The newest version that every engine holds that takes new work; 0 where none does."""
+        return min(self._loads.versions(), default=0)
+
+    def newest_version(self) -> int | None:
+        """The newest version that any engine holds that takes new work; None where none does."""
+        return max(self._loads.versions(), default=None)
+
+    def least_busy(self, may_serve: Callable[[int], bool]) -> int | None:
+        """The engine for the next group, among those whose version `may_serve`; None where there is none."""
+        while (engine_id := self._loads.least_busy([version for version in self._loads.versions() if may_serve(version)])) is not None:
+            if self.peers.is_reachable(self._engines[engine_id].peer):
+                return engine_id
+            self._loads.forget(engine_id)  # until it is heard again
+        return None
+
+    def committed(self, engine: Engine, version: int) -> None:
+        """An engine samples under `version` from now on, and takes new work if it did not."""
+        engine.version, engine.fault = version, ""
+        self._note(engine)
+
+    def fence(self, engine: Engine, reason: str) -> None:
+        """Give an engine no new work until it commits."""
+        engine.fault = reason
+        self._note(engine)
+        self.changed.set()
+
+    def forgive(self) -> None:
+        """Give every engine new work again."""
+        for engine in self:
+            engine.fault = ""
+            self._note(engine)
+        self.changed.set()
+
+    def on_joined(self, handler: Callable[[Engine], None]) -> None:
+        """Have `handler` called with every engine that announces itself."""
+        self._joined.append(handler)
+
+    def on_died(self, handler: Callable[[int], None]) -> None:
+        """Have `handler` called with the id of every engine that is lost, after its requests were given back."""
+        self._died.append(handler)
 
     def layout(self) -> tuple[Tensor, ...]:
         """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
-        layouts = {engine.ready.tensors for engine in self}
+        layouts = {engine.ready.tensors for engine in self} | ({self._layout} if self._layout is not None else set())
         if len(layouts) != 1:
             raise ConfigError(
                 f"the {len(self._engines)} engines ask for {len(layouts)} different weight layouts; start them with equal options"
             )
-        return layouts.pop()
+        self._layout = layouts.pop()
+        return self._layout
 
-    def ask(self, request: Generate, engine_id: int, sink: Sink) -> None:
-        """Send a request to an engine; `sink` is called once with the answer."""
+    def ask(self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost) -> None:
+        """Send a request to an engine; either `sink` is called once with the answer, or `lost` once."""
         engine = self._engines[engine_id]
-        self._asked[request.rollout_id] = (engine_id, request.attempt, sink)
+        if not self.peers.send(engine.peer, request):
+            lost(engine_id)
+            return
+        self._asked[request.rollout_id] = _Asked(engine_id=engine_id, attempt=request.attempt, sink=sink, lost=lost)
         engine.num_outstanding += 1
-        self.peers.hub.send(engine.peer, request)
+        self._note(engine)
+
+    def _on_starting(self, peer: str, starting: Starting) -> None:
+        self._lose(int(peer.rpartition("-")[2]))
 
     def _on_ready(self, peer: str, ready: EngineReady) -> None:
-        self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
+        known = self._engines.get(ready.engine_id)
+        if known is not None and known.ready.process_id == ready.process_id:
+            return
+        self._lose(ready.engine_id)
+        engine = self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
+        if self._layout is not None:
+            self.layout()
+        self._note(engine)
+        for handler in self._joined:
+            handler(engine)
         self.changed.set()
+        self._credits.set()
+
+    def _lose(self, engine_id: int) -> None:
+        if self._engines.pop(engine_id, None) is None:
+            return
+        self._loads.forget(engine_id)
+        asked = {rollout_id: one for rollout_id, one in self._asked.items() if one.engine_id == engine_id}
+        for rollout_id, one in asked.items():
+            del self._asked[rollout_id]
+            one.lost(engine_id)
+        for handler in self._died:
+            handler(engine_id)
+        self.changed.set()
+        self._credits.set()
 
     def _on_load(self, peer: str, load: EngineLoad) -> None:
-        engine = self._engines[load.engine_id]
+        engine = self._engines.get(load.engine_id)
+        if engine is None:
+            return
         if engine.load is None or load.num_tokens > engine.load.num_tokens:
-            self._watch.moved()
+            self.watch.moved()
+        if not engine.fault and not self._loads.knows(engine.engine_id):  # it could not be reached, and can again
+            self._note(engine)
+            self._credits.set()
         engine.load = load
 
     def _on_completion(self, peer: str, completion: Completion) -> None:
         asked = self._asked.get(completion.rollout_id)
-        if asked is None or asked[1] != completion.attempt:
+        if asked is None or asked.attempt != completion.attempt:
             self.num_fenced += 1
             return
         del self._asked[completion.rollout_id]
-        engine_id, _, sink = asked
-        self._engines[engine_id].num_outstanding -= 1
+        engine = self._engines[asked.engine_id]
+        engine.num_outstanding -= 1
+        self._note(engine)
         self._credits.set()
-        sink(completion, engine_id)
+        asked.sink(completion, asked.engine_id)
+
+    def _owed(self) -> str | None:
+        """What engines were asked for and have not answered: for the verdict on a stall."""
+        for rollout_id, asked in self._asked.items():
+            owed = f"engines owe {len(self._asked)} rollouts, the first {rollout_id}, attempt {asked.attempt}, of engine-{asked.engine_id}"
+            return owed
+        return None
+
+    def _note(self, engine: Engine) -> None:
+        """Count an engine among those that take new work, or not."""
+        if engine.fault:
+            self._loads.forget(engine.engine_id)
+        else:
+            self._loads.note(engine.engine_id, version=engine.version, outstanding=engine.num_outstanding)

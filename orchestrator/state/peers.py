@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
-from pipelinerl.messages import Failed, Message, Stop
+from pipelinerl.messages import Failed, Message, Starting, Stop
+from pipelinerl.stages import Signal
 from pipelinerl.transport.base import Hub
 
 Handler = Callable[[str, Any], None]
@@ -18,8 +19,8 @@ Handler = Callable[[str, Any], None]
 class Peers:
     """The peers on one hub: hands each message to the handler of its type and watches for silence.
 
-    Raises `PeerRefused` with a peer's own words when it fails, `PeerSilent` when one that was heard of is not for `silent_after_s`, or
-    when fewer than `expected` have announced themselves after `ready_deadline_s`.
+    Raises `PeerRefused` with a peer's own words when it fails, `PeerSilent` when one that was heard of is not for `silent_after_s` (one
+    that starts again: for `ready_deadline_s`), or when fewer than `expected` have announced themselves after `ready_deadline_s`.
     """
 
     def __init__(self, hub: Hub, *, role: str, expected: int, ready_deadline_s: float, silent_after_s: float) -> None:
@@ -32,18 +33,42 @@ class Peers:
         self._ready_deadline_s = ready_deadline_s
         self._silent_after_s = silent_after_s
         self._heard_at: dict[str, float] = {}
+        self._starting: set[str] = set()
+        """Peers that load, and have nothing to say meanwhile."""
+        self._gone: set[str] = set()
+        """Peers that could not be sent to, and were not heard of since."""
         self._all_heard = asyncio.Event()
+        self._stop: Stop | None = None
+        self._untold: set[str] = set()
+        """Peers that could not be told to stop yet."""
+        self._told = Signal()
 
     def on(self, message_type: type[Message], handler: Handler) -> None:
         """Have messages of one type handled by `handler`."""
         self._handlers[message_type] = handler
 
-    def stop_all(self, stop: Stop) -> None:
-        """Tell every peer that was heard of to end; one already gone is no fault."""
+    def send(self, peer: str, message: Message) -> bool:
+        """Send, unless the connection is closed; then False: the process has ended, and another will announce itself under its name."""
+        try:
+            self.hub.send(peer, message)
+        except PeerGone:
+            self._gone.add(peer)
+            return False
+        return True
+
+    def is_reachable(self, peer: str) -> bool:
+        """False from a failed send until the peer is heard of again."""
+        return peer not in self._gone
+
+    async def stop_all(self, stop: Stop, *, deadline_s: float) -> None:
+        """Tell every peer that was heard of to end; one whose process is being replaced is told once it speaks, until the deadline."""
         self.is_expected_to_end = True
-        for peer in self._heard_at:
-            with contextlib.suppress(PeerGone):
-                self.hub.send(peer, stop)
+        self._untold = {peer for peer in self._heard_at if not self.send(peer, stop)}
+        self._stop = stop
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while self._untold:
+                    await self._told.wait()
 
     async def run(self) -> None:
         """Receive and watch until cancelled."""
@@ -56,7 +81,12 @@ class Peers:
         while True:
             for peer, message in await self.hub.receive():
                 self._heard_at[peer] = loop.time()
+                self._gone.discard(peer)
+                (self._starting.add if isinstance(message, Starting) else self._starting.discard)(peer)
                 self._handlers[type(message)](peer, message)
+                if peer in self._untold and self._stop is not None and self.send(peer, self._stop):
+                    self._untold.discard(peer)
+                    self._told.set()
             if len(self._heard_at) >= self._expected:
                 self._all_heard.set()
 
@@ -74,8 +104,9 @@ class Peers:
             await asyncio.sleep(self._silent_after_s / 4)
             for peer, heard_at in self._heard_at.items():
                 silence = loop.time() - heard_at
-                if silence > self._silent_after_s and not self.is_expected_to_end:
-                    raise PeerSilent(f"{peer} was last heard {silence:.0f} s ago; the limit is {self._silent_after_s:g} s")
+                limit_s = self._ready_deadline_s if peer in self._starting else self._silent_after_s
+                if silence > limit_s and not self.is_expected_to_end:
+                    raise PeerSilent(f"{peer} was last heard {silence:.0f} s ago; the limit is {limit_s:g} s")
 
 
 def _raise_failed(peer: str, failed: Failed) -> None:

@@ -39,7 +39,7 @@ OBJECTIVE: dict[str, RuleSpec] = {
     ),
     "gmpo": RuleSpec(
         formula="-exp(mean_t clamp(log r)) A, the side clamped picked by the sign of A",
-        source="GMPO arXiv:2507.20673",
+        source="GMPO arXiv:2507.20673 section 4",
         options={"clip_low": 0.4, "clip_high": 0.4},
     ),
     "dppo_tv": RuleSpec(
@@ -131,7 +131,9 @@ WEIGHT: dict[str, RuleSpec] = {
         level="sequence",
         proximal=_THREE_POLICY,
     ),
-    "mis_token": RuleSpec(formula="rho where rho <= cap, else 0", source="MIS", options={"cap": 2.0}, proximal=_THREE_POLICY),
+    "mis_token": RuleSpec(
+        formula="rho where rho <= cap, else 0", source="MIS; cap as TIS, TRL has 3", options={"cap": 2.0}, proximal=_THREE_POLICY
+    ),
     "mis_sequence": RuleSpec(
         formula="prod_t rho where <= cap, else 0", source="MIS", options={"cap": 2.0}, level="sequence", proximal=_THREE_POLICY
     ),
@@ -178,7 +180,7 @@ MASK: dict[str, RuleSpec] = {
     ),
     "opsm": RuleSpec(
         formula="drop sequence where A<0 and mean_t(log prox - log pi) > delta",
-        source="slime; DeepSeek-V3.2 arXiv:2512.02556",
+        source="DeepSeek-V3.2 arXiv:2512.02556 without a number; slime has 1e-4, TRL suggests 0.5",
         options={"delta": 1e-4},
         level="sequence",
         proximal=_MOVED,
@@ -190,7 +192,7 @@ MASK: dict[str, RuleSpec] = {
     ),
     "m2po": RuleSpec(
         formula="drop the largest (log rho)^2 of the step until the mean of the rest < tau",
-        source="M2PO arXiv:2510.01161",
+        source="M2PO arXiv:2510.01161; tau as AReaL's example",
         options={"tau": 0.04},
         needs=_WHOLE,
     ),
@@ -240,7 +242,7 @@ CRITIC: dict[str, RuleSpec] = {
     "none": RuleSpec(formula="no value function"),
     "clipped": RuleSpec(
         formula="0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)",
-        source="PPO arXiv:1707.06347; verl",
+        source="PPO arXiv:1707.06347; verl cliprange_value",
         options={"clip": 0.5},
         needs=frozenset({Need.CRITIC}),
     ),

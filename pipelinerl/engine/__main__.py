@@ -1,7 +1,8 @@
 """`python -m pipelinerl.engine --run-folder RUN`: a warm parent that imports everything once, then forks one process for each engine.
 
 Importing vLLM takes 6 to 9 seconds; a fork takes milliseconds, so N engines start in the time of one. The parent runs no torch
-operation and touches no device, which keeps the fork safe. It ends when all engines ended, and takes all down when one fails.
+operation and touches no device, which keeps the fork safe. One that is killed is forked again, and says so before it loads anything, so
+that others are asked for what it had. The parent ends when all engines ended, and takes all down when one fails by an error of its own.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.process import die_with_parent, last_words, read_config, record_failure
+from pipelinerl.restarts import Restarts
 
 
 def main() -> None:
@@ -27,8 +30,7 @@ def main() -> None:
             from pipelinerl.engine.vllm_engine import import_everything
 
             import_everything()
-        children = {_fork(engine_id, config, run_folder): engine_id for engine_id in range(config.engine.count)}
-        sys.exit(_wait_for_all(children, run_folder))
+        sys.exit(_Parent(config, run_folder).run())
 
 
 def set_environment() -> None:
@@ -47,31 +49,77 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _fork(engine_id: int, config: Config, run_folder: Path) -> int:
-    parent_id = os.getpid()
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        die_with_parent(parent_id)
-        with last_words(run_folder, f"engine-{engine_id}"):
-            _run_engine(engine_id, config, run_folder)
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+class _Parent:
+    """Forks the engines, and those that are killed once more."""
+
+    def __init__(self, config: Config, run_folder: Path) -> None:
+        self._config = config
+        self._run_folder = run_folder
+        self._children: dict[int, tuple[int, float]] = {}
+        """By process id: engine id, and when it was forked."""
+        budget = {"budget": config.run.restarts, "first_wait_s": config.run.restart_wait_s}
+        self._restarts = [Restarts(**budget) for _ in range(config.engine.count)]
+
+    def run(self) -> int:
+        """Wait for every child; where one fails, write down how and end all. Returns 1 then, else 0."""
+        for engine_id in range(self._config.engine.count):
+            self._fork(engine_id, wait_s=None)
+        verdict = 0
+        while self._children:
+            process_id, status = os.wait()
+            engine_id, forked_at = self._children.pop(process_id)
+            code = os.waitstatus_to_exitcode(status)
+            if not code or verdict:
+                continue
+            error = f"engine-{engine_id} (process {process_id}) {_how(code)}"
+            print(error, file=sys.stderr, flush=True)
+            now_s = time.time()
+            wait_s = self._restarts[engine_id].next_wait(now_s=now_s, lived_s=now_s - forked_at) if code < 0 else None
+            if wait_s is not None:
+                self._fork(engine_id, wait_s=wait_s)
+                continue
+            verdict = 1
+            record_failure(self._run_folder, f"engine-{engine_id}", error=error)
+            for other in self._children:
+                os.kill(other, signal.SIGTERM)
+        return verdict
+
+    def _fork(self, engine_id: int, *, wait_s: float | None) -> None:
+        """`wait_s`: a replacement waits so long before it loads."""
+        parent_id = os.getpid()
+        child = os.fork()
+        if child:
+            self._children[child] = (engine_id, time.time())
+            return
+        code = 1
+        try:
+            die_with_parent(parent_id)
+            with last_words(self._run_folder, f"engine-{engine_id}"):
+                _run_engine(engine_id, self._config, self._run_folder, wait_s=wait_s)
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
-def _run_engine(engine_id: int, config: Config, run_folder: Path) -> None:
+def _how(code: int) -> str:
+    return f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: float | None) -> None:
     from pipelinerl.engine.server import serve
-    from pipelinerl.messages import ToEngine
+    from pipelinerl.messages import Starting, ToEngine
     from pipelinerl.metrics import Journal
     from pipelinerl.transport.zmq import ZmqLink
 
+    link = None
+    if wait_s is not None:
+        link = ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
+        link.send(Starting(process_id=os.getpid()))
+        time.sleep(wait_s)
     if config.engine.cores:
         os.sched_setaffinity(0, {config.engine.cores[engine_id]})
     if config.engine.kind == "fake":
@@ -89,26 +137,8 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path) -> None:
             weights=config.weights,
             policies=run_folder / "weights",
         )
-    link = ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
-    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))
-
-
-def _wait_for_all(children: dict[int, int], run_folder: Path) -> int:
-    """Wait for every child; when one fails, write down how and end all. Returns 1 then, else 0."""
-    verdict = 0
-    while children:
-        process_id, status = os.wait()
-        engine_id = children.pop(process_id)
-        code = os.waitstatus_to_exitcode(status)
-        if code and not verdict:
-            verdict = 1
-            how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            error = f"engine-{engine_id} (process {process_id}) {how}"
-            record_failure(run_folder, f"engine-{engine_id}", error=error)
-            print(error, file=sys.stderr, flush=True)
-            for other in children:
-                os.kill(other, signal.SIGTERM)
-    return verdict
+    link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
+    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"), kv_span=config.weights.kv_span)
 
 
 if __name__ == "__main__":

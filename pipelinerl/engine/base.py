@@ -7,6 +7,7 @@ takes weights. Two of them pass the same contract tests: `vllm_engine` (real) an
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Protocol
 
 from pipelinerl.messages import Finish, Generate, StageWeights, Tensor
@@ -59,6 +60,9 @@ class Engine(Protocol):
         """Fetch and verify a published policy, in a thread of its own, while `step` goes on. Raises `WeightsError`."""
         ...
 
-    def commit(self) -> None:
-        """Take the staged policy, between two forward passes; everything slow was done by `stage`."""
+    def commit(self, recompute: Collection[str] = ()) -> None:
+        """Take the staged policy, between two forward passes; everything slow was done by `stage`.
+
+        The KV cache of the requests named in `recompute` is dropped, and computed again under this policy as they go on.
+        """
         ...

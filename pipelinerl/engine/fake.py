@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Collection
 
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.errors import EngineError, WeightsError
@@ -72,7 +73,7 @@ class FakeEngine:
             raise WeightsError(f"slot {order.slot}: digest is not {order.digest}")
         self._staged = order.slot
 
-    def commit(self) -> None:
+    def commit(self, recompute: Collection[str] = ()) -> None:
         if self._staged is None:
             raise WeightsError("nothing is staged: commit follows stage")
         self._staged = None

@@ -45,6 +45,8 @@ Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
 class _Running:
     request: Generate
     started_at: float
+    kv_version: int
+    """Oldest version that computed a part of its KV cache."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
@@ -62,7 +64,10 @@ class _Staging:
 class EngineLoop:
     """An engine's requests and its version. `handle` takes a message, `advance` runs one forward pass; both append to `outbox`."""
 
-    def __init__(self, engine: Engine, *, engine_id: int, stager: Stager, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, engine: Engine, *, engine_id: int, stager: Stager, clock: Callable[[], float] = time.time, kv_span: int | None = None
+    ) -> None:
+        """`kv_span` is how many versions a running sequence's KV cache may lag; None: any number, it is never recomputed."""
         self.version = 0
         self.lineage = 0
         self.outbox: list[Message] = []
@@ -71,6 +76,7 @@ class EngineLoop:
         self._engine_id = engine_id
         self._stager = stager
         self._clock = clock
+        self._kv_span = kv_span
         self._running: dict[str, _Running] = {}
         self._staging: _Staging | None = None
         self._next: StageWeights | None = None
@@ -151,7 +157,7 @@ class EngineLoop:
             if self._running[request.rollout_id].request.attempt >= request.attempt:
                 return
             self._engine.cancel(request.rollout_id)
-        self._running[request.rollout_id] = _Running(request=request, started_at=self._clock())
+        self._running[request.rollout_id] = _Running(request=request, started_at=self._clock(), kv_version=self.version)
         try:
             self._engine.submit(request, version=self.version, lineage=self.lineage)
         except EngineError as error:
@@ -221,9 +227,10 @@ class EngineLoop:
         if staging is None or staging.stage_s is None or (staging.order.when_idle and self._running):
             return
         order = staging.order
+        lagging = self._lagging_behind(order.version)
         before = self._clock()
         try:
-            self._engine.commit()
+            self._engine.commit(lagging)
         except PipelineError as error:
             self._refuse(error)
             return
@@ -231,8 +238,16 @@ class EngineLoop:
         if order.lineage > self.lineage:
             self._withdraw_undone(order.version)
         self.lineage, self.version = order.lineage, order.version
-        self.outbox.append(self._committed(order, pause_s=pause_s, stage_s=staging.stage_s))
+        for running in lagging.values():
+            running.kv_version = order.version
+        num_recomputed = sum(len(running.request.token_ids) + len(running.token_ids) for running in lagging.values())
+        self.outbox.append(self._committed(order, pause_s=pause_s, stage_s=staging.stage_s, num_recomputed_tokens=num_recomputed))
         self._end_staging()
+
+    def _lagging_behind(self, version: int) -> dict[str, _Running]:
+        """Sequences whose KV cache would lag too far behind a version."""
+        span = self._kv_span
+        return {} if span is None else {key: running for key, running in self._running.items() if abs(version - running.kv_version) > span}
 
     def _refuse(self, error: BaseException) -> None:
         assert self._staging is not None
@@ -250,13 +265,14 @@ class EngineLoop:
             self._engine.cancel(rollout_id)
             self._finish(rollout_id, Finish.CANCELLED)
 
-    def _committed(self, order: StageWeights, *, pause_s: float, stage_s: float) -> WeightsCommitted:
+    def _committed(self, order: StageWeights, *, pause_s: float, stage_s: float, num_recomputed_tokens: int = 0) -> WeightsCommitted:
         return WeightsCommitted(
             engine_id=self._engine_id,
             version=order.version,
             pause_s=pause_s,
             stage_s=stage_s,
             num_running=len(self._running),
+            num_recomputed_tokens=num_recomputed_tokens,
             lineage=order.lineage,
         )
 

@@ -10,6 +10,8 @@ a new policy can be taken by pointing parameters at it.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,9 @@ class VllmEngine:
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed)
         self._core: Any = self._llm.engine_core
         parameters, layout = plan_of(self.model, folder=Path(model.path))
+        weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
-        way, choice = choose((weights or WeightsSection()).commit, obstacles_of(self.model, captures_graphs=captures_graphs))  # pyright: ignore[reportCallIssue]
+        way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
         self._weights = Intake(make(way, parameters), layout=layout, receiver=Receivers(folder=policies))
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -117,8 +120,22 @@ class VllmEngine:
     def stage(self, order: StageWeights) -> None:
         self._weights.stage(order)
 
-    def commit(self) -> None:
+    def commit(self, recompute: Collection[str] = ()) -> None:
         self._weights.commit()
+        if recompute:
+            self._drop_kv({self._requests[rollout_id] for rollout_id in recompute if rollout_id in self._requests})
+
+    def _drop_kv(self, request_ids: set[str]) -> None:
+        """Preempt running requests, as vLLM does when its cache is full: resumed in the next pass, they are computed from their start.
+
+        None of them may read the prefix cache then: what it holds of them was computed under the policies before.
+        """
+        scheduler = self._core.engine_core.scheduler
+        for request in [request for request in reversed(scheduler.running) if request.request_id in request_ids]:
+            request.skip_reading_prefix_cache = True
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _chunk(self, output: EngineCoreOutput) -> Chunk | None:
         rollout_id = self._rollouts.get(output.request_id)

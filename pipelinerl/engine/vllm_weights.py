@@ -50,6 +50,8 @@ def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, 
     found: dict[Way, list[str]] = {way: [] for way in Way}
     if captures_graphs:
         found[Way.FLIP].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
+    if _is_elsewhere(model):
+        found[Way.FLIP].append("the parameters are in a device's memory, and published policies in the host's")
     found[Way.FLIP] += _kept_addresses(model)
     for reason in _transformed_layers(model):
         for way in Way:
@@ -75,7 +77,7 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
     packed = [name for name, module in modules.items() if getattr(module, "cpu_linear", functional.linear) is not functional.linear]
     methods = {name: getattr(module, "quant_method", None) for name, module in modules.items()}
     quantised = [name for name, method in methods.items() if method and not type(method).__name__.startswith("Unquantized")]
-    repacked = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) and not _is_on_gpu(modules[name])]
+    repacked = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) and not _is_elsewhere(modules[name])]
     reasons = []
     if packed:
         reasons.append(f"{len(packed)} layers compute with a packed copy of their weight, for example {packed[0]}")
@@ -87,8 +89,9 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def _is_on_gpu(module: torch.nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in module.parameters())
+def _is_elsewhere(module: torch.nn.Module) -> bool:
+    """True where a parameter is not in the host's memory."""
+    return any(parameter.device.type != "cpu" for parameter in module.parameters())
 
 
 def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
@@ -96,7 +99,7 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
 
     Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
+    parameters, twins = _owners({name: parameter for name, parameter in model.named_parameters() if parameter.numel()})
     checkpoint = _read_checkpoint(folder)
     recorder = _CopyRecorder(
         targets={parameter.untyped_storage().data_ptr(): name for name, parameter in parameters.items()},
@@ -127,6 +130,7 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
             f"{len(unfilled)} of {len(parameters)} parameters of {folder} are not filled, or not once, by its checkpoint: {unfilled[:5]}."
             " vLLM transforms them after loading (quantised or fused experts?); such a model cannot yet be swapped by pointer"
         )
+    placed += [Placed(parameter=twin, offset_bytes=offsets[owner], num_bytes=twin.numel() * twin.element_size()) for twin, owner in twins]
     return placed, tuple(tensors)
 
 
@@ -147,6 +151,24 @@ class _CopyRecorder(TorchDispatchMode):
             if name is not None and origin is not None:
                 self.copies.append((name, target, origin, source))
         return func(*args, **(kwargs or {}))
+
+
+def _owners(
+    parameters: dict[str, torch.nn.Parameter],
+) -> tuple[dict[str, torch.nn.Parameter], list[tuple[torch.nn.Parameter, str]]]:
+    """The parameters that own their memory, and those that are another one's twin, with its name: tied embeddings, for example."""
+    owners: dict[str, torch.nn.Parameter] = {}
+    twins: list[tuple[torch.nn.Parameter, str]] = []
+    by_storage: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        owner = by_storage.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if owner == name:
+            owners[name] = parameter
+        elif parameter.data_ptr() == owners[owner].data_ptr() and parameter.shape == owners[owner].shape:
+            twins.append((parameter, owner))
+        else:
+            raise ConfigError(f"the parameters {owner} and {name} share a part of their memory; such a model cannot be swapped")
+    return owners, twins
 
 
 def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], list[Placed]]:

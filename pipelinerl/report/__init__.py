@@ -4,6 +4,8 @@ reading    journals -> typed tables (`rows` says what a row is), as a stream
 headline   the numbers at the top
 measures   where every part's time went; arithmetic: the same in rows to check; diagnosis: which part limits, what to change
 figures    plots; timeline: lanes; panels: what both are set in; svg: what they are drawn with
+comparison runs side by side, on a page of their own
+samples    `sample` lines as text
 state      the same journals folded line by line, for the live view
 markup     tables as HTML; style: the style sheet; page: all of it together
 """

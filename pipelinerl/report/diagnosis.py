@@ -164,7 +164,7 @@ def _room_of_engines(measures: Measures, gain: str) -> str:
 def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: Tables) -> str:
     match limiter:
         case Limiter.GENERATION:
-            return _advice_for_generation(measures, factor or 1.0)
+            return _advice_for_generation(measures, factor or 1.0, tables)
         case Limiter.TRAINING:
             if factor is None:
                 return "More or faster trainer ranks (trainer.ranks)."
@@ -195,8 +195,15 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
             return ""
 
 
-def _advice_for_generation(measures: Measures, factor: float) -> str:
+def _advice_for_generation(measures: Measures, factor: float, tables: Tables) -> str:
     advice = f"More or faster engines: {_scaled(measures.num_engines, factor)} (engine.count)"
+    if (measures.empty_fraction or 0.0) >= HARDLY:
+        loosen = (
+            f'set pipeline.mode = "streaming" ({measures.mode} now)'
+            if measures.mode != "streaming"
+            else f"raise pipeline.max_staleness ({tables.setting('pipeline', 'max_staleness')} now) by one and compare the reward curve"
+        )
+        return f"{advice}; before that, {loosen}: {percent(measures.empty_fraction)} of the slots there are stood empty, admission closed."
     slots = measures.num_sequence_slots
     if measures.mean_running is not None and slots and measures.mean_running < 0.7 * slots:
         used = f"{quantity(measures.mean_running)} of {slots} sequence slots"

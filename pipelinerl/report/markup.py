@@ -53,14 +53,14 @@ def outcomes(numbers: Headline) -> str:
     if not rows:
         return ""
     reasons = [(words(reason), whole(count)) for reason, count in sorted(numbers.reasons.items(), key=lambda item: -item[1])]
-    table = _table(("ended as", "rollouts", ""), rows, name="outcomes")
-    return table + (tag("h3", "Why not trained") + _table(("reason", "rollouts"), reasons, name="reasons") if reasons else "")
+    ways = table(("ended as", "rollouts", ""), rows, name="outcomes")
+    return ways + (tag("h3", "Why not trained") + table(("reason", "rollouts"), reasons, name="reasons") if reasons else "")
 
 
 def arithmetic(diagnosis: Diagnosis) -> str:
     """Every number the diagnosis rests on, with how it came about."""
     rows = [(words(row.what), tag("code", words(row.arithmetic)), words(row.value)) for row in diagnosis.findings]
-    return _table(("what", "arithmetic", "value"), rows, name="arithmetic") if rows else ""
+    return table(("what", "arithmetic", "value"), rows, name="arithmetic") if rows else ""
 
 
 def waits(tables: Tables) -> str:
@@ -74,7 +74,7 @@ def waits(tables: Tables) -> str:
     for name, waited in longest:
         part = waited / duration_s if duration_s else 0.0
         rows.append((words(name), words(seconds(waited)), words(percent(part)), _bar(part)))
-    return _table(("stage: what it waited for", "waited", "of the run", ""), rows, name="waits")
+    return table(("stage: what it waited for", "waited", "of the run", ""), rows, name="waits")
 
 
 def waits_under_way(tables: Tables) -> str:
@@ -83,7 +83,7 @@ def waits_under_way(tables: Tables) -> str:
     if last is None or tables.end is not None or not last.waits:
         return ""
     rows = [(words(name), words(seconds(waited))) for name, waited in last.waits[:MAX_WAITS]]
-    return tag("h3", "Waits under way when the journal ends") + _table(("stage: what it waits for", "for"), rows, name="waits-under-way")
+    return tag("h3", "Waits under way when the journal ends") + table(("stage: what it waits for", "for"), rows, name="waits-under-way")
 
 
 def steps(tables: Tables) -> str:
@@ -100,27 +100,27 @@ def steps(tables: Tables) -> str:
         rows.append([words(value) for value in values])
     headings = [title for _, title in (*STEP_COLUMNS, *STEP_METRICS)]
     note = tag("p", words(f"One step in {stride}, and the last, of {len(tables.steps)}."), css="note") if stride > 1 else ""
-    return note + _table(headings, rows, name="steps", first_number=0)
+    return note + table(headings, rows, name="steps", first_number=0)
 
 
 def configuration(tables: Tables) -> str:
     """Every setting and what follows from them."""
     if not tables.config:
         return missing("Configuration")
-    settings = [(tag("code", words(key)), tag("code", words(_written(value)))) for key, value in _flat(tables.config)]
+    settings = [(tag("code", words(key)), tag("code", words(_written(value)))) for key, value in flat(tables.config)]
     derived = [(words(str(key)), words(_written(value))) for key, value in tables.derived.items()]
     parts = [
         tag(
             "details",
-            tag("summary", words(plural(len(settings), "setting"))) + _table(("key", "value"), settings, name="settings", first_number=9),
+            tag("summary", words(plural(len(settings), "setting"))) + table(("key", "value"), settings, name="settings", first_number=9),
         )
     ]
     if derived:
-        parts.insert(0, _table(("derived from the settings", ""), derived, name="derived"))
+        parts.insert(0, table(("derived from the settings", ""), derived, name="derived"))
     return "".join(parts)
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, name: str, first_number: int = 1) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, name: str, first_number: int = 1) -> str:
     """A table whose columns from `first_number` on hold numbers; cells are markup."""
 
     def css(column: int, cell: str) -> str:
@@ -142,13 +142,13 @@ def _bar(part: float) -> str:
     return tag("meter", value=f"{min(1.0, max(0.0, part)):.4f}", min=0, max=1, aria_label=percent(part))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
             for number, entry in enumerate(value):
-                yield from _flat(entry, f"{prefix}{key}[{number}].")
+                yield from flat(entry, f"{prefix}{key}[{number}].")
         else:
             yield prefix + key, value
 

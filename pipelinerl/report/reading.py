@@ -206,7 +206,7 @@ def _decode(raw: bytes) -> Line | None:
 def _json_object(raw: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

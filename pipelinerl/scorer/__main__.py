@@ -8,7 +8,8 @@ from pathlib import Path
 from pipelinerl.messages import ToScorer
 from pipelinerl.metrics import Journal
 from pipelinerl.process import last_words, read_config
-from pipelinerl.scorer.server import ScorerLink, Server
+from pipelinerl.scorer.server import Server
+from pipelinerl.transport.zmq import ZmqLink
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     with last_words(arguments.run_folder, name):
         config = read_config(arguments.run_folder)
         journal = Journal(arguments.run_folder, name)
-        link = ScorerLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
+        link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
         try:
             Server(config, link=link, journal=journal, scorer_id=arguments.index).run()
         finally:

@@ -11,18 +11,10 @@ from pipelinerl.config import Config
 from pipelinerl.messages import Cancel, Failed, Message, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.lanes import Lanes
-from pipelinerl.transport.zmq import ZmqLink
+from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
 """Between two `ScorerLoad`. It is the sign of life, so it must stay far below `scorer.silent_after_s`."""
-
-
-class ScorerLink(ZmqLink):
-    """A link that a selector can wait for, together with the workers' channels."""
-
-    def fileno(self) -> int:
-        """Becomes readable once when something happens; must be followed by `receive(0)` until that returns None."""
-        return self._socket.fileno()
 
 
 class Server:
@@ -37,7 +29,7 @@ class Server:
     ends        on `Stop`: calls under way are killed, requests without an answer are dropped
     """
 
-    def __init__(self, config: Config, *, link: ScorerLink, journal: Journal, scorer_id: int) -> None:
+    def __init__(self, config: Config, *, link: Link, journal: Journal, scorer_id: int) -> None:
         self._link = link
         self._journal = journal
         self._scorer_id = scorer_id

@@ -1,13 +1,17 @@
 """The seam between messages and the bytes that carry them: a `Hub` in the orchestrator, a `Link` in each peer.
 
 Two transports pass the same contract tests: `zmq` (ROUTER and DEALER over TCP, encrypted) and `memory` (in one process, on whatever
-clock the event loop has, with faults on demand). Both promise: messages between one pair arrive whole, in order, at most once while
-both live; sending never blocks, because what may be outstanding is bounded by admission and pulls, never by a socket's own limits;
-bytes that are not an accepted message are counted in `num_refused` and dropped, and never reach a stage.
+clock the event loop has, with faults on demand). Both promise, by `conversation`:
+
+- between one pair messages arrive whole, in order and once, while both live, also when frames are lost, doubled or reordered, and when the
+  connection breaks and comes back;
+- sending never blocks, and what one peer has not taken is bounded in bytes: beyond, `send` raises `PeerFull`;
+- bytes that are not an accepted message cost one counter, by reason, in `refused`; they never reach a stage.
 """
 
 from __future__ import annotations
 
+import collections
 from typing import Protocol
 
 from pipelinerl.messages import Message
@@ -16,15 +20,17 @@ from pipelinerl.messages import Message
 class Hub(Protocol):
     """The orchestrator's end: one for each kind of peer, many peers on it, told apart by name (`engine-0`)."""
 
-    num_refused: int
-    """Frames that were not an accepted message."""
+    @property
+    def refused(self) -> collections.Counter[str]:
+        """What was turned away, by reason: `unauthenticated`, `schema`, `malformed`, `oversize`, `name`."""
+        ...
 
     async def receive(self) -> list[tuple[str, Message]]:
-        """Wait for messages; return all that have arrived, as (peer name, message), in order of arrival."""
+        """Wait for messages; return those that have arrived, as (peer name, message), in order of arrival."""
         ...
 
     def send(self, peer: str, message: Message) -> None:
-        """Hand a message to a peer's connection. Raises `PeerGone` where no such peer is connected."""
+        """Hand a message to a peer's connection. Raises `PeerGone` where no such peer is connected, `PeerFull` where it takes nothing."""
         ...
 
     def close(self) -> None:
@@ -38,12 +44,25 @@ class Link(Protocol):
     name: str
     """This peer's name, for example `engine-0`."""
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the orchestrator's process last gave a sign of life, if only an acknowledgement."""
+        ...
+
     def send(self, message: Message) -> None:
-        """Hand a message to the connection; never blocks."""
+        """Hand a message to the connection; never blocks. Raises `PeerFull` where the orchestrator takes nothing."""
         ...
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next message, waiting at most `timeout_s` seconds (0: not at all); None where none came."""
+        """Return the next message, waiting at most `timeout_s` seconds (0: not at all); None where none came, or at a `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Have a `receive` that waits, or else the next one that would, return; the one method any thread may call."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable once when something happens; must be followed by `receive(0)` until that returns None."""
         ...
 
     def close(self) -> None:

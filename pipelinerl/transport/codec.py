@@ -15,8 +15,8 @@ import numpy as np
 from pipelinerl.errors import WireError
 from pipelinerl.messages import Message
 
-MAX_MESSAGE_BYTES = 256 << 20
-"""Largest frame accepted. Smaller refuses long packed rows (a 1 M token row is 17 MB); larger lets one peer fill memory."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message. Smaller refuses long packed rows (a 1 M token row is 17 MB); larger lets one peer fill memory."""
 
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<i4"),
@@ -36,8 +36,13 @@ assert sys.byteorder == "little", "columns travel as the machine's own little-en
 
 
 def encode(message: Message) -> bytes:
-    """Encode any message. Raises `TypeError` for a column of a dtype not in `DTYPES` or of more than one dimension."""
-    return _encoder.encode(message)
+    """Encode any message. Raises `TypeError` for a column of a dtype not in `DTYPES` or of more than one dimension, `WireError` for more
+    bytes than anybody accepts.
+    """
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes", reason="oversize")
+    return frame
 
 
 class Decoder(Generic[_M]):
@@ -51,7 +56,7 @@ class Decoder(Generic[_M]):
         """Decode one frame. Raises `WireError` saying what was wrong with it and which messages are accepted."""
         size = len(frame)
         if size > MAX_MESSAGE_BYTES:
-            raise WireError(f"message of {size} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
+            raise WireError(f"message of {size} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes", reason="oversize")
         try:
             return self._decoder.decode(frame)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -65,7 +70,7 @@ def _plain(value: Any) -> Any:
             raise TypeError(
                 f"column of dtype {value.dtype} and {value.ndim} dimensions cannot travel; use 1-D of {sorted(map(str, _CODES))}"
             )
-        return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).view(np.uint8).data)
+        return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).data)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot travel: {value!r}")
@@ -80,19 +85,19 @@ def _column(code: int, data: memoryview) -> np.ndarray:
 
 def _check_dtype(expected: Any, value: Any) -> Any:
     dtype = _wanted(expected)
-    if not isinstance(value, np.ndarray) or value.dtype != dtype:
+    if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
         got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
         raise ValueError(f"expected a column of {dtype}, got {got}")
     return value
 
 
 def _wanted(expected: Any) -> np.dtype[Any]:
-    wanted = _wanted_cache.get(expected)
-    if wanted is None:
-        wanted = np.dtype(get_args(get_args(expected)[1])[0])
-        _wanted_cache[expected] = wanted
-    return wanted
+    known = _wanted_cache.get(id(expected))
+    if known is None:
+        known = _wanted_cache[id(expected)] = (np.dtype(get_args(get_args(expected)[1])[0]), expected)
+    return known[0]
 
 
-_wanted_cache: dict[Any, np.dtype[Any]] = {}
+_wanted_cache: dict[int, tuple[np.dtype[Any], Any]] = {}
+"""By the identity of a column's type (hashing one takes longer than reading the column), which is kept beside, so that it stays its own."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -1,6 +1,7 @@
 """The in-process twin of the ZeroMQ transport: same promises, same bytes, on whatever clock the event loop has.
 
-Messages are encoded and decoded as on the wire, so what passes here passes there. A `Weather` may delay, repeat or drop them, seeded.
+Messages are encoded and decoded as on the wire, so what passes here passes there. A `Weather` may delay, repeat, drop or
+reorder frames, seeded. It corrupts none: under ZeroMQ the encryption finds a changed byte and the connection is made anew, a loss like any.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ import asyncio
 import collections
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
-from pipelinerl.errors import PeerGone, WireError
 from pipelinerl.messages import Message
 from pipelinerl.stages import Signal
 from pipelinerl.transport.codec import Decoder, encode
+from pipelinerl.transport.conversation import REMIND_EVERY_S, Conversation
+from pipelinerl.transport.exchange import Exchange
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """What the network does to messages. Delays are seconds on the loop's clock; messages of one pair stay in order unless `reorders`."""
+    """What the network does to frames. Delays are seconds on the loop's clock; frames of one pair stay in order unless `reorders`."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
@@ -37,17 +40,22 @@ class MemoryHub:
     """See `transport.base.Hub`. Links are made by `connect`."""
 
     def __init__(self, *, accepts: Any, weather: Weather = CALM) -> None:
-        self.num_refused = 0
-        self._decoder = Decoder(accepts)
-        self._wind = _Wind(weather)
+        self._exchange = Exchange(accepts=accepts, carry=self._carry, clock=_now_s)
+        self._wind = Wind(weather)
         self._links: dict[str, MemoryLink] = {}
         self._arrived: collections.deque[tuple[str, bytes]] = collections.deque()
         self._something = Signal()
+        self._reminder = _Timer(self._exchange.remind)
+
+    @property
+    def refused(self) -> collections.Counter[str]:
+        return self._exchange.refused
 
     def connect(self, name: str, *, accepts: Any) -> MemoryLink:
         """Connect a peer; one of the same name takes over, as after a restart."""
         link = MemoryLink(name, accepts=accepts, to_hub=self._take, wind=self._wind)
         self._links[name] = link
+        self._exchange.introduce(name, link.identity)
         return link
 
     async def receive(self) -> list[tuple[str, Message]]:
@@ -56,21 +64,24 @@ class MemoryHub:
             while not self._arrived:
                 await self._something.wait()
             while self._arrived:
-                name, frame = self._arrived.popleft()
-                try:
-                    messages.append((name, self._decoder.decode(frame)))
-                except WireError:
-                    self.num_refused += 1
+                messages += self._exchange.hear(*self._arrived.popleft())
         return messages
 
     def send(self, peer: str, message: Message) -> None:
-        link = self._links.get(peer)
-        if link is None or link.is_closed:
-            raise PeerGone(f"cannot send {type(message).__name__} to {peer}: its connection is closed")
-        self._wind.carry(f"hub>{peer}", encode(message), link.take)
+        self._exchange.send(peer, message)
+        self._reminder.arm()
 
     def close(self) -> None:
+        self._exchange.say_goodbye()
+        self._reminder.cancel()
         self._links.clear()
+
+    def _carry(self, peer: str, frame: bytes) -> bool:
+        link = self._links.get(peer)
+        if link is None or link.is_closed:
+            return False
+        self._wind.carry(f"hub>{peer}", frame, link.take)
+        return True
 
     def _take(self, name: str, frame: bytes) -> None:
         self._arrived.append((name, frame))
@@ -80,31 +91,49 @@ class MemoryHub:
 class MemoryLink:
     """See `transport.base.Link`. `receive` never waits; `wait` does, for peers that are coroutines."""
 
-    def __init__(self, name: str, *, accepts: Any, to_hub: Callable[[str, bytes], None], wind: _Wind) -> None:
+    def __init__(self, name: str, *, accepts: Any, to_hub: Callable[[str, bytes], None], wind: Wind) -> None:
         self.name = name
         self.is_closed = False
-        self._decoder = Decoder(accepts)
+        self._decoder: Decoder[Message] = Decoder(accepts)
         self._to_hub = to_hub
         self._wind = wind
         self._arrived: collections.deque[bytes] = collections.deque()
+        self._bodies: collections.deque[memoryview] = collections.deque()
+        """Messages to be handed over, still encoded."""
         self._something = Signal()
+        self._conversation = Conversation("the orchestrator", transmit=self.send_frame, keeps_for_successor=True)
+        self._reminder = _Timer(self._remind)
+        self._heard_at = _now_s()
+
+    @property
+    def identity(self) -> int:
+        """Who it is to the hub, see `conversation`."""
+        return self._conversation.identity
+
+    @property
+    def silent_s(self) -> float:
+        return _now_s() - self._heard_at
 
     def send(self, message: Message) -> None:
-        self.send_frame(encode(message))
+        self._conversation.send(encode(message))
+        self._reminder.arm()
 
     def send_frame(self, frame: bytes) -> None:
-        """Hand over bytes as they are, for tests of what a hub refuses."""
+        """Hand over bytes as they are; also for tests of what a hub refuses."""
         if not self.is_closed:
             self._wind.carry(f"{self.name}>hub", frame, lambda arrived: self._to_hub(self.name, arrived))
 
     def receive(self, timeout_s: float) -> Message | None:
-        return self._decoder.decode(self._arrived.popleft()) if self._arrived else None
+        while self._arrived and not self._bodies:
+            self._heard_at = _now_s()
+            self._bodies += self._conversation.hear(self._arrived.popleft())
+        return self._decoder.decode(self._bodies.popleft()) if self._bodies else None
 
     async def wait(self) -> Message:
         """Wait for the next message."""
-        while not self._arrived:
+        while (message := self.receive(0.0)) is None:
             await self._something.wait()
-        return self._decoder.decode(self._arrived.popleft())
+        return message
 
     def take(self, frame: bytes) -> None:
         """A frame arrives; lost where the peer is gone."""
@@ -112,11 +141,23 @@ class MemoryLink:
             self._arrived.append(frame)
             self._something.set()
 
+    def wake(self) -> None:
+        """Nothing here waits in a thread."""
+
+    def fileno(self) -> int:
+        raise NotImplementedError("a link in memory has no descriptor; use `wait`")
+
     def close(self) -> None:
+        self._conversation.say_goodbye()
+        self._reminder.cancel()
         self.is_closed = True
 
+    def _remind(self) -> bool:
+        self._conversation.remind()
+        return self._conversation.kept_bytes > 0
 
-class _Wind:
+
+class Wind:
     """Carries frames through the weather."""
 
     def __init__(self, weather: Weather) -> None:
@@ -125,6 +166,7 @@ class _Wind:
         self._last_arrival: dict[str, float] = {}
 
     def carry(self, pair: str, frame: bytes, deliver: Callable[[bytes], None]) -> None:
+        """Have `deliver` called with the frame once or twice, now or later, or never; `pair` names who sends to whom."""
         weather = self._weather
         if weather is CALM:
             deliver(frame)
@@ -139,3 +181,32 @@ class _Wind:
                 arrival = max(arrival, self._last_arrival.get(pair, 0.0) + 1e-9)
             self._last_arrival[pair] = arrival
             loop.call_at(arrival, deliver, frame)
+
+
+class _Timer:
+    """Calls `remind` every so often, from `arm` on until it returns False: nobody owes anything any more."""
+
+    def __init__(self, remind: Callable[[], bool]) -> None:
+        self._remind = remind
+        self._handle: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        if self._handle is None:
+            self._handle = asyncio.get_running_loop().call_later(REMIND_EVERY_S, self._ring)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _ring(self) -> None:
+        self._handle = None
+        if self._remind():
+            self.arm()
+
+
+def _now_s() -> float:
+    """Seconds on the loop's clock; outside of one, on the system's."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()

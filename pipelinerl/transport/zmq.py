@@ -1,29 +1,46 @@
 """ZeroMQ over TCP: a ROUTER in the orchestrator, a DEALER in each peer, CURVE on both.
 
 The hub binds first, to a port the system picks, and then publishes it in `<run>/endpoints/<role>.json`; no port is fixed, none can be
-taken in between. High-water marks are off: ZeroMQ would drop silently at them, so what is outstanding is bounded above this layer.
+taken in between. ZeroMQ would drop silently at its own high-water marks, so sending has none: `conversation` bounds what is on its way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import collections
 import os
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import zmq
 import zmq.auth.thread
 
-from pipelinerl.errors import PeerGone, WireError
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.stages import Signal
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from pipelinerl.transport.conversation import REMIND_EVERY_S, Conversation
 from pipelinerl.transport.curve import AllowList, read_keys
+from pipelinerl.transport.exchange import Exchange
+from pipelinerl.transport.frame import HEADER_BYTES
+from pipelinerl.transport.strangers import Strangers
 from pipelinerl.watch import wait_for_file
 
+_NOBLOCK, _NOBLOCK_MORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
+"""As plain numbers: combining members of an enumeration costs more than sending a small frame."""
 LINGER_MS = 1000
 """How long a closing socket tries to deliver what was sent. Longer delays the end of a run whose peer is dead."""
+COPY_BELOW_BYTES = 1 << 16
+"""Smaller frames are cheaper copied than shared with ZeroMQ's thread."""
+MAX_UNREAD = 1000
+"""Frames ZeroMQ holds that the hub has not read, for each peer; then it reads no more from that connection, and nothing is lost. Only a
+peer that ignores its credit gets there: what it sends on stays with it.
+"""
+MAX_BATCH = 256
+"""Frames taken at once; then the stages have their turn. Smaller costs more turns; larger lets a flood hold them up."""
 
 
 class ZmqHub:
@@ -34,9 +51,9 @@ class ZmqHub:
     """
 
     def __init__(self, run_folder: Path, role: str, *, accepts: Any, interface: str = "127.0.0.1") -> None:
-        self.num_refused = 0
+        self._exchange = Exchange(accepts=accepts, carry=self._carry, clock=time.monotonic)
+        self._names: dict[bytes, str] = {}
         self._role = role
-        self._decoder = Decoder(accepts)
         self._context = zmq.Context()
         self.allow_list = AllowList(frozenset({read_keys(run_folder, role).public}))
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -46,106 +63,232 @@ class ZmqHub:
         self._readable = Signal()
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop that watches the descriptor, from the first `receive` on."""
+        self._is_looking = False
+        """A look is due, because something was sent."""
+        self._reminder: asyncio.TimerHandle | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         _configure(self._socket)
+        self._socket.rcvhwm = MAX_UNREAD
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        self._strangers = Strangers(self._socket, refused=self._exchange.refused)
         self._socket.bind(f"tcp://{interface}:0")
         self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
-        _publish(run_folder / "endpoints" / f"{role}.json", {"address": self.address, "server_key": keys.public.decode()})
+        _publish(run_folder / "endpoints" / f"{role}.json", _Endpoint(address=self.address, server_key=keys.public.decode()))
+
+    @property
+    def refused(self) -> collections.Counter[str]:
+        self._strangers.count()
+        return self._exchange.refused
 
     async def receive(self) -> list[tuple[str, Message]]:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._descriptor, self._wake_if_readable)
-        while not (arrived := self._take_all()):
+        self._watch()
+        await asyncio.sleep(0)  # peers that never pause must not keep the stages from running
+        while not (arrived := self._take()):
             await self._readable.wait()
         return arrived
 
     def send(self, peer: str, message: Message) -> None:
         try:
-            self._socket.send_multipart((peer.encode(), encode(message)), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise PeerGone(f"cannot send {type(message).__name__} to {peer}: {error.strerror}; its connection is closed") from error
+            self._exchange.send(peer, message)
         finally:
-            self._wake_if_readable()
+            if self._loop is not None and not self._is_looking:  # one look behind any number of sends
+                self._is_looking = True
+                self._loop.call_soon(self._wake_if_readable)
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
+        if self._reminder is not None:
+            self._reminder.cancel()
+        self._exchange.say_goodbye()
+        self._strangers.close()
         self._socket.close(linger=LINGER_MS)
         self._authenticator.stop()
         self._context.term()
 
+    def _watch(self) -> None:
+        """Have the running loop watch the descriptor, and what peers owe."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._descriptor, self._wake_if_readable)
+            self._reminder = self._loop.call_later(REMIND_EVERY_S, self._remind)
+
+    def _remind(self) -> None:
+        assert self._loop is not None
+        self._exchange.remind()
+        self._strangers.count()
+        self._wake_if_readable()
+        self._reminder = self._loop.call_later(REMIND_EVERY_S, self._remind)
+
     def _wake_if_readable(self) -> None:
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+        self._is_looking = False
+        if not self._socket.closed and self._socket.getsockopt(_EVENTS) & _POLLIN:  # pyright: ignore[reportOperatorIssue]
             self._readable.set()
 
-    def _take_all(self) -> list[tuple[str, Message]]:
+    def _take(self) -> list[tuple[str, Message]]:
+        """At most `MAX_BATCH` frames' messages. Answers sent on the way may swallow a signal: hence the look at the end of a batch."""
         arrived: list[tuple[str, Message]] = []
-        while True:
+        for _ in range(MAX_BATCH):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                routing_id = self._socket.recv(_NOBLOCK)
             except zmq.Again:
                 return arrived
-            if (message := self._accept(frames)) is not None:
-                arrived.append(message)
+            frame = self._socket.recv(copy=False)
+            if frame.more or (name := self._name(routing_id)) is None:
+                self._exchange.refused["malformed" if frame.more else "name"] += 1
+                self._drop_rest(frame)
+            else:
+                arrived += self._exchange.hear(name, frame.buffer)
+        self._readable.set()
+        return arrived
 
-    def _accept(self, frames: list[Any]) -> tuple[str, Message] | None:
+    def _drop_rest(self, frame: zmq.Frame) -> None:
+        while frame.more:
+            frame = self._socket.recv(copy=False)
+
+    def _name(self, routing_id: bytes) -> str | None:
+        """A peer's name; None where it is not one of this hub's kind."""
+        name = self._names.get(routing_id)
+        if name is None:
+            name = routing_id.decode(errors="replace")
+            if name.rpartition("-")[0] != self._role:
+                return None
+            self._names[routing_id] = name
+        return name
+
+    def _carry(self, peer: str, frame: bytes) -> bool:
         try:
-            if len(frames) != 2:
-                raise WireError(f"{len(frames)} frames, expected a name and a message")
-            return bytes(frames[0].buffer).decode(), self._decoder.decode(frames[1].buffer)
-        except (WireError, UnicodeDecodeError):
-            self.num_refused += 1
-            return None
+            self._socket.send(peer.encode(), _NOBLOCK_MORE)
+            self._socket.send(frame, _NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
+            return True
+        except zmq.ZMQError:
+            return False
 
 
 class ZmqLink:
-    """A connected DEALER; see `transport.base.Link`. Belongs to one thread."""
+    """A connected DEALER; see `transport.base.Link`. Belongs to one thread, but for `wake`."""
 
     def __init__(self, run_folder: Path, role: str, index: int, *, accepts: Any, deadline_s: float = 60.0) -> None:
         self.name = f"{role}-{index}"
-        self._decoder = Decoder(accepts)
-        endpoint = json.loads(wait_for_file(run_folder / "endpoints" / f"{role}.json", peer="orchestrator", deadline_s=deadline_s))
+        self._decoder: Decoder[Message] = Decoder(accepts)
+        endpoint = _read_endpoint(run_folder / "endpoints" / f"{role}.json", deadline_s=deadline_s)
         keys = read_keys(run_folder, role)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
+        self._socket.rcvhwm = 0
         self._socket.routing_id = self.name.encode()
-        self._socket.curve_serverkey = endpoint["server_key"].encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
-        self._socket.connect(endpoint["address"])
+        try:
+            self._socket.curve_serverkey = endpoint.server_key.encode()
+            self._socket.connect(endpoint.address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise ConfigError(f"cannot connect {self.name} to {endpoint.address}, which {role}.json names: {error.strerror}") from None
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
+        """Held while it rings, lest it be closed then, and its number be somebody else's."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._bell, zmq.POLLIN)
+        self._conversation = Conversation("the orchestrator", transmit=self._transmit, keeps_for_successor=True)
+        self._bodies: collections.deque[memoryview] = collections.deque()
+        """Messages to be handed over, still encoded."""
+        self._heard_at = time.monotonic()
+        self._next_reminder = self._heard_at + REMIND_EVERY_S
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
 
     def send(self, message: Message) -> None:
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        self._conversation.send(encode(message))
 
     def receive(self, timeout_s: float) -> Message | None:
-        try:
-            return self._decoder.decode(self._socket.recv(zmq.NOBLOCK, copy=False).buffer)
-        except zmq.Again:
-            if timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000))):
+        until = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            if now >= self._next_reminder:
+                self._next_reminder = now + REMIND_EVERY_S
+                self._conversation.remind()
+            # Taking comes last before the wait: sending uses up the signal of what has arrived meanwhile.
+            if (message := self._take()) is not None:
+                return message
+            left_s = min(until, self._next_reminder) - time.monotonic()
+            if timeout_s <= 0 or (left_s > 0 and self._is_woken(left_s)) or time.monotonic() >= until:
                 return None
-            return self._decoder.decode(self._socket.recv(copy=False).buffer)
+
+    def wake(self) -> None:
+        with self._bell_lock:
+            if not self._socket.closed:
+                os.eventfd_write(self._bell, 1)
+
+    def fileno(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._conversation.say_goodbye()
         self._socket.close(linger=LINGER_MS)
         self._context.term()
+        with self._bell_lock:
+            os.close(self._bell)
+
+    def _take(self) -> Message | None:
+        """The next message that has arrived, past frames that carry none; None where nothing is left."""
+        while not self._bodies:
+            try:
+                frame = self._socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            self._heard_at = time.monotonic()
+            self._bodies += self._conversation.hear(frame.buffer)
+        return self._decoder.decode(self._bodies.popleft())
+
+    def _is_woken(self, timeout_s: float) -> bool:
+        """Wait for a frame, a bell or the time; True for the bell."""
+        if not any(source == self._bell for source, _ in self._poller.poll(max(1, round(timeout_s * 1000)))):
+            return False
+        os.eventfd_read(self._bell)
+        return True
+
+    def _transmit(self, frame: bytes) -> None:
+        try:  # noqa: SIM105 a third of the time of `contextlib.suppress`, for every message
+            self._socket.send(frame, _NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
+        except zmq.Again:  # without a connection; what is kept is sent again once there is one
+            pass
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.sndhwm = 0
-    socket.rcvhwm = 0
-    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.maxmsgsize = MAX_MESSAGE_BYTES + HEADER_BYTES
     socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30000
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000
 
 
-def _publish(path: Path, content: dict[str, str]) -> None:
+class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    address: Annotated[str, msgspec.Meta(pattern=r"^tcp://[A-Za-z0-9.:\[\]_-]+:\d{1,5}$", max_length=300)]
+    server_key: Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+
+
+def _publish(path: Path, endpoint: _Endpoint) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content))
+    draft.write_bytes(msgspec.json.encode(endpoint))
     os.replace(draft, path)
+
+
+def _read_endpoint(path: Path, *, deadline_s: float) -> _Endpoint:
+    text = wait_for_file(path, peer="orchestrator", deadline_s=deadline_s)
+    try:
+        return msgspec.json.decode(text, type=_Endpoint)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no endpoint that an orchestrator has published: {error}") from None

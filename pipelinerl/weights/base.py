@@ -80,6 +80,11 @@ def layout_problems(shapes: Mapping[str, tuple[int, ...]], tensors: Collection[T
     return problems + _overlaps(tensors)
 
 
+def itemsize_of(tensor: Tensor) -> int:
+    """Bytes of one element."""
+    return _dtype_of(tensor).itemsize
+
+
 def digest(tensor: torch.Tensor) -> str:
     """xxh3-128 of the bytes of a contiguous CPU tensor, hexadecimal. Other threads run on meanwhile: the hash holds no interpreter lock."""
     return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -4,11 +4,13 @@ Each way keeps the same promise: `stage` does everything slow, `commit` is short
 what they cost and in what breaks them; `choice` picks one when the engine starts.
 
     Flip      points parameters into the staged buffer: about a microsecond each, however large. Needs nobody to have kept their addresses.
+    Scatter   like Copy for whole policies; of changes it writes only what changed, and keeps no second copy of the model for them.
     Copy      copies the staged buffer into the parameters: as long as a memcpy of the model. Works where addresses are captured.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,9 @@ from typing import Protocol
 import torch
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Way(enum.StrEnum):
@@ -24,6 +29,8 @@ class Way(enum.StrEnum):
 
     FLIP = "flip"
     """Pointers into the staged buffer."""
+    SCATTER = "scatter"
+    """What changed into the parameters, in place; only where changes are sent."""
     COPY = "copy"
     """The staged buffer into the parameters, in place."""
 
@@ -53,17 +60,23 @@ class Commit(Protocol):
         """Get ready to commit the policy in `buffer`, which nobody writes from now on until another one is committed."""
         ...
 
+    def save(self, buffer: torch.Tensor) -> None:
+        """Write the policy in force into `buffer`."""
+        ...
+
     def commit(self) -> None:
         """Bring the staged policy into force."""
         ...
 
 
-def choose(wanted: str, obstacles: Mapping[Way, Sequence[str]]) -> tuple[Way, str]:
+def choose(wanted: str, obstacles: Mapping[Way, Sequence[str]], *, sends_changes: bool = False) -> tuple[Way, str]:
     """The way to commit, and a sentence that says why. `wanted` is "auto" or a way; `obstacles` are what would break each.
+
+    `sends_changes`: policies may arrive as changes; without them nothing is there to scatter.
 
     Raises `ConfigError` with all of them where the way wanted, or every way, would leave the model with other weights than it says.
     """
-    ways = list(Way) if wanted == "auto" else [Way(wanted)]
+    ways = [way for way in Way if sends_changes or way is not Way.SCATTER] if wanted == "auto" else [Way(wanted)]
     for way in ways:
         if not obstacles.get(way):
             passed = [f"{other} would break: {obstacles[other][0]}" for other in ways[: ways.index(way)]]
@@ -75,7 +88,11 @@ def choose(wanted: str, obstacles: Mapping[Way, Sequence[str]]) -> tuple[Way, st
 
 def make(way: Way, parameters: Sequence[Placed]) -> Commit:
     """The commit of a way for these parameters."""
-    return {Way.FLIP: Flip, Way.COPY: Copy}[way](parameters)
+    return {Way.FLIP: Flip, Way.SCATTER: Scatter, Way.COPY: Copy}[way](parameters)
+
+
+MAX_VIEWED = 8
+"""Buffers whose views are kept. Fewer make views anew while staging; more keep the memory of buffers that a dead trainer has left."""
 
 
 class Flip:
@@ -104,6 +121,8 @@ class Flip:
     def stage(self, buffer: torch.Tensor) -> None:
         address = buffer.data_ptr()
         if address not in self._views:
+            if len(self._views) >= MAX_VIEWED:
+                self._views = {live: views for live, views in self._views.items() if live == self._live}
             self._views[address] = buffer, [(placed.parameter, placed.view(buffer)) for placed in self._parameters]
         self._staged = address
 
@@ -112,6 +131,9 @@ class Flip:
         for parameter, view in self._views[self._staged][1]:
             parameter.data = view
         self._live, self._staged = self._staged, None
+
+    def save(self, buffer: torch.Tensor) -> None:
+        _save(self._parameters, buffer)
 
 
 class Copy:
@@ -137,6 +159,50 @@ class Copy:
         with torch.no_grad():
             torch._foreach_copy_(self._targets, self._staged)
         self._staged = None
+
+    def save(self, buffer: torch.Tensor) -> None:
+        _save(self._parameters, buffer)
+
+
+class Scatter(Copy):
+    """Copies whole policies, and writes changes where they belong.
+
+    Changes are kept as [count] indices and new bits for each parameter, on the parameter's own device.
+    """
+
+    def __init__(self, parameters: Sequence[Placed]) -> None:
+        super().__init__(sorted(parameters, key=lambda placed: placed.offset_bytes))
+        self._starts = [placed.offset_bytes for placed in self._parameters]
+        self._changes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+        """Parameter as a flat tensor of integers, indices, new bits."""
+
+    def stage(self, buffer: torch.Tensor) -> None:
+        self._changes = None
+        super().stage(buffer)
+
+    def bits_of(self, tensor: Tensor) -> torch.Tensor:
+        """The present bits of a checkpoint tensor, [elements] signed integers of the element's size: the model's own memory."""
+        placed = self._parameters[bisect.bisect_right(self._starts, tensor.offset_bytes) - 1]
+        bits = placed.parameter.data.view(-1).view(_INTEGERS[placed.parameter.element_size()])
+        start = (tensor.offset_bytes - placed.offset_bytes) // bits.element_size()
+        return bits[start : start + tensor.num_bytes // bits.element_size()]
+
+    def stage_changes(self, changes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        """Get ready to write, for each `(bits, indices, new bits)`, the new bits into `bits` (of `bits_of`)."""
+        self._changes = changes
+
+    def commit(self) -> None:
+        if self._changes is None:
+            super().commit()
+            return
+        for bits, indices, new in self._changes:
+            bits.index_copy_(0, indices, new)
+        self._changes = None
+
+
+def _save(parameters: Sequence[Placed], buffer: torch.Tensor) -> None:
+    for placed in parameters:
+        placed.view(buffer).copy_(placed.parameter.data)
 
 
 def _num_bytes(parameters: Sequence[Placed]) -> int:

@@ -50,10 +50,12 @@ class Gloo:
         self._store = dist.TCPStore(
             address, self._port, is_master=True, wait_for_workers=False, timeout=self._deadline, master_listen_fd=listener.detach()
         )
+        self._calls = dist.TCPStore(address, self._port, is_master=False, wait_for_workers=False, timeout=IDLE)
         self._offered: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._is_closed = threading.Event()
-        self._acceptor = threading.Thread(target=self._accept, name="gloo-accept", daemon=True)
-        self._acceptor.start()
+        self._threads: list[threading.Thread] = []
+        """The acceptor, and who answers engines. Each wait of theirs ends at the deadline, so each can be joined."""
+        self._start(self._accept)
 
     def make(self, number: int, num_bytes: int) -> Slot:
         name = f"gloo://{self._address}:{self._port}/{self._token}/{number}"
@@ -66,29 +68,28 @@ class Gloo:
         if not self._is_closed.is_set():
             self._is_closed.set()
             self._offered.clear()
-            self._store.set(f"{self._token}/call/{self._store.add(f'{self._token}/calls', 1)}", BYE)
-            self._acceptor.join(self._deadline.total_seconds())
+            self._store.queue_push(_calls(self._token), BYE)
+            for thread in self._threads:
+                thread.join()
+
+    def _start(self, work: Callable[..., None], *arguments: str) -> None:
+        # Not as daemons: a thread that is inside gloo when the interpreter ends would abort the process.
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=work, args=arguments, name="gloo"))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
-        store = dist.TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-        number = 1
         while not self._is_closed.is_set():
-            key = f"{self._token}/call/{number}"
-            try:
-                store.wait([key], IDLE)
-            except dist.DistStoreError:
-                continue
-            wanted = store.get(key).decode()
-            store.delete_key(key)
-            if wanted != BYE:
-                threading.Thread(target=self._answer, args=(number, wanted), name=f"gloo-{number}", daemon=True).start()
-            number += 1
+            with contextlib.suppress(dist.DistStoreError):  # nobody called for so long: look again
+                call = self._calls.queue_pop(_calls(self._token)).decode()
+                if call != BYE:
+                    self._start(self._answer, *call.split())
 
-    def _answer(self, number: int, wanted: str) -> None:
+    def _answer(self, caller: str, wanted: str) -> None:
         """Send what was asked for; an engine that is gone or does not listen costs this thread its deadline, and nobody else anything."""
         with contextlib.suppress(RuntimeError):  # the engine says what went wrong at its end; this end has nobody to tell
             store = dist.TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-            group = _group(store, f"{self._token}/{number}", TRAINER, address=self._address, deadline=self._deadline)
+            group = _group(store, f"{self._token}/{caller}", TRAINER, address=self._address, deadline=self._deadline)
             encoded, payload = self._offered.get(int(wanted), (b"", torch.zeros(0, dtype=torch.uint8)))
             for part in (_sizes(len(encoded), len(payload)), torch.frombuffer(bytearray(encoded or b" "), dtype=torch.uint8)):
                 group.send([part], ENGINE, 0).wait(self._deadline)
@@ -114,7 +115,7 @@ class GlooReceiver:
         except WeightsError as error:
             raise WeightsError(str(error).replace(slot, place)) from None
         except (RuntimeError, OSError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0].replace(token, "...")
             raise WeightsError(f"cannot fetch a policy from the trainer at {place}: {reason}; not taken") from error
 
     def close(self) -> None:
@@ -122,26 +123,38 @@ class GlooReceiver:
 
     def _take(self, address: str, port: int, *, token: str, number: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-        call = store.add(f"{token}/calls", 1)
-        store.set(f"{token}/call/{call}", number)
-        group = _group(store, f"{token}/{call}", ENGINE, address=_own_address(address, port), deadline=self._deadline)
+        caller = secrets.token_hex(8)
+        store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
+        group = _group(store, f"{token}/{caller}", ENGINE, address=_own_address(address, port), deadline=self._deadline)
 
-        def receive(tensor: torch.Tensor) -> torch.Tensor:
-            group.recv([tensor], TRAINER, 0).wait(self._deadline)
-            return tensor
+        try:
+            return _receive(group, digest=digest, slot=f"gloo://{address}:{port}/{token}/{number}", spare=spare, deadline=self._deadline)
+        except BaseException:
+            group.abort()  # at once, so that the trainer's end notices and does not wait for its deadline
+            raise
 
-        sizes = receive(_sizes(0, 0)).tolist()
-        encoded = receive(torch.zeros(max(1, sizes[0]), dtype=torch.uint8)).numpy().tobytes()[: sizes[0]]
-        slot = f"gloo://{address}:{port}/{token}/{number}"
-        manifest = open_manifest(encoded, digest=digest, slot=slot)
-        if manifest.num_bytes != sizes[1]:
-            raise WeightsError(f"slot {slot}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
-        payload = spare(manifest) if manifest.base_version is None else torch.zeros(manifest.num_bytes, dtype=torch.uint8)
-        payload = payload[: manifest.num_bytes]
-        for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
-            receive(chunk)
-        group.send([_sizes(0, 0)], TRAINER, 0).wait(self._deadline)
-        return Arrival(manifest=manifest, payload=payload)
+
+def _receive(group: Any, *, digest: str, slot: str, spare: Callable[[Manifest], torch.Tensor], deadline: timedelta) -> Arrival:
+    def receive(tensor: torch.Tensor) -> torch.Tensor:
+        group.recv([tensor], TRAINER, 0).wait(deadline)
+        return tensor
+
+    sizes = receive(_sizes(0, 0)).tolist()
+    encoded = receive(torch.zeros(max(1, sizes[0]), dtype=torch.uint8)).numpy().tobytes()[: sizes[0]]
+    manifest = open_manifest(encoded, digest=digest, slot=slot)
+    if manifest.num_bytes != sizes[1]:
+        raise WeightsError(f"slot {slot}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
+    payload = spare(manifest) if manifest.base_version is None else torch.zeros(manifest.num_bytes, dtype=torch.uint8)
+    payload = payload[: manifest.num_bytes]
+    for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
+        receive(chunk)
+    group.send([_sizes(0, 0)], TRAINER, 0).wait(deadline)
+    return Arrival(manifest=manifest, payload=payload)
+
+
+def _calls(token: str) -> str:
+    """The queue in the store to which engines call; who does not know the token talks to nobody."""
+    return f"{token}/calls"
 
 
 def _group(store: dist.Store, prefix: str, rank: int, *, address: str, deadline: timedelta) -> Any:

@@ -7,7 +7,7 @@ takes a policy only when the manifest fits its own layout tensor by tensor (`che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ import xxhash
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.base import digest, layout_problems, views
+from pipelinerl.weights.base import layout_problems
 
 MAX_NAMED = 5
 """Problems spelled out in one message; the rest are counted. More would bury the first."""
@@ -45,9 +45,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Manifest:
     """Describe a whole policy that lies in `buffer` ([bytes] uint8)."""
-    tensors = tuple(tensors)
-    found = views(buffer, tensors)
-    proofs = tuple(Proof(tensor=tensor, digest=digest(found[tensor.name])) for tensor in tensors)
+    memory = buffer.numpy().data
+    proofs = tuple(Proof(tensor=tensor, digest=digest_of(_part(memory, tensor))) for tensor in tensors)
     return Manifest(version=version, proofs=proofs, num_bytes=len(buffer))
 
 
@@ -56,9 +55,9 @@ def encode(manifest: Manifest) -> bytes:
     return msgspec.json.encode(manifest)
 
 
-def digest_of(encoded: bytes) -> str:
-    """What an announcement says of a manifest: xxh3-128, hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(encoded)
+def digest_of(data: bytes | memoryview) -> str:
+    """xxh3-128, hexadecimal. Other threads run on meanwhile: hashing large data holds no interpreter lock."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def open_manifest(encoded: bytes, *, digest: str, slot: str) -> Manifest:
@@ -96,17 +95,31 @@ def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], slot:
     )
 
 
-def verify(manifest: Manifest, found: Mapping[str, torch.Tensor], *, slot: str) -> None:
-    """Raise `WeightsError` naming the tensors among `found` (by name) whose bytes are not those of the manifest."""
+def verify(manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None:
+    """Raise `WeightsError` naming the tensors whose bytes in `buffer` ([bytes] uint8, whole) are not those of the manifest."""
+    memory = buffer.numpy().data
+    compare(manifest, (digest_of(_part(memory, proof.tensor)) for proof in manifest.proofs), slot=slot)
+
+
+def compare(manifest: Manifest, digests: Iterable[str], *, slot: str) -> None:
+    """Raise `WeightsError` naming the tensors whose digest, in the manifest's order, is another than the manifest says."""
     wrong = [
         f"{proof.tensor.name} {list(proof.tensor.shape)} {proof.tensor.dtype}: digest is {got}, published was {proof.digest}"
-        for proof in manifest.proofs
-        if (got := digest(found[proof.tensor.name])) != proof.digest
+        for proof, got in zip(manifest.proofs, digests, strict=True)
+        if got != proof.digest
     ]
     if wrong:
         raise WeightsError(
             f"slot {slot}: {len(wrong)} of {len(manifest.proofs)} tensors of policy {manifest.version}: {_some(wrong)}; not taken"
         )
+
+
+def _part(memory: memoryview, tensor: Tensor) -> memoryview:
+    """One tensor's bytes, without torch: a policy of many small tensors is then hashed in little time."""
+    end = tensor.offset_bytes + tensor.num_bytes
+    if end > len(memory):
+        raise WeightsError(f"{tensor.name} ends at byte {end}, but the buffer has {len(memory)}: it was made for another layout")
+    return memory[tensor.offset_bytes : end]
 
 
 def _place(tensor: Tensor) -> str:

@@ -37,7 +37,8 @@ class SharedMemory:
         unlink_slots(token, folder=folder)
 
     def make(self, number: int, num_bytes: int) -> Slot:
-        name = f"pipelinerl-{self._token}-{number}"
+        # By process, too: engines keep slots mapped by name, and a trainer that starts again must not be taken for the one before.
+        name = f"pipelinerl-{self._token}-{os.getpid()}{number}"
         file = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             _reserve(file, name, num_bytes=num_bytes, folder=self._folder)
@@ -76,6 +77,9 @@ class SharedMemoryReceiver:
     def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
         manifest = open_manifest(_read_manifest(slot, self._folder), digest=digest, slot=slot)
         if slot not in self._mapped:
+            self._mapped = {
+                name: kept for name, kept in self._mapped.items() if (self._folder / name).exists()
+            }  # not those of a dead trainer
             self._mapped[slot] = attach(slot, folder=self._folder)
         payload = self._mapped[slot]
         if len(payload) < manifest.num_bytes:

@@ -40,7 +40,7 @@ MAX_TOKENS = 160
 def main() -> None:
     arguments = harness.options(__doc__ or "").parse_args()
     names = ["1 M", "44 M"] if arguments.quick else list(MODELS)
-    settings = {"num_swaps": 60, "seconds": 2.0} if arguments.quick else {"num_swaps": 300, "seconds": 10.0}
+    settings = {"num_swaps": 40, "seconds": 1.0} if arguments.quick else {"num_swaps": 300, "seconds": 10.0}
     from pipelinerl.engine.__main__ import set_environment
 
     set_environment()
@@ -112,6 +112,12 @@ def _make_model(name: str) -> float:
     return 0.0
 
 
+def _kv_bytes(name: str) -> int:
+    """Room for every sequence at its longest, and a few blocks more."""
+    shape = MODELS[name]
+    return 4 * shape["num_hidden_layers"] * shape["hidden_size"] * 256 * (NUM_SEQUENCES + 4)
+
+
 class _Bench:
     """An engine kept full, and policies in shared memory to swap it to."""
 
@@ -127,7 +133,7 @@ class _Bench:
 
         self.engine = VllmEngine(
             model=ModelSection(path=FOLDER / name.replace(" ", ""), dtype="bfloat16", max_tokens=256),
-            engine=EngineSection(max_running=NUM_SEQUENCES),  # pyright: ignore[reportCallIssue]
+            engine=EngineSection(max_running=NUM_SEQUENCES, kv_cache_bytes=_kv_bytes(name)),  # pyright: ignore[reportCallIssue]
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,
             weights=WeightsSection(commit=way),  # pyright: ignore

@@ -78,6 +78,16 @@ class VllmBench:
 
         return tiny_models.forcing(self._tensors, token_id)
 
+    def unlike(self) -> dict[str, torch.Tensor]:
+        """Other random matrices."""
+        import torch
+
+        generator = torch.Generator().manual_seed(7)
+        return {
+            name: torch.randn(tensor.shape, generator=generator) * tensor.std() if tensor.dim() > 1 else tensor
+            for name, tensor in self._tensors.items()
+        }
+
     def corrupt(self) -> StageWeights:
         order = self.publish()
         return StageWeights(version=order.version, slot=order.slot, digest=order.digest[::-1])
@@ -363,3 +373,29 @@ def test_a_slot_that_is_not_there_is_refused_by_name(bench: VllmBench):
         bench.engine.stage(StageWeights(version=1, slot="pipelinerl-nowhere-0", digest="digest"))
     with pytest.raises(WeightsError, match="is not the name of a slot"):
         bench.engine.stage(StageWeights(version=1, slot="../../etc/passwd", digest="digest"))
+
+
+def steps_until_done(bench: VllmBench, name: str, replies: dict[str, Reply]) -> list[int]:
+    while not replies.get(name, Reply()).finishes:
+        note(bench.engine.step(), replies)
+    return replies[name].token_ids
+
+
+@only_vllm
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_recomputed_sequence_goes_on_as_if_the_new_policy_had_read_all_of_it(bench: VllmBench, recomputes: bool):
+    """And one that is not goes on over what the old policy made of it, which leads elsewhere: the weights are unlike each other."""
+    prompt = list(range(5, 45))
+    bench.engine.submit(request("a", prompt=prompt, max_tokens=16), version=0)
+    bench.engine.submit(request("b", max_tokens=16), version=0)
+    replies: dict[str, Reply] = {}
+    for _ in range(6):
+        note(bench.engine.step(), replies)
+    before = list(replies["a"].token_ids)
+    bench.engine.stage(bench.publish_weights(bench.unlike()))
+    bench.engine.commit(["a", "never heard of"] if recomputes else [])
+    after = steps_until_done(bench, "a", replies)[len(before) :]
+    steps_until_done(bench, "b", replies)
+    assert (len(before) + len(after), len(replies["b"].token_ids)) == (16, 16), "nothing was aborted, and nothing came twice"
+    fresh = serve(bench.engine, request("c", prompt=prompt + before, max_tokens=16 - len(before)))["c"].token_ids
+    assert (after == fresh) is recomputes

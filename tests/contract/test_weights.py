@@ -14,7 +14,8 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.commit import Copy, Flip, Placed
+from pipelinerl.weights.baseline import Baseline, fill
+from pipelinerl.weights.commit import Copy, Flip, Placed, Scatter
 from pipelinerl.weights.files import Files, FilesReceiver
 from pipelinerl.weights.gloo import Gloo, GlooReceiver
 from pipelinerl.weights.intake import Intake
@@ -61,6 +62,8 @@ class Road:
     damage: Callable[[str], None]
     """Cut the bytes of a published slot in half, where they are."""
     layout: tuple[Tensor, ...] = LAYOUT
+    hasty: Callable[[], Receiver] | None = None
+    """Makes one that soon gives up waiting, where a road waits at all."""
 
     def publish(self, version: int, *, tamper: Callable[[torch.Tensor, Manifest], Manifest] | None = None) -> StageWeights:
         """Publish random weights; `tamper` may spoil the bytes after their digests were taken, or the manifest."""
@@ -77,7 +80,7 @@ class Road:
 
 
 def shared_memory(folder: Path, layout: tuple[Tensor, ...]) -> Road:
-    pool = SlotPool(SharedMemory(secrets.token_hex(8)), num_bytes=num_bytes(layout))
+    pool = SlotPool(SharedMemory(secrets.token_hex(8)), num_bytes=num_bytes(layout), max_slots=9)
 
     def damage(slot: str) -> None:
         with open(FOLDER / slot, "r+b") as file:
@@ -87,7 +90,7 @@ def shared_memory(folder: Path, layout: tuple[Tensor, ...]) -> Road:
 
 
 def by_files(folder: Path, layout: tuple[Tensor, ...]) -> Road:
-    pool = SlotPool(Files(folder / "weights"), num_bytes=num_bytes(layout))
+    pool = SlotPool(Files(folder / "weights"), num_bytes=num_bytes(layout), max_slots=9)
 
     def damage(slot: str) -> None:
         with open(folder / "weights" / slot, "r+b") as file:
@@ -97,15 +100,17 @@ def by_files(folder: Path, layout: tuple[Tensor, ...]) -> Road:
 
 
 def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
-    medium = Gloo(deadline_s=3.0)
+    medium = Gloo(deadline_s=20.0)
 
     def damage(slot: str) -> None:
         number = int(slot.rpartition("/")[2])
         encoded, payload = medium._offered[number]
         medium._offered[number] = encoded, payload[: len(payload) // 2]
 
-    pool = SlotPool(medium, num_bytes=num_bytes(layout))
-    return Road(pool=pool, receive=lambda: GlooReceiver(deadline_s=3.0), damage=damage, layout=layout)
+    pool = SlotPool(medium, num_bytes=num_bytes(layout), max_slots=9)
+    return Road(
+        pool=pool, receive=lambda: GlooReceiver(deadline_s=20.0), damage=damage, layout=layout, hasty=lambda: GlooReceiver(deadline_s=1.0)
+    )
 
 
 ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {"shared_memory": shared_memory, "files": by_files, "gloo": by_gloo}
@@ -132,7 +137,7 @@ def road(make_road: Callable[[tuple[Tensor, ...]], Road]) -> Road:
 class Engine:
     """Parameters that take policies from a road."""
 
-    def __init__(self, road: Road, *, commit: type[Flip] | type[Copy] = Flip) -> None:
+    def __init__(self, road: Road, *, commit: type[Flip] | type[Copy] | type[Scatter] = Flip) -> None:
         first = tensors(0)
         self.parameters = {name: torch.nn.Parameter(first[name].clone(), requires_grad=False) for name in first}
         placed = [
@@ -280,15 +285,163 @@ def test_a_truncated_policy_is_refused_and_harms_no_other_engine(road: Road, eng
     assert engines[1].holds(1)
 
 
-def test_a_slot_of_a_trainer_that_is_gone_is_refused(road: Road, engines: list[Engine]):
+def test_a_slot_of_a_trainer_that_is_gone_is_refused(road: Road):
     order = road.publish(1)
+    road.receive = road.hasty or road.receive
+    engine = Engine(road)
     road.pool.close()
     with pytest.raises(WeightsError, match="cannot"):
-        engines[0].intake.stage(order)
-    assert engines[0].holds(0)
+        engine.intake.stage(order)
+    assert engine.holds(0)
+    engine.close()
 
 
 @pytest.mark.parametrize("slot", ["", "nowhere", "../etc/passwd", "pipelinerl-a-0\n", "policy-../../x", "gloo://nowhere"])
 def test_a_name_that_is_no_slot_is_refused(engines: list[Engine], slot: str):
     with pytest.raises(WeightsError, match="not the name of a slot"):
         engines[0].intake.stage(StageWeights(version=1, slot=slot, digest="ab"))
+
+
+# --- changes, over every road --------------------------------------------------------------------------------------------------------
+
+
+def drifting(num_versions: int) -> list[torch.Tensor]:
+    """Policies, whole, of which each changes a few bits of the one before, some of them back."""
+    buffers = [torch.zeros(num_bytes(LAYOUT), dtype=torch.uint8)]
+    for name, view in views(buffers[0], LAYOUT).items():
+        view.copy_(tensors(0)[name])
+    generator = torch.Generator().manual_seed(0)
+    inside = torch.cat([torch.arange(tensor.offset_bytes, tensor.offset_bytes + tensor.num_bytes) for tensor in LAYOUT])
+    for _ in range(num_versions):
+        buffer = buffers[-1].clone()
+        chosen = inside[torch.randint(0, len(inside), (40,), generator=generator)]
+        buffer[chosen] ^= 1 << (chosen % 8).to(torch.uint8)
+        buffers.append(buffer)
+    return buffers
+
+
+class Trainer:
+    """Publishes changes where it can, as the trainer does."""
+
+    def __init__(self, road: Road) -> None:
+        self.road = road
+        self.baseline = Baseline(LAYOUT, num_bytes=num_bytes(LAYOUT))
+        self.num_whole = 0
+
+    def publish(self, version: int, buffer: torch.Tensor, *, tamper: Callable[[torch.Tensor], None] | None = None) -> StageWeights:
+        slot = self.road.pool.acquire(1.0)
+        assert slot is not None
+        manifest = fill(slot.buffer, buffer, baseline=self.baseline, layout=LAYOUT, version=version)
+        self.num_whole += manifest.base_version is None
+        if tamper is not None:
+            tamper(slot.buffer)
+        digest = self.road.pool.publish(slot, manifest)
+        return StageWeights(version=version, slot=slot.name, digest=digest)
+
+
+def holds(engine: Engine, buffer: torch.Tensor) -> bool:
+    return all(same_bits(engine.parameters[name].data, expected) for name, expected in views(buffer, LAYOUT).items())
+
+
+@pytest.fixture(params=[Flip, Copy, Scatter], ids=["flip", "copy", "scatter"])
+def drifters(request: pytest.FixtureRequest, road: Road) -> Iterator[list[Engine]]:
+    made = [Engine(road, commit=request.param) for _ in range(2)]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(road: Road, drifters: list[Engine]):
+    """Engine 0 takes every policy; engine 1 every second or third, some of them twice; the baseline follows the slower one."""
+    buffers = drifting(12)
+    trainer = Trainer(road)
+    held = [0, 0]
+    orders: list[StageWeights] = []
+    taken_by_both = {1, 3, 4, 7, 9, 10, 12}
+    for version in range(1, 13):
+        order = trainer.publish(version, buffers[version])
+        for number, engine in enumerate(drifters):
+            if number == 0 or version in taken_by_both:
+                engine.intake.stage(order)
+                assert holds(engine, buffers[held[number]]), "staging changes nothing"
+                if version % 3 == 0:
+                    engine.intake.stage(order)
+                engine.intake.commit()
+                held[number] = version
+                assert holds(engine, buffers[version])
+        trainer.baseline.move(min(held))
+        orders.append(order)
+        while orders[0].version < min(held):  # a whole policy may be served from the slot itself
+            road.pool.release(orders.pop(0).slot)
+    assert trainer.num_whole == 1
+
+
+def test_changes_over_another_base_are_refused_and_a_whole_policy_heals(road: Road, drifters: list[Engine]):
+    buffers = drifting(4)
+    trainer, (engine, stranger) = Trainer(road), drifters
+    engine.take(trainer.publish(1, buffers[1]))
+    trainer.baseline.move(1)
+    second = trainer.publish(2, buffers[2])
+    with pytest.raises(WeightsError, match="changes from policy 1 to 2 do not fit over policy 0, which this engine holds; not taken"):
+        stranger.intake.stage(second)
+    assert holds(stranger, buffers[0])
+    engine.take(second)
+    trainer.baseline.move(None)
+    third = trainer.publish(3, buffers[3])
+    for one in (engine, stranger):
+        one.take(third)
+        assert holds(one, buffers[3])
+
+
+def test_damaged_changes_are_refused_and_the_next_ones_still_fit(road: Road, drifters: list[Engine]):
+    buffers = drifting(3)
+    trainer, engine = Trainer(road), drifters[0]
+    engine.take(trainer.publish(1, buffers[1]))
+    trainer.baseline.move(1)
+
+    def flip_a_bit(buffer: torch.Tensor) -> None:
+        buffer[10] ^= 1
+
+    with pytest.raises(WeightsError, match=r"digest of its \d+ bytes of changes is [0-9a-f]{32}, published was [0-9a-f]{32}; not taken"):
+        engine.intake.stage(trainer.publish(2, buffers[2], tamper=flip_a_bit))
+    assert holds(engine, buffers[1])
+    engine.take(trainer.publish(3, buffers[3]))
+    assert holds(engine, buffers[3]), "policy 2 was never taken: policy 3 holds its changes too"
+
+
+def test_changes_fit_after_a_whole_policy_was_refused(road: Road, drifters: list[Engine]):
+    """Its bytes had landed beside the model already: what lies there now is no policy to lay changes over."""
+    buffers = drifting(5)
+    trainer, engine = Trainer(road), drifters[0]
+    for version in (1, 2, 3):
+        engine.take(trainer.publish(version, buffers[version]))
+        trainer.baseline.move(version)
+    trainer.baseline.move(None)
+
+    def flip_a_bit(buffer: torch.Tensor) -> None:
+        buffer[LAYOUT[4].offset_bytes + 5] ^= 64
+
+    with pytest.raises(WeightsError, match="1 of 5 tensors of policy 4: head"):
+        engine.intake.stage(trainer.publish(4, buffers[4], tamper=flip_a_bit))
+    trainer.baseline.move(3)
+    engine.take(trainer.publish(5, buffers[5]))
+    assert holds(engine, buffers[5])
+    assert trainer.num_whole == 2
+
+
+def test_an_engine_whose_weights_were_damaged_is_found_out_and_healed(road: Road, drifters: list[Engine]):
+    """A bit of the weights in force flips, in the model or in the buffer that mirrors it: changes over it would keep it for ever."""
+    buffers = drifting(5)
+    trainer, engine = Trainer(road), drifters[0]
+    for version in (1, 2, 3):
+        engine.take(trainer.publish(version, buffers[version]))
+        trainer.baseline.move(version)
+    if isinstance(engine.intake._commit, Scatter):
+        engine.parameters["head"].data.view(-1).view(torch.int16)[-1] ^= 1
+    else:
+        engine.intake._commit.spare()[LAYOUT[4].offset_bytes] ^= 1
+    with pytest.raises(WeightsError, match=r"of 5 tensors of policy 4: head"):
+        engine.intake.stage(trainer.publish(4, buffers[4]))
+    trainer.baseline.move(None)
+    engine.take(trainer.publish(5, buffers[5]))
+    assert holds(engine, buffers[5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.metrics import read_journals
+from scripts.chaos import victims
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -93,21 +95,63 @@ def test_ctrl_c_saves_and_ends(settings: Path):
     assert end["identity"]["in_flight"] == 0
 
 
-def test_an_engine_that_dies_ends_the_run_by_its_name(settings: Path):
-    run = subprocess.Popen(command(settings, "run.name=killed", "trainer.steps=5000"), stderr=subprocess.PIPE, text=True)
+def test_an_engine_that_dies_too_often_ends_the_run_by_its_name(settings: Path):
+    """Without restarts to spend, the first death is the last."""
+    overrides = ("run.name=killed", "run.restarts=0", "trainer.steps=5000")
+    run = subprocess.Popen(command(settings, *overrides), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (found := list(settings.parent.glob("killed-2*/journal/engine-0.jsonl"))):
         assert time.monotonic() < deadline, "no engine started within 120 s"
         time.sleep(0.2)
     run_folder = found[0].parent.parent
-    workers = subprocess.check_output(["pgrep", "-f", f"pipelinerl.engine --run-folder {run_folder}"], text=True).split()
+    (engine_id,) = victims.find("engine", run_folder)
     killed_at = time.monotonic()
-    subprocess.run(["kill", "-9", max(workers, key=int)], check=True)
+    os.kill(engine_id, signal.SIGKILL)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
     assert "engine-0" in errors
     assert "SIGKILL" in errors
     assert time.monotonic() - killed_at < 20
+    assert not processes_of(run_folder)
+
+
+def wait_for_steps(run_folder: Path, number: int) -> None:
+    """Until so many more steps are done."""
+    journal = run_folder / "journal" / "orchestrator.jsonl"
+    end, deadline = journal.read_text().count('"kind": "step"') + number, time.monotonic() + 120
+    while journal.read_text().count('"kind": "step"') < end:
+        assert time.monotonic() < deadline, f"{number} steps were not trained within 120 s"
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(600)
+def test_whoever_is_killed_the_run_goes_on_and_so_it_does_after_it_was_stopped(settings: Path):
+    """Engine, scorer, trainer rank and orchestrator by SIGKILL, then everything by Ctrl-C and again with --resume; then judged."""
+    overrides = ("run.name=hardy", "run.restart_wait_s=0.0", "checkpoint.every=3", "trainer.steps=5000")
+    run = subprocess.Popen(command(settings, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not (found := list(settings.parent.glob("hardy-2*/journal/orchestrator.jsonl"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    run_folder = found[0].parent.parent
+    for role in ("engine", "scorer", "trainer", "orchestrator"):
+        wait_for_steps(run_folder, 4)
+        (process_id,) = victims.find(role, run_folder)
+        os.kill(process_id, signal.SIGKILL)
+    wait_for_steps(run_folder, 4)
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 0, output
+    with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
+        (num_done,) = ledger.execute("SELECT count(*) FROM events WHERE kind = 'done'").fetchone()
+    assert num_done >= 20
+    last = (*overrides[:-1], f"trainer.steps={num_done + 3}")
+    subprocess.run([*command(settings, *last), "--resume"], check=True, capture_output=True, text=True)
+    assert [folder.name for folder in settings.parent.glob("hardy-2*")] == [run_folder.name], "it went on in the same folder"
+    verdict = subprocess.run([sys.executable, "-m", "pipelinerl", "check", str(run_folder)], capture_output=True, text=True, check=False)
+    assert verdict.returncode == 0, verdict.stdout
+    assert "every promise was kept" in verdict.stdout
+    assert f"{num_done + 3} steps" in verdict.stdout
     assert not processes_of(run_folder)
 
 

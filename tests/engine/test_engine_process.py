@@ -28,6 +28,7 @@ from pipelinerl.messages import (
     Message,
     Sampling,
     StageWeights,
+    Starting,
     Stop,
     WeightsCommitted,
     WeightsRefused,
@@ -48,6 +49,7 @@ class Engines:
                 "data": {"source": "unused"},
                 "reward": [{"function": "unused:reward"}],
                 "engine": {"kind": "fake", "count": 2, "max_running": 3},
+                "run": {"restarts": 1, "restart_wait_s": 0.1},
             },
             origin="test",
         )
@@ -173,14 +175,21 @@ def test_an_engine_that_cannot_go_on_says_why_and_the_others_end_with_it(with_en
     assert record["error"].startswith("WireError: ")
 
 
-def test_an_engine_that_is_killed_is_named_with_the_signal_and_the_others_end_with_it(with_engines: Run):
+def test_an_engine_that_is_killed_is_named_and_started_again_until_the_budget_is_spent(with_engines: Run):
     """It can say nothing itself: an operator who reads the log must not have to guess which engine ran out of memory."""
 
     async def program(engines: Engines) -> None:
         os.kill(engines.process_ids[1], signal.SIGKILL)
+        starting = await engines.wait_for(Starting, peer="engine-1")
+        ready = await engines.wait_for(EngineReady, peer="engine-1")
+        assert isinstance(starting, Starting)
+        assert isinstance(ready, EngineReady)
+        assert starting.process_id == ready.process_id != engines.process_ids[1]
+        assert processes.is_alive(engines.process_ids[0])
+        os.kill(ready.process_id, signal.SIGKILL)
         assert engines.ended() == 1
-        assert "engine-1" in engines.said()
-        assert "SIGKILL" in engines.said()
+        assert engines.said().count("engine-1 (process") == 2
+        assert engines.said().count("SIGKILL") == 2
         processes.wait_until(lambda: not processes.is_alive(engines.process_ids[0]), what="engine 0 outlives its sibling")
 
     with_engines(program)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import zlib
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -352,6 +353,46 @@ def test_an_order_of_an_earlier_lineage_is_ignored_however_high_its_version():
     bench.order(9)
     assert bench.advance(1) == []
     assert bench.stager.orders == [1, 1]
+
+
+class Remembering(FakeEngine):
+    """Notes whose KV cache was dropped at each commit."""
+
+    def __init__(self) -> None:
+        super().__init__(max_model_tokens=4096, max_running=8, mean_tokens=10**9)
+        self.dropped: list[list[str]] = []
+
+    def commit(self, recompute: Collection[str] = ()) -> None:
+        super().commit(recompute)
+        self.dropped.append(sorted(recompute))
+
+
+@pytest.mark.parametrize(
+    ("kv_span", "dropped", "tokens"),
+    [
+        (None, [[], [], [], []], [0, 0, 0, 0]),
+        (0, [["a"], ["a", "b"], ["a", "b"], ["a", "b"]], [4, 10, 12, 14]),
+        (1, [[], ["a"], ["b"], ["a"]], [0, 6, 5, 8]),
+        (2, [[], [], ["a"], ["b"]], [0, 0, 7, 6]),
+    ],
+)
+def test_the_kv_cache_of_a_sequence_lags_no_more_versions_than_it_may(kv_span: int | None, dropped: list[list[str]], tokens: list[int]):
+    """a runs from version 0, b from version 1, each with a prompt of three tokens; a pass before every commit."""
+    engine = Remembering()
+    bench = Bench(engine=engine)
+    bench.loop = EngineLoop(engine, engine_id=3, stager=bench.stager, clock=bench.clock, kv_span=kv_span)
+    bench.ask("a", max_tokens=50)
+    said: list[Message] = bench.advance(1)
+    for version in (1, 2, 3, 4):
+        bench.order(version)
+        bench.stager.finish(version)
+        said += bench.advance(1)
+        if version == 1:
+            bench.ask("b", max_tokens=50)
+            bench.loop.advance()
+    swaps = [message for message in said if isinstance(message, WeightsCommitted)]
+    assert engine.dropped == dropped
+    assert [swap.num_recomputed_tokens for swap in swaps] == tokens
 
 
 class Failing(FakeEngine):

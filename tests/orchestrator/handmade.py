@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from orchestrator.state.ledger import Ledger
 from pipelinerl.messages import UNSAMPLED, Finish, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 
@@ -57,6 +58,12 @@ def scored(of: Trajectory, reward: float | None = 1.0, *, outcome: Outcome = Out
 
 def group(group_id: int, members: Sequence[ScoredTrajectory]) -> Group:
     return Group(group_id=group_id, members=tuple(members))
+
+
+def admit(ledger: Ledger, group_id: int, *, group_size: int = 1, at_s: float = 0.0) -> list[str]:
+    """Book a group of the prompt `0:<group_id>` as admitted; the source then stands behind that prompt."""
+    asked = prompt(prompt_id=f"0:{group_id}")
+    return ledger.admit(group_id, asked, group_size=group_size, position=(0, group_id + 1), now_s=at_s)
 
 
 def plain_group(group_id: int, rewards: Sequence[float | Outcome], *, versions: Sequence[int] = (0, 0, 0)) -> Group:

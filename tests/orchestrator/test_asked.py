@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from orchestrator.stages.scoring import score_request
 from orchestrator.state.engines import Engines
 from orchestrator.state.peers import Peers
 from orchestrator.state.scorers import CALLS_PER_SLOT, Scorers
@@ -26,11 +27,13 @@ from pipelinerl.messages import (
     Score,
     Scored,
     ScorerReady,
+    Starting,
     Tensor,
     ToEngine,
     ToScorer,
 )
 from pipelinerl.stages import Signal
+from pipelinerl.transport.exchange import LOST_FOR_S
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
@@ -79,12 +82,22 @@ def load(num_tokens: int) -> EngineLoad:
     return EngineLoad(engine_id=1, version=0, num_running=1, num_waiting=0, num_tokens=num_tokens, num_steps=1, busy_s=1.0, idle_s=0.0)
 
 
+def ask(engines: Engines, request: Generate, engine_id: int, answered: list[tuple[str, int]], lost: list[str] | None = None) -> None:
+    """Ask, and note the answer or the loss."""
+    engines.ask(
+        request,
+        engine_id,
+        sink=lambda done, engine_id: answered.append((done.rollout_id, engine_id)),
+        lost=lambda engine_id: None if lost is None else lost.append(request.rollout_id),
+    )
+
+
 def test_a_completion_reaches_who_asked_with_its_engine_and_frees_its_place():
     async def program() -> None:
         async with two_engines(Watch(stall_limit_s=1.0)) as (engines, links):
             answered: list[tuple[str, int]] = []
             for rollout_id, engine_id in (("0/0", 0), ("0/1", 0), ("1/0", 1)):
-                engines.ask(generate(rollout_id), engine_id, lambda done, engine_id: answered.append((done.rollout_id, engine_id)))
+                ask(engines, generate(rollout_id), engine_id, answered)
             assert engines.outstanding() == {0: 2, 1: 1}
             links[0].send(completion("0/1"))
             links[1].send(completion("1/0"))
@@ -100,8 +113,8 @@ def test_an_answer_nobody_waits_for_is_fenced():
 
     async def program() -> None:
         async with two_engines(Watch(stall_limit_s=1.0)) as (engines, links):
-            answered: list[int] = []
-            engines.ask(generate("0/0", attempt=1), 0, lambda done, engine_id: answered.append(done.attempt))
+            answered: list[tuple[str, int]] = []
+            ask(engines, generate("0/0", attempt=1), 0, answered)
             for message in (
                 completion("9/9"),
                 completion("0/0", attempt=0),
@@ -110,7 +123,7 @@ def test_an_answer_nobody_waits_for_is_fenced():
             ):
                 links[0].send(message)
             await asyncio.sleep(0.01)
-            assert answered == [1]
+            assert answered == [("0/0", 0)]
             assert engines.num_fenced == 3
             assert engines.outstanding() == {0: 0, 1: 0}
 
@@ -122,12 +135,13 @@ def test_engines_serve_what_the_smallest_serves_and_hold_what_the_slowest_holds(
         async with two_engines(Watch(stall_limit_s=1.0)) as (engines, _):
             assert engines.max_model_tokens == 99
             assert engines.layout() == (TENSOR,)
-            engines[0].version = 3
+            engines.committed(engines[0], 3)
             assert engines.all_hold(0)
             assert not engines.all_hold(1)
-            engines[1].version = 5
+            engines.committed(engines[1], 5)
             assert engines.all_hold(3)
             assert not engines.all_hold(4)
+            assert (engines.oldest_version(), engines.newest_version()) == (3, 5)
 
     simulate(program())
 
@@ -137,6 +151,75 @@ def test_engines_that_ask_for_different_layouts_are_refused():
         async with two_engines(Watch(stall_limit_s=1.0), layouts=((TENSOR,), ())) as (engines, _):
             with pytest.raises(ConfigError, match="2 engines ask for 2 different weight layouts"):
                 engines.layout()
+
+    simulate(program())
+
+
+@pytest.mark.parametrize("how", ["starting", "ready"])
+def test_what_an_engine_had_is_given_back_once_another_process_takes_its_name(how: str):
+    async def program() -> None:
+        async with two_engines(Watch(stall_limit_s=1.0)) as (engines, links):
+            answered: list[tuple[str, int]] = []
+            lost: list[str] = []
+            died: list[int] = []
+            engines.on_died(died.append)
+            for rollout_id, engine_id in (("0/0", 0), ("0/1", 0), ("1/0", 1)):
+                ask(engines, generate(rollout_id), engine_id, answered, lost)
+            ready = EngineReady(engine_id=0, process_id=2, max_model_tokens=100, max_running=4, tensors=(TENSOR,))
+            links[0].send(Starting(process_id=2) if how == "starting" else ready)
+            await asyncio.sleep(0.01)
+            assert (lost, died) == (["0/0", "0/1"], [0])
+            assert engines.outstanding() == ({1: 1} if how == "starting" else {0: 0, 1: 1})
+            assert engines.all_hold(0) == (how == "ready"), "an engine that is missing holds nothing"
+            links[0].send(completion("0/0"))
+            links[0].send(ready)
+            links[0].send(ready)
+            await asyncio.sleep(0.01)
+            assert engines.outstanding() == {0: 0, 1: 1}
+            assert (answered, lost, died, engines.num_fenced) == ([], ["0/0", "0/1"], [0], 1)
+
+    simulate(program())
+
+
+def test_what_cannot_be_sent_is_given_back_and_the_engine_is_passed_over_until_it_is_heard_of():
+    async def program() -> None:
+        async with two_engines(Watch(stall_limit_s=1.0)) as (engines, links):
+            lost: list[str] = []
+            links[1].close()
+            ask(engines, generate("0/0"), 1, [], lost)
+            assert lost == [], "its connection may come back"
+            await asyncio.sleep(LOST_FOR_S + 1.0)
+            ask(engines, generate("0/1"), 1, [], lost)
+            assert lost == ["0/1"]
+            assert engines.outstanding() == {0: 0}
+            assert engines.least_busy(lambda version: True) == 0
+            assert engines.oldest_version() == 0
+
+    simulate(program())
+
+
+def test_what_a_scorer_had_is_given_back_once_another_process_takes_its_name():
+    trajectory = handmade.trajectory()
+
+    async def program() -> None:
+        hub = MemoryHub(accepts=FromScorer)
+        peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
+        scorers = Scorers(peers, expected=1, watch=Watch(stall_limit_s=1.0))
+        link = hub.connect("scorer-0", accepts=ToScorer)
+        lost: list[int] = []
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(peers.run())
+            link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=2))
+            await asyncio.sleep(0.01)
+            scorers.ask(score_request(trajectory), sink=lambda scored: None, lost=lost.append)
+            link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=2))
+            await asyncio.sleep(0.01)
+            assert lost == [], "it only said so twice"
+            link.send(ScorerReady(scorer_id=0, process_id=2, num_slots=2))
+            await asyncio.sleep(0.01)
+            assert lost == [0]
+            assert scorers.has_room
+            task.cancel()
 
     simulate(program())
 
@@ -177,7 +260,7 @@ def test_a_scorer_is_asked_as_long_as_it_has_room_and_an_answer_makes_room():
             await asyncio.sleep(0.01)
             for number in range(2 * CALLS_PER_SLOT):
                 assert scorers.has_room
-                scorers.ask(score(f"0/{number}"), answered.append)
+                scorers.ask(score(f"0/{number}"), sink=answered.append, lost=lambda scorer_id: None)
             assert not scorers.has_room
             waiting = asyncio.create_task(scorers.changed.wait())
             for attempt in (1, 0, 0):

@@ -14,10 +14,11 @@ import pytest
 from orchestrator.progress import Progress
 from orchestrator.stages.batching import Row, Seal
 from orchestrator.stages.delivery import Delivery, micro_batch_of
-from orchestrator.state.ledger import Admitted, Ledger
+from orchestrator.state.ledger import Ledger
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import PeerRefused
 from pipelinerl.messages import (
+    CheckpointSaved,
     FromTrainer,
     Message,
     MicroBatch,
@@ -42,7 +43,7 @@ class Bench:
     """A delivery stage with a hand on everything around it."""
 
     rows: Channel[Row | Seal]
-    published: Channel[PolicyPublished]
+    published: Channel[TrainerReady | PolicyPublished]
     ledger: Ledger
     delivery: Delivery
     links: list[MemoryLink]
@@ -71,7 +72,7 @@ async def bench(folder: Path, *, num_replicas: int = 1, num_steps: int = 3, hold
     trainer = Peers(hub, role="trainer", expected=num_replicas, ready_deadline_s=60.0, silent_after_s=600.0)
     watch, ledger = Watch(stall_limit_s=600.0), Ledger(None)
     rows = Channel[Row | Seal]("rows", giver="batching", taker="delivery", watch=watch, bound_bytes=1000, size=lambda item: item.num_bytes)
-    published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
+    published = Channel[TrainerReady | PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
     journal = Journal(folder, "orchestrator")
     delivery = Delivery(
         rows=rows,
@@ -221,7 +222,7 @@ def test_a_step_that_is_done_is_booked_as_trained_with_its_facts(tmp_path: Path)
     async def program() -> Ledger:
         async with bench(tmp_path) as it:
             of = handmade.trajectory((1, 1, 2), group_id=4, sibling=3)
-            it.ledger.admit(Admitted(rollout_id="4/3", group_id=4, prompt_id="0:4", admitted_s=0.0))
+            handmade.admit(it.ledger, 4, group_size=4)
             await it.put(row(0, Sample(trajectory=of, reward=0.75, advantages=np.zeros(5, np.float32))))
             await it.put(Seal(step=0, num_tokens=3, num_samples=1))
             assert it.ledger.identity().trained == 0
@@ -254,7 +255,7 @@ def test_a_pull_of_a_step_that_is_done_is_refused(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
             await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1))
-            it.ledger.admit(Admitted(rollout_id="0/0", group_id=0, prompt_id="0:0", admitted_s=0.0))
+            handmade.admit(it.ledger, 0)
             it.links[0].send(StepDone(step=0, metrics={}))
             await it.ask(0, step=0, index=0)
 
@@ -268,20 +269,22 @@ def test_a_trainer_of_another_size_is_refused(tmp_path: Path):
             it.links[0].send(TrainerReady(replica=0, num_replicas=4, process_id=1, version=0))
             await asyncio.sleep(1.0)
 
-    expected = pytest.RaisesExc(PeerRefused, match=r"trainer-0 counts 4 replicas, the config says trainer.ranks = 2")
+    expected = pytest.RaisesExc(
+        PeerRefused, match=r"trainer-0 counts 4 replicas, the config makes 2 \(trainer.ranks and trainer.parallel\)"
+    )
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
         simulate(program())
 
 
 @pytest.mark.parametrize("order", [("done", "published"), ("published", "done")])
-def test_the_run_is_finished_when_the_last_step_is_done_and_its_policy_published(tmp_path: Path, order: tuple[str, str]):
+def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_path: Path, order: tuple[str, str]):
     def published(version: int) -> PolicyPublished:
         return PolicyPublished(version=version, slot="a", digest="", num_bytes=0, publish_s=0.0)
 
     async def program() -> None:
         async with bench(tmp_path, num_steps=2) as it:
             for group_id in range(2):
-                it.ledger.admit(Admitted(rollout_id=f"{group_id}/0", group_id=group_id, prompt_id="0:0", admitted_s=0.0))
+                handmade.admit(it.ledger, group_id)
                 await it.put(row(group_id, handmade.sample(5, group_id=group_id)), Seal(step=group_id, num_tokens=4, num_samples=1))
             it.links[0].send(StepDone(step=0, metrics={}))
             it.links[0].send(published(1))
@@ -290,13 +293,108 @@ def test_the_run_is_finished_when_the_last_step_is_done_and_its_policy_published
                 assert not it.delivery.finished.is_set()
                 it.links[0].send(StepDone(step=1, metrics={}) if what == "done" else published(2))
             await asyncio.sleep(0.01)
+            assert not it.delivery.finished.is_set(), "its checkpoint is still being written"
+            it.links[0].send(CheckpointSaved(version=2, commit="", num_bytes=1, save_s=0.1))
+            await asyncio.sleep(0.01)
             assert it.delivery.finished.is_set()
-            assert [policy.version async for policy in _first(it.published, 2)] == [1, 2]
+            assert [news.version async for news in _first(it.published, 2)] == [1, 2]
 
     simulate(program())
 
 
-async def _first(channel: Channel[PolicyPublished], count: int) -> AsyncIterator[PolicyPublished]:
+# --- a trainer that starts again -------------------------------------------------------------------------------------------------------
+
+
+def ready(process_id: int, *, version: int = 0, commit: str = "") -> TrainerReady:
+    return TrainerReady(replica=0, num_replicas=1, process_id=process_id, version=version, commit=commit)
+
+
+async def train_step(it: Bench, step: int) -> str:
+    """Record, deliver and finish a step of one sample, as batching and the trainer would; return its commit."""
+    of = handmade.sample(5, group_id=step)
+    handmade.admit(it.ledger, step)
+    it.ledger.score(handmade.scored(of.trajectory), now_s=0.0)
+    it.ledger.place(step, [of], step=step, now_s=0.0)
+    it.ledger.pack([of], step=step, row=0, now_s=0.0)
+    commit = it.ledger.seal(step, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+    await it.put(row(step, of), Seal(step=step, num_tokens=4, num_samples=1, commit=commit))
+    await it.ask(0, step=step, index=0)
+    it.links[0].send(StepDone(step=step, metrics={}))
+    await asyncio.sleep(0.01)
+    return commit
+
+
+def test_steps_since_the_checkpoint_are_offered_again_row_by_row_and_booked_once(tmp_path: Path):
+    async def program() -> Ledger:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            commits = [await train_step(it, step) for step in range(3)]
+            it.links[0].send(CheckpointSaved(version=1, commit=commits[0], num_bytes=1, save_s=0.1))
+            await asyncio.sleep(0.01)
+            it.links[0].send(ready(2, version=1, commit=commits[0]))
+            for step in (1, 2):
+                assert names(await it.ask(0, step=step, index=0)) == [(f"{step}/0",)]
+                (seal,) = await it.ask(0, step=step, index=1)
+                assert isinstance(seal, StepSealed)
+                assert seal.commit == commits[step]
+                it.links[0].send(StepDone(step=step, metrics={}))
+            await asyncio.sleep(0.01)
+            return it.ledger
+
+    ledger = simulate(program())
+    assert ledger.identity().trained == 3
+    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'replayed') ORDER BY seq")
+    assert kinds == [("done", 0), ("done", 1), ("done", 2), ("saved", 1), ("restarted", 1), ("replayed", 1), ("replayed", 2)]
+
+
+def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path):
+    """It trained step 1 and wrote checkpoint 2, and was killed before a word of it was heard."""
+
+    async def program() -> Ledger:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            await train_step(it, 0)
+            of = handmade.sample(5, group_id=1)
+            handmade.admit(it.ledger, 1)
+            commit = it.ledger.seal(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
+            await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
+            it.links[0].send(ready(2, version=2, commit=commit))
+            await asyncio.sleep(0.01)
+            assert it.delivery.num_booked == 2
+            return it.ledger
+
+    ledger = simulate(program())
+    assert ledger.identity().trained == 2
+    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted') ORDER BY seq")
+    assert kinds == [("done", 0), ("done", 1), ("saved", 2), ("restarted", 2)]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            await train_step(it, 0)
+            it.links[0].send(ready(2, version=1, commit="another:7"))
+            await asyncio.sleep(1.0)
+
+    expected = pytest.RaisesExc(PeerRefused, match=r"that names the ledger's commit 'another:7', but this ledger has '.*' for step 0")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+def test_a_trainer_that_only_says_so_twice_starts_once(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            await train_step(it, 0)
+            it.links[0].send(ready(1))
+            await it.put(row(1, handmade.sample(5, group_id=1)))
+            assert names(await it.ask(0, step=1, index=0)) == [("1/0",)]
+
+    simulate(program())
+
+
+async def _first(channel: Channel[TrainerReady | PolicyPublished], count: int) -> AsyncIterator[TrainerReady | PolicyPublished]:
     for _ in range(count):
         item = await channel.get()
         assert item is not None

@@ -1,4 +1,4 @@
-"""The ledger: every rollout ends once, the counts add up, and the rows are there for anyone with sqlite3."""
+"""The ledger: every rollout ends once, the counts add up, what is written is a prefix of what happened, and a new life goes on from it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,39 @@ import itertools
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from orchestrator.state.ledger import Admitted, Facts, Identity, Ledger
-from pipelinerl.messages import Fate
+from orchestrator.state.ledger import RUN_ENDED, Facts, Identity, Ledger
+from orchestrator.state.snapshot import commit_of, read_snapshot, read_steps
+from pipelinerl.errors import LedgerError
+from pipelinerl.messages import Fate, Outcome, Sample
+from tests.orchestrator import handmade
 
 
-def admit(ledger: Ledger, *rollout_ids: str, at_s: float = 1.0) -> None:
-    for rollout_id in rollout_ids:
-        group_id = int(rollout_id.split("/")[0])
-        ledger.admit(Admitted(rollout_id=rollout_id, group_id=group_id, prompt_id=f"0:{group_id}", admitted_s=at_s))
+def sample_of(group_id: int, sibling: int, *, reward: float = 1.0, versions: tuple[int, ...] = (0, 0, 0)) -> Sample:
+    trajectory = handmade.trajectory(versions, group_id=group_id, sibling=sibling)
+    return Sample(trajectory=trajectory, reward=reward, advantages=np.arange(trajectory.num_tokens, dtype=np.float32))
+
+
+def score(ledger: Ledger, *samples: Sample) -> None:
+    for sample in samples:
+        ledger.score(handmade.scored(sample.trajectory, sample.reward), now_s=2.0)
+
+
+# --- counting ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_fate_is_counted_apart_and_the_identity_holds_at_every_moment():
     ledger = Ledger(None)
-    admit(ledger, *(f"0/{number}" for number in range(12)))
+    handmade.admit(ledger, 0, group_size=12)
     assert ledger.identity() == Identity(admitted=12, in_flight=12, trained=0, filtered=0, stale=0, failed=0, cancelled=0)
     for number, fate in enumerate([Fate.TRAINED] * 4 + [Fate.FILTERED] * 3 + [Fate.STALE] * 2 + [Fate.FAILED]):
         ledger.end(f"0/{number}", fate, now_s=2.0)
         assert ledger.identity().holds
     assert ledger.identity() == Identity(admitted=12, in_flight=2, trained=4, filtered=3, stale=2, failed=1, cancelled=0)
-    ledger.cancel_rest(now_s=3.0, reason="the run ended")
-    assert ledger.identity() == Identity(admitted=12, in_flight=0, trained=4, filtered=3, stale=2, failed=1, cancelled=2)
+    final = ledger.finish("finished", now_s=3.0)
+    assert final == Identity(admitted=12, in_flight=0, trained=4, filtered=3, stale=2, failed=1, cancelled=2)
 
 
 def test_the_identity_can_be_broken_and_says_so():
@@ -43,7 +54,7 @@ def test_the_identity_can_be_broken_and_says_so():
 
 def test_what_was_not_trained_is_counted_by_reason():
     ledger = Ledger(None)
-    admit(ledger, "0/0", "0/1", "0/2", "0/3")
+    handmade.admit(ledger, 0, group_size=4)
     ledger.end("0/0", Fate.TRAINED, now_s=2.0)
     ledger.end("0/1", Fate.FAILED, now_s=2.0, reason="timeout")
     ledger.end("0/2", Fate.FAILED, now_s=2.0, reason="timeout")
@@ -53,7 +64,7 @@ def test_what_was_not_trained_is_counted_by_reason():
 
 def test_nothing_ends_twice_or_without_having_been_admitted():
     ledger = Ledger(None)
-    admit(ledger, "0/0")
+    handmade.admit(ledger, 0)
     ledger.end("0/0", Fate.TRAINED, now_s=2.0)
     with pytest.raises(KeyError):
         ledger.end("0/0", Fate.FAILED, now_s=3.0)
@@ -63,20 +74,16 @@ def test_nothing_ends_twice_or_without_having_been_admitted():
     assert len(ledger.rows()) == 1
 
 
-def test_nothing_is_admitted_twice():
-    ledger = Ledger(None)
-    admit(ledger, "0/0")
-    with pytest.raises(AssertionError, match="admitted twice"):
-        admit(ledger, "0/0")
+# --- the file ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_flushed_rows_are_read_by_a_plain_sqlite3_connection_while_the_run_goes_on(tmp_path: Path):
+def test_flushed_fates_are_read_by_a_plain_sqlite3_connection_while_the_run_goes_on(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
-    admit(ledger, "7/3", "7/4", at_s=1.5)
+    handmade.admit(ledger, 7, group_size=4, at_s=1.5)
     ledger.end("7/3", Fate.TRAINED, now_s=4.5, facts=Facts(step=2, reward=0.25, oldest_version=1, newest_version=3, num_tokens=40))
     ledger.flush()
-    admit(ledger, "8/0", at_s=5.0)
+    handmade.admit(ledger, 8, at_s=5.0)
     ledger.end("8/0", Fate.FAILED, now_s=6.0, reason="timeout")
     query = (
         "SELECT rollout_id, group_id, prompt_id, fate, reason, step, reward, oldest_version, newest_version, num_tokens,"
@@ -88,27 +95,211 @@ def test_flushed_rows_are_read_by_a_plain_sqlite3_connection_while_the_run_goes_
         assert database.execute(query).fetchall()[1] == ("8/0", 8, "0:8", "failed", "timeout", None, None, None, None, 0, 5.0, 6.0)
 
 
-def test_a_second_flush_writes_nothing_again():
+def test_what_is_booked_while_another_thread_writes_is_written_once_and_in_order():
+    """The pipeline writes in a thread, while its own thread goes on booking."""
     ledger = Ledger(None)
-    admit(ledger, "0/0")
-    ledger.end("0/0", Fate.TRAINED, now_s=2.0)
-    ledger.flush()
-    ledger.flush()
-    assert len(ledger.rows()) == 1
-
-
-def test_rows_that_end_while_another_thread_writes_are_not_lost():
-    """The pipeline writes in a thread, twice a second, while its own thread ends rollouts."""
-    ledger = Ledger(None)
-    admit(ledger, *(f"0/{number}" for number in range(300)))
+    handmade.admit(ledger, 0, group_size=300)
     numbers = iter(range(300))
-    with concurrent.futures.ThreadPoolExecutor(1) as writer:
+    with concurrent.futures.ThreadPoolExecutor(2) as writers:
         for _ in range(30):
             for number in itertools.islice(numbers, 5):
                 ledger.end(f"0/{number}", Fate.TRAINED, now_s=2.0)
-            writing = writer.submit(ledger.write, ledger.take_rows())
+            writing = [writers.submit(ledger.flush) for _ in range(2)]
             for number in itertools.islice(numbers, 5):
                 ledger.end(f"0/{number}", Fate.TRAINED, now_s=2.0)
-            writing.result()
+            concurrent.futures.wait(writing)
     assert [row[0] for row in ledger.rows()] == [f"0/{number}" for number in range(300)]
-    assert ledger.take_rows() == []
+
+
+def test_what_belongs_together_is_not_torn_apart_by_a_flush():
+    ledger = Ledger(None)
+    handmade.admit(ledger, 0, group_size=2)
+    ledger.flush()
+    with concurrent.futures.ThreadPoolExecutor(1) as writer:
+        with ledger.together():
+            ledger.end("0/0", Fate.TRAINED, now_s=2.0)
+            writing = writer.submit(ledger.flush)
+            assert not concurrent.futures.wait([writing], timeout=0.2).done, "it takes neither, or both"
+            ledger.end("0/1", Fate.TRAINED, now_s=2.0)
+        writing.result(5.0)
+    assert len(ledger.rows()) == 2
+
+
+def test_a_ledger_that_cannot_be_written_says_so(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other:
+        other.execute("DROP TABLE events")
+    handmade.admit(ledger, 0)
+    with pytest.raises(LedgerError, match=r"cannot write \d entries to .*ledger.sqlite: no such table"):
+        ledger.flush()
+
+
+# --- another life --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+def killed(ledger: Ledger) -> None:
+    """End the process after a flush."""
+    ledger.flush()
+    ledger.store.abandon()
+
+
+def test_a_fresh_ledger_gives_a_run_from_the_start():
+    snapshot = read_snapshot(Ledger(None))
+    assert (snapshot.num_done, snapshot.next_group_id, snapshot.position, snapshot.open_step) == (0, 0, (0, 0), 0)
+    assert (snapshot.interrupted, snapshot.scored, snapshot.steps, snapshot.running_groups) == ((), (), {}, frozenset())
+
+
+def test_what_was_not_flushed_never_happened(path: Path):
+    ledger = Ledger(path)
+    handmade.admit(ledger, 0)
+    ledger.flush()
+    handmade.admit(ledger, 1)
+    ledger.store.abandon()
+    again = Ledger(path)
+    assert again.identity().admitted == 1
+    assert read_snapshot(again).next_group_id == 1
+
+
+def test_the_source_goes_on_behind_the_last_prompt_admitted(path: Path):
+    ledger = Ledger(path)
+    for group_id in range(3):
+        handmade.admit(ledger, group_id)
+    killed(ledger)
+    assert read_snapshot(Ledger(path)).position == (0, 3)
+
+
+def test_what_had_no_score_is_issued_again_with_the_next_attempt_and_its_prompt(path: Path):
+    ledger = Ledger(path)
+    handmade.admit(ledger, 4, group_size=3)
+    ledger.issue("4/0", attempt=0, engine_id=0, version=2, now_s=1.0)
+    ledger.issue("4/1", attempt=0, engine_id=0, version=2, now_s=1.0)
+    ledger.lose("4/1", attempt=0, reason="engine-0 ended", now_s=1.5)
+    ledger.issue("4/1", attempt=1, engine_id=1, version=3, now_s=1.6)
+    score(ledger, sample_of(4, 0))
+    killed(ledger)
+    snapshot = read_snapshot(Ledger(path))
+    (group,) = snapshot.interrupted
+    assert group.prompt.prompt_id == "0:4"
+    assert group.prompt.token_ids.tolist() == [100, 101]
+    assert [(one.rollout_id, one.sibling, one.attempt, one.version) for one in group.rollouts] == [("4/1", 1, 2, 3), ("4/2", 2, 0, 0)]
+    assert [one.trajectory.rollout_id for one in snapshot.scored] == ["4/0"]
+    assert snapshot.running_groups == {4}
+
+
+def test_a_scored_rollout_comes_back_to_the_last_column(path: Path):
+    sample = sample_of(0, 0, reward=0.25, versions=(3, 3, 4))
+    ledger = Ledger(path)
+    handmade.admit(ledger, 0)
+    score(ledger, sample)
+    killed(ledger)
+    (back,) = read_snapshot(Ledger(path)).scored
+    assert back.score.reward == 0.25
+    for name in ("token_ids", "trains", "logprobs", "versions"):
+        assert getattr(back.trajectory, name).tolist() == getattr(sample.trajectory, name).tolist()
+    assert back.trajectory.prompt.token_ids.tolist() == sample.trajectory.prompt.token_ids.tolist()
+
+
+def test_a_step_comes_back_row_by_row_with_its_advantages_and_its_seal(path: Path):
+    ledger = Ledger(path)
+    samples = [sample_of(group_id, sibling) for group_id in range(2) for sibling in range(2)]
+    for group_id in range(2):
+        handmade.admit(ledger, group_id, group_size=2)
+        score(ledger, *samples[2 * group_id : 2 * group_id + 2])
+        ledger.place(group_id, samples[2 * group_id : 2 * group_id + 2], step=0, now_s=3.0)
+    ledger.pack([samples[2], samples[0]], step=0, row=0, now_s=3.0)
+    ledger.pack([samples[1], samples[3]], step=0, row=1, now_s=3.0)
+    commit = ledger.seal(0, num_rows=2, num_tokens=12, num_samples=4, now_s=3.0)
+    killed(ledger)
+    again = Ledger(path)
+    step = read_steps(again, first=0)[0]
+    assert [[sample.trajectory.rollout_id for sample in row] for row in step.rows] == [["1/0", "0/0"], ["0/1", "1/1"]]
+    assert step.rows[0][0].advantages.tolist() == [0, 1, 2, 3, 4]
+    assert (step.loose, step.num_groups, step.seal) == ((), 2, (12, 4, commit))
+    assert commit_of(again, 0) == commit
+    assert read_snapshot(again).open_step == 1
+
+
+def test_a_step_being_filled_comes_back_with_what_is_not_packed_yet(path: Path):
+    ledger = Ledger(path)
+    samples = [sample_of(0, sibling) for sibling in range(3)]
+    handmade.admit(ledger, 0, group_size=3)
+    score(ledger, *samples)
+    ledger.place(0, samples, step=0, now_s=3.0)
+    ledger.pack([samples[1]], step=0, row=0, now_s=3.0)
+    killed(ledger)
+    snapshot = read_snapshot(Ledger(path))
+    assert snapshot.open_step == 0
+    assert [sample.trajectory.rollout_id for sample in snapshot.steps[0].rows[0]] == ["0/1"]
+    assert [sample.trajectory.rollout_id for sample in snapshot.steps[0].loose] == ["0/0", "0/2"]
+    assert snapshot.steps[0].num_groups == snapshot.num_placed_groups == 1
+    assert snapshot.running_groups == frozenset()
+
+
+def test_a_step_that_lost_a_row_is_refused(path: Path):
+    ledger = Ledger(path)
+    handmade.admit(ledger, 0)
+    ledger.seal(0, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
+    with pytest.raises(LedgerError, match="step 0 was sealed with 1 rows, but the ledger holds 0"):
+        read_steps(ledger, first=0)
+
+
+def test_samples_go_once_a_checkpoint_holds_them_and_not_before(path: Path):
+    ledger = Ledger(path)
+    for group_id in range(2):
+        sample = sample_of(group_id, 0)
+        handmade.admit(ledger, group_id)
+        score(ledger, sample)
+        ledger.place(group_id, [sample], step=group_id, now_s=3.0)
+        ledger.pack([sample], step=group_id, row=0, now_s=3.0)
+        ledger.seal(group_id, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
+        ledger.end(f"{group_id}/0", Fate.TRAINED, now_s=4.0)
+    assert sorted(read_steps(ledger, first=0)) == [0, 1]
+    ledger.saved(1, "the commit", now_s=5.0)
+    assert ledger.store.read("SELECT group_id, prompt IS NULL FROM groups") == [(0, 1), (1, 0)]
+    assert ledger.store.read("SELECT rollout_id FROM samples") == [("1/0",)]
+    assert len(ledger.rows()) == 2, "what became of them stays known"
+
+
+def test_what_was_cancelled_when_the_run_ended_is_in_flight_again_when_it_goes_on(path: Path):
+    ledger = Ledger(path)
+    handmade.admit(ledger, 0, group_size=3)
+    score(ledger, sample_of(0, 1))
+    ledger.end("0/2", Fate.CANCELLED, now_s=2.0, reason="withdrawn")
+    assert ledger.finish("stopped", now_s=3.0).cancelled == 3
+    ledger.close()
+    again = Ledger(path)
+    assert again.reasons == {f"cancelled: {RUN_ENDED}": 2, "cancelled: withdrawn": 1}
+    again.begin({}, now_s=4.0, unix_s=0.0)
+    assert again.identity() == Identity(admitted=3, in_flight=2, trained=0, filtered=0, stale=0, failed=0, cancelled=1)
+    snapshot = read_snapshot(again)
+    assert [one.rollout_id for group in snapshot.interrupted for one in group.rollouts] == ["0/0"]
+    assert [one.trajectory.rollout_id for one in snapshot.scored] == ["0/1"]
+
+
+def test_a_failed_sibling_needs_no_second_score(path: Path):
+    ledger = Ledger(path)
+    handmade.admit(ledger, 0, group_size=2)
+    ledger.score(handmade.scored(handmade.trajectory(group_id=0), outcome=Outcome.TIMEOUT), now_s=2.0)
+    killed(ledger)
+    snapshot = read_snapshot(Ledger(path))
+    assert [one.score.outcome for one in snapshot.scored] == [Outcome.TIMEOUT]
+    assert [one.rollout_id for group in snapshot.interrupted for one in group.rollouts] == ["0/1"]
+
+
+def test_deaths_are_remembered_by_role_and_prompt_until_it_came_through(path: Path):
+    ledger = Ledger(path)
+    for kind, peer, row in (
+        ("suspected", "engine-0", "7"),
+        ("suspected", "engine-1", "8"),
+        ("suspected", "scorer-0", "7"),
+        ("suspected", "engine-1", "7"),
+        ("cleared", "engine-1", "8"),
+    ):
+        ledger.book(kind, now_s=1.0, peer=peer, reason=row)
+    killed(ledger)
+    assert read_snapshot(Ledger(path)).deaths == {"engine": {"7": 2}, "scorer": {"7": 1}}

@@ -11,6 +11,7 @@ import pytest
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import PeerRefused, PeerSilent
 from pipelinerl.messages import EngineLoad, Failed, FromEngine, Stop, ToEngine
+from pipelinerl.transport.exchange import LOST_FOR_S
 from pipelinerl.transport.memory import MemoryHub
 from tests.sim.clock import simulate
 
@@ -106,13 +107,37 @@ def test_silence_is_no_fault_once_the_run_ends_and_everyone_was_told():
                 link.send(load())
             await asyncio.sleep(0.1)
             links[1].close()
-            peers.stop_all(Stop(reason="finished"))
+            peers.send("engine-1", Stop(reason="nobody hears this"))
+            await asyncio.sleep(LOST_FOR_S + 0.9)
+            await peers.stop_all(Stop(reason="finished"), deadline_s=15.0)
             await asyncio.sleep(60.0)
         return [links[0].receive(0), links[2].receive(0)], asyncio.get_running_loop().time()
 
     told, now_s = simulate(program())
     assert told == [Stop(reason="finished"), Stop(reason="finished")]
-    assert now_s == pytest.approx(60.1)
+    assert now_s == pytest.approx(81.0), "it waited for the one that is gone, in vain"
+
+
+def test_who_is_being_replaced_when_the_run_ends_is_told_once_it_speaks():
+    async def program() -> tuple[object, float]:
+        hub = MemoryHub(accepts=FromEngine)
+        link = hub.connect("engine-0", accepts=ToEngine)
+        peers = engines(hub, expected=1)
+        peers.on(EngineLoad, lambda peer, message: None)
+        async with running(peers):
+            link.send(load())
+            await asyncio.sleep(0.1)
+            link.close()
+            ending = asyncio.create_task(peers.stop_all(Stop(reason="finished"), deadline_s=15.0))
+            await asyncio.sleep(3.0)
+            replacement = hub.connect("engine-0", accepts=ToEngine)
+            replacement.send(load())
+            await ending
+        return replacement.receive(0), asyncio.get_running_loop().time()
+
+    told, now_s = simulate(program())
+    assert told == Stop(reason="finished")
+    assert now_s == pytest.approx(3.1)
 
 
 def test_a_peers_last_words_end_the_run():

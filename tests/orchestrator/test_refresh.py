@@ -21,12 +21,16 @@ from pipelinerl.messages import (
     EngineReady,
     FromEngine,
     FromTrainer,
+    LayoutFixed,
     Message,
+    PolicyHeld,
     PolicyPublished,
     SlotReleased,
     StageWeights,
+    Starting,
     ToEngine,
     ToTrainer,
+    TrainerReady,
     WeightsCommitted,
     WeightsRefused,
 )
@@ -41,11 +45,12 @@ from tests.sim.clock import simulate
 class Bench:
     """A refresh stage with a hand on two engines and a trainer."""
 
-    published: Channel[PolicyPublished]
+    published: Channel[TrainerReady | PolicyPublished]
     admission: Admission
     credits: Signal
     engines: list[MemoryLink]
     known: Engines
+    refresh: Refresh
     trainer: MemoryLink
 
     async def publish(self, version: int, *, lineage: int = 0) -> None:
@@ -92,7 +97,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
     trainer = Peers(trainer_hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
     watch, credits = Watch(stall_limit_s=1000.0), Signal()
     journal = Journal(folder, "orchestrator")
-    published = Channel[PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
+    published = Channel[TrainerReady | PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
     pace = pace_of(mode, max_staleness=2)
     admission = Admission(pace=pace, groups_per_step=4, num_steps=100, max_running=100)
     known = Engines(peers, expected=2, watch=watch, credits=Signal())
@@ -104,6 +109,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
         credits=credits,
         progress=Progress(journal=journal, started_s=0.0),
         journal=journal,
+        layout_for=lambda ready: LayoutFixed(tensors=()),
         commit_deadline_s=60.0,
     )
     links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
@@ -114,7 +120,15 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
             for engine_id, link in enumerate(links):
                 link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
             await asyncio.sleep(0.01)
-            yield Bench(published=published, admission=admission, credits=credits, engines=links, known=known, trainer=trainer_link)
+            yield Bench(
+                published=published,
+                admission=admission,
+                credits=credits,
+                engines=links,
+                known=known,
+                refresh=refresh,
+                trainer=trainer_link,
+            )
             for task in tasks:
                 task.cancel()
     finally:
@@ -257,7 +271,7 @@ def test_the_run_ends_with_the_last_engines_own_words_once_none_can_be_refilled(
             await it.publish(1)
             for engine_id in (0, 1, 0, 1, 0, 1):
                 await it.refuse(engine_id, 1, error=f"WeightsError: engine {engine_id} is ill")
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(61.0)
 
     expected = pytest.RaisesExc(PeerRefused, match=r"^engine-1 refused policy 1: WeightsError: engine 1 is ill$")
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
@@ -329,6 +343,38 @@ def test_repeated_and_late_news_change_nothing(tmp_path: Path):
     assert len([line for line in read_journals(tmp_path) if line["kind"] == "swap"]) == 4
 
 
+def test_the_trainer_hears_what_every_engine_holds_and_when_one_needs_a_whole_policy(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in (0, 1):
+                await it.commit(engine_id, 1)
+            await it.publish(2)
+            await it.commit(0, 2)
+            await it.refuse(1, 2)
+            await it.commit(1, 2)
+            heard = [message.version for message in received(it.trainer) if isinstance(message, PolicyHeld)]
+            assert heard == [0, 1, None, 2]
+
+    simulate(program())
+
+
+def test_a_replaced_engine_is_told_of_the_newest_policy_at_once(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in (0, 1):
+                await it.commit(engine_id, 1)
+            it.engines[1].send(EngineReady(engine_id=1, process_id=2, max_model_tokens=100, max_running=4, tensors=()))
+            await asyncio.sleep(0.01)
+            assert it.ordered(1) == [1, 1]
+            assert (it.known[1].version, it.known.all_hold(1)) == (0, False)
+            await it.commit(1, 1)
+            assert it.known.all_hold(1)
+
+    simulate(program())
+
+
 def test_a_rollback_is_announced_as_a_later_lineage_and_lowers_the_version(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
@@ -345,6 +391,91 @@ def test_a_rollback_is_announced_as_a_later_lineage_and_lowers_the_version(tmp_p
             await it.commit(0, 1, lineage=1)
             assert it.known[0].version == 1
             await it.commit(1, 1, lineage=1)
+
+    simulate(program())
+
+
+# --- engines and trainers that start again ------------------------------------------------------------------------------------------
+
+
+def ready(engine_id: int, process_id: int) -> EngineReady:
+    return EngineReady(engine_id=engine_id, process_id=process_id, max_model_tokens=100, max_running=4, tensors=())
+
+
+def test_an_engine_that_joins_late_is_brought_to_the_newest_policy_whose_buffer_was_kept(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            for engine_id in range(2):
+                await it.commit(engine_id, 1)
+            received(it.engines[1])
+            it.engines[1].send(ready(1, process_id=2))
+            await asyncio.sleep(0.01)
+            assert received(it.engines[1]) == [StageWeights(version=1, slot="slot-1", digest="d1", when_idle=False)]
+            assert it.released() == []
+            await it.commit(1, 1)
+
+    simulate(program())
+
+
+def test_an_engine_that_died_owes_no_commit_and_holds_no_buffer(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(1)
+            await it.commit(0, 1)
+            await it.publish(2)
+            await it.commit(0, 2)
+            it.engines[1].send(Starting(process_id=2))
+            await asyncio.sleep(0.01)
+            assert it.released() == ["slot-1"], "engine 1 was the last to read it"
+            await asyncio.sleep(200.0)
+
+    simulate(program())
+
+
+def test_a_trainer_that_starts_again_is_told_the_layout_and_hands_out_buffers_of_its_own(tmp_path: Path):
+    """Engines hold 2 when it starts from 1: what it publishes anew up to there they have, and their old buffers are not spoken of."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for version in (1, 2):
+                await it.publish(version)
+            await it.commit(0, 2)  # engine 1 has not committed, and need not any more
+            received(it.trainer)
+            it.published.put_now(TrainerReady(replica=0, num_replicas=1, process_id=2, version=1))
+            await asyncio.sleep(0.01)
+            assert received(it.trainer) == [LayoutFixed(tensors=())]
+            for link in it.engines:
+                received(link)
+            await asyncio.sleep(200.0)
+            await it.publish(1)
+            assert received(it.engines[0]) == []
+            assert [order.version for order in received(it.engines[1]) if isinstance(order, StageWeights)] == [1]
+            await it.commit(1, 1)
+            await it.publish(2)
+            assert it.released() == []
+            await it.commit(1, 2)
+            await it.publish(3)
+            for engine_id in range(2):
+                await it.commit(engine_id, 3)
+            assert it.released() == ["slot-1", "slot-2"]
+
+    simulate(program())
+
+
+def test_the_newest_buffer_is_kept_even_where_every_engine_is_past_it(tmp_path: Path):
+    """A trainer does steps again that engines have long taken: one that joins now must still find something to read."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            await it.publish(2)
+            for engine_id in range(2):
+                await it.commit(engine_id, 2)
+            it.published.put_now(TrainerReady(replica=0, num_replicas=1, process_id=2, version=0))
+            await it.publish(1)
+            assert it.released() == []
+            await it.publish(2)
+            assert it.released() == ["slot-1"]
 
     simulate(program())
 

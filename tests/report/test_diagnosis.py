@@ -99,6 +99,18 @@ def test_engines_with_free_slots_are_to_be_filled_first(tmp_path: Path) -> None:
     assert "40.0 of 128 sequences" in _diagnose(tmp_path / "trained", Plan(generate_s=0.7, train_s=0.7, num_running=20)).verdict
 
 
+@pytest.mark.parametrize(
+    ("mode", "remedy"),
+    [("one_step_off", 'set pipeline.mode = "streaming" (one_step_off now)'), ("streaming", "raise pipeline.max_staleness (4 now)")],
+)
+def test_slots_that_admission_keeps_empty_are_to_be_opened_before_engines_are_added(tmp_path: Path, mode: str, remedy: str) -> None:
+    # 45 of 64 slots in use while admission is closed: 29.7 % empty, too few to be the limit itself.
+    diagnosis = _diagnose(tmp_path / "run", Plan(num_running=45, is_held=True, mode=mode))
+    assert diagnosis.limiter is Limiter.GENERATION
+    assert f"before that, {remedy}" in diagnosis.advice
+    assert "29.7" in diagnosis.advice
+
+
 def test_arithmetic_adds_up(tmp_path: Path) -> None:
     findings = {row.what: row for row in _diagnose(tmp_path / "run", Plan()).findings}
     window_s = 39 * 1.2004

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import itertools
 import random
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
     Alive,
+    CheckpointSaved,
     FunctionLoad,
     GroupScored,
     LayoutFixed,
@@ -71,6 +74,10 @@ class World:
     """What everybody needs to load before announcing itself."""
 
 
+process_ids = itertools.count(1000)
+"""Of every simulated process, so that one that takes over a name is told from the one before."""
+
+
 class SimulatedEngine(FakeEngine):
     """Fails a seeded fraction of forward passes; its tokens tell the version that sampled them, also where it skipped some."""
 
@@ -87,8 +94,8 @@ class SimulatedEngine(FakeEngine):
             raise EngineError("simulated failure of a forward pass")
         return super().step()
 
-    def commit(self) -> None:
-        super().commit()
+    def commit(self, recompute: Collection[str] = ()) -> None:
+        super().commit(recompute)
         self._num_commits = self.staged_version
 
 
@@ -121,7 +128,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
 
     loop = EngineLoop(fake, engine_id=engine_id, stager=stage, clock=clock)
     await asyncio.sleep(world.start_s)
-    link.send(loop.ready(process_id=engine_id))
+    link.send(loop.ready(process_id=next(process_ids)))
     next_load = 0.0
     while True:
         message = await _message_within(link, seconds=1.0) if not loop.has_work and not loop.is_swapping else link.receive(0)
@@ -153,7 +160,7 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     loop = asyncio.get_running_loop()
     chance = random.Random(world.seed)
     await asyncio.sleep(world.start_s)
-    link.send(ScorerReady(scorer_id=0, process_id=0, num_slots=num_slots))
+    link.send(ScorerReady(scorer_id=0, process_id=next(process_ids), num_slots=num_slots))
     heartbeat = loop.create_task(beat(link))
     bad = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID)
     while not isinstance(message := await link.wait(), Stop):
@@ -245,6 +252,7 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
             await _next(link, free, wanted=SlotReleased)
         link.send(StepDone(step=step, metrics={}))
         link.send(PolicyPublished(version=step + 1, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+    link.send(CheckpointSaved(version=num_steps, commit="", num_bytes=0, save_s=0.0))
     stop = await _next(link, free, wanted=Stop)
     record.stopped_for = stop.reason
 

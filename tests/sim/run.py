@@ -83,13 +83,15 @@ class Prompts:
     """Endless seeded prompts of 4 to 12 tokens."""
 
     def __init__(self, seed: int) -> None:
-        self._random = np.random.default_rng(seed)
-        self._count = 0
+        self.position = (0, 0)
+        self._seed = seed
 
     def next(self) -> Prompt:
-        self._count += 1
-        token_ids = self._random.integers(3, 1000, size=self._random.integers(4, 13), dtype=np.int32)
-        return Prompt(prompt_id=f"0:{self._count}", text="", token_ids=token_ids)
+        epoch, row = self.position
+        self.position = (epoch, row + 1)
+        chance = np.random.default_rng((self._seed, row))
+        token_ids = chance.integers(3, 1000, size=chance.integers(4, 13), dtype=np.int32)
+        return Prompt(prompt_id=f"{epoch}:{row}", text="", token_ids=token_ids)
 
 
 def mean_baseline(survivors: tuple[ScoredTrajectory, ...]):

@@ -283,15 +283,28 @@ def test_a_rule_over_the_whole_step_breaks_no_promise_and_holds_rows_until_their
 
 
 def test_withholding_trains_groups_that_would_be_dropped_for_their_oldest_token(tmp_path: Path):
-    """Long rollouts beside fast steps: most groups have a token over the bound, and hardly any has no other."""
-    settings = config(pipeline={"max_staleness": 1}, trainer={"steps": 12}, rollout={"group_size": 4, "max_tokens": 64})
-    world = World(mean_tokens=60, stage_s=0.0)
-    dropping = run(settings, folder=tmp_path / "drop", world=world)
-    withholding = run(settings, folder=tmp_path / "withhold", world=world, step_rules=StepRules(withhold=1))
-    assert dropping.problems() == []
-    assert [problem for problem in withholding.problems() if "with a token of version" not in problem] == []
-    assert identity(withholding)["stale"] < identity(dropping)["stale"] / 2
-    assert max(line["staleness_max"] for line in withholding.lines if line["kind"] == "step") > 1
+    """Small batches beside long rollouts: now and then a group is overtaken, and its first tokens are over the bound, its last are not."""
+    settings = config(
+        engine={"max_running": 48},
+        batch={"groups_per_step": 2},
+        pipeline={"max_staleness": 1},
+        trainer={"steps": 12},
+        rollout={"max_tokens": 80},
+    )
+    num_stale = {"drop": 0, "withhold": 0}
+    oldest = 0
+    for seed in range(4):
+        world = World(mean_tokens=40, stage_s=0.0, seed=seed)
+        dropping = run(settings, folder=tmp_path / f"drop-{seed}", world=world)
+        withholding = run(settings, folder=tmp_path / f"withhold-{seed}", world=world, step_rules=StepRules(withhold=1))
+        assert dropping.problems() == []
+        assert [problem for problem in withholding.problems() if "with a token of version" not in problem] == []
+        num_stale["drop"] += identity(dropping)["stale"]
+        num_stale["withhold"] += identity(withholding)["stale"]
+        oldest = max(oldest, *(line["staleness_max"] for line in withholding.lines if line["kind"] == "step"))
+    assert num_stale["drop"] >= 8
+    assert num_stale["withhold"] == 0
+    assert oldest > 1
 
 
 def test_the_same_seed_gives_the_same_run_to_the_last_column_and_another_does_not(tmp_path: Path):

@@ -149,10 +149,9 @@ class Conductor:
         arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, _no_spare)
         assert policy.num_bytes == len(arrival.payload) == num_bytes(self.layout)
         check(arrival.manifest, version=policy.version, layout=self.layout, slot=policy.slot)
-        found = views(arrival.payload, self.layout)
-        verify(arrival.manifest, found, slot=policy.slot)
+        verify(arrival.manifest, arrival.payload, slot=policy.slot)
         with torch.no_grad():
-            for name, tensor in found.items():
+            for name, tensor in views(arrival.payload, self.layout).items():
                 self.engine.tensors()[name].copy_(tensor)
         if self.published:
             self.hub.send(peer, SlotReleased(slot=self.published[-1].slot))

@@ -73,7 +73,7 @@ def test_the_source_is_whole_until_the_new_model_is_written(folders: dict[str, P
     make_model(folder)
 
 
-def _fail(folder: Path) -> None:
+def _fail(folder: Path, *, state_dict: object) -> None:
     folder.mkdir()
     (folder / "model.safetensors").write_text("half")
     raise OSError("disk is full")

@@ -98,7 +98,7 @@ def _check_whole_run(conductor: Conductor, run_folder: Path) -> None:
     for saved, published in zip(_weights(run_folder / "model"), conductor.engine.module.state_dict().values(), strict=True):
         assert torch.equal(saved, published)
     spans = {line["name"] for line in read_journals(run_folder) if line["kind"] == "span" and line["lane"] == "trainer-0"}
-    assert spans == {"wait", "forward_backward", "optimizer", "publish"}
+    assert spans == {"wait", "forward_backward", "optimizer", "publish", "checkpoint"}
     assert not list(FOLDER.glob(f"pipelinerl-{run_token(run_folder)}-*"))
 
 
@@ -173,7 +173,36 @@ def test_a_layout_of_another_model_ends_the_run_and_reaches_the_orchestrator(fol
 
 def test_a_silent_orchestrator_is_named_with_what_was_awaited(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(PeerSilent, match=r"waited 0\.3 s for the orchestrator to send row 0 of step 1,"):
-        _run(_in_this_process, tmp_path, make_config(folders["qwen3"], silent_after_s=0.3), silent_from_step=1)
+        _run(
+            _in_this_process, tmp_path, make_config(folders["qwen3"], silent_after_s=0.3), stop_after=0, silent_from_step=1, says_stop=False
+        )
+
+
+def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and rewards may take longer for a row than any limit on silence: acknowledgements are signs of life."""
+    monkeypatch.setattr("trainer.feed.ALIVE_EVERY_S", 0.1)
+    monkeypatch.setattr("pipelinerl.transport.zmq.REMIND_EVERY_S", 0.1)
+    make_keys(tmp_path)
+
+    async def wait() -> None:
+        hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
+        ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
+
+        async def listen() -> None:
+            while True:
+                await hub.receive()
+
+        listening = asyncio.create_task(listen())
+        with Feed(lambda: ZmqLink(tmp_path, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=1.0) as feed:
+            taking = asyncio.create_task(asyncio.to_thread(feed.take))
+            done, _ = await asyncio.wait({taking}, timeout=3.0)
+            assert not done, taking.exception()
+            listening.cancel()
+            with pytest.raises(PeerSilent, match=r"waited 1 s for the orchestrator to send row 0 of step 0, and its process gave no sign"):
+                await asyncio.wait_for(taking, 20)
+        hub.close()
+
+    asyncio.run(wait())
 
 
 def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Two replicas train as one: real processes, real collectives."""
 
 import asyncio
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from pipelinerl.process import read_config
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests.trainer.conductor import Conductor, make_config
+from tests.trainer.ranks import be_rank, open_store
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.loop import train
 from trainer.parallel import Replicas
@@ -39,7 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def _train(folder: Path, rows: list[Samples], replicas: Replicas, method: str) -> dict[str, object]:
     samples = _samples()
-    model = make_model(folder)
+    model = make_model(folder, replicas=replicas)
     step, _ = make_step(model, replicas=replicas, max_grad_norm=0.01, method=method, overrides=METHODS[method])
     for number in range(2):
         for index, row in enumerate(rows):
@@ -49,18 +48,8 @@ def _train(folder: Path, rows: list[Samples], replicas: Replicas, method: str) -
     return {"metrics": metrics, "weights": [parameter.detach() for parameter in model.parameters()]}
 
 
-def _be_rank(rank: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _run_rank(rank: int, folder: Path, port: int, method: str) -> None:
-    _be_rank(rank, port)
+    be_rank(rank, size=2, port=port)
     replicas = Replicas(ranks=2, deadline_s=60)
     samples = _samples()
     rows = [samples[:3], samples[3:8]] if rank == 0 else [samples[8:], []]
@@ -75,37 +64,49 @@ def test_two_replicas_train_as_one(folders: dict[str, Path], method: str) -> Non
     folder = folders["qwen3"]
     expected = _train(folder, [_samples()], Replicas(ranks=1, deadline_s=60), method)
     # Forked, because importing torch and transformers twice more takes far longer than the test; with one thread each that is safe.
-    torch.multiprocessing.start_processes(_run_rank, args=(folder, _free_port(), method), nprocs=2, start_method="fork")
+    store = open_store()
+    torch.multiprocessing.start_processes(_run_rank, args=(folder, store.port, method), nprocs=2, start_method="fork")
     for rank in range(2):
         got = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
         assert got["agreed"] == [True, False]
         for ours, theirs in zip(got["weights"], expected["weights"], strict=True):  # pyright: ignore[reportArgumentType]
-            assert torch.allclose(ours, theirs, atol=1e-6)
+            # A step moves a weight by up to 1e-3, Adam divides a gradient by its own size, and so shows the rounding of small ones.
+            assert torch.allclose(ours, theirs, atol=5e-6)
         metrics = expected["metrics"]
         assert isinstance(metrics, dict)
         assert got["metrics"] == pytest.approx(metrics, rel=1e-4)
 
 
 def _run_trainer_rank(rank: int, run_folder: Path, port: int) -> None:
-    _be_rank(rank, port)
+    be_rank(rank, size=2, port=port)
     train(read_config(run_folder), run_folder)
 
 
-@pytest.mark.parametrize(("stop_after", "starved"), [(None, None), (0, None), (0, 1)], ids=["to the end", "stopped", "stopped apart"])
-def test_two_replicas_go_through_a_run_and_end_together(
-    folders: dict[str, Path], tmp_path: Path, stop_after: int | None, starved: int | None
+@pytest.mark.parametrize(
+    ("stop_after", "starved", "parallel"),
+    [(None, None, {}), (0, None, {}), (0, 1, {}), (None, None, {"tensor": 2}), (0, None, {"tensor": 2}), (None, None, {"shard": 2})],
+    ids=["copies", "copies stopped", "copies stopped apart", "tensor", "tensor stopped", "shard"],
+)
+def test_two_ranks_go_through_a_run_and_end_together(
+    folders: dict[str, Path], tmp_path: Path, stop_after: int | None, starved: int | None, parallel: dict[str, int]
 ) -> None:
-    config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2)
+    config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2, parallel=parallel)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     make_keys(tmp_path)
-    ranks = torch.multiprocessing.start_processes(
-        _run_trainer_rank, args=(tmp_path, _free_port()), nprocs=2, join=False, start_method="fork"
-    )
+    store = open_store()
+    ranks = torch.multiprocessing.start_processes(_run_trainer_rank, args=(tmp_path, store.port), nprocs=2, join=False, start_method="fork")
 
     async def conduct() -> Conductor:
         hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
         try:
-            conductor = Conductor(hub, config.model.path, config.trainer.steps, num_replicas=2, stop_after=stop_after, starved=starved)
+            conductor = Conductor(
+                hub,
+                config.model.path,
+                config.trainer.steps,
+                num_replicas=config.trainer.layout.replicas,
+                stop_after=stop_after,
+                starved=starved,
+            )
             async with asyncio.timeout(60):
                 await conductor.run()
         finally:

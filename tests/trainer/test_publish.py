@@ -30,7 +30,7 @@ def _fetch(policy: PolicyPublished, layout: tuple[Tensor, ...]) -> Arrival:
     """What an engine would take."""
     arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(0))
     check(arrival.manifest, version=policy.version, layout=layout, slot=policy.slot)
-    verify(arrival.manifest, views(arrival.payload, layout), slot=policy.slot)
+    verify(arrival.manifest, arrival.payload, slot=policy.slot)
     return arrival
 
 
@@ -110,3 +110,29 @@ def test_publication_ends_quietly_when_the_run_does(folders: dict[str, Path], tm
 def test_a_release_before_any_publication_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no slot was ever published"):
         _publisher(make_model(folders["llama"]), tmp_path).release("pipelinerl-a-0")
+
+
+def test_changes_are_sent_once_every_engine_holds_a_policy_and_whole_ones_where_one_does_not(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = make_model(folders["qwen3"])
+    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()})
+    publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0, sends_changes=True)
+    publisher.fix_layout(layout)
+    try:
+        sizes = []
+        for version, held in enumerate([None, None, 2, 3, None], start=1):
+            publisher.held(held)
+            with torch.no_grad():
+                model.parameters()[0].view(-1)[:5] += 1.0
+            policy = publisher.publish(version)
+            assert policy is not None
+            arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(0))
+            assert (arrival.manifest.base_version, policy.num_bytes) == (held, len(arrival.payload))
+            sizes.append(policy.num_bytes)
+            publisher.release(policy.slot)
+        whole = num_bytes(layout)
+        assert [size == whole for size in sizes] == [True, True, False, False, True]
+        assert max(sizes[2:4]) < 200
+    finally:
+        publisher.close()

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import DataError
-from trainer.row import Row, arrange
+from trainer.row import Part, Row, arrange
 
 
-def _arrange(samples: list[tuple[list[int], list[int]]]) -> Row | None:
+def _arrange(samples: list[tuple[list[int], list[int]]], *, part: Part | None = None) -> Row | None:
     """Arrange samples given as (prompt, completion)."""
     return arrange(
         np.array([token for prompt, completion in samples for token in prompt + completion], np.int32),
@@ -16,6 +16,7 @@ def _arrange(samples: list[tuple[list[int], list[int]]]) -> Row | None:
         ),
         lengths=np.array([len(prompt) + len(completion) for prompt, completion in samples], np.int32),
         names=[f"rollout-{number}" for number in range(len(samples))],
+        part=part or Part(),
     )
 
 
@@ -57,3 +58,24 @@ def test_a_row_without_a_loss_is_no_row() -> None:
 def test_a_first_token_with_a_loss_is_refused_by_name() -> None:
     with pytest.raises(DataError, match="rollout-1"):
         _arrange([([1], [2]), ([], [3, 4])])
+
+
+def test_two_ranks_share_a_row_from_both_ends_and_see_what_the_other_has() -> None:
+    """Samples 9 8 and 1 2 3 4 5 6: 1 + 5 tokens to compute, in four stretches of 2: [9 1] [2 3] [4 5] [], the first and last to rank 0."""
+    samples = [([9], [8]), ([1, 2, 3], [4, 5, 6])]
+    first, second = (_arrange(samples, part=Part(index=index, num=2)) for index in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.token_ids.tolist() == [9, 1, 0, 0]
+    assert second.token_ids.tolist() == [2, 3, 4, 5]
+    assert second.positions.tolist() == [1, 2, 3, 4]
+    assert [(block.num, block.length, block.trunk_length) for block in first.blocks] == [(2, 1, 0), (2, 1, 0)]
+    assert [(block.num, block.length, block.trunk_length) for block in second.blocks] == [(1, 2, 1), (1, 2, 3)]
+    seen = [block.trunk.tolist() for block in second.blocks if block.trunk is not None]
+    assert seen == [[1], [1, 4, 5]], "token 1 is the other rank's second, tokens 2 and 3 are the first two of this one"
+    # Targets 8 | 4 5 6: 8 is predicted by 9, on rank 0, and the others by 3 4 5, on rank 1; padded to three on each.
+    assert (first.targets.tolist(), first.sources.tolist()) == ([8, 0, 0], [0, 0, 0])
+    assert (second.targets.tolist(), second.sources.tolist()) == ([4, 5, 6], [1, 2, 3])
+    assert first.order is not None
+    assert first.order.tolist() == [0, 3, 4, 5]
+    assert first.trained.tolist() == second.trained.tolist() == [1, 5, 6, 7]

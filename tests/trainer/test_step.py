@@ -108,7 +108,7 @@ def test_an_entropy_bonus_has_a_gradient(folders: dict[str, Path]) -> None:
     reference = make_model(folders["llama"])
     row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
     assert row is not None
-    (-0.01 * reference.logprobs(row, with_entropy_gradient=True)[1].sum()).backward()
+    (-0.01 * reference.logprobs(row)[1].sum()).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None])
     assert float(expected.norm()) > 0
     assert float((optimizer.gradient - expected).norm() / expected.norm()) < 1e-6

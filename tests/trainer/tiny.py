@@ -1,4 +1,4 @@
-"""Tiny models of three families, and micro-batches made by hand."""
+"""Tiny models of four families, and micro-batches made by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS
 from pipelinerl.algorithms.methods import resolve
@@ -18,8 +18,9 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.row import arrange
 from trainer.step import Step
+from trainer.torch_engine import TorchEngine
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 VOCABULARY = 61
 CPU = torch.device("cpu")
 
@@ -34,21 +35,26 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,  # large, so that a wrong attention mask moves log-probabilities by far more than rounding
 }
 
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+
 
 def make_folder(folder: Path, *, family: str, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random model of `family` without a tokenizer. Grouped heads in all; Qwen3 has tied embeddings."""
+    """Write a random model of `family` without a tokenizer. Grouped heads in all; Qwen3 has tied embeddings, Qwen3-MoE four experts."""
     configs: dict[str, PretrainedConfig] = {
         "llama": LlamaConfig(**_SIZES | overrides),
         "qwen2": Qwen2Config(**_SIZES | overrides),
         "qwen3": Qwen3Config(**_SIZES | {"head_dim": 16, "tie_word_embeddings": True} | overrides),
+        "qwen3_moe": Qwen3MoeConfig(**_SIZES | _EXPERTS | {"head_dim": 16} | overrides),
     }
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(configs[family], dtype=torch.float32).save_pretrained(folder)
     return folder
 
 
-def make_model(folder: Path, *, dtype: str = "float32", temperature: float = 1.0) -> Model:
-    return Model(folder, dtype=dtype, temperature=temperature, device=CPU)
+def make_model(
+    folder: Path, *, dtype: str = "float32", temperature: float = 1.0, replicas: Replicas | None = None, **options: bool
+) -> Model:
+    return Model(folder, dtype=dtype, temperature=temperature, device=CPU, replicas=replicas, **options)
 
 
 def make_sample(generator: np.random.Generator, *, prompt: int, completion: int) -> dict[str, np.ndarray]:
@@ -99,19 +105,21 @@ def make_step(
     overrides: dict[str, Any] | None = None,
 ) -> tuple[Step, Optimizer]:
     """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
+    replicas = replicas or Replicas(ranks=1, deadline_s=60)
     optimizer = Optimizer(
         model.parameters(),
         schedule=Schedule(learning_rate=learning_rate, num_steps=10),
         betas=(0.9, 0.95),
         weight_decay=0.0,
         max_grad_norm=max_grad_norm,
+        holdings=model.holdings,
+        replicas=replicas,
     )
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
     step = Step(
-        model,
-        optimizer=optimizer,
+        TorchEngine(model, optimizer=optimizer, replicas=replicas),
         method=resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS),
-        replicas=replicas or Replicas(ranks=1, deadline_s=60),
+        replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
         max_mismatch_kl=max_mismatch_kl,

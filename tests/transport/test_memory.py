@@ -6,36 +6,21 @@ import asyncio
 
 import pytest
 
-from pipelinerl.messages import EngineLoad, FromEngine, Stop, ToEngine
-from pipelinerl.transport.memory import MemoryHub, Weather
+from pipelinerl.messages import FromEngine, Stop, ToEngine
+from pipelinerl.transport.memory import MemoryHub, Weather, Wind
 from tests.sim.clock import simulate
 
 
-def load(number: int) -> EngineLoad:
-    return EngineLoad(engine_id=0, version=0, num_running=0, num_waiting=0, num_tokens=number, num_steps=0, busy_s=0.0, idle_s=0.0)
-
-
 def journey(weather: Weather, *, count: int = 200) -> list[tuple[float, int]]:
-    """Send messages every 10 ms; when each arrived and which it was."""
+    """Send frames every 10 ms; when each arrived and which it was."""
 
     async def program() -> list[tuple[float, int]]:
-        hub = MemoryHub(accepts=FromEngine, weather=weather)
-        link = hub.connect("engine-0", accepts=ToEngine)
-        loop = asyncio.get_running_loop()
+        wind, loop = Wind(weather), asyncio.get_running_loop()
         arrived: list[tuple[float, int]] = []
-
-        async def listen() -> None:
-            while True:
-                for _, message in await hub.receive():
-                    assert isinstance(message, EngineLoad)
-                    arrived.append((loop.time(), message.num_tokens))
-
-        listening = asyncio.create_task(listen())
         for number in range(count):
-            link.send(load(number))
+            wind.carry("engine-0>hub", str(number).encode(), lambda frame: arrived.append((loop.time(), int(frame))))
             await asyncio.sleep(0.01)
         await asyncio.sleep(10.0)
-        listening.cancel()
         return arrived
 
     return simulate(program())
@@ -56,7 +41,7 @@ def test_delays_keep_the_order_unless_the_weather_reorders():
     assert sorted(reordered) == list(range(200))
 
 
-def test_messages_are_lost_and_doubled_in_their_fractions():
+def test_frames_are_lost_and_doubled_in_their_fractions():
     lost = [number for _, number in journey(Weather(drop_fraction=0.25), count=1000)]
     assert len(lost) == pytest.approx(750, abs=50)
     assert len(set(lost)) == len(lost)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.commit import Commit, Copy, Flip, Placed, Way, choose, make
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.commit import Commit, Copy, Flip, Placed, Scatter, Way, choose, make
 
 
 def placed(*sizes: int) -> list[Placed]:
@@ -52,6 +53,20 @@ def test_the_spare_buffer_is_never_the_one_the_model_reads(way: Way):
         assert values(parameters) == [[float(number)] * 2, [float(number)] * 3]
 
 
+def test_changes_find_their_parameter_in_whatever_order_it_was_given():
+    parameters = placed(2, 3)
+    by = Scatter(parameters[::-1])
+    tensor = Tensor(name="part", shape=(2,), dtype="float32", offset_bytes=256 + 4, num_bytes=8)
+    bits = by.bits_of(tensor)
+    assert len(bits) == 2
+    by.stage_changes([(bits, torch.tensor([1]), torch.tensor([1.0]).view(torch.int32))])
+    assert values(parameters) == [[0.0] * 2, [0.0] * 3]
+    by.commit()
+    assert values(parameters) == [[0.0] * 2, [0.0, 0.0, 1.0]]
+    commit(by, policy(2.0))
+    assert values(parameters) == [[2.0] * 2, [2.0] * 3], "a whole policy after changes"
+
+
 def test_a_flip_moves_nothing_and_a_copy_keeps_the_addresses():
     for by, keeps in ((Flip, False), (Copy, True)):
         parameters = placed(2, 3)
@@ -85,10 +100,17 @@ def test_the_shortest_pause_that_breaks_nothing_is_chosen_and_says_why(wanted: s
     assert choose(wanted, obstacles) == (way, f"policies are committed by {way}: {why}")
 
 
+def test_changes_are_scattered_only_where_they_are_sent_and_a_flip_is_impossible():
+    graphs = {Way.FLIP: ["graphs"]}
+    assert choose("auto", graphs, sends_changes=True)[0] is Way.SCATTER
+    assert choose("auto", {}, sends_changes=True)[0] is Way.FLIP
+    assert choose("scatter", {}) == (Way.SCATTER, "policies are committed by scatter: weights.commit says so")
+
+
 def test_what_breaks_every_way_is_said_at_start():
     everything = {way: [f"{way} is broken", "packed"] for way in Way}
     with pytest.raises(ConfigError) as caught:
-        choose("auto", everything)
+        choose("auto", everything, sends_changes=True)
     assert all(f"  - {way}: {reason}" in str(caught.value) for way in Way for reason in everything[way])
     with pytest.raises(ConfigError, match=r"cannot take new weights by flip here:\n  - flip: graphs$"):
         choose("flip", {Way.FLIP: ["graphs"]})

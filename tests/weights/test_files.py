@@ -65,7 +65,8 @@ def test_a_full_disk_is_said_and_leaves_the_policy_before(tmp_path: Path):
     """The system refuses to let a file grow, in a process of its own, at the second policy."""
     program = f"""
 import pathlib, resource, signal
-from tests.weights.test_files import *
+from pipelinerl.errors import WeightsError
+from tests.weights.test_files import pool_in, publish
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 pool = pool_in(pathlib.Path({str(tmp_path)!r}))
 publish(pool, 1)
@@ -88,5 +89,5 @@ print(publish(pool, 3))
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeightsError, match="cannot make .*/file/weights for published policies"):
+    with pytest.raises(WeightsError, match=r"cannot make .*/file/weights for published policies"):
         Files(tmp_path / "file" / "weights")

@@ -91,5 +91,17 @@ def test_too_little_shared_memory_is_said_before_a_byte_is_written(token: str) -
     assert not list(FOLDER.glob(f"pipelinerl-{token}-*"))
 
 
+def test_a_trainer_that_starts_again_takes_other_names(token: str) -> None:
+    """Engines keep slots mapped by name: under an old name they would read the dead trainer's bytes."""
+    code = (
+        f"from pipelinerl.weights.shared_memory import SharedMemory; slots = SharedMemory({token!r});"
+        " print(slots.make(0, 8).name, slots.make(1, 8).name)"
+    )
+    lives = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
+    assert len({name for names in lives for name in names}) == 4
+    assert [path.name for path in FOLDER.glob(f"pipelinerl-{token}-*")] != lives[0], "the first life's are removed"
+    unlink_slots(token)
+
+
 def test_token_follows_the_run_folder(tmp_path: Path) -> None:
     assert run_token(tmp_path / "a") == run_token(tmp_path / "b" / ".." / "a") != run_token(tmp_path / "b")

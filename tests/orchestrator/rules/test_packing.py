@@ -89,3 +89,37 @@ def test_rows_are_97_percent_full_on_long_tailed_lengths():
     rows = lengths_of(pack(lengths, max_tokens=8192))
     fullness = sum(map(sum, rows)) / (8192 * len(rows))
     assert fullness >= 0.97, f"{fullness:.4f} in {len(rows)} rows"
+
+
+def test_the_last_rows_of_a_step_are_dealt_anew_to_a_whole_wave():
+    """Three replicas and one row gone: best fit made 9 5 4 and 3 of the others, a wave in which one waits for the other."""
+    packing = Packing(max_tokens=20, num_replicas=3)
+    packing.add(handmade.sample(1))
+    packing.flush()  # 1 is the shortest seen, so rows with a free token stay open
+    assert lengths_of(packing.add(handmade.sample(20))) == [[20]]
+    for length in (9, 5, 4, 3):
+        assert packing.add(handmade.sample(length)) == []
+    assert lengths_of(packing.flush()) == [[9], [5, 4, 3]]
+    for length in (9, 5):
+        packing.add(handmade.sample(length))
+    assert lengths_of(packing.flush()) == [[9], [5]], "the count starts afresh, and there are never more rows than samples"
+
+
+def test_costs_are_dealt_not_tokens():
+    """A sample of 32768 tokens costs as much as 65536 tokens in short ones."""
+    packing = Packing(max_tokens=100_000, num_replicas=2)
+    for length in (32_768, *[1000] * 60):
+        packing.add(handmade.sample(length))
+    long, short = sorted(lengths_of(packing.flush()), key=len)
+    assert long == [32_768]
+    assert short == [1000] * 60
+
+
+def test_what_finds_no_room_when_dealt_by_cost_stays_as_it_was_packed():
+    """10 8 and 8 6 5 fit two rows of 20; dealt by cost, 10 6 and 8 8 leave room for 4 and 4, and the 5 finds none."""
+    packing = Packing(max_tokens=20, num_replicas=2)
+    packing.add(handmade.sample(1))
+    packing.flush()  # 1 is the shortest seen, so rows with a free token stay open
+    for length in (8, 10, 8, 6, 5):
+        assert packing.add(handmade.sample(length)) == []
+    assert lengths_of(packing.flush()) == [[8, 10], [8, 6, 5]]

@@ -11,7 +11,7 @@ def published(swaps: Swaps, *versions: int, lineage: int = 0, engines: tuple[int
     """Publish versions; the (engine, version) orders that follow."""
     orders = []
     for version in versions:
-        assert swaps.published(policy(version, lineage=lineage))
+        swaps.published(policy(version, lineage=lineage))
         orders += [(engine, order.age[1]) for engine in engines if (order := swaps.next_order(engine)) is not None]
     return orders
 
@@ -59,7 +59,8 @@ def test_what_nobody_was_told_to_fetch_is_free_as_soon_as_it_is_overtaken():
 def test_repeated_and_older_news_change_nothing():
     swaps = Swaps()
     published(swaps, 1, 2)
-    assert not swaps.published(policy(1))
+    swaps.published(policy(1))
+    assert swaps.newest == policy(2)
     assert swaps.committed(0, (0, 1))
     assert not swaps.committed(0, (0, 1))
     assert swaps[0].held == (0, 1)
@@ -114,7 +115,43 @@ def test_a_rollback_is_a_later_lineage_and_orders_of_the_earlier_one_are_no_news
     published(swaps, 1, 2, engines=(0,))
     swaps.committed(0, (0, 1))
     assert published(swaps, 1, lineage=1, engines=(0,)) == [(0, 1)]
-    assert not swaps.published(policy(3))
+    swaps.published(policy(3))
+    assert swaps.newest == policy(1, lineage=1)
     assert not swaps.committed(0, (0, 1))
     assert swaps.committed(0, (1, 1))
     assert swaps.take_free_slots() == ["slot-0.1", "slot-0.2"]
+
+
+def test_what_every_engine_holds_is_the_oldest_and_unknown_while_one_needs_a_whole_policy():
+    swaps = Swaps()
+    assert swaps.held_by_all() is None
+    published(swaps, 1)
+    swaps.committed(0, (0, 1))
+    assert swaps.held_by_all() == 0
+    swaps.committed(1, (0, 1))
+    published(swaps, 2)
+    swaps.committed(0, (0, 2))
+    assert swaps.held_by_all() == 1
+    swaps.refused(1, (0, 2), "no")
+    assert swaps.held_by_all() is None
+    swaps.next_order(1)
+    swaps.committed(1, (0, 2))
+    assert swaps.held_by_all() == 2
+    published(swaps, 1, lineage=1)
+    assert swaps.held_by_all() is None, "of the earlier lineage"
+    for engine in (0, 1):
+        swaps.committed(engine, (1, 1))
+    assert swaps.held_by_all() == 1
+
+
+def test_a_replaced_engine_starts_over_and_lets_go_of_its_predecessors_slots():
+    swaps = Swaps()
+    published(swaps, 1)
+    for engine in (0, 1):
+        swaps.committed(engine, (0, 1))
+    published(swaps, 2)
+    swaps.committed(0, (0, 2))
+    swaps.joined(1)
+    assert swaps.held_by_all() == 0
+    assert swaps.next_order(1) == policy(2)
+    assert swaps.take_free_slots() == ["slot-0.1"]

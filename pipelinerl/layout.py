@@ -1,0 +1,152 @@
+"""How the trainer's ranks share one model: which layouts there are, which of them fit a model, and which is nearest to one that does not.
+
+Ranks are numbered with tensor parallelism fastest, then context, shard, and copy slowest, so that those who talk most are neighbours.
+Expert parallelism takes the same ranks in another order: neighbours hold different experts, whatever else they share.
+
+Imports no torch: a head node can refuse a layout before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of every kind of parallelism; data-parallel copies take what the others leave of `ranks`."""
+
+    ranks: int = 1
+    shard: int = 1
+    """Data-parallel replicas that share one copy of the weights, gradients and optimizer state; each takes rows of its own."""
+    context: int = 1
+    """Ranks that share the tokens of a row."""
+    tensor: int = 1
+    """Ranks that share every matrix."""
+    pipeline: int = 1
+    """Ranks that share the layers. Not built: anything but 1 is refused."""
+    expert: int = 1
+    """Ranks that share the experts; no factor of `ranks`, they are the same ranks seen another way."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same row."""
+        return self.context * self.tensor * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        """Rows trained at once."""
+        return self.ranks // self.ranks_per_replica
+
+    @property
+    def copies(self) -> int:
+        """Whole copies of the weights."""
+        return self.replicas // self.shard
+
+    def __str__(self) -> str:
+        chosen = {name: getattr(self, name) for name in _KINDS if getattr(self, name) > 1}
+        return ", ".join([f"ranks = {self.ranks}", *(f"parallel.{name} = {size}" for name, size in chosen.items())])
+
+
+_KINDS = ("shard", "context", "tensor", "pipeline", "expert")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What of a model decides how it may be cut; `None` where it has no such thing."""
+
+    model_type: str
+    num_heads: int
+    num_key_heads: int
+    intermediate_size: int
+    num_experts: int | None = None
+    expert_size: int | None = None
+    """Inner size of one expert."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Read a Hugging Face folder's config.json. Raises `ConfigError` where it says too little to cut the model."""
+        path = folder / "config.json"
+        try:
+            tree: dict[str, Any] = json.loads(path.read_text())
+            num_heads = int(tree["num_attention_heads"])
+            return cls(
+                model_type=str(tree["model_type"]),
+                num_heads=num_heads,
+                num_key_heads=int(tree.get("num_key_value_heads") or num_heads),
+                intermediate_size=int(tree["intermediate_size"]),
+                num_experts=_optional(tree, "num_experts", "num_local_experts"),
+                expert_size=_optional(tree, "moe_intermediate_size"),
+            )
+        except OSError as error:
+            raise ConfigError(f"model.path {folder}: {path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{path} does not describe a model that can be spread over ranks: {type(error).__name__} {error}") from None
+
+
+def problems_of(layout: Layout, *, shape: ModelShape | None = None) -> list[str]:
+    """Everything that is wrong with a layout, for a model where one is given; empty where it is valid."""
+    found: list[str] = []
+    if layout.ranks % layout.ranks_per_replica:
+        found.append(
+            f"one replica takes {layout.ranks_per_replica} ranks (context x tensor x pipeline), which do not divide {layout.ranks}"
+        )
+    elif layout.replicas % layout.shard:
+        found.append(f"parallel.shard = {layout.shard} does not divide the {layout.replicas} replicas that {layout.ranks} ranks make")
+    if layout.ranks % layout.expert:
+        found.append(f"parallel.expert = {layout.expert} does not divide the {layout.ranks} ranks")
+    if layout.pipeline > 1:
+        found.append(
+            f"parallel.pipeline = {layout.pipeline}: the layers of a model cannot be spread over ranks yet, only every layer's matrices"
+        )
+    return found if shape is None else found + list(_problems_of_model(layout, shape))
+
+
+def check_layout(layout: Layout, folder: Path) -> None:
+    """Raise `ConfigError` with every problem a layout has with the model in `folder`, and the nearest layout that has none.
+
+    A model of which every rank holds a copy is not looked at: there is nothing to cut.
+    """
+    shape = ModelShape.read(folder) if layout.copies < layout.ranks else None
+    found = problems_of(layout, shape=shape)
+    if found:
+        raise ConfigError(f"trainer.{layout}: " + "; ".join(found) + f". The nearest that works: {nearest(layout, shape=shape)}")
+
+
+def nearest(layout: Layout, *, shape: ModelShape | None = None) -> Layout:
+    """The valid layout of as many ranks whose sizes are the fewest doublings and halvings away; plain copies are always one."""
+
+    def distance(other: Layout) -> float:
+        return sum(abs(math.log2(getattr(layout, kind) / getattr(other, kind))) for kind in _KINDS)
+
+    sizes = [size for size in range(1, layout.ranks + 1) if layout.ranks % size == 0]
+    candidates = (
+        Layout(ranks=layout.ranks, **dict(zip(_KINDS, choice, strict=True))) for choice in itertools.product(sizes, repeat=len(_KINDS))
+    )
+    return min((other for other in candidates if not problems_of(other, shape=shape)), key=distance)
+
+
+def _problems_of_model(layout: Layout, shape: ModelShape) -> Iterator[str]:
+    for what, size in (
+        ("attention heads", shape.num_heads),
+        ("heads of keys", shape.num_key_heads),
+        ("columns of a feed-forward layer", shape.intermediate_size),
+        ("columns of an expert", None if layout.expert > 1 else shape.expert_size),
+    ):
+        if size is not None and size % layout.tensor:
+            yield f"parallel.tensor = {layout.tensor} does not divide the model's {size} {what}"
+    if layout.expert > 1 and shape.num_experts is None:
+        yield f"parallel.expert = {layout.expert}, but a {shape.model_type} has no experts"
+    elif layout.expert > 1 and shape.num_experts is not None and shape.num_experts % layout.expert:
+        yield f"parallel.expert = {layout.expert} does not divide the model's {shape.num_experts} experts"
+
+
+def _optional(tree: dict[str, Any], *names: str) -> int | None:
+    return next((int(tree[name]) for name in names if tree.get(name) is not None), None)

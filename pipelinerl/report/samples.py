@@ -1,0 +1,101 @@
+"""`sample` lines as text: what the policy wrote, piece by piece, each with the version that sampled it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.report import rows
+from pipelinerl.report.rows import Line
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSample:
+    """One trained sample."""
+
+    t: float
+    step: int
+    rollout_id: str
+    prompt: str
+    pieces: tuple[tuple[int, tuple[str, ...]], ...]
+    """(version, text of each of its tokens) along the completion; version -1 where nobody sampled, for example tool output."""
+    num_tokens: int
+    """Of the completion; more than shown where it was long."""
+    reward: float | None
+    advantage: float | None
+    finish: str
+
+    @property
+    def completion(self) -> str:
+        return "".join(text for _, texts in self.pieces for text in texts)
+
+    @property
+    def versions(self) -> str:
+        """`v3 × 5, v4 × 9`: versions and how many tokens each sampled."""
+        return ", ".join(f"v{version} × {len(texts)}" for version, texts in self.pieces)
+
+
+class Decoder:
+    """Token ids -> text of each token, with the run's own tokenizer; where that is gone, the ids themselves are the text."""
+
+    def __init__(self, run_folder: Path, model_folder: str | None) -> None:
+        self._folders = [run_folder / "model", *([Path(model_folder)] if model_folder else [])]
+        self._tokenizer: Any = None
+        self._is_tried = False
+
+    def texts(self, token_ids: list[int]) -> tuple[str, ...]:
+        """One text per token; joined they are the whole text, also where a character is spread over several tokens."""
+        if not self._is_tried:
+            self._is_tried = True
+            self._tokenizer = self._load()
+        if self._tokenizer is None:
+            return tuple(f"{token_id} " for token_id in token_ids)
+        texts, start, read = [], 0, 0
+        for end in range(1, len(token_ids) + 1):
+            before, now = self._text(token_ids[start:read]), self._text(token_ids[start:end])
+            if now.endswith(_HALF) and end < len(token_ids):
+                texts.append("")  # half a character: the token that completes it shows it
+                continue
+            texts.append(now[len(before) :])
+            start, read = read, end  # decoded with the token before it, as some tokenizers drop a leading space
+        return tuple(texts)
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) if token_ids else ""
+
+    def _load(self) -> Any:
+        from pipelinerl.tokenizer import load_tokenizer
+
+        for folder in self._folders:
+            if folder.is_dir():
+                try:
+                    return load_tokenizer(folder)
+                except (ConfigError, ImportError):
+                    continue
+        return None
+
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+def shown_sample(line: Line, decoder: Decoder) -> ShownSample:
+    """A line of kind `sample`, decoded."""
+    token_ids = [int(token_id) for token_id in line.get("token_ids", [])]
+    texts = decoder.texts(token_ids)
+    pieces, at = [], 0
+    for version, count in line.get("versions", []):
+        pieces.append((int(version), texts[at : at + count]))
+        at += count
+    return ShownSample(
+        t=line["t"],
+        step=int(line["step"]),
+        rollout_id=str(line.get("rollout_id", "")),
+        prompt=str(line.get("prompt", "")),
+        pieces=tuple(pieces),
+        num_tokens=int(line.get("num_tokens", len(token_ids))),
+        reward=rows.number(line.get("reward")),
+        advantage=rows.number(line.get("advantage")),
+        finish=str(line.get("finish", "")),
+    )

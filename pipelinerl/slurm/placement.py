@@ -1,0 +1,47 @@
+"""Which process of a run goes to which node: the orchestrator and the trainer on the first, unless engines or scorers have their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from pipelinerl.config import SlurmSection
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The nodes of a job, numbered from 0 as srun numbers its tasks."""
+
+    trainers: tuple[int, ...]
+    engines: tuple[int, ...]
+    scorers: tuple[int, ...]
+
+    @property
+    def num_gpu_nodes(self) -> int:
+        return len({*self.trainers, *self.engines})
+
+    @property
+    def count(self) -> int:
+        return len({*self.trainers, *self.engines, *self.scorers})
+
+
+def nodes_of(section: SlurmSection) -> Nodes:
+    """The first node is the trainer's and the orchestrator's; then those of engines, then those of scorers."""
+    first_scorer = 1 + section.engine_nodes
+    return Nodes(
+        trainers=(0,),
+        engines=tuple(range(1, first_scorer)) or (0,),
+        scorers=tuple(range(first_scorer, first_scorer + section.scorer_nodes)) or (0,),
+    )
+
+
+def node_of(role: str, nodes: Nodes) -> int:
+    """The node of a process; `engines-3` and `scorer-3` are dealt out in turn."""
+    kind, _, number = role.partition("-")
+    homes = {"engines": nodes.engines, "scorer": nodes.scorers, "trainer": nodes.trainers}.get(kind, (0,))
+    return homes[int(number) % len(homes)] if number.isdigit() else homes[0]
+
+
+def roles_on(node: int, roles: Sequence[str], nodes: Nodes) -> list[str]:
+    """The processes of one node, in the order given."""
+    return [role for role in roles if node_of(role, nodes) == node]

@@ -1,0 +1,199 @@
+"""One end of the talk between two processes: every message arrives once and in order, while both live, whatever the connection does.
+
+No socket, no clock, no loop: frames go in by `hear`, out by `transmit`. Both transports and both ends use this class.
+
+- Messages are numbered. An end hands over the next number only; it drops what it has (a repetition), holds what comes too early, and says
+  behind which number something is missing.
+- A message is kept until the other end says that it was handed over. Credit: kept messages are on their way only up to `WINDOW_BYTES`,
+  the rest waits here, up to `LIMIT_BYTES`; beyond, `send` raises. So a peer that takes nothing costs `LIMIT_BYTES` at most, of which
+  at most `WINDOW_BYTES` (or one message) lie in the network's queues on either side.
+- Who is owed an acknowledgement asks (`remind`, now and then). On a connection that keeps order the answer is exact: what was sent before
+  the question and is not in the answer is lost. So it is sent again, also after the connection broke and came back.
+- Each end draws an identity when it comes to life. A peer that was restarted has another one: what its predecessor never took is dropped,
+  for it was told to a process that is dead. An orchestrator that was restarted has another one, too: what the old one never took is
+  numbered anew and sent to the new one. Hence at least once across a restart, and messages carry `(rollout, attempt)` to be fenced by.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+from collections.abc import Callable, Sequence
+
+from pipelinerl.errors import PeerFull, WireError
+from pipelinerl.transport.frame import HEADER_BYTES, Kind, pack, unpack
+
+WINDOW_BYTES = 32 << 20
+"""Credit of one direction. Must cover what flows during a round trip; larger holds more in the network's queues for a peer that stands."""
+LIMIT_BYTES = 256 << 20
+"""Most that is kept for one peer. Requests and rows are bounded by admission and pulls far below it: reaching it means it takes nothing."""
+REMIND_EVERY_S = 1.0
+"""Between two calls of `remind`: a loss is noticed after one to two of them. Shorter asks peers that are merely busy."""
+MAX_EARLY = 1024
+"""Messages held that came before one that is missing, in all no more than `WINDOW_BYTES`; further ones are dropped and come again. On a
+connection that keeps order there are none.
+"""
+_FORMER = 8
+"""Identities remembered of those who were replaced, so that their late frames are known for what they are."""
+
+
+class Conversation:
+    """One end; which of the two, `keeps_for_successor` says: see the last point above."""
+
+    def __init__(self, name: str, *, transmit: Callable[[bytes], None], keeps_for_successor: bool) -> None:
+        """`transmit` puts a frame on the wire, or loses it; `keeps_for_successor` is true at a peer, false at the orchestrator."""
+        self.name = name
+        """Of the other end, for messages of errors."""
+        self.identity = secrets.randbits(64) or 1
+        self.has_left = False
+        """The other end said goodbye."""
+        self.num_repeated = 0
+        """Messages that came again."""
+        self.kept_bytes = 0
+        """Of messages not yet acknowledged."""
+        self._transmit = transmit
+        self._keeps_for_successor = keeps_for_successor
+        self._other = 0
+        self._former: collections.deque[int] = collections.deque(maxlen=_FORMER)
+        self._gone: collections.deque[bytes] = collections.deque()
+        """Frames on their way, not acknowledged, the oldest numbered `_first`."""
+        self._waiting: collections.deque[bytes] = collections.deque()
+        """Frames without credit."""
+        self._first = 1
+        self._next = 1
+        self._gone_bytes = 0
+        self._heard = 0
+        """Number of the last message taken."""
+        self._early: dict[int, bytes | memoryview] = {}
+        """Messages by number that came before one that is missing."""
+        self._early_bytes = 0
+        self._unsaid_bytes = 0
+        """Of messages taken since the other end was last told."""
+        self._missed = -1
+        """What `_heard` was when a gap was last told."""
+        self._first_at_reminder = 0
+
+    @property
+    def has_met(self) -> bool:
+        """The other end was heard of."""
+        return self._other != 0
+
+    def send(self, message: bytes) -> None:
+        """Send an encoded message, once there is credit. Raises `PeerFull` where too much waits already."""
+        size = len(message) + HEADER_BYTES
+        if self.kept_bytes + size > LIMIT_BYTES and self.kept_bytes:
+            raise PeerFull(
+                f"{self.name} has not taken the last {self.kept_bytes} bytes sent to it, and {size} more would exceed the bound of"
+                f" {LIMIT_BYTES}: it stands still, or its connection is gone; see its log"
+            )
+        frame = self._header(Kind.MESSAGE, number=self._next) + message
+        self._next += 1
+        self.kept_bytes += size
+        self._waiting.append(frame)
+        self._spend_credit()
+        if not self._waiting:  # it is on its way, and with it what was heard
+            self._unsaid_bytes = 0
+
+    def hear(self, frame: bytes | memoryview) -> Sequence[memoryview]:
+        """Take a frame; return the messages that can be handed over now, mostly the one in it. Raises `WireError` for what is no frame."""
+        header = unpack(frame)
+        if header.receiver not in (0, self.identity):
+            if not self._keeps_for_successor:  # a peer that was told to the process before this one learns of the change
+                self._transmit(self._header(Kind.HEARD, receiver=header.sender))
+            return ()
+        if header.sender != self._other and not self.meet(header.sender):
+            return ()
+        if header.heard >= self._next:
+            raise WireError(f"{self.name} says it heard message {header.heard}; {self._next - 1} were sent")
+        self._settle(header.heard)
+        if header.kind is Kind.MESSAGE:
+            return self._take(header.number, frame)
+        if header.kind is Kind.ASK:
+            self._transmit(self._header(Kind.AGAIN if self._heard < header.number else Kind.HEARD))
+        elif header.kind is Kind.AGAIN:
+            for kept in tuple(self._gone):
+                self._transmit(kept)
+        elif header.kind is Kind.GOODBYE:
+            self.has_left = True
+        return ()
+
+    def remind(self) -> None:
+        """Ask for a sign where nothing was acknowledged since the last call, although something is on its way."""
+        if self._gone and self._first == self._first_at_reminder:
+            self._transmit(self._header(Kind.ASK, number=self._first + len(self._gone) - 1))
+        self._first_at_reminder = self._first
+
+    def meet(self, other: int) -> bool:
+        """The other end is `other` from now on. False where that is a predecessor of the one that speaks now."""
+        if other == self._other or other in self._former:
+            return other == self._other
+        is_successor = self._other != 0
+        if is_successor:
+            self._former.append(self._other)
+        self._other, self._heard, self._unsaid_bytes, self._missed, self.has_left = other, 0, 0, -1, False
+        self._early.clear()
+        self._early_bytes = 0
+        if is_successor:
+            self._begin_again()
+        return True
+
+    def say_goodbye(self) -> None:
+        """Tell the other end that this one closes."""
+        self._transmit(self._header(Kind.GOODBYE))
+
+    def show_schema(self) -> None:
+        """Answer a frame of another schema with one of this: the other end then says in words what is wrong."""
+        self._transmit(self._header(Kind.HEARD))
+
+    def _take(self, number: int, frame: bytes | memoryview) -> Sequence[memoryview]:
+        if number <= self._heard or number in self._early:
+            self.num_repeated += 1
+            return ()
+        if number > self._heard + 1:
+            if len(self._early) < MAX_EARLY and self._early_bytes + len(frame) <= WINDOW_BYTES:
+                self._early[number] = frame
+                self._early_bytes += len(frame)
+            if self._missed != self._heard:
+                self._missed = self._heard
+                self._transmit(self._header(Kind.AGAIN))
+            return ()
+        taken = [memoryview(frame)[HEADER_BYTES:]]
+        while (early := self._early.pop(number + len(taken), None)) is not None:
+            taken.append(memoryview(early)[HEADER_BYTES:])
+            self._early_bytes -= len(early)
+        self._heard += len(taken)
+        self._unsaid_bytes += sum(map(len, taken)) + HEADER_BYTES * len(taken)
+        if self._unsaid_bytes >= WINDOW_BYTES // 4:
+            self._unsaid_bytes = 0
+            self._transmit(self._header(Kind.HEARD))
+        return taken
+
+    def _settle(self, heard: int) -> None:
+        """Let go of messages that were handed over there; their credit is free again."""
+        while self._gone and self._first <= heard:
+            size = len(self._gone.popleft())
+            self._first += 1
+            self._gone_bytes -= size
+            self.kept_bytes -= size
+        if self._waiting:
+            self._spend_credit()
+
+    def _spend_credit(self) -> None:
+        while self._waiting and (not self._gone or self._gone_bytes + len(self._waiting[0]) <= WINDOW_BYTES):
+            frame = self._waiting.popleft()
+            self._gone.append(frame)
+            self._gone_bytes += len(frame)
+            self._transmit(frame)
+
+    def _begin_again(self) -> None:
+        kept = [*self._gone, *self._waiting] if self._keeps_for_successor else []
+        self._gone.clear()
+        self._waiting.clear()
+        self._first = self._next = 1
+        self._gone_bytes = self.kept_bytes = self._first_at_reminder = 0
+        for frame in kept:
+            self.send(frame[HEADER_BYTES:])
+
+    def _header(self, kind: Kind, *, number: int = 0, receiver: int | None = None) -> bytes:
+        heard = self._heard if receiver is None else 0
+        return pack(kind, sender=self.identity, receiver=self._other if receiver is None else receiver, number=number, heard=heard)

@@ -1,0 +1,354 @@
+#!/usr/bin/env python
+"""What RL costs the trainer: the whole trainer, fed over the wire, against its engine alone on the same rows.
+
+`plain` is the engine's own loop: rows laid out beforehand, the negative log-likelihood, the same optimizer. `RL` is what runs in a run:
+rows over ZeroMQ from another process (on the other core), laid out as they come, the loss of GRPO with its meters, the step's bookkeeping.
+Both train the same model in this process on one core, in turns. Waiting is what the loop waits for rows after its first one, with a server
+that always has the next. Packing is the orchestrator's own rule on eight long-tailed mixes of lengths. Memory is the peak of a process that
+computes the log-probabilities of one row, forward and backward, over what it held before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import resource
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from orchestrator.rules.packing import Packing
+from orchestrator.stages.delivery import micro_batch_of
+from pipelinerl.algorithms.methods import resolve
+from pipelinerl.messages import (
+    Finish,
+    FromTrainer,
+    MicroBatch,
+    Prompt,
+    Sample,
+    StepSealed,
+    TakeMicroBatch,
+    ToTrainer,
+    TrainerReady,
+    Trajectory,
+)
+from pipelinerl.metrics import Journal
+from pipelinerl.transport.curve import make_keys
+from pipelinerl.transport.zmq import ZmqHub, ZmqLink
+from scripts.bench import harness
+from trainer.feed import Feed
+from trainer.head import linear_logprobs
+from trainer.loop import run_steps
+from trainer.model import Model, Weights
+from trainer.optimizer import Optimizer, Schedule
+from trainer.parallel import Replicas
+from trainer.phases import Phases
+from trainer.step import Step
+from trainer.torch_engine import TorchEngine
+from trainer.waves import Waves
+
+FOLDER = Path("runs/bench-trainer")
+VOCABULARY = 4096
+GROUP_SIZE = 8
+MIXES = [(median, sigma) for median in (0.03, 0.06, 0.12, 0.25) for sigma in (0.8, 1.2)]
+"""Log-normal lengths: median as a part of a row, and sigma of its logarithm. At 0.25 and 1.2 one sample in eight fills a row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """The rows of every step."""
+
+    steps: list[list[MicroBatch]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for rows in self.steps for row in rows)
+
+    def seal(self, step: int) -> StepSealed:
+        rows = self.steps[step]
+        num_tokens, num_samples = sum(int(row.trains.sum()) for row in rows), sum(len(row.lengths) for row in rows)
+        return StepSealed(step=step, num_micro_batches=len(rows), num_tokens=num_tokens, num_samples=num_samples)
+
+
+def main() -> None:
+    arguments = harness.options(__doc__ or "").parse_args()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    num_steps, rounds, row_tokens = (3, 3, 1024) if arguments.quick else (6, 5, 4096)
+    memory = {
+        name: _in_child(_peak_bytes, function, 2048 if arguments.quick else 4096, 32_000)
+        for name, function in (("whole table", _whole_table), ("in pieces", _in_pieces))
+    }
+    _in_child(_make_model)
+    work = _make_work(num_steps, row_tokens=row_tokens)
+    server, cores = _serve_in_child(work, rounds), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[0]})
+    torch.set_num_threads(1)
+    _plain_s(work)  # warms up allocator and caches
+    plain, whole, waits = [], [], []
+    for number in range(rounds):
+        plain.append(_plain_s(work))
+        seconds, wait_s = _run_s(work, FOLDER / str(number))
+        whole.append(seconds)
+        waits.append(wait_s / seconds)
+    os.waitpid(server, 0)
+    fullness = {mix: _fullness(*mix) for mix in MIXES}
+    ratio = statistics.median(alone / run for alone, run in zip(plain, whole, strict=True))
+    mib = {name: size / 2**20 for name, size in memory.items()}
+    harness.finish(
+        "trainer",
+        arguments=arguments,
+        columns=["what", "value", "unit"],
+        rows=[
+            ["engine's own loop", work.num_tokens / statistics.median(plain), "tokens/s"],
+            ["RL, fed over the wire", work.num_tokens / statistics.median(whole), "tokens/s"],
+            *[
+                [f"packing, lengths of median {median:g} rows, sigma {sigma:g}", value, "full"]
+                for (median, sigma), value in fullness.items()
+            ],
+            *[[f"log-probabilities, {name}", size, "MiB"] for name, size in mib.items()],
+        ],
+        goals=[
+            harness.Goal(name="RL over the engine's own loop", value=ratio, goal=0.95),
+            harness.Goal(name="waiting for rows that are there", value=statistics.median(waits), goal=0.01, at_least=False),
+            harness.Goal(name="fullness of rows, worst mix", value=min(fullness.values()), goal=0.97),
+            harness.Goal(
+                name="memory of log-probabilities over the whole table's",
+                value=mib["in pieces"] / mib["whole table"],
+                goal=0.5,
+                at_least=False,
+            ),
+        ],
+        notes=[f"ratios of the {rounds} rounds: {', '.join(f'{alone / run:.3f}' for alone, run in zip(plain, whole, strict=True))}"],
+    )
+
+
+def _plain_s(work: Work) -> float:
+    """Seconds the engine alone takes for the work."""
+    step, engine = _make_step()
+    laid_out = [[step.lay_out(row) for row in rows] for rows in work.steps]
+    start = time.perf_counter()
+    for number, rows in enumerate(laid_out):
+        for row in rows:
+            engine.train(row, lambda outputs: -outputs.logprobs.sum())
+        engine.update(number, denominator=work.seal(number).num_tokens)
+    return time.perf_counter() - start
+
+
+def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
+    """(seconds the training loop takes for the work, from its first row on; seconds of them it waited)."""
+    step, _ = _make_step()
+    replicas = Replicas(ranks=1, deadline_s=60)
+    ready = TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=0)
+    seen: list[Any] = []
+    with (
+        Feed(
+            lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer, deadline_s=60),
+            ready=ready,
+            num_steps=len(work.steps),
+            silent_after_s=60,
+        ) as feed,
+        Waves(feed, replicas=replicas, lay_out=step.lay_out) as waves,
+    ):
+        phases = Phases(Journal(run_folder, "trainer-0"), waves=waves)
+        while waves._ready.empty():  # the first row has to be made and sent; every later one could be there
+            time.sleep(0.001)
+        start = time.perf_counter()
+        run_steps(
+            len(work.steps),
+            waves=waves,
+            step=step,
+            weights=Weights(_model(), is_wanted=False),
+            publisher=None,
+            send=seen.append,
+            phases=phases,
+            save=lambda: None,
+        )
+        seconds = time.perf_counter() - start
+        for done in seen:
+            feed.send(done)
+    return seconds, sum(done.metrics["wait_s"] for done in seen)
+
+
+_MODELS: list[Model] = []
+
+
+def _model() -> Model:
+    """The model, loaded once: its weights do not matter."""
+    if not _MODELS:
+        replicas = Replicas(ranks=1, deadline_s=60)
+        _MODELS.append(Model(FOLDER / "model", dtype="float32", temperature=1.0, device=replicas.device))
+    return _MODELS[0]
+
+
+def _make_step() -> tuple[Step, TorchEngine]:
+    model, replicas = _model(), Replicas(ranks=1, deadline_s=60)
+    schedule = Schedule(learning_rate=1e-6, num_steps=1000)
+    optimizer = Optimizer(model.parameters(), schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
+    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas)
+    method = resolve("grpo", {}, group_size=GROUP_SIZE)
+    return Step(engine, method=method, replicas=replicas, max_completion_tokens=1024, max_logprob_gap=1e9), engine
+
+
+def _make_model() -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(FOLDER / "model")
+
+
+def _make_work(num_steps: int, *, row_tokens: int) -> Work:
+    """Groups of siblings with long-tailed completions, packed by the orchestrator's rule."""
+    chance = np.random.default_rng(0)
+    steps: list[list[MicroBatch]] = []
+    for step in range(num_steps):
+        packing = Packing(max_tokens=row_tokens)
+        rows = [row for group in range(8) for sample in _group(chance, group, longest=row_tokens) for row in packing.add(sample)]
+        rows += packing.flush()
+        steps.append([micro_batch_of(tuple(row), step=step, index=index) for index, row in enumerate(rows)])
+    return Work(steps=steps)
+
+
+def _group(chance: np.random.Generator, number: int, *, longest: int) -> list[Sample]:
+    prompt = chance.integers(0, VOCABULARY, int(chance.integers(16, 128)), dtype=np.int32)
+    return [_sample(chance, prompt, longest=longest, name=f"{number}/{sibling}") for sibling in range(GROUP_SIZE)]
+
+
+def _sample(chance: np.random.Generator, prompt: np.ndarray, *, longest: int, name: str) -> Sample:
+    length = int(np.clip(chance.lognormal(np.log(0.06 * longest), 1.0), 8, longest - len(prompt)))
+    ids = np.concatenate((prompt, chance.integers(0, VOCABULARY, length, dtype=np.int32)))
+    trains = np.arange(len(ids)) >= len(prompt)
+    trajectory = Trajectory(
+        rollout_id=name,
+        group_id=0,
+        sibling=0,
+        attempt=0,
+        prompt=Prompt(prompt_id="0:0", text="", token_ids=prompt),
+        token_ids=ids,
+        trains=trains,
+        logprobs=np.where(trains, -9.0, 0.0).astype(np.float32),
+        versions=np.where(trains, 0, -1).astype(np.int32),
+        finish=Finish.STOP,
+    )
+    return Sample(trajectory=trajectory, reward=0.0, advantages=np.where(trains, chance.normal(), 0).astype(np.float32))
+
+
+def _serve_in_child(work: Work, rounds: int) -> int:
+    """Serve the work `rounds` times on the last core, in run folders of their own; return the process id."""
+    for number in range(rounds):
+        make_keys(FOLDER / str(number))
+    child = os.fork()
+    if child:
+        return child
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+    code = 1
+    try:
+        for number in range(rounds):
+            asyncio.run(_serve(work, FOLDER / str(number)))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+async def _serve(work: Work, run_folder: Path) -> None:
+    hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
+    num_left = len(work.steps)
+    while num_left:
+        for peer, message in await hub.receive():
+            num_left -= type(message).__name__ == "StepDone"
+            if isinstance(message, TakeMicroBatch):
+                rows = work.steps[message.step]
+                hub.send(peer, rows[message.index] if message.index < len(rows) else work.seal(message.step))
+    hub.close()
+
+
+def _fullness(median: float, sigma: float, *, row_tokens: int = 16_384, num_samples: int = 512, num_steps: int = 10) -> float:
+    """Part of all rows that is tokens."""
+    chance = np.random.default_rng(0)
+    num_tokens = num_rows = 0
+    for _ in range(num_steps):
+        packing = Packing(max_tokens=row_tokens)
+        for length in np.clip(chance.lognormal(np.log(median * row_tokens), sigma, num_samples), 1, row_tokens).astype(int).tolist():
+            num_rows += len(packing.add(_blank_sample(length)))
+            num_tokens += length
+        num_rows += len(packing.flush())
+    return num_tokens / (num_rows * row_tokens)
+
+
+def _blank_sample(length: int) -> Sample:
+    zeros, ids = np.zeros(length, np.float32), np.zeros(length, np.int32)
+    trajectory = Trajectory(
+        rollout_id="0/0",
+        group_id=0,
+        sibling=0,
+        attempt=0,
+        prompt=Prompt(prompt_id="0:0", text="", token_ids=ids[:1]),
+        token_ids=ids,
+        trains=ids.astype(bool),
+        logprobs=zeros,
+        versions=ids,
+        finish=Finish.STOP,
+    )
+    return Sample(trajectory=trajectory, reward=0.0, advantages=zeros)
+
+
+def _whole_table(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.t()).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def _in_pieces(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return linear_logprobs(hidden, weight, targets, temperature=1.0)[0]
+
+
+def _peak_bytes(function: Callable[..., torch.Tensor], num_tokens: int, num_words: int) -> int:
+    """Peak memory of log-probabilities and gradients, over the inputs'."""
+    hidden, weight = torch.randn(num_tokens, 512, requires_grad=True), torch.randn(num_words, 512, requires_grad=True)
+    targets = torch.randint(0, num_words, (num_tokens,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    function(hidden, weight, targets).sum().backward()
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def _in_child(function: Callable[..., Any], *arguments: Any) -> int:
+    """Run in a process of its own; return what it returns, as a number. torch works only in children before the server is forked."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            os.write(writer, str(function(*arguments) or 0).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with open(reader) as answer:
+        text = answer.read()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{function.__name__} failed")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,564 @@
+#!/usr/bin/env python
+"""What the transport and the orchestrator cost: bytes through two processes, trajectories through one core, and how the cost grows.
+
+`pair`: one process sends completions of 1,000 tokens, another receives them; our link and hub (encoding, acknowledgements, decoding and
+all), and beside them raw pyzmq sending the very same bytes over the same kind of encrypted sockets. `stages`: the real stages over real
+sockets, pinned to one core, among engines, a scorer and a trainer that answer at once from the other core; scoring is a no-op. `growth`:
+the same stages with peers in memory, whose engines hold a given number of rollouts: seconds of this process for each rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import zmq
+import zmq.auth.thread
+
+from orchestrator.credit import MethodCredit
+from orchestrator.pipeline import Pipeline
+from orchestrator.state.ledger import Ledger
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.config import Config, parse
+from pipelinerl.messages import (
+    Completion,
+    EngineLoad,
+    EngineReady,
+    Finish,
+    FromEngine,
+    FromScorer,
+    FromTrainer,
+    Generate,
+    LayoutFixed,
+    Message,
+    MicroBatch,
+    Outcome,
+    PolicyPublished,
+    Prompt,
+    Score,
+    Scored,
+    ScorerLoad,
+    ScorerReady,
+    StageWeights,
+    StepDone,
+    StepSealed,
+    Stop,
+    TakeMicroBatch,
+    ToEngine,
+    ToScorer,
+    ToTrainer,
+    TrainerReady,
+    WeightsCommitted,
+)
+from pipelinerl.metrics import Journal
+from pipelinerl.process import die_with_parent
+from pipelinerl.transport.codec import encode
+from pipelinerl.transport.curve import make_keys, read_keys
+from pipelinerl.transport.zmq import ZmqHub, ZmqLink
+from scripts.bench import harness
+
+TOKENS = 1000
+GROUP_SIZE = 8
+ORCHESTRATOR_CORE, PEERS_CORE = 0, 1
+
+
+def main() -> None:
+    parser = harness.options(__doc__ or "")
+    parser.add_argument("--only", choices=["pair", "stages", "growth"], help="one of the three parts")
+    arguments = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("transport needs two cores: one for the orchestrator, one for its peers")
+    quick = arguments.quick
+    rows: list[list[Any]] = []
+    goals: list[harness.Goal] = []
+    notes: list[str] = []
+    if arguments.only in (None, "pair"):
+        _pairs(rows, goals, count=8_000 if quick else 40_000, repetitions=3 if quick else 7)
+    if arguments.only in (None, "stages"):
+        _stages(rows, goals, notes, steps=20 if quick else 80)
+    if arguments.only in (None, "growth"):
+        _growth(rows, goals, measured=16_000 if quick else 48_000, repetitions=1 if quick else 3, largest=10**5)
+    columns = ["what", "per second", "MB/s", "µs CPU each", "beside the reference"]
+    harness.finish("transport", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
+
+
+# --- two processes -----------------------------------------------------------------------------------------------------------------
+
+
+def _completion(rollout_id: str, *, attempt: int = 0, num_tokens: int = TOKENS, version: int = 0) -> Completion:
+    return Completion(
+        rollout_id=rollout_id,
+        attempt=attempt,
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        logprobs=np.full(num_tokens, -0.5, np.float32),
+        versions=np.full(num_tokens, version, np.int32),
+        finish=Finish.STOP,
+    )
+
+
+def _pairs(rows: list[list[Any]], goals: list[harness.Goal], *, count: int, repetitions: int) -> None:
+    """Alternate ours and the reference, so that both see the machine in the same moods; compare medians."""
+    size = len(encode(_completion("123456/7")))
+    rates: dict[str, list[float]] = collections.defaultdict(list)
+    for _ in range(repetitions):
+        rates["ours"].append(_ours(count))
+        rates["raw pyzmq, encrypted"].append(_raw(count, size, is_encrypted=True))
+        rates["raw pyzmq, in the clear"].append(_raw(count, size, is_encrypted=False))
+    reference = statistics.median(rates["raw pyzmq, encrypted"])
+    for name, measured in rates.items():
+        rate = statistics.median(measured)
+        rows.append([f"pair: {name}", rate, rate * size / 1e6, 1e6 / rate, rate / reference])
+    ratio = statistics.median(ours / raw for ours, raw in zip(rates["ours"], rates["raw pyzmq, encrypted"], strict=True))
+    goals.append(harness.Goal(name="trajectories/s over raw pyzmq", value=ratio, goal=0.8))
+
+
+def _ours(count: int) -> float:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_keys(folder)
+        child = _fork(lambda: _send_ours(folder, count))
+        seconds = asyncio.run(_receive_ours(folder, count))
+        os.waitpid(child, 0)
+    return count / seconds
+
+
+def _send_ours(folder: Path, count: int) -> None:
+    link = ZmqLink(folder, "engine", 0, accepts=ToEngine)
+    completion = _completion("123456/7")
+    for number in range(count + 1):
+        link.send(completion)
+        if number % 8 == 0:  # as an engine does between two forward passes; its credit comes back that way
+            link.receive(0.0)
+    while not isinstance(link.receive(1.0), Stop):
+        pass
+    link.close()
+
+
+async def _receive_ours(folder: Path, count: int) -> float:
+    hub = ZmqHub(folder, "engine", accepts=FromEngine)
+    received, started = 0, 0.0
+    while received <= count:
+        arrived = len(await hub.receive())
+        started = started or time.perf_counter()
+        received += arrived
+    seconds = time.perf_counter() - started
+    hub.send("engine-0", Stop(reason=""))
+    hub.close()
+    return seconds
+
+
+def _raw(count: int, size: int, *, is_encrypted: bool) -> float:
+    """The same bytes by pyzmq alone: what nobody can beat on these sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_keys(folder)
+        context = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.rcvhwm = 0
+        if is_encrypted:
+            keys = read_keys(folder, "orchestrator")
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        socket.bind("tcp://127.0.0.1:0")
+        address = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")  # pyright: ignore[reportArgumentType]
+        child = _fork(lambda: _send_raw(folder, address, count, size, is_encrypted=is_encrypted))
+        socket.recv_multipart(copy=False)
+        started = time.perf_counter()
+        for _ in range(count):
+            socket.recv_multipart(copy=False)
+        seconds = time.perf_counter() - started
+        socket.send_multipart([b"engine-0", b"enough"])
+        os.waitpid(child, 0)
+        socket.close(linger=0)
+        context.term()
+    return count / seconds
+
+
+def _send_raw(folder: Path, address: bytes, count: int, size: int, *, is_encrypted: bool) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.sndhwm = 0
+    socket.routing_id = b"engine-0"
+    if is_encrypted:
+        keys = read_keys(folder, "engine")
+        socket.curve_serverkey = read_keys(folder, "orchestrator").public
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    socket.connect(address.decode())
+    frame = os.urandom(size)
+    for _ in range(count + 1):
+        socket.send(frame)
+    socket.recv()
+    socket.close()
+    context.term()
+
+
+def _fork(work: Callable[[], None], *, core: int | None = None) -> int:
+    """Run in a child that dies with this process, on one core or on any."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        die_with_parent()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        work()
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+# --- the stages among peers that answer at once ------------------------------------------------------------------------------------
+
+
+class Prompts:
+    """The same prompt of 32 tokens, for ever."""
+
+    def __init__(self) -> None:
+        self._token_ids = np.arange(32, dtype=np.int32)
+        self._count = 0
+
+    def next(self) -> Prompt:
+        self._count += 1
+        return Prompt(prompt_id=f"0:{self._count}", text="", token_ids=self._token_ids)
+
+
+class Meter(Journal):
+    """A journal that also notes wall and processor time at every step, and says when there are enough."""
+
+    def __init__(self, run_folder: Path, *, enough: int = 1 << 30) -> None:
+        super().__init__(run_folder, "orchestrator")
+        self.steps: list[tuple[float, float]] = []
+        self.when_enough: Callable[[str], None] = lambda reason: None
+        self._enough = enough
+
+    def write(self, kind: str, **fields: Any) -> None:
+        super().write(kind, **fields)
+        if kind == "step":
+            self.steps.append((time.perf_counter(), time.process_time()))
+            if len(self.steps) == self._enough:
+                self.when_enough("measured")
+
+    def spent(self, since: int) -> tuple[float, float]:
+        """Seconds of wall and of processor from a step to the last."""
+        (wall, cpu), (last_wall, last_cpu) = self.steps[since], self.steps[-1]
+        return last_wall - wall, last_cpu - cpu
+
+
+class Peers:
+    """Engines, a scorer and a trainer that answer at once; what each would do, without a transport.
+
+    Engines answer the oldest request once they hold more than `in_flight` among them.
+    """
+
+    def __init__(self, *, num_engines: int, num_tokens: int, in_flight: int, steps: int) -> None:
+        self._num_engines = num_engines
+        self._in_flight = in_flight
+        self._steps = steps
+        self._held: collections.deque[tuple[str, Generate]] = collections.deque()
+        self._templates = {0: _completion("", num_tokens=num_tokens)}
+        """By version."""
+        self._versions: dict[str, int] = collections.defaultdict(int)
+        """Of each engine."""
+        self._num_scored = 0
+        self._step = 0
+        self._row = 0
+
+    def announce(self) -> Iterator[tuple[str, Message]]:
+        for engine_id in range(self._num_engines):
+            yield (
+                f"engine-{engine_id}",
+                EngineReady(engine_id=engine_id, process_id=0, max_model_tokens=1 << 20, max_running=1 << 20, tensors=()),
+            )
+        yield "scorer-0", ScorerReady(scorer_id=0, process_id=0, num_slots=256)
+        yield "trainer-0", TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
+
+    def signs_of_life(self) -> Iterator[tuple[str, Message]]:
+        for engine_id in range(self._num_engines):
+            yield (
+                f"engine-{engine_id}",
+                EngineLoad(
+                    engine_id=engine_id,
+                    version=self._step,
+                    num_running=0,
+                    num_waiting=0,
+                    num_tokens=self._step,
+                    num_steps=0,
+                    busy_s=0.0,
+                    idle_s=0.0,
+                ),
+            )
+        yield "scorer-0", ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0)
+
+    def answer(self, peer: str, message: Message) -> Iterator[tuple[str, Message]]:
+        match message:
+            case Generate():
+                self._held.append((peer, message))
+                while len(self._held) > self._in_flight:
+                    yield self._completion(*self._held.popleft())
+            case Score():
+                yield (
+                    peer,
+                    Scored(rollout_id=message.rollout_id, attempt=message.attempt, outcome=Outcome.OK, reward=float(self._num_scored % 2)),
+                )
+                self._num_scored += 1
+            case StageWeights():
+                engine_id = int(peer.rpartition("-")[2])
+                self._versions[peer] = message.version
+                yield (
+                    peer,
+                    WeightsCommitted(engine_id=engine_id, version=message.version, pause_s=0.0, stage_s=0.0, num_running=0),
+                )
+            case LayoutFixed():
+                yield from self._pulls(2)
+            case MicroBatch():
+                yield from self._pulls(1)
+            case StepSealed() if message.step == self._step:  # a pull ahead may bring it twice
+                self._step, self._row = message.step + 1, 0
+                yield peer, StepDone(step=message.step, metrics={})
+                yield peer, PolicyPublished(version=message.step + 1, slot=f"slot-{message.step}", digest="", num_bytes=0, publish_s=0.0)
+                yield from self._pulls(2)
+            case _:
+                return
+
+    def _pulls(self, count: int) -> Iterator[tuple[str, Message]]:
+        for _ in range(count):
+            if self._step < self._steps:
+                yield "trainer-0", TakeMicroBatch(replica=0, step=self._step, index=self._row)
+                self._row += 1
+
+    def _completion(self, peer: str, request: Generate) -> tuple[str, Message]:
+        version = self._versions[peer]
+        if version not in self._templates:
+            self._templates[version] = _completion("", num_tokens=len(self._templates[0].token_ids), version=version)
+        template = self._templates[version]
+        return peer, Completion(
+            rollout_id=request.rollout_id,
+            attempt=request.attempt,
+            token_ids=template.token_ids,
+            logprobs=template.logprobs,
+            versions=template.versions,
+            finish=Finish.STOP,
+        )
+
+
+def _config(*, num_engines: int, max_running: int, groups_per_step: int, steps: int, max_staleness: int, num_tokens: int) -> Config:
+    return parse(
+        {
+            "model": {"path": "unused"},
+            "data": {"source": "unused"},
+            "reward": [{"function": "unused:reward"}],
+            "rollout": {"group_size": GROUP_SIZE, "max_tokens": num_tokens},
+            "engine": {"kind": "fake", "count": num_engines, "max_running": 64},
+            "batch": {"groups_per_step": groups_per_step, "max_tokens": 8 * (num_tokens + 32)},
+            "pipeline": {"max_staleness": max_staleness, "max_running": max_running, "queue_bytes": 1 << 30},
+            "trainer": {"steps": steps},
+        },
+        origin="bench",
+    )
+
+
+def _pipeline(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -> Pipeline:
+    return Pipeline(
+        config,
+        engine_hub=hubs[0],
+        scorer_hub=hubs[1],
+        trainer_hub=hubs[2],
+        source=Prompts(),
+        held_out=[],
+        credit=MethodCredit(method_of(config.algorithm, group_size=GROUP_SIZE), config.reward),
+        journal=journal,
+        ledger=ledger,
+    )
+
+
+def _stages(rows: list[list[Any]], goals: list[harness.Goal], notes: list[str], *, steps: int) -> None:
+    groups_per_step, num_engines = 32, 4
+    config = _config(
+        num_engines=num_engines, max_running=1024, groups_per_step=groups_per_step, steps=steps, max_staleness=8, num_tokens=TOKENS
+    )
+    peers = Peers(num_engines=num_engines, num_tokens=TOKENS, in_flight=0, steps=steps)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_keys(folder)
+        child = _fork(lambda: _serve_peers(folder, peers, num_engines), core=PEERS_CORE)
+        reader, writer = os.pipe()
+        orchestrator = _fork(lambda: _orchestrate(folder, config, writer), core=ORCHESTRATOR_CORE)
+        os.close(writer)
+        with os.fdopen(reader) as result:
+            text = result.read()
+        os.waitpid(orchestrator, 0)
+        if not text:
+            sys.exit("the orchestrator failed; its error stands above")
+        os.waitpid(child, 0)
+    wall_s, cpu_s, counted = json.loads(text)
+    rollouts = counted * groups_per_step * GROUP_SIZE
+    bytes_each = len(encode(_completion("1/1"))) + 4 * TOKENS + 17 * (TOKENS + 32)
+    rows.append(["stages: wall", rollouts / wall_s, rollouts / wall_s * bytes_each / 1e6, 1e6 * cpu_s / rollouts, ""])
+    rows.append(["stages: a second of the core", rollouts / cpu_s, rollouts / cpu_s * bytes_each / 1e6, 1e6 * cpu_s / rollouts, ""])
+    notes.append(f"stages: the orchestrator's core was busy {cpu_s / wall_s:.0%} of the time, encryption included")
+    goals.append(harness.Goal(name="trajectories/s through one core", value=rollouts / wall_s, goal=2000))
+
+
+def _orchestrate(folder: Path, config: Config, writer: int) -> None:
+    async def run() -> Meter:
+        hubs = [ZmqHub(folder, role, accepts=kind) for role, kind in _ROLES]
+        with contextlib.closing(Meter(folder)) as journal, contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
+            ending = await _pipeline(config, hubs, journal, ledger).run()
+        for hub in hubs:
+            hub.close()
+        assert ending.identity.trained == config.trainer.steps * config.batch.groups_per_step * GROUP_SIZE, ending.identity
+        return journal
+
+    journal = asyncio.run(run())
+    since = len(journal.steps) // 5
+    os.write(writer, json.dumps([*journal.spent(since), len(journal.steps) - 1 - since]).encode())
+
+
+_ROLES = (("engine", FromEngine), ("scorer", FromScorer), ("trainer", FromTrainer))
+
+
+def _serve_peers(folder: Path, peers: Peers, num_engines: int) -> None:
+    links = {f"engine-{number}": ZmqLink(folder, "engine", number, accepts=ToEngine) for number in range(num_engines)}
+    links["scorer-0"] = ZmqLink(folder, "scorer", 0, accepts=ToScorer)
+    links["trainer-0"] = ZmqLink(folder, "trainer", 0, accepts=ToTrainer)
+    for peer, message in peers.announce():
+        links[peer].send(message)
+    stopped, next_sign = set(), time.monotonic()
+    while len(stopped) < len(links):
+        if time.monotonic() >= next_sign:
+            next_sign += 1.0
+            for peer, message in peers.signs_of_life():
+                links[peer].send(message)
+        is_idle = True
+        for name, link in links.items():
+            while (message := link.receive(0.0)) is not None:
+                is_idle = False
+                if isinstance(message, Stop):
+                    stopped.add(name)
+                for peer, answer in peers.answer(name, message):
+                    links[peer].send(answer)
+        if is_idle:
+            time.sleep(2e-4)
+    for link in links.values():
+        link.close()
+
+
+# --- how the cost grows ------------------------------------------------------------------------------------------------------------
+
+
+class LoopHub:
+    """A hub whose peers stand behind it: what is sent is answered at once, in memory and without bytes, by `answer`."""
+
+    def __init__(self) -> None:
+        self.refused: collections.Counter[str] = collections.Counter()
+        self.inbox: list[tuple[str, Message]] = []
+        self.something = asyncio.Event()
+        self.answer: Callable[[str, Message], None] = lambda peer, message: None
+
+    def put(self, peer: str, message: Message) -> None:
+        self.inbox.append((peer, message))
+        self.something.set()
+
+    async def receive(self) -> list[tuple[str, Message]]:
+        await asyncio.sleep(0)
+        while not self.inbox:
+            self.something.clear()
+            await self.something.wait()
+        arrived, self.inbox = self.inbox[:256], self.inbox[256:]
+        return arrived
+
+    def send(self, peer: str, message: Message) -> None:
+        self.answer(peer, message)
+
+    def close(self) -> None:
+        pass
+
+
+def _growth(rows: list[list[Any]], goals: list[harness.Goal], *, measured: int, repetitions: int, largest: int) -> None:
+    """Take turns, and of each size the lowest: whatever else the machine does only ever adds."""
+    sizes = [(1_000, 10), (largest, 10), (10_000, 10), (10_000, 100), (10_000, 1000)]
+    cost = dict.fromkeys(sizes, float("inf"))
+    for _ in range(repetitions):
+        for size in sizes:
+            cost[size] = min(cost[size], _cost(in_flight=size[0], num_engines=size[1], measured=measured))
+    for (in_flight, num_engines), each in cost.items():
+        rows.append([f"growth: {in_flight} in flight, {num_engines} engines", 1e6 / each, "", each, each / cost[1_000, 10]])
+    more_rollouts, more_engines = cost[largest, 10] / cost[1_000, 10], cost[10_000, 1000] / cost[10_000, 10]
+    goals.append(harness.Goal(name=f"cost at {largest} in flight over 1,000", value=more_rollouts, goal=1.2, at_least=False))
+    goals.append(harness.Goal(name="cost with 1,000 engines over 10", value=more_engines, goal=1.2, at_least=False))
+
+
+def _cost(*, in_flight: int, num_engines: int, measured: int) -> float:
+    """Microseconds of processor for each rollout, once the engines hold `in_flight`; in a process of its own."""
+    reader, writer = os.pipe()
+    child = _fork(lambda: _measure_growth(writer, in_flight, num_engines, measured), core=ORCHESTRATOR_CORE)
+    os.close(writer)
+    with os.fdopen(reader) as result:
+        text = result.read()
+    os.waitpid(child, 0)
+    if not text:
+        sys.exit(f"the run with {in_flight} in flight and {num_engines} engines failed; its error stands above")
+    return float(text)
+
+
+def _measure_growth(writer: int, in_flight: int, num_engines: int, measured: int) -> None:
+    groups_per_step, num_tokens = 1000, 16
+    per_step = groups_per_step * GROUP_SIZE
+    steps = measured // per_step + 2
+    max_staleness = in_flight // per_step + 4
+    config = _config(
+        num_engines=num_engines,
+        max_running=in_flight + 2 * per_step,
+        groups_per_step=groups_per_step,
+        steps=steps + max_staleness + 2,
+        max_staleness=max_staleness,
+        num_tokens=num_tokens,
+    )
+
+    async def run() -> Meter:
+        hubs = {role: LoopHub() for role, _ in _ROLES}
+        peers = Peers(num_engines=num_engines, num_tokens=num_tokens, in_flight=in_flight, steps=config.trainer.steps)
+
+        def answer(peer: str, message: Message) -> None:
+            for name, reply in peers.answer(peer, message):
+                hubs[name.partition("-")[0]].put(name, reply)
+
+        for hub in hubs.values():
+            hub.answer = answer
+        for name, message in peers.announce():
+            hubs[name.partition("-")[0]].put(name, message)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.closing(Ledger(None)) as ledger,
+            contextlib.closing(Meter(Path(folder), enough=steps)) as journal,
+        ):
+            pipeline = _pipeline(config, list(hubs.values()), journal, ledger)
+            journal.when_enough = pipeline.stop
+            await pipeline.run()
+        return journal
+
+    journal = asyncio.run(run())
+    _, cpu_s = journal.spent(1)
+    os.write(writer, str(1e6 * cpu_s / ((len(journal.steps) - 2) * per_step)).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`python -m scripts.chaos.trainer --run-folder RUN`: a trainer without a model, for rehearsals.
+
+It speaks the real trainer's protocol over the real transport, notes the digest of what it is given, and writes checkpoints of the manifest
+alone, in the same order of steps as the real one: draft, manifest, rename, word to the orchestrator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from pipelinerl.messages import (
+    Alive,
+    CheckpointSaved,
+    LayoutFixed,
+    MicroBatch,
+    PolicyPublished,
+    SlotReleased,
+    StepDone,
+    StepSealed,
+    Stop,
+    TakeMicroBatch,
+    ToTrainer,
+    TrainerReady,
+)
+from pipelinerl.process import die_with_parent, last_words, read_config
+from pipelinerl.transport.zmq import ZmqLink
+
+NUM_SLOTS = 3
+
+
+class Rehearsal:
+    """One life of the trainer."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._config = read_config(run_folder)
+        self._folder = run_folder / "checkpoints"
+        self._folder.mkdir(exist_ok=True)
+        for draft in self._folder.glob("*.draft"):
+            shutil.rmtree(draft)
+        newest = max(self._folder.glob("step-*/manifest.json"), default=None)
+        manifest = json.loads(newest.read_text()) if newest else {"version": 0, "commit": "", "num_samples": 0, "samples": "0"}
+        self._version, self._commit = manifest["version"], manifest["commit"]
+        self._num_samples, self._digest = manifest["num_samples"], int(manifest["samples"], 16)
+        self._free = [f"slot-{number}" for number in range(NUM_SLOTS)]
+        self._knows_layout = False
+        self._is_stopped = False
+        self._next_sign = 0.0
+        self._link = ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer)
+
+    def run(self) -> None:
+        """Train to the last step, then wait to be told to stop."""
+        ready = TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=self._version, commit=self._commit)
+        self._link.send(ready)
+        if self._version:
+            self._publish()
+        while self._version < self._config.trainer.steps and not self._is_stopped:
+            self._train_step()
+        while not self._is_stopped:
+            self._receive()
+        self._link.close()
+
+    def _train_step(self) -> None:
+        index = 0
+        while True:
+            self._link.send(TakeMicroBatch(replica=0, step=self._version, index=index))
+            answer = None
+            while not isinstance(answer, MicroBatch | StepSealed):
+                answer = self._receive()
+                if self._is_stopped:
+                    return
+            if isinstance(answer, StepSealed):
+                break
+            parts = (hashlib.blake2b(f"{answer.step}/{name}".encode(), digest_size=8).digest() for name in answer.rollout_ids)
+            self._digest += sum(int.from_bytes(part, "little") for part in parts)
+            self._num_samples += len(answer.rollout_ids)
+            index += 1
+        self._version, self._commit = self._version + 1, answer.commit
+        self._publish()
+        self._link.send(StepDone(step=self._version - 1, metrics={}))
+        if self._version % self._config.checkpoint.every == 0 or self._version == self._config.trainer.steps:
+            self._save()
+
+    def _publish(self) -> None:
+        while not (self._knows_layout and self._free) and not self._is_stopped:
+            self._receive()
+        if not self._is_stopped:
+            self._link.send(PolicyPublished(version=self._version, slot=self._free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+
+    def _save(self) -> None:
+        draft = self._folder / f"step-{self._version:06}.draft"
+        draft.mkdir()
+        about = {"version": self._version, "commit": self._commit, "num_samples": self._num_samples, "files": {}}
+        (draft / "manifest.json").write_text(json.dumps(about | {"samples": f"{self._digest % 2**64:016x}"}))
+        time.sleep(0.02)  # long enough to be killed in
+        draft.rename(draft.with_suffix(""))
+        for old in sorted(path for path in self._folder.glob("step-*") if not path.suffix)[:-1]:
+            shutil.rmtree(old)
+        self._link.send(CheckpointSaved(version=self._version, commit=self._commit, num_bytes=0, save_s=0.0))
+
+    def _receive(self) -> object:
+        if time.monotonic() >= self._next_sign:
+            self._next_sign = time.monotonic() + 1.0
+            self._link.send(Alive())
+        message = self._link.receive(0.5)
+        match message:
+            case LayoutFixed():
+                self._knows_layout = True
+            case SlotReleased() if self._knows_layout:
+                self._free.append(message.slot)
+            case Stop():
+                self._is_stopped = True
+        return message
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scripts.chaos.trainer", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    run_folder = parser.parse_args().run_folder
+    die_with_parent()
+    with last_words(run_folder, "trainer-0"):
+        Rehearsal(run_folder).run()
+
+
+if __name__ == "__main__":
+    main()

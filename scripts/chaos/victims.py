@@ -1,0 +1,42 @@
+"""Who may be killed: the live processes of a run, by role, found by what their command lines say of the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+_MODULES = {
+    "orchestrator": "orchestrator",
+    "pipelinerl.engine": "engine",
+    "pipelinerl.scorer": "scorer",
+    "scripts.chaos.trainer": "trainer",
+    "trainer": "trainer",
+}
+
+
+def find(role: str, run_folder: Path) -> list[int]:
+    """Process ids of a role. Of the engines these are the children of the warm parent; of the others, never what they have forked."""
+    running = {process_id: (parent_id, _module_of(words)) for process_id, parent_id, words in _processes(run_folder)}
+    return [
+        process_id
+        for process_id, (parent_id, module) in running.items()
+        if _MODULES.get(module) == role and (running.get(parent_id, (0, ""))[1] == module) == (role == "engine")
+    ]
+
+
+def _module_of(words: list[str]) -> str:
+    """What `python -m` runs."""
+    return words[words.index("-m") + 1] if "-m" in words else ""
+
+
+def _processes(run_folder: Path) -> Iterator[tuple[int, int, list[str]]]:
+    """(process id, parent's id, words of the command line) of every live process that names the folder."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            state, parent_id = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if str(run_folder) in words and state not in "ZX":
+                yield int(folder.name), int(parent_id), words

@@ -1,0 +1,99 @@
+"""Makes `trl_losses.json`: what TRL 1.16.0's `GRPOTrainer._compute_loss` gives for random rows, in value and gradient.
+
+Run by hand, in an environment apart from this project's, because TRL brings dependencies that nothing here needs:
+
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0
+    /tmp/trl/bin/python tests/algorithms/golden/make_trl_losses.py
+
+The method is called on a stand-in that holds the options it reads; the model is left out, its log-probabilities are given.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import types
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import trl
+from trl import GRPOTrainer
+
+NUM_SEQUENCES, NUM_TOKENS = 6, 9
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "grpo": {"loss_type": "grpo"},
+    "grpo_kl": {"loss_type": "grpo", "beta": 0.04},
+    "grpo_unbiased_kl": {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": True},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "cispo_tight": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "sapo": {"loss_type": "sapo"},
+    "opsm": {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
+}
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_SEQUENCES, NUM_TOKENS)
+    logprobs = -0.05 - 2 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    inputs = {
+        "old": (logprobs + 0.35 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-0.01),
+        "reference": (logprobs + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-0.01),
+        "mask": (torch.arange(NUM_TOKENS) < torch.tensor([[9], [1], [4], [7], [2], [9]])).long(),
+        "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.9, -0.2], dtype=torch.float64),
+    }
+    found = {name: _result(logprobs, inputs, options) for name, options in CASES.items()}
+    record = {
+        "trl": trl.__version__,
+        "logprobs": logprobs.tolist(),
+        **{name: value.tolist() for name, value in inputs.items()},
+        "cases": found,
+    }
+    Path(__file__).with_name("trl_losses.json").write_text(json.dumps(record) + "\n")
+
+
+def _result(logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, Any]:
+    chosen = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, "importance_sampling_level": "token", "off_policy_mask_threshold": None}
+    chosen |= options
+    leaf = logprobs.clone().requires_grad_()
+    empty = torch.zeros(NUM_SEQUENCES, 0, dtype=torch.long)
+    ids = torch.zeros(NUM_SEQUENCES, NUM_TOKENS, dtype=torch.long)
+    trainer = MagicMock()
+    trainer.configure_mock(**chosen)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, torch.zeros_like(leaf), None)
+    trainer.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
+    trainer.args = types.SimpleNamespace(
+        delta=None,
+        use_bias_correction_kl=chosen.get("use_bias_correction_kl", False),
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        steps_per_generation=1,
+    )
+    trainer.model.training = False
+    trainer.top_entropy_quantile, trainer.use_vllm, trainer.aux_loss_enabled, trainer._entropy_bonus_enabled = 1.0, False, False, False
+    trainer.max_completion_length, trainer.current_gradient_accumulation_steps = NUM_TOKENS, 1
+    trainer.accelerator.num_processes = 1
+    trainer.accelerator.reduce = trainer.accelerator.gather = lambda tensor, **_: tensor
+    trainer._metrics = collections.defaultdict(lambda: collections.defaultdict(list))
+    given = {
+        "prompt_ids": empty,
+        "prompt_mask": empty,
+        "completion_ids": ids,
+        "completion_mask": inputs["mask"],
+        "advantages": inputs["advantages"],
+        "old_per_token_logps": inputs["old"],
+        "ref_per_token_logps": inputs["reference"],
+        "num_items_in_batch": inputs["mask"].sum(),
+    }
+    loss = GRPOTrainer._compute_loss(trainer, None, given)
+    loss.backward()
+    assert leaf.grad is not None
+    return {"options": options, "loss": loss.item(), "gradient": leaf.grad.tolist()}
+
+
+if __name__ == "__main__":
+    main()

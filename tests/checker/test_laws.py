@@ -1,0 +1,261 @@
+"""The checker finds what it is there to find: a history worked out by hand passes, and every way of breaking it is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipelinerl.checker.history import Checkpoint, Entry, History
+from pipelinerl.checker.laws import Trial, digest_of, try_history
+
+PROMISES = {"group_size": 2, "groups_per_step": 1, "max_row_tokens": 100, "max_staleness": 1, "num_steps": 2}
+Line = dict[str, Any]
+
+
+def began() -> Line:
+    return {"kind": "began", "reason": json.dumps({"settings": PROMISES, "unix_s": 0.0})}
+
+
+def rollout(name: str, *, version: int = 0, attempt: int = 0) -> list[Line]:
+    """From the engine to its score."""
+    return [
+        {"kind": "issued", "rollout_id": name, "attempt": attempt, "peer": "engine-0", "newest": version},
+        {
+            "kind": "generated",
+            "rollout_id": name,
+            "attempt": attempt,
+            "oldest": version,
+            "newest": version,
+            "num_tokens": 3,
+            "reason": "stop",
+        },
+        {"kind": "scored", "rollout_id": name, "attempt": attempt, "reason": "ok", "reward": 1.0},
+    ]
+
+
+def admitted(name: str) -> Line:
+    group_id = int(name.partition("/")[0])
+    return {"kind": "admitted", "rollout_id": name, "group_id": group_id, "prompt_id": f"0:{group_id + 10}"}
+
+
+def placed(name: str, *, step: int, row: int, place: int) -> list[Line]:
+    return [
+        {"kind": "placed", "rollout_id": name, "step": step},
+        {"kind": "packed", "rollout_id": name, "step": step, "row": row, "place": place},
+    ]
+
+
+def trained(name: str, *, step: int, version: int = 0) -> Line:
+    return {"kind": "trained", "rollout_id": name, "step": step, "oldest": version, "newest": version, "num_tokens": 3}
+
+
+def whole_step(step: int) -> list[Line]:
+    """A group of two, in one row."""
+    names = [f"{step}/0", f"{step}/1"]
+    return [
+        *(admitted(name) for name in names),
+        *(line for name in names for line in rollout(name)),
+        *({"kind": "placed", "rollout_id": name, "step": step} for name in names),
+        *({"kind": "packed", "rollout_id": name, "step": step, "row": 0, "place": place} for place, name in enumerate(names)),
+        {"kind": "sealed", "step": step, "row": 1, "place": 2, "num_tokens": 6},
+        *(trained(name, step=step) for name in names),
+        {"kind": "done", "step": step},
+    ]
+
+
+def good() -> list[Line]:
+    """Two steps; the trainer is killed after the first checkpoint and does step 1 once more; a third group is cancelled at the end."""
+    lines = [began(), *whole_step(0)]
+    lines.append({"kind": "saved", "step": 1, "reason": f"me:{number_of(lines, 'sealed')}"})
+    lines += [*whole_step(1), {"kind": "restarted", "step": 1}, {"kind": "replayed", "step": 1}, admitted("2/0"), admitted("2/1")]
+    lines += [{"kind": "cancelled", "rollout_id": f"2/{sibling}", "reason": "the run ended"} for sibling in range(2)]
+    counts = {"admitted": 6, "in_flight": 0, "trained": 4, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 2}
+    return [*lines, {"kind": "ended", "reason": json.dumps({"reason": "finished", "counts": counts})}]
+
+
+def number_of(lines: list[Line], kind: str, rollout_id: str | None = None) -> int:
+    """The entry's number of the first line of a kind."""
+    return 1 + next(i for i, line in enumerate(lines) if line["kind"] == kind and rollout_id in (None, line.get("rollout_id")))
+
+
+def judge(lines: list[Line], *checkpoints: Checkpoint) -> Trial:
+    fields = {field.name for field in dataclasses.fields(Entry)}
+    entries = (Entry(**(dict.fromkeys(fields) | {"seq": seq, "t": float(seq)} | line)) for seq, line in enumerate(lines, start=1))  # pyright: ignore[reportArgumentType]
+    return try_history(History(ledger_id="me", entries=entries, checkpoints=checkpoints))
+
+
+def checkpoint(lines: list[Line], *, missing: tuple[str, ...] = (), **changes: Any) -> Checkpoint:
+    """Of version 1."""
+    digest = sum(digest_of(0, name) for name in ("0/0", "0/1")) % 2**64
+    commit = f"me:{number_of(lines, 'sealed')}"
+    manifest = {"version": 1, "commit": commit, "num_samples": 2, "samples": f"{digest:016x}", "files": {}} | changes
+    return Checkpoint(name="step-000001", manifest=manifest, missing=missing)
+
+
+def test_a_good_history_breaks_no_promise():
+    trial = judge(good(), checkpoint(good()))
+    assert trial.problems == []
+    assert (trial.num_done, trial.num_replayed, trial.num_lives, trial.restarts) == (2, 1, 1, [1])
+    assert trial.counts()["trained"] == 4
+
+
+def test_a_rollout_may_be_issued_again_and_a_run_go_on():
+    again = [{"kind": "lost", "rollout_id": "0/0", "attempt": 0, "reason": "engine-0 ended"}, *rollout("0/0", attempt=1)]
+    lines = good()
+    at = number_of(lines, "issued", "0/0")
+    lines[at : at + 2] = again
+    saved = next(line for line in lines if line["kind"] == "saved")
+    saved["reason"] = f"me:{number_of(lines, 'sealed')}"
+    revived = [{"kind": "revived", "rollout_id": f"2/{sibling}"} for sibling in range(2)]
+    assert judge([*lines, began(), *revived, *rollout("2/0")], checkpoint(lines)).problems == []
+
+
+def compares(lines: list[Line]) -> None:
+    """Make it a run that compares siblings."""
+    lines[0] = lines[0] | {"reason": json.dumps({"settings": PROMISES | {"compares_siblings": True}, "unix_s": 0.0})}
+    for step in range(2):
+        at = number_of(lines, "placed", f"{step}/0") - 1
+        lines[at:at] = [
+            {"kind": "compared", "rollout_id": f"{step}/{place}", "attempt": 0, "reason": "ok", "reward": 2.0} for place in range(2)
+        ]
+    saved = next(line for line in lines if line["kind"] == "saved")
+    saved["reason"] = f"me:{number_of(lines, 'sealed')}"
+
+
+def test_siblings_may_be_compared_once_each_is_scored():
+    lines = good()
+    compares(lines)
+    assert judge(lines, checkpoint(lines)).problems == []
+
+
+def replace(kind: str, of: str | None = None, **changes: Any) -> Callable[[list[Line]], None]:
+    def change(lines: list[Line]) -> None:
+        at = number_of(lines, kind, of) - 1
+        lines[at] = lines[at] | changes
+
+    return change
+
+
+def repeat(kind: str, of: str | None = None, **changes: Any) -> Callable[[list[Line]], None]:
+    def change(lines: list[Line]) -> None:
+        at = number_of(lines, kind, of)
+        lines.insert(at, lines[at - 1] | changes)
+
+    return change
+
+
+def remove(kind: str, of: str | None = None) -> Callable[[list[Line]], None]:
+    def change(lines: list[Line]) -> None:
+        del lines[number_of(lines, kind, of) - 1]
+
+    return change
+
+
+def both(*changes: Callable[[list[Line]], None]) -> Callable[[list[Line]], None]:
+    def change(lines: list[Line]) -> None:
+        for one in changes:
+            one(lines)
+
+    return change
+
+
+def append(*more: Line) -> Callable[[list[Line]], None]:
+    return lambda lines: lines.extend(more)
+
+
+BROKEN: dict[str, tuple[Callable[[list[Line]], None], str]] = {
+    "a rollout is lost": (remove("cancelled", "2/0"), "in flight"),
+    "a rollout ends twice": (repeat("cancelled", "2/0"), "ends as cancelled, and was cancelled"),
+    "a rollout is admitted twice": (repeat("admitted", "0/0"), "is admitted twice"),
+    "a rollout nobody admitted": (append({"kind": "failed", "rollout_id": "9/9", "reason": "x"}), "never admitted"),
+    "a sibling too many": (repeat("admitted", "2/0", rollout_id="2/2"), "one sibling too many"),
+    "a sample is trained twice": (repeat("trained", "0/0"), "ends as trained, and was trained"),
+    "a sample is placed in two steps": (repeat("placed", "0/0", step=1), "is placed in step 1, and was in 0"),
+    "a sample is packed twice": (repeat("packed", "0/1", place=2), "packed where it was not placed, or twice"),
+    "a place is skipped": (replace("packed", "0/1", place=2), "is not next with row 0, place 2"),
+    "a sample is not packed": (remove("packed", "0/1"), "seals"),
+    "a step is done twice": (repeat("done"), "finishes step 0, expected 1"),
+    "a step is replayed without a restart": (remove("restarted"), "replays step 1"),
+    "a restart from too old a checkpoint": (replace("restarted", step=0), "from version 0, the newest checkpoint is 1"),
+    "a sample goes untrained": (remove("trained", "0/1"), "finishes step 0 without"),
+    "an attempt is skipped": (replace("issued", "0/0", attempt=1), "is attempt 1, after -1"),
+    "two attempts are out": (repeat("issued", "0/0", attempt=1), "while attempt 0 is out"),
+    "an answer of an older attempt is used": (replace("generated", "0/0", attempt=7), "answers attempt 7"),
+    "a score of an older attempt is used": (replace("scored", "0/0", attempt=7), "scores attempt 7"),
+    "a failed score has a reward": (replace("scored", "0/0", reason="timeout"), "is timeout with the reward 1.0"),
+    "a sample without a reward is trained": (replace("scored", "0/0", reason="timeout", reward=None), "placed without a reward"),
+    "a token is too old": (
+        both(replace("generated", "1/0", oldest=-1), replace("trained", "1/0", oldest=-1)),
+        "2 versions after",
+    ),
+    "a token is of the future": (
+        both(replace("generated", "1/0", newest=2), replace("trained", "1/0", newest=2)),
+        "holds versions 0 to 2",
+    ),
+    "other tokens are trained than generated": (replace("trained", "0/0", num_tokens=4), "is trained with"),
+    "a seal counts wrongly": (replace("sealed", num_tokens=7), "seals (rows, samples, tokens)"),
+    "a batch is too large": (
+        lambda lines: lines.insert(0, lines.pop(0) | {"reason": json.dumps({"settings": PROMISES | {"groups_per_step": 2}, "unix_s": 0})}),
+        "seals 1 groups, expected 2",
+    ),
+    "a checkpoint names another commit": (replace("saved", reason="me:3"), "says commit me:3"),
+    "the counts are made up": (replace("ended", reason=json.dumps({"reason": "", "counts": {}})), "counts {}"),
+    "what was trained is revived": (append({"kind": "revived", "rollout_id": "0/0"}), "is revived, and was trained"),
+    "an end without a reason": (replace("cancelled", "2/0", reason=None), "ends without a reason"),
+    "a quarantined prompt is asked for": (
+        append(
+            {"kind": "suspected", "peer": "engine-0", "reason": "13"},
+            {"kind": "suspected", "peer": "engine-1", "reason": "13"},
+            {"kind": "quarantined", "peer": "engine-1", "reason": "13"},
+            admitted("3/0"),
+        ),
+        "asks for the quarantined prompt 0:13",
+    ),
+    "a quarantine after one death": (
+        append({"kind": "suspected", "peer": "engine-0", "reason": "5"}, {"kind": "quarantined", "peer": "engine-0", "reason": "5"}),
+        "quarantines row 5 after 1 deaths",
+    ),
+    "a sample is placed before it was compared": (both(compares, remove("compared", "0/1")), "is placed before it was compared"),
+    "a sample is compared twice": (both(compares, repeat("compared", "0/0")), "is compared before its own score, or twice"),
+    "a comparison makes up for a failed score": (
+        both(compares, replace("scored", "0/0", reason="timeout", reward=None)),
+        "has a reward by comparison, and none of its own",
+    ),
+    "a sample without a reward by comparison is trained": (
+        both(compares, replace("compared", "0/0", reason="timeout", reward=None)),
+        "placed without a reward",
+    ),
+    "a comparison nobody asked for": (
+        append({"kind": "compared", "rollout_id": "2/0", "attempt": 0, "reason": "ok", "reward": 1.0}),
+        "in a run that compares nothing",
+    ),
+    "an unknown entry": (append({"kind": "mystery"}), "unknown kind 'mystery'"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_promise_is_found_and_named(what: str):
+    change, expected = BROKEN[what]
+    lines = good()
+    change(lines)
+    problems = judge(lines).problems
+    assert [problem for problem in problems if expected in problem], problems
+
+
+def test_a_checkpoint_is_held_against_the_history():
+    for changes, expected in (
+        ({"commit": "other:9"}, "names commit other:9"),
+        ({"num_samples": 3}, "was trained on"),
+        ({"samples": "0" * 16}, "was trained on"),
+        ({"missing": ("__0_0.distcp",)}, "lacks __0_0.distcp"),
+    ):
+        (problem,) = judge(good(), checkpoint(good(), **changes)).problems
+        assert expected in problem
+
+
+def test_a_checkpoint_that_is_gone_is_missed():
+    assert judge(good()).problems == ["the ledger knows a checkpoint of version 1, on disk is none"]

@@ -1,0 +1,137 @@
+"""The layout an engine asks for, and what would break a swap, found at start; on small modules that load as vLLM's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipelinerl.engine.vllm_weights import obstacles_of, plan_of
+from pipelinerl.errors import ConfigError
+from pipelinerl.weights.base import num_bytes, views
+from pipelinerl.weights.commit import Way, make
+
+
+class Model(torch.nn.Module):
+    """An embedding, a head tied to it by memory but not by identity, and a layer that fuses two checkpoint tensors."""
+
+    def __init__(self, *, splits: bool = False) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = torch.nn.Parameter(self.embed.weight.data)
+        self.fused = torch.nn.Linear(4, 10, bias=False)
+        self.requires_grad_(False)
+        self._splits = splits
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            match name:
+                case "embed":
+                    self.embed.weight.copy_(tensor)
+                case "q" if self._splits:
+                    self.fused.weight[:3].copy_(tensor[:3])
+                    self.fused.weight[3:6].copy_(tensor[3:])
+                case "q":
+                    self.fused.weight[:6].copy_(tensor)
+                case "k":
+                    self.fused.weight[6:].copy_(tensor)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"embed": torch.randn(6, 4), "k": torch.randn(4, 4), "q": torch.randn(6, 4)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_parts_of_a_fused_parameter_lie_side_by_side(folder: Path):
+    _, layout = plan_of(Model(), folder=folder)
+    assert {tensor.name: (tensor.offset_bytes, tensor.num_bytes) for tensor in layout} == {
+        "embed": (0, 96),
+        "q": (256, 96),
+        "k": (352, 64),
+    }
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_a_policy_reaches_every_parameter_and_a_twin_of_one_too(folder: Path, way: Way):
+    model = Model()
+    parameters, layout = plan_of(model, folder=folder)
+    buffer = torch.zeros(num_bytes(layout), dtype=torch.uint8)
+    values = {"embed": 1.0, "q": 2.0, "k": 3.0}
+    for name, view in views(buffer, layout).items():
+        view.fill_(values[name])
+    commit = make(way, parameters)
+    commit.stage(buffer)
+    commit.commit()
+    assert model.embed.weight.eq(1.0).all()
+    assert model.head.weight.eq(1.0).all(), "the head is tied: an old copy of it would sample from old weights for ever"
+    assert model.fused.weight[:6].eq(2.0).all()
+    assert model.fused.weight[6:].eq(3.0).all()
+
+
+def test_a_parameter_that_is_filled_in_parts_of_a_tensor_or_not_at_all_is_found_at_start(folder: Path):
+    with pytest.raises(ConfigError, match=r"vLLM splits or reorders q when it fills fused\.weight"):
+        plan_of(Model(splits=True), folder=folder)
+    model = Model()
+    model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"2 of 4 parameters of .* are not filled, or not once, by its checkpoint: \['extra.weight'"):
+        plan_of(model, folder=folder)
+
+
+def test_parameters_that_share_a_part_of_their_memory_are_found_at_start(folder: Path):
+    model = Model()
+    model.head.weight = torch.nn.Parameter(model.embed.weight.data[:3])
+    with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight share a part of their memory"):
+        plan_of(model, folder=folder)
+
+
+def test_a_plain_model_has_no_obstacles():
+    assert obstacles_of(Model(), captures_graphs=False) == {way: [] for way in Way}
+
+
+def test_captured_graphs_and_kept_addresses_break_a_flip_and_nothing_else():
+    model = Model()
+    (reason,) = obstacles_of(model, captures_graphs=True)[Way.FLIP]
+    assert reason == "captured graphs keep the addresses of the parameters (enforce_eager is off)"
+    model.fused.kept = model.fused.weight.data[:6]
+    model.fused.register_buffer("also", model.embed.weight.data)
+    found = obstacles_of(model, captures_graphs=False)
+    assert found == {Way.FLIP: ["fused.kept shares memory with fused.weight, and 1 more like it"], Way.SCATTER: [], Way.COPY: []}
+
+
+def test_parameters_in_a_devices_memory_are_not_pointed_into_the_hosts():
+    found = obstacles_of(Model().to("meta"), captures_graphs=False)
+    assert found == {
+        Way.FLIP: ["the parameters are in a device's memory, and published policies in the host's"],
+        Way.SCATTER: [],
+        Way.COPY: [],
+    }
+
+
+class Fp8LinearMethod:
+    pass
+
+
+class UnquantizedLinearMethod:
+    moe_kernel = object()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("cpu_linear", torch.nn.functional.relu, "1 layers compute with a packed copy of their weight, for example fused"),
+        ("quant_method", Fp8LinearMethod(), "1 layers are quantised, for example fused (Fp8LinearMethod): load an unquantised model"),
+        ("quant_method", UnquantizedLinearMethod(), "1 layers of experts are repacked for the CPU, for example fused"),
+    ],
+)
+def test_layers_that_compute_with_something_else_than_their_parameters_break_every_way(name: str, value: object, said: str):
+    model = Model()
+    setattr(model.fused, name, value)
+    found = obstacles_of(model, captures_graphs=False)
+    for way in Way:
+        (reason,) = found[way]
+        assert reason == said

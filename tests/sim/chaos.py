@@ -1,0 +1,338 @@
+"""A simulated run in which every process may be killed at any instant, seeded: the orchestrator too, which then goes on from its ledger.
+
+A killed process is a cancelled coroutine whose link is closed; what it had not written, or not yet sent, is gone. What survives is the
+ledger's file, as far as it was flushed, and the trainer's disk. A trainer that starts again trains what it is given, and notes whether it
+is what it was given before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from orchestrator.pipeline import Ending, Pipeline
+from orchestrator.state.ledger import Ledger
+from pipelinerl.checker.history import open_history
+from pipelinerl.checker.laws import Trial, try_history
+from pipelinerl.config import Config
+from pipelinerl.messages import (
+    CheckpointSaved,
+    FromEngine,
+    FromScorer,
+    FromTrainer,
+    LayoutFixed,
+    MicroBatch,
+    PolicyPublished,
+    SlotReleased,
+    Starting,
+    StepDone,
+    StepSealed,
+    Stop,
+    TakeMicroBatch,
+    ToEngine,
+    ToScorer,
+    ToTrainer,
+    TrainerReady,
+)
+from pipelinerl.metrics import Journal
+from pipelinerl.transport.memory import CALM, MemoryHub, MemoryLink, Weather
+from tests.sim import peers
+from tests.sim.clock import simulate
+from tests.sim.run import Prompts, mean_baseline
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Mean seconds between two kills of each role (exponential); 0: never. Kills stop after `until_s`, so that the run can end."""
+
+    seed: int = 0
+    engine_s: float = 0.0
+    scorer_s: float = 0.0
+    trainer_s: float = 0.0
+    orchestrator_s: float = 0.0
+    until_s: float = 60.0
+    restart_s: float = 0.5
+    """From a death to the process that follows."""
+    load_s: float = 0.5
+    """What an engine or scorer then needs to load."""
+    killer_tokens: frozenset[int] = frozenset()
+    """First tokens of prompts that kill the engine that runs them."""
+
+
+@dataclasses.dataclass(slots=True)
+class Disk:
+    """What a trainer leaves to the one after it."""
+
+    folder: Path
+    version: int = 0
+    commit: str = ""
+    trained: dict[int, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    """Rows of the steps in the checkpoint."""
+    seen: dict[int, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    """Rows of every step that any trainer was ever given: what a replay must repeat."""
+    changed: list[str] = dataclasses.field(default_factory=list)
+    """Replays that did not repeat."""
+    record: peers.TrainerRecord = dataclasses.field(default_factory=peers.TrainerRecord)
+
+    def save(self, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:
+        samples = [f"{step}/{name}" for step, rows in trained.items() for row in rows for name in row]
+        total = sum(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") for name in samples)
+        folder = self.folder / "checkpoints" / f"step-{version:06}"
+        folder.mkdir(parents=True)
+        manifest = {"version": version, "commit": commit, "num_samples": len(samples), "samples": f"{total % 2**64:016x}", "files": {}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        self.version, self.commit, self.trained = version, commit, trained
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Survived:
+    """What came of a run under kills."""
+
+    ending: Ending
+    trial: Trial
+    disk: Disk
+    kills: collections.Counter[str]
+    seconds: float
+    rows: list[tuple[Any, ...]]
+
+    def problems(self) -> list[str]:
+        return [*self.trial.problems, *self.disk.changed, *[f"{name} mislabelled" for name in self.disk.record.mislabelled]]
+
+
+def survive(
+    settings: Config,
+    *,
+    folder: Path,
+    faults: Faults,
+    world: peers.World | None = None,
+    weather: Weather = CALM,
+    checkpoint_every: int = 3,
+    limit_s: float = 1e5,
+) -> Survived:
+    """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs."""
+    chaos = _Chaos(settings, folder, faults, world or peers.World(), weather, checkpoint_every)
+
+    async def program() -> Survived:
+        async with asyncio.timeout(limit_s):
+            return await chaos.run()
+
+    return simulate(program())
+
+
+class _Chaos:
+    def __init__(self, settings: Config, folder: Path, faults: Faults, world: peers.World, weather: Weather, checkpoint_every: int) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.faults = faults
+        self.world = world
+        self.weather = weather
+        self.checkpoint_every = checkpoint_every
+        self.disk = Disk(folder)
+        self.kills: collections.Counter[str] = collections.Counter()
+        self.chance = random.Random(faults.seed)
+
+    async def run(self) -> Survived:
+        loop = asyncio.get_running_loop()
+        with contextlib.closing(Journal(self.folder, "orchestrator")) as journal:
+            while (ended := await self._life(journal)) is None:
+                self.kills["orchestrator"] += 1
+        ending, rows = ended
+        with open_history(self.folder) as history:
+            trial = try_history(history)
+        return Survived(ending=ending, trial=trial, disk=self.disk, kills=self.kills, seconds=loop.time(), rows=rows)
+
+    async def _life(self, journal: Journal) -> tuple[Ending, list[tuple[Any, ...]]] | None:
+        """One life of the orchestrator and all its peers; None where it was killed."""
+        hubs = [MemoryHub(accepts=accepts, weather=self.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
+        ledger = Ledger(self.folder / "ledger.sqlite")
+        pipeline = Pipeline(
+            self.settings,
+            engine_hub=hubs[0],
+            scorer_hub=hubs[1],
+            trainer_hub=hubs[2],
+            source=Prompts(self.world.seed),
+            held_out=[],
+            credit=mean_baseline,
+            journal=journal,
+            ledger=ledger,
+        )
+        main = asyncio.create_task(pipeline.run())
+        roles = [asyncio.create_task(role) for role in self._roles(hubs)]
+        try:
+            await asyncio.wait({main, *roles}, timeout=self._until_kill(self.faults.orchestrator_s), return_when=asyncio.FIRST_COMPLETED)
+            if not main.done() and not any(role.done() for role in roles):
+                ledger.store.abandon()
+                return None
+            ending = await main
+            rows = ledger.rows()
+            ledger.close()
+            return ending, rows
+        finally:
+            for task in (main, *roles):
+                task.cancel()
+            await asyncio.gather(main, *roles, return_exceptions=True)
+
+    def _roles(self, hubs: list[MemoryHub]) -> list[Coroutine[Any, Any, None]]:
+        def engine(link: MemoryLink, engine_id: int) -> Coroutine[Any, Any, None]:
+            return peers.engine(link, engine_id=engine_id, max_running=self.settings.engine.max_running, world=self.world)
+
+        engines = [
+            self._kept_alive(
+                f"engine-{engine_id}",
+                every_s=self.faults.engine_s,
+                connect=lambda name: hubs[0].connect(name, accepts=ToEngine),
+                serve=lambda link, engine_id=engine_id: engine(link, engine_id),
+            )
+            for engine_id in range(self.settings.engine.count)
+        ]
+        scorer = self._kept_alive(
+            "scorer-0",
+            every_s=self.faults.scorer_s,
+            connect=lambda name: hubs[1].connect(name, accepts=ToScorer),
+            serve=lambda link: peers.scorer(link, num_slots=4, world=self.world),
+        )
+        trainer = self._kept_alive(
+            "trainer-0",
+            every_s=self.faults.trainer_s,
+            connect=lambda name: hubs[2].connect(name, accepts=ToTrainer),
+            serve=self._trainer,
+        )
+        return [*engines, scorer, trainer]
+
+    async def _kept_alive(
+        self,
+        name: str,
+        *,
+        every_s: float,
+        connect: Callable[[str], MemoryLink],
+        serve: Callable[[MemoryLink], Coroutine[Any, Any, None]],
+    ) -> None:
+        """A process and its launcher."""
+        role, is_first = name.partition("-")[0], True
+        while True:
+            link = connect(name)
+            if not is_first:
+                if role == "engine":
+                    link.send(Starting(process_id=0))
+                await asyncio.sleep(self.faults.load_s)
+            task = asyncio.create_task(self._serve(role, link, serve))
+            try:
+                await asyncio.wait({task}, timeout=self._until_kill(every_s))
+                if task.done() and not isinstance(task.exception(), _KilledByPrompt):
+                    await task
+                    return
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                link.close()
+            self.kills[role] += 1
+            is_first = False
+            await asyncio.sleep(self.faults.restart_s)
+
+    async def _serve(self, role: str, link: MemoryLink, serve: Callable[[MemoryLink], Coroutine[Any, Any, None]]) -> None:
+        killers = self.faults.killer_tokens
+        await serve(_Deadly(link, killers) if role == "engine" and killers else link)  # pyright: ignore[reportArgumentType]
+
+    def _until_kill(self, every_s: float) -> float | None:
+        if not every_s or asyncio.get_running_loop().time() >= self.faults.until_s:
+            return None
+        return self.chance.expovariate(1 / every_s)
+
+    # --- the trainer ---
+
+    async def _trainer(self, link: MemoryLink) -> None:
+        heartbeat = asyncio.create_task(peers.live_on(link, every_s=5.0))
+        try:
+            await self._train(link)
+        finally:
+            heartbeat.cancel()
+
+    async def _train(self, link: MemoryLink) -> None:
+        disk, num_steps = self.disk, self.settings.trainer.steps
+        first, trained = disk.version, dict(disk.trained)
+        link.send(TrainerReady(replica=0, num_replicas=1, process_id=next(peers.process_ids), version=first, commit=disk.commit))
+        while not isinstance(await link.wait(), LayoutFixed):
+            pass  # what was meant for the one before
+        free = [f"slot-{number}" for number in range(3)]
+        if first:
+            link.send(PolicyPublished(version=first, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+        saving: asyncio.Task[None] | None = None
+        try:
+            for step in range(first, num_steps):
+                rows, seal = await self._train_step(link, step, free)
+                if seal is None:
+                    return
+                trained[step] = rows
+                while not free:
+                    await peers._next(link, free, wanted=SlotReleased)
+                link.send(StepDone(step=step, metrics={}))
+                link.send(PolicyPublished(version=step + 1, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+                if (step + 1) % self.checkpoint_every == 0 or step + 1 == num_steps:
+                    if saving is not None:
+                        await saving
+                    saving = asyncio.create_task(self._save(link, step + 1, seal.commit, dict(trained)))
+            await peers._next(link, free, wanted=Stop)
+        finally:
+            if saving is not None and not saving.done():
+                saving.cancel()
+
+    async def _train_step(self, link: MemoryLink, step: int, free: list[str]) -> tuple[list[tuple[str, ...]], StepSealed | None]:
+        rows: list[tuple[str, ...]] = []
+        seen = self.disk.seen.setdefault(step, [])
+        while True:
+            link.send(TakeMicroBatch(replica=0, step=step, index=len(rows)))
+            answer = await peers._next(link, free)
+            if isinstance(answer, Stop):
+                return rows, None
+            if isinstance(answer, StepSealed):
+                return rows, answer
+            assert isinstance(answer, MicroBatch)
+            if len(rows) < len(seen):
+                if seen[len(rows)] != answer.rollout_ids:
+                    self.disk.changed.append(f"row {len(rows)} of step {step} was {seen[len(rows)]}, and is {answer.rollout_ids}")
+            else:
+                seen.append(answer.rollout_ids)
+                peers.note(answer, self.disk.record)
+            rows.append(answer.rollout_ids)
+            await asyncio.sleep(self.world.token_s * len(answer.token_ids))
+
+    async def _save(self, link: MemoryLink, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:
+        await asyncio.sleep(0.2)
+        self.disk.save(version, commit, trained)
+        await asyncio.sleep(0.01)
+        link.send(CheckpointSaved(version=version, commit=commit, num_bytes=0, save_s=0.2))
+
+
+class _KilledByPrompt(Exception):
+    """A prompt ended the engine that was asked for it."""
+
+
+class _Deadly:
+    """A link through which some prompts kill."""
+
+    def __init__(self, link: MemoryLink, killers: frozenset[int]) -> None:
+        self._link = link
+        self._killers = killers
+
+    def send(self, message: Any) -> None:
+        self._link.send(message)
+
+    def receive(self, timeout_s: float) -> Any:
+        return self._look(self._link.receive(timeout_s))
+
+    async def wait(self) -> Any:
+        return self._look(await self._link.wait())
+
+    def _look(self, message: Any) -> Any:
+        token_ids = getattr(message, "token_ids", None)
+        if token_ids is not None and int(token_ids[0]) in self._killers:
+            raise _KilledByPrompt
+        return message

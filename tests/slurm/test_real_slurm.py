@@ -1,0 +1,151 @@
+"""A real Slurm on this machine: submit, hit the limit, save, requeue, go on, finish; one W&B run; nobody exits before the others.
+
+Two slurmd stand for two nodes. The run is a stand-in (`stand_in`): what is tested is Slurm's side, from the script to the supervisors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import parse
+from pipelinerl.metrics import read_journals
+from pipelinerl.slurm.submit import prepare
+from tests.slurm import cluster as slurm
+from tests.tracking.wandb_file import history
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.skipif(slurm.why_not() is not None, reason=str(slurm.why_not()))]
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    folder = tmp_path_factory.mktemp("slurm")
+    yield from slurm.cluster(folder)
+
+
+def job(folder: Path, *, steps: int, pace_s: float, breaks: str = "", tracking: tuple[str, ...] = (), **settings: Any) -> Path:
+    """A prepared run folder whose processes are stand-ins."""
+    tree = {
+        "model": {"path": "m"},
+        "data": {"source": "p.jsonl"},
+        "reward": [{"function": "r:f"}],
+        "run": {"folder": str(folder), "name": "stand-in"},
+        "tracking": {"to": tracking},
+        "slurm": {"cpus_per_node": 1, "time": "2", "save_s": 20, **settings},
+    }
+    run_folder = prepare(parse(tree, origin="test")).parent
+    names = [role["name"] for role in json.loads((run_folder / "roles.json").read_text())]
+    stand_in = [sys.executable, "-m", "tests.slurm.stand_in", str(run_folder)]
+    (run_folder / "roles.json").write_text(json.dumps([{"name": name, "command": [*stand_in, name]} for name in names]))
+    (run_folder / "stand_in.json").write_text(json.dumps({"steps": steps, "pace_s": pace_s, "break": breaks}))
+    return run_folder
+
+
+def submit(cluster: slurm.Cluster, run_folder: Path, *options: str) -> str:
+    return cluster.run("sbatch", "--parsable", *options, str(run_folder / "job.sbatch"))
+
+
+def wait(cluster: slurm.Cluster, number: str, *states: str, timeout_s: float = 120) -> dict[str, str]:
+    end = time.monotonic() + timeout_s
+    while True:
+        state = cluster.state(number)
+        if state["JobState"] in states:
+            return state
+        is_too_late = state["JobState"] in ENDED or time.monotonic() > end
+        assert not is_too_late, f"job {number} is {state['JobState']} ({state.get('Reason')}), awaited {states}"
+        time.sleep(0.2)
+
+
+def steps_of(run_folder: Path) -> list[int]:
+    return [line["step"] for line in read_journals(run_folder) if line["kind"] == "step"]
+
+
+def supervisors(run_folder: Path, attempt: int) -> str:
+    """What the supervisors of all nodes said; both slurmd run on this machine, so their files carry its name and the task's number."""
+    return "".join(path.read_text() for path in sorted((run_folder / "logs" / f"attempt-{attempt}").glob("supervisor-*.log")))
+
+
+def said(run_folder: Path, number: str) -> str:
+    return (run_folder / "logs" / f"slurm-{number}.log").read_text()
+
+
+def test_a_run_that_meets_its_limit_again_and_again_saves_goes_on_and_finishes_in_one_wandb_run(cluster: slurm.Cluster, tmp_path: Path):
+    run_folder = job(tmp_path, steps=40, pace_s=0.25, tracking=("wandb",), engine_nodes=1)
+    number = submit(cluster, run_folder)
+    for attempt in range(3):
+        wait(cluster, number, "RUNNING")
+        log = run_folder / "logs" / f"attempt-{attempt}" / "orchestrator.log"
+        while not log.exists() or "started" not in log.read_text() or len(steps_of(run_folder)) <= 5 * attempt:
+            time.sleep(0.1)
+        cluster.run("scancel", "--batch", "--signal=USR1", number)
+        wait(cluster, number, "PENDING")
+    state = wait(cluster, number, *ENDED)
+    text = said(run_folder, number)
+    assert state["JobState"] == "COMPLETED", text
+    assert state["Restarts"] == "3"
+    assert text.count("saved; requeue") == 3
+    assert steps_of(run_folder) == list(range(40)), "every step once, in order, over four attempts"
+    for attempt in range(4):
+        assert f"attempt {attempt}: job {number}, restart {attempt}" in text
+        log = (run_folder / "logs" / f"attempt-{attempt}" / "engines.log").read_text()
+        assert log.startswith(f"attempt {attempt}, restart {attempt}, job {number}, node 1")
+    assert [row["progress/step"] for row in history(run_folder) if "reward/all/mean" in row] == list(range(40))
+    names = {path.name.rpartition("-")[2] for path in run_folder.glob("tracking/wandb/offline-run-*")}
+    assert names == {json.loads((run_folder / "tracking" / "wandb.json").read_text())["id"]}
+
+
+def test_the_limit_itself_saves_and_requeues(cluster: slurm.Cluster, tmp_path: Path):
+    # The limit is one minute; 45 s before it the supervisor saves on its own account, whether or not Slurm's signal has come.
+    run_folder = job(tmp_path, steps=10_000, pace_s=0.2, time="1", save_s=45)
+    number = submit(cluster, run_folder)
+    wait(cluster, number, "PENDING", "REQUEUED", timeout_s=5)
+    wait(cluster, number, "RUNNING")
+    wait(cluster, number, "PENDING", "COMPLETING", *ENDED, timeout_s=90)
+    wait(cluster, number, "PENDING", *ENDED)
+    cluster.run("scancel", number)
+    text = said(run_folder, number)
+    assert "attempt 0 saved; requeue" in text
+    assert steps_of(run_folder) == list(range(len(steps_of(run_folder))))
+    assert json.loads((run_folder / "checkpoint.json").read_text())["step"] == len(steps_of(run_folder))
+
+
+def test_a_process_that_fails_on_one_node_ends_the_job_on_all_after_the_others_saved_and_nothing_is_requeued(
+    cluster: slurm.Cluster, tmp_path: Path
+):
+    run_folder = job(tmp_path, steps=10_000, pace_s=0.2, breaks="engines", engine_nodes=1)
+    number = submit(cluster, run_folder)
+    state = wait(cluster, number, *ENDED)
+    assert state["JobState"] == "FAILED"
+    assert state["Restarts"] == "0"
+    assert "requeue" not in said(run_folder, number)
+    assert json.loads((run_folder / "checkpoint.json").read_text())["step"] == len(steps_of(run_folder)) > 0, "the other node saved first"
+    assert "engines ended with exit code 3" in supervisors(run_folder, 0)
+
+
+def test_a_chain_goes_on_in_the_next_job_and_stops_when_the_run_is_finished(cluster: slurm.Cluster, tmp_path: Path):
+    run_folder = job(tmp_path, steps=30, pace_s=0.2, again="chain")
+    first, second, third = (submit(cluster, run_folder) for _ in range(3))
+    wait(cluster, first, "RUNNING")
+    while len(steps_of(run_folder)) < 5:
+        time.sleep(0.1)
+    cluster.run("scancel", "--batch", "--signal=USR1", first)
+    for number in (first, second, third):
+        assert wait(cluster, number, *ENDED)["JobState"] == "COMPLETED"
+    assert steps_of(run_folder) == list(range(30))
+    assert "the run is finished" in supervisors(run_folder, 2)
+
+
+def test_scorers_on_nodes_of_their_own_belong_to_the_same_job(cluster: slurm.Cluster, tmp_path: Path):
+    run_folder = job(tmp_path, steps=5, pace_s=0.1, scorer_nodes=1)
+    number = submit(cluster, run_folder)
+    assert wait(cluster, number, *ENDED)["JobState"] == "COMPLETED", said(run_folder, number)
+    assert (run_folder / "logs" / "attempt-0" / "scorer-0.log").read_text().startswith(f"attempt 0, restart 0, job {int(number)}")
+    assert "node 1: scorer-0" in supervisors(run_folder, 0)

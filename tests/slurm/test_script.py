@@ -1,0 +1,96 @@
+"""The sbatch script: what is rendered is what stands in scripts/slurm, one owner of the requeue, nothing killed by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import Config, load, parse
+from pipelinerl.errors import ConfigError
+from pipelinerl.slurm.placement import nodes_of, roles_on
+from pipelinerl.slurm.script import OWNED, render
+from pipelinerl.slurm.submit import check_reach
+
+TEMPLATES = Path(__file__).parents[2] / "scripts" / "slurm"
+ROLES = ["orchestrator", "engines", "scorer-0", "trainer"]
+
+
+def config(**slurm: Any) -> Config:
+    tree = {"model": {"path": "m"}, "data": {"source": "p.jsonl"}, "reward": [{"function": "r:f"}], "slurm": slurm}
+    return parse(tree, origin="test")
+
+
+def script(**slurm: Any) -> str:
+    return render(config(**slurm), run_folder=Path("runs/a run"), python="python")
+
+
+@pytest.mark.parametrize("name", ["one-node", "many-nodes", "cpu-scorers", "chain"])
+def test_the_templates_are_what_is_rendered(name: str):
+    rendered = render(load(TEMPLATES / f"{name}.toml"), run_folder=Path("runs") / name, python="python")
+    assert rendered == (TEMPLATES / f"{name}.sbatch").read_text()
+
+
+def test_a_time_needs_no_quotes(tmp_path: Path):
+    for written, expected in (("04:00:00", "04:00:00"), ("90", "90"), ('"1-12"', "1-12")):
+        assert f"--time={expected}\n" in render(
+            load(TEMPLATES / "one-node.toml", overrides=[f"slurm.time={written}"]), run_folder=tmp_path, python="python"
+        )
+
+
+@pytest.mark.parametrize("again", ["requeue", "chain", "no"])
+def test_every_script_is_valid_shell(again: str):
+    subprocess.run(["bash", "-n"], input=script(again=again, engine_nodes=1, scorer_nodes=1), text=True, check=True)
+
+
+def test_the_requeue_has_one_owner():
+    assert script().count("scontrol requeue") == 1
+    for again in ("chain", "no"):
+        assert "scontrol requeue" not in script(again=again)
+        assert "#SBATCH --no-requeue" in script(again=again)
+
+
+@pytest.mark.parametrize("option", [f"--{name}=1" for name in OWNED] + ["--requeue", "-p main"])
+def test_options_that_the_script_sets_itself_are_refused(option: str):
+    with pytest.raises(ConfigError, match=re.escape(option)):
+        script(options=(option,))
+
+
+def test_the_signal_leaves_time_to_save_though_slurm_may_send_it_a_minute_early():
+    assert "#SBATCH --signal=B:USR1@360" in script(save_s=300)
+
+
+def test_nothing_is_killed_by_name_and_no_port_is_fixed():
+    text = script(engine_nodes=2, scorer_nodes=1)
+    assert not re.findall(r"pkill|killall|MASTER_PORT|29500", text)
+    assert re.findall(r"\bkill (.*?) 2>", text) == ['-0 "$step"'], "whether our own step lives; nobody is signalled"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "expected"),
+    [
+        ({}, [ROLES]),
+        ({"engine_nodes": 1}, [["orchestrator", "scorer-0", "trainer"], ["engines"]]),
+        ({"scorer_nodes": 1}, [["orchestrator", "engines", "trainer"], ["scorer-0"]]),
+        ({"engine_nodes": 1, "scorer_nodes": 1}, [["orchestrator", "trainer"], ["engines"], ["scorer-0"]]),
+    ],
+)
+def test_processes_go_to_the_nodes_of_their_kind(slurm: dict[str, int], expected: list[list[str]]):
+    nodes = nodes_of(config(**slurm).slurm)
+    assert nodes.count == len(expected)
+    assert [roles_on(node, ROLES, nodes) for node in range(nodes.count)] == expected
+
+
+def test_numbered_processes_are_dealt_out_over_their_nodes():
+    nodes = nodes_of(config(engine_nodes=2).slurm)
+    names = ["orchestrator", *(f"engines-{number}" for number in range(4))]
+    assert [roles_on(node, names, nodes) for node in (1, 2)] == [["engines-0", "engines-2"], ["engines-1", "engines-3"]]
+
+
+def test_nodes_that_a_run_cannot_reach_yet_are_refused_at_submission():
+    check_reach(config())
+    with pytest.raises(ConfigError, match=r"engine_nodes is 2 .* one machine"):
+        check_reach(config(engine_nodes=2))

@@ -1,0 +1,167 @@
+"""A stall in each of the six stages: the watchdog names stage, peer and sample, shows all stacks, and ends the process with exit code 1."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.stages.batching import Batching
+from orchestrator.stages.delivery import Delivery
+from orchestrator.stages.dispatch import Dispatch
+from orchestrator.stages.prompts import Prompts
+from orchestrator.stages.refresh import Refresh
+from orchestrator.stages.scoring import Scoring
+from pipelinerl.errors import Stalled
+from pipelinerl.watch import LOOKS, guarded
+from tests.processes import program
+from tests.sim.run import config, run
+
+LIMIT_S = 120.0
+STALLS: dict[str, tuple[type[Any], str, tuple[str, ...]]] = {
+    "prompts": (Prompts, "run", ("dispatch waits for prompts since", "prompts has given 0 prompts; 0 wait to be taken by dispatch")),
+    "dispatch": (
+        Dispatch,
+        "_collect",
+        (
+            r"engines has given \d+ completions; \d+ wait to be taken by dispatch, the first rollout \d+/\d, attempt 0, of engine-\d",
+            "scoring waits for trajectories since",
+        ),
+    ),
+    "scoring": (
+        Scoring,
+        "_send",
+        (
+            r"dispatch has given \d+ trajectories; \d+ wait to be taken by scoring, the first rollout \d+/\d, attempt 0, of engine-\d",
+            "batching waits for scored since",
+        ),
+    ),
+    "batching": (
+        Batching,
+        "run",
+        (
+            r"scoring has given \d+ scored; \d+ wait to be taken by batching, the first rollout \d+/\d, attempt 0, of engine-\d",
+            "delivery waits for rows since",
+        ),
+    ),
+    "delivery": (Delivery, "run", (r"batching has given \d+ rows; \d+ wait to be taken by delivery, the first of step 0",)),
+    "refresh": (
+        Refresh,
+        "run",
+        (
+            # The trainer's start, which is welcomed with a layout, comes first.
+            r"delivery has given \d policies; \d wait to be taken by refresh, the first version 0",
+            "dispatch waits for an admission credit",
+        ),
+    ),
+}
+
+
+async def stand_still(stage: object) -> None:
+    """Neither end nor say what for."""
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stage", STALLS)
+def test_a_stall_in_any_stage_is_named_with_what_it_left_lying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str):
+    owner, method, expected = STALLS[stage]
+    monkeypatch.setattr(owner, method, stand_still)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(config(pipeline={"stall_limit_s": LIMIT_S, "max_staleness": 1}), folder=tmp_path, limit_s=7200.0)
+    stalled, _ = caught.value.split(Stalled)
+    assert stalled is not None, caught.value
+    verdict = str(leaf(stalled))
+    quiet_s = int(re.match(r"nothing moved for (\d+) s\n", verdict)[1])  # pyright: ignore[reportOptionalSubscript]
+    assert LIMIT_S <= quiet_s <= LIMIT_S * (1 + 1 / LOOKS) + 1
+    for line in expected:
+        assert re.search(line, verdict), verdict
+    assert "most recent call first" in verdict
+    assert "watch.py" in verdict
+
+
+def leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+RUN = """
+    import asyncio, functools, time
+    from pathlib import Path
+    from pipelinerl.process import end_stuck, last_words
+    from pipelinerl.watch import guarded
+    from tests.sim import run as sim
+    from orchestrator.stages.scoring import Scoring
+
+    folder = Path(folder)
+    settings = sim.config(pipeline={"stall_limit_s": 2.0})
+
+    class Stuck(sim.Prompts):
+        def next(self):
+            if self.position[1] > 20:
+                time.sleep(1000)
+            return super().next()
+
+    async def main():
+        with guarded(2.0, end=functools.partial(end_stuck, folder, "orchestrator")):
+            await sim._run(settings, folder=folder, given=sim.Circumstances())
+
+    if how == "a source that never returns":
+        sim.Prompts = Stuck
+    else:
+        async def stand_still(stage):
+            await asyncio.Event().wait()
+        Scoring._send = stand_still
+    with last_words(folder, "orchestrator"):
+        asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("a stage that stands still", [r"nothing moved for 2 s", r"wait to be taken by scoring, the first rollout \d+/\d", "_verdict"]),
+        ("a source that never returns", ["the event loop has not turned for 2 s", "orchestrator/stages/prompts.py", "in next"]),
+    ],
+)
+def test_a_process_that_stalls_ends_within_its_limit_with_exit_code_1_and_its_stacks(tmp_path: Path, how: str, named: list[str]):
+    started = time.monotonic()
+    ended = subprocess.run(program(RUN, folder=tmp_path, how=how), capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert 2.0 <= time.monotonic() - started < 30.0
+    for line in named:
+        assert re.search(line, ended.stderr), ended.stderr
+    assert "Stalled: " in (tmp_path / "failures" / "orchestrator.json").read_text()
+
+
+def test_a_loop_that_turns_is_left_alone_and_the_guard_ends_with_its_block():
+    verdicts: list[str] = []
+
+    async def busy() -> None:
+        with guarded(0.4, end=verdicts.append):
+            for _ in range(20):
+                time.sleep(0.02)  # noqa: ASYNC251 work, but never for long
+                await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251 nobody watches any more
+
+    asyncio.run(busy())
+    assert verdicts == []
+
+
+def test_a_loop_that_does_not_turn_is_noticed_once_with_its_stacks():
+    verdicts: list[str] = []
+
+    async def stuck() -> None:
+        with guarded(0.2, end=verdicts.append):
+            await asyncio.sleep(0)
+            time.sleep(0.8)  # noqa: ASYNC251 the fault
+
+    asyncio.run(stuck())
+    (verdict,) = verdicts
+    assert verdict.startswith("the event loop has not turned for 0 s: something in it waits or computes")
+    assert "in stuck" in verdict

@@ -1,0 +1,246 @@
+"""A trainer that starts again is the one that was killed, bit by bit; a checkpoint is whole or not there; a full disk harms nothing."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import CheckpointFailed, CheckpointSaved
+from tests.trainer.conductor import make_config
+from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
+from trainer.checkpoints import Checkpoints, newest, read_manifest
+from trainer.export import export
+from trainer.lineage import Lineage
+from trainer.loop import _state_of
+from trainer.model import Model
+from trainer.optimizer import Optimizer
+
+NUM_STEPS = 6
+
+
+class Trainer:
+    """A model, its optimizer and its checkpoints, without a loop."""
+
+    def __init__(self, model_folder: Path, run_folder: Path, *, dtype: str = "float32", keep: int = 1) -> None:
+        self.model = make_model(model_folder, dtype=dtype)
+        self.step, self.optimizer = make_step(self.model, learning_rate=1e-2)
+        self.checkpoints = make_checkpoints(self.model, self.optimizer, run_folder, keep=keep)
+        self.lineage = Lineage()
+        self.version = 0
+        restored = self.checkpoints.restore()
+        if restored is not None:
+            self.version = restored.version
+            self.lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
+
+    def train(self, until: int) -> None:
+        """The same rows for the same step, whoever trains it."""
+        for number in range(self.version, until):
+            generator = np.random.default_rng(number)
+            samples = [make_sample(generator, prompt=4, completion=int(generator.integers(1, 8))) for _ in range(5)]
+            batch = make_batch(samples, step=number)
+            self.step.add(batch)
+            self.lineage.add(batch)
+            self.step.finish(make_seal(samples, step=number))
+            self.lineage.finish_step()
+        self.version = until
+
+    def save(self) -> list[CheckpointSaved | CheckpointFailed]:
+        num_samples, samples = self.lineage.whole(lambda sums: None, device=torch.device("cpu"))
+        self.checkpoints.begin(self.version, commit=f"commit-{self.version}", num_samples=num_samples, samples=samples)
+        self.checkpoints.wait()
+        return self.checkpoints.take_news()
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        state = _state_of(self.model, self.optimizer, rank=0)
+        return {f"{part}.{name}": tensor.clone() for part, tensors in state.items() for name, tensor in tensors.items()}
+
+
+def make_checkpoints(model: Model, optimizer: Optimizer, run_folder: Path, *, keep: int = 1) -> Checkpoints:
+    return Checkpoints(run_folder / "checkpoints", state=lambda: _state_of(model, optimizer, rank=0), rank=0, num_ranks=1, keep=keep)
+
+
+def names(run_folder: Path) -> list[str]:
+    return sorted(path.name for path in (run_folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_after_a_restart_are_those_without_it_bit_by_bit(folders: dict[str, Path], tmp_path: Path, dtype: str) -> None:
+    straight = Trainer(folders["qwen3"], tmp_path / "straight", dtype=dtype)
+    straight.train(NUM_STEPS)
+    killed = Trainer(folders["qwen3"], tmp_path / "killed", dtype=dtype)
+    killed.train(2)
+    killed.save()
+    killed.train(4)  # what came after the checkpoint is gone with its process
+    resumed = Trainer(folders["qwen3"], tmp_path / "killed", dtype=dtype)
+    assert resumed.version == 2
+    resumed.train(NUM_STEPS)
+    expected, got = straight.everything(), resumed.everything()
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert any(name.endswith("master") for name in got) == (dtype == "bfloat16")
+    whole = [one.lineage.whole(lambda sums: None, device=torch.device("cpu")) for one in (straight, resumed)]
+    assert whole[0] == whole[1]
+    assert whole[0][0] == 5 * NUM_STEPS
+
+
+def test_training_on_while_a_checkpoint_is_written_does_not_change_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = Trainer(folders["qwen3"], tmp_path)
+    trainer.train(1)
+    before = trainer.everything()
+    trainer.checkpoints.begin(1, commit="c", num_samples=5, samples="0")
+    trainer.train(3)
+    trainer.checkpoints.wait()
+    resumed = Trainer(folders["qwen3"], tmp_path).everything()
+    assert [name for name in before if not torch.equal(before[name], resumed[name])] == []
+
+
+def test_a_manifest_says_what_the_checkpoint_holds(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = Trainer(folders["llama"], tmp_path)
+    trainer.train(3)
+    (saved,) = trainer.save()
+    assert isinstance(saved, CheckpointSaved)
+    folder = newest(tmp_path / "checkpoints")
+    assert folder is not None
+    manifest = read_manifest(folder)
+    assert (manifest.version, manifest.commit, manifest.num_samples) == (3, "commit-3", 15)
+    assert (saved.version, saved.commit, saved.num_bytes) == (3, "commit-3", sum(manifest.files.values()))
+    assert set(manifest.files) | {"manifest.json"} == {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(1, [3]), (2, [2, 3])])
+def test_the_newest_stay_and_older_ones_go(folders: dict[str, Path], tmp_path: Path, keep: int, expected: list[int]) -> None:
+    trainer = Trainer(folders["llama"], tmp_path, keep=keep)
+    for version in (1, 2, 3):
+        trainer.train(version)
+        trainer.save()
+    assert names(tmp_path) == [f"step-{version:06}" for version in expected]
+
+
+@pytest.mark.parametrize("left", ["step-000002.draft", "step-000002.old", "step-000002"])
+def test_half_a_checkpoint_is_never_taken_for_one(folders: dict[str, Path], tmp_path: Path, left: str) -> None:
+    """What a kill leaves in the middle of writing or removing; a folder without a manifest is no checkpoint, whatever its name."""
+    trainer = Trainer(folders["llama"], tmp_path)
+    trainer.train(1)
+    trainer.save()
+    half = tmp_path / "checkpoints" / left
+    shutil.copytree(tmp_path / "checkpoints" / "step-000001", half)
+    if not half.suffix:
+        (half / "manifest.json").unlink()
+    assert Trainer(folders["llama"], tmp_path).version == 1
+    assert half.exists() == (not half.suffix)
+
+
+def test_a_checkpoint_damaged_afterwards_is_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = Trainer(folders["llama"], tmp_path)
+    trainer.train(1)
+    trainer.save()
+    data = tmp_path / "checkpoints" / "step-000001" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"__0_0.distcp has \d+ bytes, expected \d+: the checkpoint was damaged"):
+        Trainer(folders["llama"], tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = Trainer(folders["llama"], tmp_path)
+    trainer.train(1)
+    trainer.save()
+    with pytest.raises(ConfigError, match="cannot be loaded into this model and optimizer"):
+        Trainer(folders["qwen3"], tmp_path)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Any]:
+    """Writing more than 10 kB to a file fails, as on a disk without room, until called."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def make_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    yield make_room
+    make_room()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_intact_and_says_so(folders: dict[str, Path], tmp_path: Path, request: Any) -> None:
+    trainer = Trainer(folders["llama"], tmp_path)
+    trainer.train(1)
+    trainer.save()
+    make_room = request.getfixturevalue("full_disk")
+    trainer.train(2)
+    (failed,) = trainer.save()
+    assert isinstance(failed, CheckpointFailed)
+    assert "checkpoint 2 could not be written" in failed.error
+    assert "File too large" in failed.error
+    assert "step-000001 is untouched, and training goes on" in failed.error
+    assert names(tmp_path) == ["step-000001"]
+    make_room()
+    assert Trainer(folders["llama"], tmp_path).version == 1
+    trainer.train(3)
+    assert isinstance(trainer.save()[0], CheckpointSaved)
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_the_digest_minds_what_was_trained_and_not_in_which_order() -> None:
+    def digest(*rows: tuple[int, list[int]]) -> tuple[int, str]:
+        lineage = Lineage()
+        for step, ids in rows:
+            generator = np.random.default_rng(0)
+            for first_id in ids:
+                lineage.add(make_batch([make_sample(generator, prompt=1, completion=2)], step=step, first_id=first_id))
+        lineage.finish_step()
+        return lineage.whole(lambda sums: None, device=torch.device("cpu"))
+
+    assert digest((0, [1, 2])) == digest((0, [2, 1]))
+    assert len({digest((0, [1, 2])), digest((0, [1, 3])), digest((1, [1, 2])), digest((0, [1, 2, 2])), digest((0, [1]))}) == 5
+
+
+def test_the_digest_of_replicas_is_that_of_one() -> None:
+    generator = np.random.default_rng(0)
+    batches = [make_batch([make_sample(generator, prompt=1, completion=2)], first_id=number) for number in range(4)]
+    alone, halves = Lineage(), [Lineage(), Lineage()]
+    for number, batch in enumerate(batches):
+        alone.add(batch)
+        halves[number % 2].add(batch)
+    for lineage in (alone, *halves):
+        lineage.restore(num_samples=3, digest="ffffffffffffffff")
+        lineage.finish_step()
+    parts: list[torch.Tensor] = []
+    for half in halves:
+        half.whole(lambda sums: parts.append(sums.clone()), device=torch.device("cpu"))
+
+    def add_up(sums: torch.Tensor) -> None:
+        sums.copy_(parts[0] + parts[1])
+
+    device = torch.device("cpu")
+    assert halves[0].whole(add_up, device=device) == alone.whole(lambda sums: None, device=device)
+
+
+def test_a_checkpoint_is_exported_as_a_folder_that_transformers_loads(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = Trainer(folders["qwen3"], tmp_path)
+    config = make_config(folders["qwen3"])
+    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+        export(config, tmp_path, tmp_path / "model")
+    trainer.train(2)
+    trainer.save()
+    assert export(config, tmp_path, tmp_path / "model") == 2
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    expected = trainer.model.module.state_dict()
+    assert exported.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(exported[name], expected[name])] == []
+
+
+def test_the_manifest_is_plain_json(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = Trainer(folders["llama"], tmp_path)
+    trainer.train(1)
+    trainer.save()
+    assert json.loads((tmp_path / "checkpoints/step-000001/manifest.json").read_text())["version"] == 1

@@ -1,0 +1,139 @@
+"""The loop finds its next row ready; what a rank takes off the wire, the others of its replica get as it came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import DataError
+from pipelinerl.layout import Layout
+from pipelinerl.messages import FromTrainer, MicroBatch, StepSealed, Stop, TakeMicroBatch, ToTrainer, TrainerReady
+from pipelinerl.transport.curve import make_keys
+from pipelinerl.transport.zmq import ZmqHub, ZmqLink
+from tests.trainer.ranks import run_jobs
+from tests.trainer.tiny import make_batch, make_sample
+from trainer.feed import Feed
+from trainer.parallel import Replicas
+from trainer.row import Row
+from trainer.waves import READY_AHEAD, Waves
+
+NUM_ROWS = 6
+
+
+def _row(index: int) -> MicroBatch:
+    return make_batch([make_sample(np.random.default_rng(index), prompt=2, completion=3 + index)], index=index)
+
+
+async def _serve(hub: ZmqHub, *, until: Callable[[], bool], log: list[int]) -> None:
+    """Answer every pull of one step of `NUM_ROWS` rows."""
+    while not until():
+        for peer, message in await hub.receive():
+            if isinstance(message, TakeMicroBatch):
+                log.append(message.index)
+                seal = StepSealed(step=0, num_micro_batches=NUM_ROWS, num_tokens=1, num_samples=1)
+                hub.send(peer, _row(message.index) if message.index < NUM_ROWS else seal)
+
+
+def _with_waves(run_folder: Path, *, lay_out: Callable[[MicroBatch], Row | None], loop: Callable[[Waves], Any]) -> tuple[Any, list[int]]:
+    """What `loop` returns in a thread of its own, fed by a hub in this one; and the rows that were asked for."""
+    make_keys(run_folder)
+    pulls: list[int] = []
+
+    def train() -> Any:
+        replicas = Replicas(ranks=1, deadline_s=20)
+        ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
+        feed = Feed(lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=1, silent_after_s=20)
+        with feed, Waves(feed, replicas=replicas, lay_out=lay_out) as waves:
+            return loop(waves)
+
+    async def both() -> Any:
+        hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
+        try:
+            training = asyncio.create_task(asyncio.to_thread(train))
+            serving = asyncio.create_task(_serve(hub, until=training.done, log=pulls))
+            async with asyncio.timeout(30):
+                result = await training
+            serving.cancel()
+        finally:
+            hub.close()
+        return result
+
+    return asyncio.run(both()), pulls
+
+
+def test_rows_are_laid_out_while_the_loop_computes_and_no_further_than_is_held(tmp_path: Path) -> None:
+    laid_out: list[int] = []
+
+    def lay_out(batch: MicroBatch) -> None:
+        laid_out.append(batch.index)
+
+    def loop(waves: Waves) -> list[int]:
+        waves.take()
+        deadline = 200
+        while len(laid_out) < 2 + READY_AHEAD and deadline:  # the loop takes nothing meanwhile
+            deadline -= 1
+            waves._thread.join(0.02)
+        waves._thread.join(0.3)  # long enough for many more
+        return list(laid_out)
+
+    ahead, pulls = _with_waves(tmp_path, lay_out=lay_out, loop=loop)
+    assert ahead == [0, 1, 2], "one was taken, one is ready, one waits in the thread's hands"
+    assert max(pulls) < NUM_ROWS - 1
+
+
+def test_rows_come_in_order_with_their_layout_and_the_seal_last(tmp_path: Path) -> None:
+    def loop(waves: Waves) -> list[Any]:
+        return [waves.take() for _ in range(NUM_ROWS + 1)]
+
+    taken, _ = _with_waves(tmp_path, lay_out=lambda batch: None, loop=loop)
+    assert [wave[0].index for wave in taken[:-1]] == list(range(NUM_ROWS))
+    assert isinstance(taken[-1], StepSealed)
+
+
+def test_a_row_that_cannot_be_laid_out_ends_the_loop_with_its_reason(tmp_path: Path) -> None:
+    def lay_out(batch: MicroBatch) -> None:
+        raise DataError(f"row {batch.index} is broken")
+
+    def loop(waves: Waves) -> str:
+        for _ in range(2):  # nothing comes after it
+            with pytest.raises(DataError, match="row 0 is broken") as caught:
+                waves.take()
+        return str(caught.value)
+
+    assert _with_waves(tmp_path, lay_out=lay_out, loop=loop)[0] == "row 0 is broken"
+
+
+class _HandFed:
+    """A feed that gives what it was made with."""
+
+    def __init__(self, items: list[MicroBatch | StepSealed | Stop]) -> None:
+        self.busy_with = ""
+        self._items = iter(items)
+
+    def take(self) -> MicroBatch | StepSealed | Stop:
+        return next(self._items)
+
+    def wake(self) -> None: ...
+
+
+def _take_all(replicas: Replicas) -> list[list[int]]:
+    """Replica 0 has three rows, replica 1 is told to stop after one: token ids of what each rank got."""
+    rows = [_row(replicas.number), _row(2), _row(3), Stop(reason="")]
+    feed = _HandFed(rows if replicas.number == 0 else [rows[0], Stop(reason="told")]) if replicas.is_leader else None
+    got: list[list[int]] = []
+    with Waves(feed, replicas=replicas, lay_out=lambda batch: None) as waves:  # pyright: ignore[reportArgumentType]
+        while not isinstance(wave := waves.take(), Stop):
+            assert isinstance(wave, tuple)
+            got.append(wave[0].token_ids.tolist())
+    return got
+
+
+def test_ranks_of_a_replica_get_its_rows_and_all_ranks_end_after_the_same_wave(tmp_path: Path) -> None:
+    (ranks,) = run_jobs([(Layout(ranks=4, tensor=2), _take_all)], tmp_path)
+    first, second = _row(0).token_ids.tolist(), _row(1).token_ids.tolist()
+    assert ranks == [[first], [first], [second], [second]]

@@ -1,0 +1,67 @@
+"""What the page is told, from journals whose numbers are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.view.snapshot import POINTS, SAMPLES, Snapshot
+from tests.report.synthetic import Plan, write_run
+
+
+def told(folder: Path) -> dict:
+    snapshot = Snapshot(folder)
+    snapshot.look()
+    return json.loads(json.dumps(snapshot.as_json()))
+
+
+def test_a_finished_run_is_told_whole(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(num_steps=12))
+    state = told(tmp_path)
+    assert (state["ended"], state["steps_done"], state["steps"]) == ("all steps done", 12, 12)
+    assert [step for step, _ in state["curves"]["reward"]] == list(range(12))
+    assert state["curves"]["held_out"] == [[0, 0.125], [6, 0.5], [12, 0.8125]]
+    assert state["imbalance"] == 0
+    assert state["left_s"] is None
+
+
+def test_who_waits_and_how_full_queues_are_is_what_the_last_gauges_say(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(num_steps=13, is_held=True))
+    state = told(tmp_path)
+    assert state["waits"][0] == ["dispatch: an admission credit", 0.9]
+    assert state["queues"]["micro-batches"]["fill"] == pytest.approx(state["queues"]["micro-batches"]["items"] * 65536 / (1 << 20))
+    assert [engine["id"] for engine in state["engines"]] == [0, 1]
+    assert state["engines"][0]["slots"] == 64
+
+
+def test_what_the_journals_gain_is_folded_and_nothing_twice(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(num_steps=4), without=frozenset({"end"}))
+    snapshot = Snapshot(tmp_path)
+    snapshot.look()
+    with open(tmp_path / "journal" / "orchestrator.jsonl", "a") as file:
+        file.write(json.dumps({"t": 2e9, "kind": "step", "step": 4, "reward_mean": 0.75}) + "\n")
+    snapshot.look()
+    snapshot.look()
+    assert snapshot.as_json()["curves"]["reward"][-1] == [4, 0.75]
+    assert len(snapshot.as_json()["curves"]["reward"]) == 5
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(num_steps=3000, generate_s=0.2, train_s=0.1, score_s=0.1))
+    state = told(tmp_path)
+    assert all(len(points) <= POINTS + 1 for points in state["curves"].values())
+    assert state["curves"]["reward"][-1][0] == 2999
+    assert len(json.dumps(state)) < 150_000
+
+
+def test_the_newest_samples_are_told_with_the_version_of_each_token(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(num_steps=2), without=frozenset({"end"}))
+    with open(tmp_path / "journal" / "orchestrator.jsonl", "a") as file:
+        for number in range(SAMPLES + 3):
+            line = {"t": 2e9 + number, "kind": "sample", "step": number, "rollout_id": "0/0", "prompt": "<b>", "token_ids": [5, 6, 7]}
+            file.write(json.dumps(line | {"versions": [[1, 2], [2, 1]], "reward": 0.5, "num_tokens": 3}) + "\n")
+    samples = told(tmp_path)["samples"]
+    assert [sample["step"] for sample in samples] == list(range(SAMPLES + 2, 2, -1))
+    assert samples[0]["pieces"] == [[1, ["5 ", "6 "]], [2, ["7 "]]]

@@ -1,0 +1,58 @@
+"""What the RL step asks of the machinery that holds the model: five methods, behind which any way of spreading a model may stand.
+
+The engine owns the model, its optimizer and every collective inside a row. The step owns what is trained and why. `trainer.torch_engine`
+is the one engine there is; Megatron-Core, on GPUs, would be another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from trainer.optimizer import Update
+from trainer.row import Row
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What the model says of a row's trained tokens, in the order of the packed row. Legend: `K` tokens with a loss."""
+
+    logprobs: torch.Tensor
+    """[K] float32, natural log of the probability of each, temperature applied; with gradient."""
+    entropy: torch.Tensor
+    """[K] float32, nats, of the distribution each was drawn from; with gradient."""
+
+
+Loss = Callable[[Outputs], torch.Tensor]
+"""From a row's outputs to its raw loss sum, a scalar with gradient."""
+
+
+class Engine(Protocol):
+    """A model and its optimizer, spread over ranks. Every rank calls the same methods in the same order."""
+
+    def train(self, row: Row | None, loss: Loss) -> None:
+        """Add the gradient of `loss` over one row, not divided; None is the zero-loss row, whose loss is never asked for.
+
+        The row may be computed later, together with others, but before `update` returns. `loss` is called with the same outputs on every
+        rank of a replica.
+        """
+        ...
+
+    def logprobs(self, row: Row | None) -> Outputs | None:
+        """Compute the outputs of a row without gradient; None for a zero-loss row, which has none."""
+        ...
+
+    def update(self, index: int, *, denominator: float) -> Update:
+        """Apply the gradients of all ranks, divided by `denominator`, as optimizer step `index`; start collecting anew."""
+        ...
+
+    def drop(self) -> None:
+        """Forget the rows since the last update."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The present weights by Hugging Face name, whole, one after the other."""
+        ...

@@ -1,0 +1,55 @@
+"""`python -m trainer.export --run-folder RUN --output FOLDER`: the newest checkpoint of a run as a Hugging Face folder.
+
+A run that ends by itself leaves its model in `<run>/model`; this is for one that did not, or that is under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pipelinerl.config import Config
+from pipelinerl.errors import ConfigError, PipelineError
+from pipelinerl.process import read_config
+from trainer.checkpoint import save_model
+from trainer.checkpoints import newest, read_manifest
+from trainer.loop import parameters_of
+from trainer.model import Model
+
+
+def export(config: Config, run_folder: Path, output: Path) -> int:
+    """Write the newest checkpoint's model, with the tokenizer of `model.path`, to `output`; return its version. Raises `ConfigError`."""
+    checkpoint = newest(run_folder / "checkpoints")
+    if checkpoint is None:
+        raise ConfigError(
+            f"{run_folder / 'checkpoints'} holds no whole checkpoint (yet): one is written every {config.checkpoint.every} steps"
+        )
+    manifest = read_manifest(checkpoint)
+    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+        dcp.load({"model": parameters_of(model)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    save_model(model, output, source=config.model.path)
+    return manifest.version
+
+
+def main() -> None:
+    """Export and say what was exported. An error of our own tree prints as one message and exits with 1."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    arguments = parser.parse_args()
+    try:
+        version = export(read_config(arguments.run_folder), arguments.run_folder, arguments.output)
+    except PipelineError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(f"version {version}: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

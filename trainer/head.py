@@ -1,0 +1,110 @@
+"""Log-probability and entropy of chosen tokens from hidden states and the output embedding, without ever holding all logits.
+
+The table of logits is computed in pieces of at most `MAX_LOGITS` numbers and thrown away; the backward pass computes it again. Where
+tensor parallelism splits the vocabulary, each rank holds a part of every row, and two small reductions join them.
+
+Legend: `K` tokens, `H` hidden size, `V` words of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+MAX_LOGITS = 1 << 24
+"""Numbers of one piece of the table: 64 MiB in float32. A larger one saves no time worth speaking of, a smaller one makes thin products."""
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    first_id: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ([K] float32 log-probability of `targets` [K], [K] float32 entropy in nats), both with gradient.
+
+    They are those of softmax(`hidden` [K, H] @ `weight`.T / `temperature`) in float32. `weight` [V, H] holds the words from `first_id` on
+    where the ranks of `group` split the vocabulary; `hidden` is then the same on all of them, and so is its gradient.
+    """
+    return _LinearLogprobs.apply(hidden, weight, targets - first_id, temperature, group)  # pyright: ignore[reportReturnType]
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num, words = len(hidden), len(weight)
+        is_here = (targets >= 0) & (targets < words)
+        columns = targets.clamp(0, words - 1)
+        peak, total, energy, chosen = torch.empty(4, num, device=hidden.device)
+        for piece in _pieces(num, words):
+            logits = _logits(hidden[piece], weight, temperature)
+            peak[piece] = logits.amax(-1)
+            logits -= peak[piece, None]  # so that the differences below are between small numbers
+            chosen[piece] = logits.gather(-1, columns[piece, None])[:, 0]
+            powers = logits.exp()
+            total[piece] = powers.sum(-1)
+            energy[piece] = torch.bmm(powers[:, None], logits[:, :, None])[:, 0, 0]
+        if group is not None:
+            below = peak.clone()
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+            below -= peak
+            sums = torch.stack((total, energy + below * total)) * below.exp()
+            sums = torch.cat((sums, (chosen + below).masked_fill(~is_here, 0.0)[None]))
+            dist.all_reduce(sums, group=group)
+            total, energy, chosen = sums
+        normaliser = peak + total.log()
+        entropy = total.log() - energy / total
+        ctx.save_for_backward(hidden, weight, columns, is_here, normaliser, entropy)
+        ctx.temperature, ctx.group = temperature, group
+        ctx.set_materialize_grads(False)
+        return chosen - total.log(), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, to_logprobs: torch.Tensor | None, to_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, columns, is_here, normaliser, entropy = ctx.saved_tensors
+        to_logprobs = torch.zeros_like(normaliser) if to_logprobs is None else to_logprobs
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for piece in _pieces(len(hidden), len(weight)):
+            logprobs = _logits(hidden[piece], weight, ctx.temperature).sub_(normaliser[piece, None])
+            slope = to_logprobs[piece, None].expand_as(logprobs)
+            if to_entropy is not None:  # d entropy / d logit = -p (log p + entropy)
+                slope = (logprobs + entropy[piece, None]).mul_(to_entropy[piece, None]).add_(to_logprobs[piece, None])
+            to_logits = logprobs.exp_().mul_(slope).neg_()
+            to_logits.scatter_add_(-1, columns[piece, None], (to_logprobs[piece] * is_here[piece])[:, None])
+            to_logits = to_logits.div_(ctx.temperature).to(hidden.dtype)
+            torch.mm(to_logits, weight, out=to_hidden[piece])
+            if to_weight is not None:
+                _add_product(to_weight, to_logits.t(), hidden[piece])
+        if ctx.group is not None:
+            dist.all_reduce(to_hidden, group=ctx.group)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[piece, V] float32, a table of its own."""
+    return (hidden @ weight.t()).float().div_(temperature)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a matrix product to a float32 total, in place where the factors are as precise."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _pieces(num: int, words: int) -> list[slice]:
+    length = max(1, MAX_LOGITS // max(1, words))
+    return [slice(start, min(start + length, num)) for start in range(0, num, length)]
