@@ -199,6 +199,9 @@ class Tensor(Message, frozen=True):
     num_bytes: int
 
 
+Roads = Annotated[tuple[Id, ...], msgspec.Meta(max_length=8)]
+
+
 class EngineReady(Message, frozen=True):
     """An engine has loaded version 0 and takes requests."""
 
@@ -212,6 +215,8 @@ class EngineReady(Message, frozen=True):
     """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
     machine: Id = ""
     """Equal for processes that can share memory."""
+    roads: Roads = ()
+    """Roads between devices that it could take."""
 
 
 class EngineLoad(Message, frozen=True):
@@ -487,6 +492,8 @@ class TrainerReady(Message, frozen=True):
     version: int
     machine: Id = ""
     """As in `EngineReady`."""
+    roads: Roads = ()
+    """As in `EngineReady`."""
     commit: Id = ""
     """The ledger's commit that the checkpoint it started from names; empty where it started from `model.path`."""
 
@@ -498,7 +505,7 @@ class LayoutFixed(Message, frozen=True):
     num_engines: int = 1
     """Engines that may read different policies at once."""
     road: Id = "shared_memory"
-    """How policies travel: shared_memory, files or gloo."""
+    """How policies travel: shared_memory, cuda_ipc, files, gloo or nccl."""
 
 
 class TakeMicroBatch(Message, frozen=True):

@@ -100,6 +100,7 @@ class EngineLoop:
             max_running=limits.max_running,
             tensors=limits.tensors,
             machine=machine(),
+            roads=limits.roads,
         )
 
     def load(self, *, idle_s: float) -> EngineLoad:
