@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """How much staleness a policy learns through, on the demo's task: reward per sample against the bound K. `staleness_runs.py` has seconds.
 
 Several seeds, the age of every token exactly controlled (`scripts/bench/lagged.py`): a figure here depends on no machine's speed. A batch

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """What staleness costs in seconds: whole runs of the demo at several bounds K, naive and corrected, from one warm start.
 
 Each run is the product as it ships, streaming on this machine; how old its tokens really got is measured and shown, for the bound is only
