@@ -163,14 +163,16 @@ MASK: dict[str, RuleSpec] = {
     ),
     "k3_rs": RuleSpec(
         formula="keep sequence while mean_t(rho - 1 - log rho) <= high",
-        source="verl, 0.001 to 0.01",
+        source="verl, 0.001 to 0.01, quoted from memory",
         options={"high": 0.01},
         level="sequence",
     ),
     "product_band": RuleSpec(
         formula="keep sequence while low <= prod_t rho <= high", source="SkyRL", options={"low": 0.5, "high": 2.0}, level="sequence"
     ),
-    "veto": RuleSpec(formula="drop sequence when any rho < low", source="verl", options={"low": 1e-4}, level="sequence"),
+    "veto": RuleSpec(
+        formula="drop sequence when any rho < low", source="verl rollout_token_veto_threshold", options={"low": 1e-4}, level="sequence"
+    ),
     "reject_token": RuleSpec(
         formula="keep low <= metric(rho) <= high; k1 is tested as rho itself",
         source="verl rollout correction",
