@@ -52,7 +52,7 @@ def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weigh
         ("icepop", "weight", {"low": 0.5, "high": 5.0}),
         ("decoupled_ppo", "weight", {"cap": 5.0}),
         ("loglinear_ppo", "proximal", {"prox_lag": 1}),
-        ("grpo_deepseekmath", "kl", {"beta": 0.04}),
+        ("grpo_deepseekmath", "kl", {"beta": 0.04, "final": 0.0, "fade_steps": 0}),
         ("prime", "advantage", {"beta": 0.05, "process_coef": 5.0, "outcome_coef": 5.0}),
         ("prime", "group_filter", {"low": 0.2, "high": 0.8, "refill": 10}),
         ("mis", "weight", {"cap": 3.0}),
