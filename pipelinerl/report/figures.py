@@ -171,7 +171,7 @@ def meters(tables: Tables) -> str:
                 height=170,
             )
             plot.line(points, css="c-train")
-            alarm = f"; above {quantity(limit)} the run ends" if name == "mismatch_kl_fresh" and isinstance(limit, float) else ""
+            alarm = f"; above {limit:g} the run ends" if name == "mismatch_kl_fresh" and isinstance(limit, float) else ""
             drawn.append(figure(title, plot.svg(), note=f"last {quantity(points[-1][1])}{alarm}"))
     return "".join(drawn) or missing("Trainer metrics")
 
