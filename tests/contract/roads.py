@@ -165,7 +165,7 @@ class Engine:
 RECEIVERS: dict[str, Callable[[Path], Receiver]] = {
     "shared_memory": lambda folder: SharedMemoryReceiver(),
     "files": lambda folder: FilesReceiver(folder / "weights"),
-    "gloo": lambda folder: gloo.guest(deadline_s=20.0),
+    "gloo": lambda folder: gloo.guest(deadline_s=4.0),
     "nccl": lambda folder: nccl.guest(StandInNccl(), deadline_s=3.0),
     "cuda_ipc": lambda folder: CudaIpcReceiver(memory=StandInMemory(folder)),
 }
