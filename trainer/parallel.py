@@ -25,6 +25,8 @@ class Replicas:
     def __init__(self, *, ranks: int, deadline_s: float, layout: Layout | None = None) -> None:
         """Join the group that the launcher's environment describes; `deadline_s` bounds every collective. Default layout: `ranks` copies.
 
+        A process that has joined before stays in its group: torch remembers a mesh by its shape, and with it groups that must be there still.
+
         Raises `ConfigError` where it started another number of processes than `ranks`.
         """
         self.rank = int(os.environ.get("RANK", "0"))
@@ -41,7 +43,8 @@ class Replicas:
         self._peers: dist.ProcessGroup | None = None
         if self.size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
+            if not dist.is_initialized():
+                dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
             self._mesh = _mesh_of(self.layout, self.device.type)
             self._peers = self.mesh("copy", "shard").get_group()
 
