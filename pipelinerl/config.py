@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.contradictions import contradictions
-from pipelinerl.layout import Layout
+from pipelinerl.layout import Layout, Schedule
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -115,7 +115,8 @@ class ParallelSection(Section):
     shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
     context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
     tensor: PositiveInt = Field(1, description="ranks that share every matrix")
-    pipeline: PositiveInt = Field(1, description="ranks that share the layers; only 1 so far")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers")
+    schedule: Schedule = Field(Schedule.ONE_FORWARD_ONE_BACKWARD, description="of a pipeline: 1f1b, interleaved or zero_bubble")
     expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
 
 

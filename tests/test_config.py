@@ -296,6 +296,7 @@ KEYS = [
     "trainer.parallel.context",
     "trainer.parallel.tensor",
     "trainer.parallel.pipeline",
+    "trainer.parallel.schedule",
     "trainer.parallel.expert",
     "trainer.learning_rate",
     "trainer.warmup_steps",

@@ -267,4 +267,4 @@ def _state_of(model: Model, optimizer: Optimizer, *, rank: int) -> dict[str, Any
 
 def parameters_of(model: Model) -> dict[str, torch.Tensor]:
     """The trained weights in use, by name, in the order in which the optimizer has them."""
-    return {name: parameter.detach() for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    return {name: parameter.detach() for name, parameter in model.named_parameters().items()}

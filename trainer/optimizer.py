@@ -72,9 +72,12 @@ class Optimizer:
         self._rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pieces of parameters that are a rounded copy of their master."""
         holdings = [Holding()] * len(parameters) if holdings is None else holdings
-        # Pieces that are summed over the same ranks lie side by side, so that each sum is one collective.
+        # Pieces that are summed over the same ranks lie side by side, so that each sum is one collective; the order of the sums is that of
+        # the parameters, so that all ranks keep to the same.
         pairs = list(zip(parameters, holdings, strict=True))
-        self._order = sorted(range(len(pairs)), key=lambda index: [group.group_name for group in pairs[index][1].sums])
+        kinds: dict[tuple[dist.ProcessGroup, ...], int] = {}
+        places = [kinds.setdefault(holding.sums, len(kinds)) for holding in holdings]
+        self._order = sorted(range(len(pairs)), key=places.__getitem__)
         """Which parameter is the first of the buffer, which the next."""
         held = [pairs[index] for index in self._order]
         sizes = [local(parameter.detach()).numel() for parameter, _ in held]

@@ -26,6 +26,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 
 from pipelinerl.errors import ConfigError
 from trainer.parallel import Replicas
+from trainer.stages import Elsewhere, has_tied_embeddings, keep_stage
 
 _SUMMED_BY_STEP = "replicated_with_grad_allreduce"
 _BY_WORDS = "embedding_rowwise"
@@ -51,10 +52,10 @@ def check_head(module: PreTrainedModel) -> None:
         raise ConfigError(f"{type(module).__name__} computes logits in a way that is not trained here: {reason}. Choose another model")
 
 
-def spread(module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replicas, dtype: torch.dtype) -> list[Holding]:
+def spread(module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replicas, dtype: torch.dtype, index: int = 0) -> list[Holding]:
     """Cut `module`, which `stage` runs, down to this rank's share; return how each of its trainable parameters is held.
 
-    Where the weights are sharded, every piece stays in float32 and computes in `dtype`.
+    `index` is the stage's place in the pipeline. Where the weights are sharded, every piece stays in float32 and computes in `dtype`.
     """
     layout = replicas.layout
     if replicas.size == 1:
@@ -65,22 +66,28 @@ def spread(module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replica
         summed_by_step = _cut_matrices(module, replicas=replicas, cuts_experts=layout.expert == 1)
     if layout.expert > 1:
         experts = _cut_experts(module, replicas=replicas)
+    at_both_ends = ""
+    if layout.pipeline > 1:
+        if has_tied_embeddings(module) and index in (0, layout.num_stages - 1):
+            at_both_ends = next(name for name, tensor in module.named_parameters() if tensor is module.get_input_embeddings().weight)
+        keep_stage(module, stage=index, num_stages=layout.num_stages)
     if layout.shard > 1:
         _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype)
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     dense = _group(replicas, "copy") if layout.shard > 1 else _group(replicas, "copy", "shard", "context")
     partial = dense + _group(replicas, "tensor")
-    expert = (
-        () if layout.shard > 1 or not experts or replicas.expert_mesh["rest"].size() == 1 else (replicas.expert_mesh["rest"].get_group(),)
-    )
-    return [
-        Holding(
-            sums=expert if name.startswith(experts) and experts else partial if name in summed_by_step else dense,
-            num_holders=_num_holders(parameter, ranks=replicas.size),
-        )
-        for name, parameter in zip(names, parameters, strict=True)
-    ]
+    expert = ()
+    if experts and layout.shard == 1 and replicas.expert_mesh["rest"].size() > 1:
+        expert = (replicas.expert_mesh["rest"].get_group(),)
+
+    def holding(name: str, parameter: torch.Tensor) -> Holding:
+        sums = expert if name.startswith(experts) and experts else partial if name in summed_by_step else dense
+        num_holders = _num_holders(parameter, ranks=replicas.size // layout.pipeline)
+        if name == at_both_ends:
+            assert replicas.ends is not None
+            return Holding(sums=(*sums, replicas.ends), num_holders=2 * num_holders)
+        return Holding(sums=sums, num_holders=num_holders)
+
+    return [holding(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,10 +136,12 @@ def _shard(module: PreTrainedModel, stage: torch.nn.Module, *, experts: tuple[st
     for name in experts:
         part = module.get_submodule(name.removesuffix("."))
         part.forward = _without_views(part.forward)
-        fully_shard(part, mesh=replicas.expert_mesh["rest"], mp_policy=policy)
+        fully_shard(part, mesh=replicas.expert_mesh["rest"], mp_policy=policy, reshard_after_forward=replicas.layout.pipeline == 1)
     layers: Any = module.base_model.layers
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        if not isinstance(layer, Elsewhere):
+            # A pipeline meets its layers again at once, with the next row.
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=replicas.layout.pipeline == 1)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for part in stage.modules():
         if isinstance(part, FSDPModule):
