@@ -111,22 +111,26 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
-        with torch.no_grad():
-            for piece, master in self._rounded:
-                piece.copy_(master)
+        self.round()
         self.drop()
         return Update(grad_norm=norm, learning_rate=learning_rate)
 
-    def tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The tensors in use, for a checkpoint to save and to load into, given the parameters' names: moments, step counts, masters."""
-        tensors: dict[str, torch.Tensor] = {}
-        rounded = {id(master) for _, master in self._rounded}
-        for index, master in zip(self._order, self._masters, strict=True):
-            name = names[index]
-            tensors |= {f"{name}.{kind}": tensor for kind, tensor in self._adamw.state[master].items()}
-            if id(master) in rounded:
-                tensors[f"{name}.master"] = master.detach()
-        return tensors
+    def state(self) -> list[dict[str, torch.Tensor]]:
+        """For every parameter, in the order in which they were given, the tensors in use, for a checkpoint to save and to load into.
+
+        They are this rank's pieces: `weight`, which takes the updates, float32; `exp_avg`, `exp_avg_sq`, and `step`, a scalar.
+        """
+        states = {
+            index: {"weight": master.detach(), **self._adamw.state[master]}
+            for index, master in zip(self._order, self._masters, strict=True)
+        }
+        return [states[index] for index in sorted(states)]
+
+    def round(self) -> None:
+        """Have the weights that are a rounded copy of those that take the updates be one again."""
+        with torch.no_grad():
+            for piece, master in self._rounded:
+                piece.copy_(master)
 
     def drop(self) -> None:
         """Forget the gradient collected so far."""

@@ -71,6 +71,8 @@ def spread(module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replica
         if has_tied_embeddings(module) and index in (0, layout.num_stages - 1):
             at_both_ends = next(name for name, tensor in module.named_parameters() if tensor is module.get_input_embeddings().weight)
         keep_stage(module, stage=index, num_stages=layout.num_stages)
+        here = {name for name, _ in module.named_modules()}
+        experts = tuple(prefix for prefix in experts if prefix.removesuffix(".") in here)
     if layout.shard > 1:
         _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype)
     dense = _group(replicas, "copy") if layout.shard > 1 else _group(replicas, "copy", "shard", "context")
