@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.layout import Layout, Schedule
 from tests.trainer.ranks import run_jobs
-from tests.trainer.tiny import FAMILIES, make_batch, make_folder, make_model, make_sample, make_seal, make_step
-from trainer import torch_engine
+from tests.trainer.tiny import FAMILIES, VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step
+from trainer import head, torch_engine
 from trainer.parallel import Replicas
 from trainer.sharding import local
 
@@ -128,7 +128,7 @@ def train(replicas: Replicas, *, folder: Path, method: str, dtype: str = "float3
     metrics: dict[str, float] = {}
     num_waves = -(-len(rows) // replicas.layout.replicas)
     for number in range(NUM_STEPS):
-        with mock.patch.object(torch_engine, "ROWS_PER_RANK", 2):
+        with mock.patch.object(torch_engine, "ROWS_PER_RANK", 2), mock.patch.object(head, "MAX_LOGITS", 3 * VOCABULARY):
             for wave in range(num_waves):
                 index = wave * replicas.layout.replicas + replicas.number
                 step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=wave))

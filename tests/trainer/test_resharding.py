@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.layout import Layout, Schedule
+from pipelinerl.messages import CheckpointSaved
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer.checkpoints import Checkpoints
 from trainer.parallel import Replicas
 from trainer.portable import state_of
+from trainer.step import Step
 
 CHAINS = {
     # Experts packed in pairs and cut by tensor parallelism, shared out, sharded by place, in stages.
@@ -38,7 +41,10 @@ CHAINS = {
 
 
 def go_on(replicas: Replicas, *, folder: Path, run_folder: Path, version: int, dtype: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Restore version `version`, if that is not 0; train a step; save. Returns the state before and after, of whole tensors."""
+    """Restore version `version`, if that is not 0; train a step; save. Returns the state before and after, of whole tensors.
+
+    While the checkpoint is written, training goes on, with all its collectives.
+    """
     model = make_model(folder, replicas=replicas, dtype=dtype)
     step, optimizer = make_step(model, replicas=replicas)
     checkpoints = Checkpoints(
@@ -48,16 +54,22 @@ def go_on(replicas: Replicas, *, folder: Path, run_folder: Path, version: int, d
     assert (0 if restored is None else restored.version) == version
     optimizer.round()
     before = _whole(state_of(model, optimizer))
+    _train(step, replicas, version=version)
+    checkpoints.begin(version + 1, commit="c", num_samples=0, samples="0")
+    after = _whole(state_of(model, optimizer))
+    _train(step, replicas, version=version)
+    checkpoints.wait()
+    assert all(isinstance(news, CheckpointSaved) for news in checkpoints.take_news())
+    assert replicas.all_agree(True, what="to have a checkpoint written")  # the first rank gives it its name
+    return {"before": before, "after": after}
+
+
+def _train(step: Step, replicas: Replicas, *, version: int) -> None:
     generator = np.random.default_rng(version)
     samples = [make_sample(generator, prompt=4, completion=int(generator.integers(1, 8))) for _ in range(8)]
-    share = samples[replicas.number :: replicas.layout.replicas]
-    step.add(make_batch(share, step=version))
+    step.add(make_batch(samples[replicas.number :: replicas.layout.replicas], step=version))
     step.train_held()
     step.finish(make_seal(samples, step=version))
-    checkpoints.begin(version + 1, commit="c", num_samples=0, samples="0")
-    checkpoints.wait()
-    assert replicas.all_agree(True, what="to have a checkpoint written")  # the first rank gives it its name
-    return {"before": before, "after": _whole(state_of(model, optimizer))}
 
 
 def _whole(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -84,7 +96,7 @@ def test_a_checkpoint_is_read_in_any_layout(tmp_path: Path, family: str, dtype: 
     jobs = [(layout, functools.partial(job, version=version)) for version, layout in enumerate(CHAINS[family])]
     results = run_jobs(jobs, tmp_path)
     results.append([job(Replicas(ranks=1, deadline_s=60), version=len(jobs))])
-    for saved, loaded in zip(results, results[1:], strict=False):
+    for saved, loaded in itertools.pairwise(results):
         expected, got = _of_all(saved, "after"), _of_all(loaded, "before")
         assert expected.keys() == got.keys()
         assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
