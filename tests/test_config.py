@@ -307,6 +307,7 @@ KEYS = [
     "trainer.max_logprob_gap",
     "trainer.max_mismatch_kl",
     "trainer.recompute",
+    "trainer.offload",
     "trainer.float32_head",
     "trainer.cores",
     "trainer.ready_deadline_s",

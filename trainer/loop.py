@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipelinerl.algorithms.methods import method_of
-from pipelinerl.config import Config
+from pipelinerl.config import Config, Offload
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
@@ -59,6 +59,7 @@ def train(config: Config, run_folder: Path) -> None:
         replicas=replicas,
         recomputes=config.trainer.recompute,
         has_float32_head=config.trainer.float32_head,
+        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
     )
     optimizer = _make_optimizer(config, model=model, replicas=replicas)
     checkpoints = Checkpoints(
@@ -236,6 +237,7 @@ def _make_optimizer(config: Config, *, model: Model, replicas: Replicas) -> Opti
         max_grad_norm=section.max_grad_norm,
         holdings=model.holdings,
         replicas=replicas,
+        is_offloaded=config.trainer.offload is Offload.OPTIMIZER,
     )
 
 

@@ -43,10 +43,12 @@ class Model:
         replicas: Replicas | None = None,
         recomputes: bool = False,
         has_float32_head: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
-        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there.
+        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `is_offloaded`, weights
+        that are sharded stay on the host but for the layer that computes.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -74,8 +76,12 @@ class Model:
             self._stage_of = stage_of_weights(module, num_stages=layout.num_stages) if layout.pipeline > 1 else {}
             self._shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
             stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
-            self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index)
-            module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
+            self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
+            if is_offloaded:
+                for buffer in module.buffers():
+                    buffer.data = buffer.to(device)
+            else:
+                module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
             self._stages.append(stage)
         self.module = self._stages[0].module
         """The model of transformers, or, of a pipeline, this rank's first stage of it."""

@@ -118,9 +118,15 @@ class Replicas:
     def reduce(
         self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, *, what: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Reduce `tensor` in place over `group`, by default over all ranks. Raises `PeerSilent` where one of them is lost or late."""
+        """Reduce `tensor` in place over `group`, by default over all ranks, by way of the device.
+
+        Raises `PeerSilent` where one of them is lost or late.
+        """
         if self.size > 1:
-            self.bounded(lambda: dist.all_reduce(tensor, operation, group=group), what)
+            on_device = tensor.to(self.device)
+            self.bounded(lambda: dist.all_reduce(on_device, operation, group=group), what)
+            if on_device is not tensor:
+                tensor.copy_(on_device)
 
     def bounded(self, collective: Callable[[], object], what: str) -> None:
         """Run a collective; turn what torch raises for a lost or late rank, whatever the backend, into `PeerSilent`."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from trainer.model import Model
 from trainer.optimizer import Optimizer
+from trainer.sharding import whole_of
 
 _PACKED = {"packed_colwise": -2, "packed_rowwise": -1}
 """Styles of transformers' plans for two matrices in one, and the dimension along which they are packed."""
@@ -46,8 +47,7 @@ def _placed(piece: torch.Tensor, *, parameter: torch.Tensor, packed: int | None)
     if split is not None:
         shape[split : split + 1] = [2, shape[split] // 2]
         placements = [_beside(placement, split=split, num_dimensions=parameter.ndim) for placement in placements]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(view, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return whole_of(view, mesh=parameter.device_mesh, placements=placements, shape=shape)
 
 
 def _beside(placement: Any, *, split: int, num_dimensions: int) -> Any:

@@ -52,6 +52,7 @@ class TorchEngine:
         if self._model.pipeline is not None and held:
             held += [(self._empty_row(), _nothing)] * (-len(held) % self._num_ranks)
             self._model.pipeline.train([row for row, _ in held], [_of_outputs(loss) for _, loss in held])
+            self._optimizer.collect()
 
     def logprobs(self, row: Row | None) -> Outputs | None:
         """See `trainer.engine`."""

@@ -110,11 +110,11 @@ def make_samples() -> list[dict[str, np.ndarray]]:
     return samples + siblings
 
 
-def train(replicas: Replicas, *, folder: Path, method: str, dtype: str = "float32", recomputes: bool = False) -> dict[str, Any]:
+def train(replicas: Replicas, *, folder: Path, method: str, dtype: str = "float32", **options: bool) -> dict[str, Any]:
     """Train two steps of seven rows; what came of it, as this rank knows it. A pipeline takes several passes for them."""
     samples = make_samples()
     rows = [samples[:3], samples[3:4], samples[4:8], samples[8:9], samples[9:10], samples[10:13], samples[13:]]
-    model = make_model(folder, replicas=replicas, temperature=0.8, dtype=dtype, recomputes=recomputes)
+    model = make_model(folder, replicas=replicas, temperature=0.8, dtype=dtype, **options)
     step, optimizer = make_step(model, replicas=replicas, method=method, overrides=METHODS[method], max_grad_norm=0.5)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -195,10 +195,11 @@ def test_bfloat16_trains_alike_and_is_exported_in_bfloat16(folders: dict[str, Pa
                 assert float(apart.mean()) < 6e-4, name
 
 
-def test_layers_are_recomputed_under_every_kind_of_parallelism(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The second pass of a layer meets the same ranks in the same places as the first."""
+def test_layers_are_recomputed_and_weights_offloaded_under_every_kind_of_parallelism(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The second pass of a layer meets the same ranks in the same places as the first; sharded weights may come from the host for it."""
     job = functools.partial(train, folder=folders["qwen3_moe"], method="grpo")
     expected = job(Replicas(ranks=1, deadline_s=60))["metrics"]["grad_norm"]
+    job = functools.partial(job, recomputes=True)
     layouts = [
         Layout(ranks=2, shard=2),
         Layout(ranks=2, tensor=2),
@@ -206,5 +207,6 @@ def test_layers_are_recomputed_under_every_kind_of_parallelism(folders: dict[str
         Layout(ranks=2, shard=2, expert=2),
         Layout(ranks=2, pipeline=2),
     ]
-    for ranks in run_jobs([(layout, functools.partial(job, recomputes=True)) for layout in layouts], tmp_path):
+    jobs = [(layout, job) for layout in layouts] + [(layouts[0], functools.partial(job, is_offloaded=True))]
+    for ranks in run_jobs(jobs, tmp_path):
         assert [rank["metrics"]["grad_norm"] for rank in ranks] == pytest.approx([expected] * 2, rel=1e-4)
