@@ -157,7 +157,7 @@ def _shard(
     if is_offloaded:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=replicas.device.type == "cuda")
     # A pipeline meets its layers again at once, with the next row.
-    part_settings = settings | {"reshard_after_forward": replicas.layout.pipeline == 1}
+    part_settings: dict[str, Any] = settings | {"reshard_after_forward": replicas.layout.pipeline == 1}
     mesh = replicas.mesh("shard", "context")
     for name in experts:
         part = module.get_submodule(name.removesuffix("."))

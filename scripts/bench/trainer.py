@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from orchestrator.rules.packing import Packing
 from orchestrator.stages.delivery import micro_batch_of
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import (
@@ -44,6 +43,7 @@ from pipelinerl.messages import (
     Trajectory,
 )
 from pipelinerl.metrics import Journal
+from pipelinerl.packing import Packing
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
