@@ -85,7 +85,7 @@ class Model:
             self._stages.append(stage)
         self.module = self._stages[0].module
         """The model of transformers, or, of a pipeline, this rank's first stage of it."""
-        self.pipeline = None
+        self.pipeline: Pipeline | None = None
         """How rows go through the ranks that share the layers; None where none do."""
         if layout.pipeline > 1:
             hidden_size = int(self.module.config.hidden_size)
