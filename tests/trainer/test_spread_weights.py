@@ -67,7 +67,7 @@ def check_published(folder: Path, jobs: list[tuple[Layout, Any]], tmp_path: Path
 
 @pytest.mark.parametrize("road", ["shared_memory", "files"])
 def test_two_ranks_publish_what_one_would(folders: dict[str, Path], tmp_path: Path, road: str) -> None:
-    layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2)]
+    layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)]
     job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road=road)
     for ranks in check_published(folders["qwen3"], [(layout, job) for layout in layouts], tmp_path):
         assert all(rank["gathered"] == [] for rank in ranks)
