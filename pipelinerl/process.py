@@ -56,6 +56,42 @@ def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
     os._exit(1)
 
 
+def ask_to_replace(run_folder: Path, peer: str, process_id: int) -> None:
+    """Ask whoever started a process that fell silent to kill it, and so to start it again.
+
+    A file, because the process may be another machine's; its launcher looks for it, see `launch`.
+    """
+    folder = run_folder / "silent"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{peer}.{process_id}").touch()
+
+
+def asked_to_replace(run_folder: Path) -> Iterator[tuple[Path, str, int]]:
+    """The open requests of `ask_to_replace`: the file, to be removed by whoever fulfils it, the peer and its process id."""
+    for path in (run_folder / "silent").glob("*-*.*"):
+        peer, _, process_id = path.name.partition(".")
+        if process_id.isdigit():
+            yield path, peer, int(process_id)
+
+
+def ancestors(process_id: int) -> Iterator[int]:
+    """A process's own id, its parent's, and so on, as far as the kernel tells (Linux)."""
+    while process_id > 1:
+        yield process_id
+        try:
+            process_id = int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+
+
+def is_stopped(process_id: int) -> bool:
+    """True where a process was stopped by a signal and not continued (Linux)."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "", is_consequence: bool = False) -> None:
     """Write down what ended a process, for the launcher to show; a record that is there already stands.
 

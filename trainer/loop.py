@@ -106,6 +106,8 @@ def train(config: Config, run_folder: Path) -> None:
                 process_id=os.getpid(),
                 version=first,
                 commit=commit,
+                saved=first,
+                saved_commit=commit,
                 machine=machine(),
             )
             feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))

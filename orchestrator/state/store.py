@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import LedgerError
+from pipelinerl.errors import LedgerError, WireError
 from pipelinerl.messages import Message
 from pipelinerl.transport.codec import encode
 
@@ -91,9 +91,10 @@ class Store:
         self._taking = threading.RLock()
         """Held while the queue is taken, and while entries are put that belong together."""
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.executescript(_SCHEMA)
-        self.ledger_id = self._identify()
+        with self.readable():
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.executescript(_SCHEMA)
+            self.ledger_id = self._identify()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -128,8 +129,19 @@ class Store:
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Rows of a query, everything put before included."""
         self.flush()
-        with self._lock:
+        with self._lock, self.readable():
             return self._database.execute(query, values).fetchall()
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Have what cannot be read of the file, or be made sense of, raise `LedgerError`."""
+        try:
+            yield
+        except (sqlite3.Error, WireError, ValueError, TypeError, LookupError) as error:
+            raise LedgerError(
+                f"{self._path} cannot be read as a run's ledger: {type(error).__name__}: {error}. It was damaged after it was written, or"
+                " is another version's: restore it, with the checkpoints of the same moment"
+            ) from error
 
     def close(self) -> None:
         """Write what waits and close the file."""

@@ -88,6 +88,12 @@ class Pool:
         """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
         self._withdraw(self._queue.cancel(rollout_id, attempt))
 
+    def cancel_all(self) -> None:
+        """Withdraw every request, and what was answered and not returned by `advance` yet."""
+        for rollout_id, attempt in self._queue.wanted():
+            self.cancel(rollout_id, attempt)
+        self._answers.clear()
+
     def wait(self, timeout_s: float) -> None:
         """Sleep until a worker, the fork server or a descriptor of `wake_on` has something, a deadline passes, or `timeout_s` is over."""
         wake_at = [worker.born_at + LOAD_DEADLINE_S for worker in self._workers if not worker.names]

@@ -95,6 +95,10 @@ class Queue:
         is_queued = ticket.slot is not None and self._slots[ticket.slot].held[0] is not ticket
         return {ticket.slot: (ticket.ticket_id,)} if ticket.slot is not None and is_queued else {}
 
+    def wanted(self) -> list[tuple[str, int]]:
+        """Requests without an answer, as (rollout id, attempt)."""
+        return list(self._wanted)
+
     def open(self, slot: int) -> None:
         """The slot's worker has loaded and takes calls."""
         self._slots[slot].is_ready = True
