@@ -21,7 +21,7 @@ from orchestrator.state.ledger import Ledger
 from orchestrator.state.snapshot import read_snapshot
 from pipelinerl import messages
 from pipelinerl.checker.history import _checkpoints
-from pipelinerl.config import load, parse
+from pipelinerl.config_file import load, parse
 from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
 from pipelinerl.metrics import read_journals
 from pipelinerl.process import read_config
