@@ -26,7 +26,7 @@ from typing import Any, TypedDict
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone
-from pipelinerl.process import ancestors, asked_to_replace, die_with_parent, is_stopped, read_config
+from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, is_stopped, read_config
 from pipelinerl.restarts import Restarts
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.weights.slots import run_token, unlink_slots
@@ -238,7 +238,7 @@ class Launcher:
 
     def _note(self, line: str) -> None:
         """Write a line to `<run>/logs/launcher.log`."""
-        with open(self._run_folder / "logs" / "launcher.log", "a") as log:
+        with contextlib.suppress(OSError), open(self._run_folder / "logs" / "launcher.log", "a") as log:  # a full disk must not end us
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
     async def _start(self, role: Role) -> None:
@@ -354,8 +354,12 @@ class Launcher:
                 self._signal(name, number)
 
     def _failures(self) -> list[dict[str, Any]]:
-        """What processes recorded of their ends."""
-        return [json.loads(path.read_text()) for path in (self._run_folder / "failures").glob("*.json")]
+        """What processes recorded of their ends; half a record, as of a full disk, is none."""
+        found: list[dict[str, Any]] = []
+        for path in (self._run_folder / "failures").glob("*.json"):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(path.read_text()))
+        return found
 
     def _explain(self, failed: str) -> str:
         """The first error any process recorded; else how the failed one ended, with the end of its log."""
@@ -372,4 +376,6 @@ class Launcher:
 
     def _how_it_ended(self, name: str) -> str:
         code = self._processes[name].returncode
+        if code == UNWRITTEN:
+            return f"ended and could not write why to {self._run_folder}: make room on the disk, and resume the run"
         return f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"

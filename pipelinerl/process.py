@@ -18,6 +18,8 @@ from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone, PeerSilent, PipelineError
 
 _PR_SET_PDEATHSIG = 1
+UNWRITTEN = 74
+"""Exit code of a process that could write neither its error nor its log; EX_IOERR of sysexits.h."""
 
 
 def die_with_parent(parent_id: int | None = None) -> None:
@@ -33,7 +35,8 @@ def die_with_parent(parent_id: int | None = None) -> None:
 
 @contextlib.contextmanager
 def last_words(run_folder: Path, process: str) -> Iterator[None]:
-    """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1.
+    """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1; where the disk takes no
+    word of it, with `UNWRITTEN`.
 
     Errors of our own tree print as one message; anything else with its traceback. `KeyboardInterrupt` and `SystemExit` pass through.
     """
@@ -44,8 +47,11 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
         text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
         trace = "".join(traceback.format_exception(error))
         is_consequence = all(isinstance(leaf, PeerSilent | PeerGone) for leaf in errors)
-        record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
-        print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
+        try:
+            record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
+            print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
+        except OSError:
+            os._exit(UNWRITTEN)  # at once: what Python still has to print would fail, too
         sys.exit(1)
 
 

@@ -269,6 +269,19 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
     assert lives(folder, "trainer") == 1
 
 
+def test_who_cannot_write_why_it_ends_is_told_of_with_what_to_do(folder: Path):
+    full = """
+        import pathlib, resource
+        from pipelinerl.errors import LedgerError
+        from pipelinerl.process import last_words
+        with last_words(pathlib.Path(folder), "orchestrator"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+            raise LedgerError("cannot write")
+    """
+    with pytest.raises(PeerGone, match=r"orchestrator ended and could not write why to .*: make room on the disk, and resume the run"):
+        run(folder, orchestrator=full, engines=SLEEP)
+
+
 @pytest.mark.parametrize("last", ["a rank that lost another", "nothing"])
 def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, last: str):
     """Its launcher then ends with exit code 1, whatever became of the rank; the ranks that are left say that they miss it."""

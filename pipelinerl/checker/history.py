@@ -81,6 +81,7 @@ _KINDS = {"version": int, "num_samples": int, "commit": str, "samples": str, "fi
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Raises `ValueError` where something is missing or of another kind."""
+    manifest: Any = None
     try:
         manifest = json.loads(path.read_bytes())
         is_one = isinstance(manifest, dict) and all(isinstance(manifest.get(name), kind) for name, kind in _KINDS.items())

@@ -311,6 +311,7 @@ class ZmqLink:
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.sndhwm = 0
+    socket.linger = 0  # of a connection that is given up; closing states its own
     socket.maxmsgsize = MAX_MESSAGE_BYTES + HEADER_BYTES
     socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30000
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000

@@ -5,6 +5,7 @@ faults fit in minutes. `--real` runs vLLM and the real trainer on the demo's mod
 
     engine, scorer, orchestrator, trainer    SIGKILL, one in ten after a SIGSTOP of up to two seconds
     freeze                                   SIGSTOP for ever: somebody has to notice, and replace the process
+    full                                     trainer or orchestrator can write no file any more, as on a full disk; then there is room again
     cut, corrupt, hold                       of a connection, on the wire: closed, a byte changed, nothing passes for up to three seconds
     --storm FRACTION                         of all messages lost, doubled, delayed by up to half a second, or overtaken by the next
 
@@ -24,6 +25,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -41,8 +43,9 @@ from scripts.chaos.detours import ROLES, Detours
 from scripts.chaos.storm import LETTERS
 
 KILLED = ("engine", "scorer", "orchestrator", "trainer")
+WRITING = ("orchestrator", "trainer")
 WIRE = ("cut", "corrupt", "hold")
-QUICK = {"engine": 6, "scorer": 4, "orchestrator": 3, "trainer": 3, "freeze": 1, "cut": 2, "corrupt": 2, "hold": 2}
+QUICK = {"engine": 6, "scorer": 4, "orchestrator": 3, "trainer": 3, "freeze": 1, "full": 1, "cut": 2, "corrupt": 2, "hold": 2}
 FULL = {"engine": 200, "scorer": 200, "orchestrator": 100, "trainer": 50}
 STOPPED_FRACTION = 0.1
 """Of all kills: SIGSTOP for up to two seconds before."""
@@ -71,7 +74,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="append the outcome to this file, as a line of JSON")
     given = parser.parse_args()
     faults = {name: int(number) for name, _, number in (word.partition("=") for word in given.faults)} or (QUICK if given.quick else FULL)
-    if unknown := faults.keys() - {*KILLED, *WIRE, "freeze"}:
+    if unknown := faults.keys() - {*KILLED, *WIRE, "freeze", "full"}:
         parser.error(f"unknown faults: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
@@ -133,9 +136,8 @@ class Chaos:
         self._within_s = within_s
         self._plan = [fault for fault, number in faults.items() for _ in range(number)]
         self._chance.shuffle(self._plan)
-        self._launcher = launch.Launcher(
-            _roles(config, run_folder, is_real=is_real), run_folder, restarts=10**6, restart_wait_s=0.0, stopped_limit_s=5.0
-        )
+        self._roles = _roles(config, run_folder, is_real=is_real)
+        self._running: asyncio.Task[None]
 
     async def run(self) -> str:
         """Run until every fault was injected and the run ended well; else say how it ended."""
@@ -143,39 +145,56 @@ class Chaos:
             return await self._run(detours)
 
     async def _run(self, detours: Detours) -> str:
-        running = asyncio.create_task(self._launcher.run())
+        self._launch()
         until = time.monotonic() + self._within_s
         try:
             for fault in self._plan:
-                await asyncio.wait({running}, timeout=self._chance.expovariate(1 / self._pause_s))
-                if running.done() or time.monotonic() > until:
+                await asyncio.wait({self._running}, timeout=self._chance.expovariate(1 / self._pause_s))
+                if self._running.done() or time.monotonic() > until:
                     break
-                await self._strike(fault, running, detours)
-            os.kill((await self._wait_for("orchestrator", running))[0], signal.SIGTERM)
-            await asyncio.wait_for(running, PATIENCE_S)
-        except (TimeoutError, IndexError, launch.PeerGone) as error:
+                await self._strike(fault, detours)
+            await self._end()
+        except (TimeoutError, launch.PeerGone) as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            running.cancel()
-            await asyncio.wait({running})
+            self._running.cancel()
+            await asyncio.wait({self._running})
         return ""
 
-    async def _strike(self, fault: str, running: asyncio.Task[None], detours: Detours) -> None:
+    def _launch(self) -> None:
+        launcher = launch.Launcher(self._roles, self._run_folder, restarts=10**6, restart_wait_s=0.0, stopped_limit_s=5.0)
+        self._running = asyncio.create_task(launcher.run())
+
+    async def _end(self) -> None:
+        """Have the orchestrator end the run; one that is only starting may be ended by this itself, and the next one is asked again."""
+        for _ in range(4):
+            for process_id in await self._wait_for("orchestrator"):
+                os.kill(process_id, signal.SIGTERM)
+            await asyncio.wait({self._running}, timeout=PATIENCE_S / 4)
+            if self._running.done():
+                return self._running.result()
+        raise TimeoutError(f"the run did not end within {PATIENCE_S:g} s of being asked to")
+
+    async def _strike(self, fault: str, detours: Detours) -> None:
         self._look_at_memory()
         if fault in WIRE:
             role = self._chance.choice(ROLES)
-            self.done[f"{fault}, {role}"] += detours.strike(role, fault)
+            if detours.strike(role, fault):
+                self.done[f"{fault}, {role}"] += 1
             return
-        role = self._chance.choice(KILLED) if fault == "freeze" else fault
-        found = await self._wait_for(role, running)
+        role = self._chance.choice(KILLED) if fault == "freeze" else self._chance.choice(WRITING) if fault == "full" else fault
+        found = await self._wait_for(role)
         if not found:
             return
         process_id = self._chance.choice(found)
         with contextlib.suppress(ProcessLookupError):
             if fault == "freeze":
                 os.kill(process_id, signal.SIGSTOP)
-                await self._wait_for_end(process_id, running)
+                await self._wait_for_end(process_id)
                 self.done[f"freeze, {role}"] += 1
+                return
+            if fault == "full":
+                await self._fill(role, process_id)
                 return
             if self._chance.random() < STOPPED_FRACTION:
                 os.kill(process_id, signal.SIGSTOP)
@@ -186,19 +205,36 @@ class Chaos:
             os.kill(process_id, signal.SIGKILL)
             self.done[f"kill, {role}"] += 1
 
-    async def _wait_for(self, role: str, running: asyncio.Task[None]) -> Sequence[int]:
+    async def _fill(self, role: str, process_id: int) -> None:
+        """A trainer goes on without a checkpoint. An orchestrator ends the run and says why; with room again, the run is resumed."""
+        before = resource.prlimit(process_id, resource.RLIMIT_FSIZE)
+        resource.prlimit(process_id, resource.RLIMIT_FSIZE, (1, before[1]))
+        await asyncio.wait({self._running}, timeout=3.0 if role == "trainer" else PATIENCE_S)
+        if role == "trainer":
+            resource.prlimit(process_id, resource.RLIMIT_FSIZE, before)
+        else:
+            error = self._running.exception() if self._running.done() else None
+            if error is None or "make room on the disk" not in str(error):
+                raise TimeoutError(f"a full disk did not end the run in words, but: {error}")
+            for path in (self._run_folder / "failures").glob("*.json"):
+                path.unlink()
+            launch.forget_endpoints(self._run_folder)
+            self._launch()
+        self.done[f"full disk, {role}"] += 1
+
+    async def _wait_for(self, role: str) -> Sequence[int]:
         end = time.monotonic() + PATIENCE_S
         while not (found := victims.find(role, self._run_folder)):  # a process table tells nobody of a new process
-            if running.done():
+            if self._running.done():
                 return []
             if time.monotonic() > end:
                 raise TimeoutError(f"no {role} for {PATIENCE_S:g} s")
             await asyncio.sleep(0.05)
         return found
 
-    async def _wait_for_end(self, process_id: int, running: asyncio.Task[None]) -> None:
+    async def _wait_for_end(self, process_id: int) -> None:
         end = time.monotonic() + PATIENCE_S
-        while victims.is_alive(process_id) and not running.done():
+        while victims.is_alive(process_id) and not self._running.done():
             if time.monotonic() > end:
                 raise TimeoutError(f"process {process_id} stood still for {PATIENCE_S:g} s, and nobody replaced it")
             await asyncio.sleep(0.1)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipelinerl.messages import (
     Alive,
+    CheckpointFailed,
     CheckpointSaved,
     LayoutFixed,
     Message,
@@ -102,14 +103,22 @@ class Rehearsal:
 
     def _save(self) -> None:
         draft = self._folder / f"step-{self._version:06}.draft"
-        draft.mkdir()
-        about = {"version": self._version, "commit": self._commit, "num_samples": self._num_samples, "files": {}}
-        (draft / "manifest.json").write_text(json.dumps(about | {"samples": f"{self._digest % 2**64:016x}"}))
-        time.sleep(0.02)  # long enough to be killed in
+        try:
+            self._write(draft)
+        except OSError as error:  # a full disk
+            shutil.rmtree(draft)
+            self._say(CheckpointFailed(version=self._version, error=str(error)))
+            return
         draft.rename(draft.with_suffix(""))
         for old in sorted(path for path in self._folder.glob("step-*") if not path.suffix)[:-1]:
             shutil.rmtree(old)
         self._say(CheckpointSaved(version=self._version, commit=self._commit, num_bytes=0, save_s=0.0))
+
+    def _write(self, draft: Path) -> None:
+        draft.mkdir()
+        about = {"version": self._version, "commit": self._commit, "num_samples": self._num_samples, "files": {}}
+        (draft / "manifest.json").write_text(json.dumps(about | {"samples": f"{self._digest % 2**64:016x}"}))
+        time.sleep(0.02)  # long enough to be killed in
 
     def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
         return [*self._standing.introduction(), *([self._asked] if self._asked else [])]
