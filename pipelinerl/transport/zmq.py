@@ -73,8 +73,6 @@ class ZmqHub:
         self._readable = Signal()
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop that watches the descriptor, from the first `receive` on."""
-        self._has_waited = False
-        """The last `receive` gave the loop a turn."""
         self._is_looking = False
         """A look is due, because something was sent."""
         self._reminder: asyncio.TimerHandle | None = None
@@ -97,12 +95,9 @@ class ZmqHub:
 
     async def receive(self) -> list[tuple[str, Message]]:
         self._watch()
-        if not self._has_waited:  # peers that never pause must not keep the stages from running
-            await asyncio.sleep(0)
-        self._has_waited = False
+        await asyncio.sleep(0)  # peers that never pause must not keep the stages from running
         while not (arrived := self._take()):
             await self._readable.wait()
-            self._has_waited = True
         return arrived
 
     def send(self, peer: str, message: Message) -> None:
