@@ -181,7 +181,7 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
             compared = GroupScored(
                 group_id=message.group_id, outcome=outcome, rewards=tuple(places), components=tuple({"place": place} for place in places)
             )
-            loop.call_later(world.score_s * (0.5 + chance.random()), link.send, compared)
+            calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, compared))
             continue
         reward = float(message.token_ids.sum() % 2) if outcome is Outcome.OK else None
         answer = Scored(
