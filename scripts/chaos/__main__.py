@@ -219,6 +219,8 @@ class Chaos:
             await asyncio.sleep(0.2)
 
     def _num_done(self) -> int:
+        if not (self._run_folder / "ledger.sqlite").exists():
+            return 0
         with contextlib.closing(sqlite3.connect(f"file:{self._run_folder / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
             query = "SELECT count(*) FROM events WHERE kind IN ('done', 'replayed') AND rollout_id IS NULL"
             return database.execute(query).fetchone()[0]
