@@ -101,7 +101,9 @@ class SpreadWeights:
 
     def _plan(self, pieces: Mapping[str, torch.Tensor], wanted: set[str]) -> tuple[list[Move], frozenset[str]]:
         """This rank's share of the writing, and what must be gathered."""
-        shapes = {name: shape for name, shape in self._model.shapes.items() if shape and name in wanted and [*self._names_of(name)] == [name]}
+        shapes = {
+            name: shape for name, shape in self._model.shapes.items() if shape and name in wanted and [*self._names_of(name)] == [name]
+        }
         by_rank = self._all_boxes({name: _box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
         whole_ones = {name for name, shape in shapes.items() if _is_covered([boxes[name] for boxes in by_rank], shape)}
         moves = index_map(
