@@ -185,7 +185,6 @@ def slurm(
     settings = configuration.load(config_file, overrides=overrides or [])
     if submit:
         check(settings)
-        job.check_reach(settings)
     script = job.prepare(settings)
     console.print(f"script: {escape(str(script))}")
     if submit:

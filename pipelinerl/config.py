@@ -54,6 +54,9 @@ class RunSection(Section):
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
     restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")
     restart_wait_s: Annotated[float, Field(ge=0)] = Field(1.0, description="wait before a restart; doubles while restarts follow quickly")
+    interface: str = Field(
+        "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"
+    )
 
 
 class ModelSection(Section):
@@ -161,13 +164,17 @@ class EvaluationSection(Section):
     every: Annotated[int, Field(ge=0)] = Field(0, description="versions between evaluations; 0: only the first and the last policy")
     limit: PositiveInt = Field(256, description="prompts of one evaluation")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
+    samples: PositiveInt = Field(1, description="answers to each prompt, n: avg@n, and pass@k for k up to n")
+    deadline_s: PositiveFloat = Field(1800.0, description="an evaluation that takes longer is given up; the run goes on")
 
 
 class WeightsSection(Section):
     road: Literal["auto", "shared_memory", "files", "gloo"] = Field(
         "auto", description="how a policy travels from the trainer to the engines; auto: shared memory on one machine, else gloo"
     )
-    address: str = Field("127.0.0.1", description="address of the trainer's machine that engines on other machines reach (road gloo)")
+    address: str | None = Field(
+        None, description="the trainer's address towards engines (road gloo); default: the one on its way to the orchestrator"
+    )
     delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
     kv_span: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -200,7 +207,8 @@ class SlurmSection(Section):
         "requeue", description="after the limit: requeue this job; leave it to the next job of this name (chain); or end"
     )
     save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
-    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they share the trainer's")
+    trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")
+    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they are on the first")
     scorer_nodes: Annotated[int, Field(ge=0)] = Field(
         0, description="nodes without GPUs for scorers, in a heterogeneous job; 0: on the first node"
     )
@@ -373,7 +381,32 @@ def _layout_works(trainer: TrainerSection) -> Iterator[str]:
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
 
 
-_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works)
+def _samples_differ(evaluation: EvaluationSection) -> Iterator[str]:
+    if evaluation.samples > 1 and not evaluation.temperature:
+        yield (
+            f"evaluation.samples is {evaluation.samples} and evaluation.temperature is 0: all answers to a prompt would be the same."
+            " Raise evaluation.temperature, or leave evaluation.samples at 1."
+        )
+
+
+def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: SlurmSection) -> Iterator[str]:
+    if slurm.engine_nodes > engine.count:
+        yield f"slurm.engine_nodes is {slurm.engine_nodes} but engine.count is {engine.count}: nodes would idle. Raise engine.count."
+    if slurm.scorer_nodes > 1:
+        yield f"slurm.scorer_nodes is {slurm.scorer_nodes}, but a run has one scorer, with scorer.slots processes: more nodes would idle. Set it to 1."
+    if trainer.ranks % slurm.trainer_nodes:
+        yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide. Use as many on every node."
+
+
+_CHECKS = (
+    _row_holds_a_trajectory,
+    _group_can_survive,
+    _one_core_for_each_process,
+    _no_secrets,
+    _layout_works,
+    _samples_differ,
+    _nodes_have_work,
+)
 """Each takes the sections it is about, by name."""
 
 

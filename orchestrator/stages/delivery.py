@@ -171,6 +171,8 @@ class Delivery:
                 recorded = await loop.run_in_executor(None, functools.partial(read_steps, self._ledger, first=ready.version, end=end))
                 self._steps |= {number: _step_of(number, step) for number, step in recorded.items()}
             for step in range(self.num_booked, ready.version):  # the checkpoint proves what its trainer had no time to say
+                samples = [sample for row in self._steps[step].rows for sample in row.samples]
+                self._progress.proven(step, samples, now_s=loop.time())
                 self._book(step, now_s=loop.time())
             if ready.version and not is_saved(self._ledger, ready.version):
                 self._ledger.saved(ready.version, ready.commit, now_s=loop.time())

@@ -44,6 +44,7 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     unsaved     a checkpoint could not be written                   suspected   a prompt was there when `peer` died
     cleared     it came through                                     quarantined it was there twice: it is not sampled again
     skipped     a quarantined prompt was drawn                      ended       the run: why, and the counts, as JSON
+    evaluated   a version (`step`), with the mean `reward`          (outside the accounts)
 """
 
 from __future__ import annotations

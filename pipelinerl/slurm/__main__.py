@@ -16,12 +16,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from pipelinerl.config import Config
+from pipelinerl.config import Config, RunSection
 from pipelinerl.errors import PipelineError
 from pipelinerl.launch import Launcher, Role
 from pipelinerl.process import read_config, record_failure
 from pipelinerl.slurm import AGAIN
+from pipelinerl.slurm.address import address_towards_others
 from pipelinerl.slurm.placement import nodes_of, roles_on
 from pipelinerl.tracking.beside import trackers
 
@@ -55,7 +57,14 @@ class Supervisor:
         self._title = f"attempt {attempt}, restart {os.environ.get('SLURM_RESTART_COUNT', '0')}, job {os.environ.get('SLURM_JOB_ID', '-')}"
         recorded = json.loads((run_folder / "roles.json").read_text())
         names = roles_on(node, [role["name"] for role in recorded], nodes)
-        self._roles = tuple(Role(**role | {"command": tuple(role["command"])}) for role in recorded if role["name"] in names)
+        self._roles = tuple(Role(**role | {"command": self._command(role)}) for role in recorded if role["name"] in names)
+
+    def _command(self, role: dict[str, Any]) -> tuple[str, ...]:
+        """The orchestrator of a run over several nodes listens where the others reach it, unless the settings say where."""
+        is_reached = self._num_nodes == 1 or self._config.run.interface != RunSection().interface  # pyright: ignore[reportCallIssue]
+        if role["name"] != "orchestrator" or is_reached:
+            return tuple(role["command"])
+        return (*role["command"], "--interface", address_towards_others())
 
     async def run(self, *, until: float) -> int:
         """Run this node's processes to their end and return the exit code."""
@@ -76,14 +85,37 @@ class Supervisor:
         return await self._leave(code, until=until)
 
     async def _launch(self) -> int:
+        """Run the processes to their end; all of them again whenever the orchestrator, on another node, was started again."""
+        limits = {"restarts": self._config.run.restarts, "restart_wait_s": self._config.run.restart_wait_s}
         try:
-            limits = {"restarts": self._config.run.restarts, "restart_wait_s": self._config.run.restart_wait_s}
-            await Launcher(self._roles, self._run_folder, **limits).run()
+            while True:
+                running = asyncio.create_task(Launcher(self._roles, self._run_folder, **limits).run())
+                moved = asyncio.create_task(self._wait_for_another_orchestrator())
+                await asyncio.wait((running, moved), return_when=asyncio.FIRST_COMPLETED)
+                moved.cancel()
+                if running.done():
+                    running.result()
+                    break
+                self._say("the orchestrator was started again; so is everything here")
+                running.cancel()
+                await asyncio.wait((running,))
         except PipelineError as error:
             self._say(f"failed: {error}")
             record_failure(self._run_folder, f"node-{self._node}", error=str(error))
             return FAILED
         return AGAIN if self._is_saving and not self._is_finished() else DONE
+
+    async def _wait_for_another_orchestrator(self) -> None:
+        """Until an orchestrator on another node listens elsewhere than the one that these processes began with."""
+        is_here = any(role.name == "orchestrator" for role in self._roles)
+        known = ""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                told = (self._run_folder / "endpoints" / "engine.json").read_text()
+                if known and told != known and not is_here:
+                    return
+                known = told
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def _save(self, why: str) -> None:
         """Have the orchestrator end the run, which saves; once, as a second wish would end everything at once."""
