@@ -30,7 +30,7 @@ from pipelinerl.watch import LOOKS, Watch
 MAX_ATTEMPTS = 3
 """Peers that may end before they answer a prompt. 1 would blame it for its neighbours; many would let one kill as many."""
 PINNED_FRACTION = 0.25
-"""Of the engines, one at least, answer an evaluation while training goes on. More answer sooner, and keep more engines from new policies."""
+"""Of the engines, one at least, answer an evaluation beside training. More answer sooner, and keep more engines from new policies."""
 
 
 class Pins(Protocol):
@@ -84,7 +84,7 @@ class Evaluation:
         return await self._evaluate(version, [engine.engine_id for engine in self._engines])
 
     async def follow(self, latest_version: Callable[[], int]) -> None:
-        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest one that every engine holds."""
+        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest that every engine holds."""
         every = self._section.every
         next_version = (self._last // every + 1) * every if every else 0
         while every and self._prompts:

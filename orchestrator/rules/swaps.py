@@ -90,7 +90,7 @@ class Swaps:
         self._swaps[engine_id] = Swap()
 
     def next_order(self, engine_id: int) -> Policy | None:
-        """What the engine should be told to fetch now; None while an order is open, it is pinned, holds the newest, or refused it too often."""
+        """What the engine should be told to fetch now; None while it has one, is pinned, holds the newest, or refused it too often."""
         swap = self[engine_id]
         if (
             self.newest is None

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipelinerl.config import load
+from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.metrics import read_journal
 from pipelinerl.slurm.submit import prepare

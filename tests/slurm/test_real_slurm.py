@@ -8,6 +8,8 @@ scorer and transport, fake engines on the far machine, and the trainer of the ch
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,10 +19,11 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config import load, parse
+from pipelinerl.config_file import load, parse
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.metrics import read_journals
 from pipelinerl.slurm.submit import prepare
+from scripts.chaos import victims
 from tests.slurm import cluster as slurm
 from tests.slurm import far
 from tests.tracking.wandb_file import history
@@ -175,13 +178,22 @@ def test_scorers_on_nodes_of_their_own_belong_to_the_same_job(cluster: slurm.Clu
     assert "node 1: scorer-0" in supervisors(run_folder, 0)
 
 
-def test_a_real_run_over_two_machines_is_requeued_and_keeps_every_promise(cluster: slurm.Cluster, tmp_path: Path):
+def wait_for_steps(run_folder: Path, number: int) -> None:
+    journal, end = run_folder / "journal" / "orchestrator.jsonl", time.monotonic() + 60
+    while not journal.exists() or len(steps_of(run_folder)) < number:
+        assert time.monotonic() < end, supervisors(run_folder, 0)
+        time.sleep(0.1)
+
+
+def test_a_real_run_over_two_machines_outlives_its_orchestrator_is_requeued_and_keeps_every_promise(cluster: slurm.Cluster, tmp_path: Path):
     run_folder = rehearsal(tmp_path)
     number = submit(cluster, run_folder)
-    journal, end = run_folder / "journal" / "orchestrator.jsonl", time.monotonic() + 60
-    while not journal.exists() or len(steps_of(run_folder)) < 3:
-        assert time.monotonic() < end, said(run_folder, number) + supervisors(run_folder, 0)
-        time.sleep(0.1)
+    wait_for_steps(run_folder, 3)
+    (orchestrator,) = victims.find("orchestrator", run_folder)
+    os.kill(orchestrator, signal.SIGKILL)
+    time.sleep(0.5)
+    wait_for_steps(run_folder, len(steps_of(run_folder)) + 3)
+    assert "the orchestrator was started again; so is everything here" in supervisors(run_folder, 0)
     listening = json.loads((run_folder / "endpoints" / "engine.json").read_text())["address"]
     settings = json.loads((run_folder / "config.json").read_text())
     num_steps = settings["trainer"]["steps"] = len(steps_of(run_folder)) + 20
@@ -192,7 +204,7 @@ def test_a_real_run_over_two_machines_is_requeued_and_keeps_every_promise(cluste
     assert said(run_folder, number).count("saved; requeue") == 1
     verdict = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
     assert "every promise was kept" in verdict.stdout, verdict.stdout
-    assert f"2 lives, {num_steps} steps" in verdict.stdout
+    assert f"3 lives, {num_steps} steps" in verdict.stdout
     if far.why_not() is None:
         assert listening.startswith(f"tcp://{far.HERE}:"), "where the far machine reaches it, and nowhere else"
         assert f"node 1 ({far.NAME})" in (run_folder / "logs" / "attempt-0" / "engines.log").read_text()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config import Config, load, parse
+from pipelinerl.config import Config
+from pipelinerl.config_file import load, parse
 from pipelinerl.engine.__main__ import engines_of_part
 from pipelinerl.errors import ConfigError
 from pipelinerl.process import read_config

@@ -1,0 +1,99 @@
+"""What is right in each section of the settings and wrong between them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl.layout import nearest, problems_of
+
+if TYPE_CHECKING:
+    from pipelinerl.config import (
+        AlgorithmSection,
+        BatchSection,
+        EngineSection,
+        EvaluationSection,
+        RolloutSection,
+        SlurmSection,
+        TrainerSection,
+    )
+
+SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
+"""Last words of settings that must not be settings."""
+
+
+def contradictions(sections: Mapping[str, Any]) -> list[str]:
+    """What is right in each section and wrong between them, as far as the sections are there."""
+    found = []
+    for check in _CHECKS:
+        needed = inspect.signature(check).parameters
+        if needed.keys() <= sections.keys():
+            found += check(**{name: sections[name] for name in needed})
+    return found
+
+
+def _row_holds_a_trajectory(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
+    if rollout.max_tokens > batch.max_tokens:
+        yield (
+            f"batch.max_tokens is {batch.max_tokens} but rollout.max_tokens is {rollout.max_tokens}: a trajectory could never be packed."
+            " Raise batch.max_tokens."
+        )
+
+
+def _group_can_survive(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
+    if batch.min_survivors > rollout.group_size:
+        yield (
+            f"batch.min_survivors is {batch.min_survivors} but rollout.group_size is {rollout.group_size}: every group would fail."
+            " Lower batch.min_survivors."
+        )
+
+
+def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -> Iterator[str]:
+    for part, wanted, cores in (("engine", engine.count, engine.cores), ("trainer", trainer.ranks, trainer.cores)):
+        if cores and len(cores) != wanted:
+            yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
+
+
+def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[str]:
+    for part, options in (("engine.options", engine.options), ("algorithm.overrides", algorithm.overrides)):
+        for key in options:
+            if key.lower().rpartition("_")[2] in SECRET_WORDS:
+                yield (
+                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown. Leave it out, and set it in the"
+                    " environment."
+                )
+
+
+def _layout_works(trainer: TrainerSection) -> Iterator[str]:
+    if found := problems_of(trainer.layout):
+        yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
+
+
+def _samples_differ(evaluation: EvaluationSection) -> Iterator[str]:
+    if evaluation.samples > 1 and not evaluation.temperature:
+        yield (
+            f"evaluation.samples is {evaluation.samples} and evaluation.temperature is 0: all answers to a prompt would be the same."
+            " Raise evaluation.temperature, or leave evaluation.samples at 1."
+        )
+
+
+def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: SlurmSection) -> Iterator[str]:
+    if slurm.engine_nodes > engine.count:
+        yield f"slurm.engine_nodes is {slurm.engine_nodes} but engine.count is {engine.count}: nodes would idle. Raise engine.count."
+    if slurm.scorer_nodes > 1:
+        yield f"slurm.scorer_nodes is {slurm.scorer_nodes}, but a run has one scorer, with scorer.slots processes. Set it to 1."
+    if trainer.ranks % slurm.trainer_nodes:
+        yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide: each has as many."
+
+
+_CHECKS = (
+    _row_holds_a_trajectory,
+    _group_can_survive,
+    _one_core_for_each_process,
+    _no_secrets,
+    _layout_works,
+    _samples_differ,
+    _nodes_have_work,
+)
+"""Each takes the sections it is about, by name."""
