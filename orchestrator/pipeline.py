@@ -103,12 +103,16 @@ class Pipeline:
         self._build_stages(source, credit, step_rules)
         self._evaluation = Evaluation(
             held_out,
+            section=config.evaluation,
+            correct_reward=config.algorithm.correct_reward,
             engines=self._engines,
             scorers=self._scorers,
+            pins=self._refresh,
             sampling=self._sampling(temperature=config.evaluation.temperature),
             journal=journal,
+            ledger=ledger,
             watch=self.watch,
-            every=config.evaluation.every,
+            done=self._past.evaluations,
         )
 
     async def run(self) -> Ending:

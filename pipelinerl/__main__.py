@@ -186,7 +186,6 @@ def slurm(
     settings = load(config_file, overrides=overrides or [])
     if submit:
         check(settings)
-        job.check_reach(settings)
     script = job.prepare(settings)
     console.print(f"script: {escape(str(script))}")
     if submit:

@@ -45,6 +45,9 @@ class RunSection(Section):
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
     restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")
     restart_wait_s: Annotated[float, Field(ge=0)] = Field(1.0, description="wait before a restart; doubles while restarts follow quickly")
+    interface: str = Field(
+        "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"
+    )
 
 
 class ModelSection(Section):
@@ -170,13 +173,17 @@ class EvaluationSection(Section):
     every: Annotated[int, Field(ge=0)] = Field(0, description="versions between evaluations; 0: only the first and the last policy")
     limit: PositiveInt = Field(256, description="prompts of one evaluation")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
+    samples: PositiveInt = Field(1, description="answers to each prompt, n: avg@n, and pass@k for k up to n")
+    deadline_s: PositiveFloat = Field(1800.0, description="an evaluation that takes longer is given up; the run goes on")
 
 
 class WeightsSection(Section):
     road: Literal["auto", "shared_memory", "files", "gloo"] = Field(
         "auto", description="how a policy travels from the trainer to the engines; auto: shared memory on one machine, else gloo"
     )
-    address: str = Field("127.0.0.1", description="address of the trainer's machine that engines on other machines reach (road gloo)")
+    address: str | None = Field(
+        None, description="the trainer's address towards engines (road gloo); default: the one on its way to the orchestrator"
+    )
     delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
     kv_span: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -209,7 +216,8 @@ class SlurmSection(Section):
         "requeue", description="after the limit: requeue this job; leave it to the next job of this name (chain); or end"
     )
     save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
-    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they share the trainer's")
+    trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")
+    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they are on the first")
     scorer_nodes: Annotated[int, Field(ge=0)] = Field(
         0, description="nodes without GPUs for scorers, in a heterogeneous job; 0: on the first node"
     )

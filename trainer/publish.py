@@ -14,6 +14,7 @@ import torch
 
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
+from pipelinerl.transport.zmq import own_address
 from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.baseline import Baseline, fill
 from pipelinerl.weights.files import Files
@@ -35,12 +36,13 @@ class Publisher:
         tied_names: frozenset[str],
         run_folder: Path,
         deadline_s: float,
-        address: str = "127.0.0.1",
+        address: str | None = None,
         sends_changes: bool = False,
     ) -> None:
         """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot.
 
-        `address` is this machine's, where policies are offered that travel over the network. `sends_changes`: what changed since the
+        `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
+        `sends_changes`: what changed since the
         oldest policy that any engine holds is sent instead of the whole, where it is less; that keeps two more copies of the policy.
         """
         self._tensors = tensors
@@ -124,7 +126,7 @@ class Publisher:
             case "files":
                 return Files(self._run_folder / "weights")
             case "gloo":
-                return Gloo(self._address)
+                return Gloo(self._address or own_address(self._run_folder, "trainer"))
             case _:
                 raise WeightsError(f"the orchestrator asks for the road {road!r}; this trainer knows shared_memory, files and gloo")
 

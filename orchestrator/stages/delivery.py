@@ -173,6 +173,8 @@ class Delivery:
                 recorded = await loop.run_in_executor(None, functools.partial(read_steps, self._ledger, first=ready.version, end=end))
                 self._steps |= {number: _step_of(number, step) for number, step in recorded.items()}
             for step in range(self.num_booked, ready.version):  # its weights prove what their trainer had no time to say
+                samples = [sample for row in self._steps[step].rows for sample in row.samples]
+                self._progress.proven(step, samples, now_s=loop.time())
                 self._book(step, now_s=loop.time())
             self._last_checkpoint = ready.version if ready.saved is None else ready.saved
             if self._last_checkpoint and not is_saved(self._ledger, self._last_checkpoint):

@@ -45,7 +45,7 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     suspected   a prompt was there when `peer` died                 cleared     it came through
     quarantined it was there twice: it is not sampled again         skipped     a quarantined prompt was drawn
     outlived    the trainer, at `step`, the orchestrator before     adopted     an attempt that an engine had outlive it
-    ended       the run: why, and the counts, as JSON
+    ended       the run: why, and the counts, as JSON               evaluated   a version (`step`), with the mean `reward`
 """
 
 from __future__ import annotations

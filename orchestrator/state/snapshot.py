@@ -83,6 +83,9 @@ class Snapshot:
     deaths: dict[str, dict[str, int]]
     """By role, by prompt: how often it was there when a peer died, and has not come through since."""
 
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """(version, mean reward) of those that are done."""
+
     @property
     def open_step(self) -> int:
         """The step being filled."""
@@ -120,6 +123,7 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
         num_placed_groups=read("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0][0],
         running_groups=frozenset(running),
         deaths=_deaths(ledger),
+        evaluations=tuple(read("SELECT step, reward FROM events WHERE kind = 'evaluated' AND rollout_id IS NULL ORDER BY seq")),
     )
 
 

@@ -83,6 +83,7 @@ class Trial:
         self._open_step = 0
         self._deaths: collections.Counter[tuple[str, str]] = collections.Counter()
         self._quarantined: dict[str, int] = {}
+        self._evaluated: set[int] = set()
         """By row of the source: number of the entry."""
 
     def play(self, entries: Iterable[Entry]) -> None:
@@ -312,6 +313,10 @@ class Trial:
 
     def _on_skipped(self, entry: Entry) -> None:
         self._demand(_row(entry.prompt_id or "") in self._quarantined, entry, "skips a prompt that is not quarantined")
+
+    def _on_evaluated(self, entry: Entry) -> None:
+        self._demand((entry.step or 0) not in self._evaluated, entry, f"evaluates version {entry.step} a second time")
+        self._evaluated.add(entry.step or 0)
 
     def _refuse_quarantined(self, entry: Entry, prompt_id: str) -> None:
         self._demand(_row(prompt_id) not in self._quarantined, entry, f"asks for the quarantined prompt {prompt_id}")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
+from pipelinerl.interface import address_towards
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.road import Arrival, Slot
 
@@ -125,7 +126,7 @@ class GlooReceiver:
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._deadline)
         caller = secrets.token_hex(8)
         store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
-        group = _group(store, f"{token}/{caller}", ENGINE, address=_own_address(address, port), deadline=self._deadline)
+        group = _group(store, f"{token}/{caller}", ENGINE, address=address_towards(address, port), deadline=self._deadline)
 
         try:
             return _receive(group, digest=digest, slot=f"gloo://{address}:{port}/{token}/{number}", spare=spare, deadline=self._deadline)
@@ -164,13 +165,6 @@ def _group(store: dist.Store, prefix: str, rank: int, *, address: str, deadline:
     options._timeout = deadline
     options._devices = [kind.create_device(hostname=address)]
     return kind(dist.PrefixStore(prefix, store), rank, 2, options)
-
-
-def _own_address(address: str, port: int) -> str:
-    """This machine's address on the way to another one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing: it only asks which way a packet would leave
-        return probe.getsockname()[0]
 
 
 def _sizes(first: int, second: int) -> torch.Tensor:
