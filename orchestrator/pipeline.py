@@ -22,6 +22,7 @@ from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
 from orchestrator.rules.grouping import Grouping
+from orchestrator.rules.kv import KvSpan
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
 from orchestrator.stages.asking import Asking
@@ -237,6 +238,7 @@ class Pipeline:
         )
         credits, past = self._credits, self._past
         channels = make_channels(watch=watch, queue_bytes=bound, num_policies=config.trainer.steps, compares=config.compares_siblings)
+        kv_span = KvSpan(limit=config.weights.kv_span, bound=config.weights.kv_kl)
         self._delivery = Delivery(
             rows=channels.rows,
             published=channels.published,
@@ -249,6 +251,7 @@ class Pipeline:
             watch=watch,
             num_booked=past.num_done,
             recorded=past.steps,
+            kv_span=kv_span,
         )
         self._refresh = Refresh(
             published=channels.published,
@@ -260,6 +263,7 @@ class Pipeline:
             journal=self._journal,
             layout_for=self._layout_for,
             commit_deadline_s=config.pipeline.stall_limit_s,
+            kv_span=kv_span,
         )
         cut, open_step = self._make_cut(credit, step_rules, max_staleness=pace.max_staleness)
         quarantine = Quarantine(past.deaths)

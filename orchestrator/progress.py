@@ -46,6 +46,8 @@ class Progress:
         self.last_pause_s: float | None = None
         self.pauses_s: list[float] = []
         self.num_trained_tokens = 0
+        self._num_recomputed = 0
+        """Tokens of KV caches that swaps since the last step had computed anew."""
         self.rewards: list[float] = []
         """Mean reward of every step trained."""
         self._steps: dict[int, _Step] = collections.defaultdict(_Step)
@@ -71,12 +73,14 @@ class Progress:
         """An engine changed its version."""
         self.last_pause_s = committed.pause_s
         self.pauses_s.append(committed.pause_s)
+        self._num_recomputed += committed.num_recomputed_tokens
 
     def trained(self, done: StepDone, *, now_s: float) -> None:
         """A step is in the policy: write its line."""
         step = self._steps.pop(done.step, _Step())
         fields = self._fields(done, step, now_s=now_s)
         self.last_step = fields
+        self._num_recomputed = 0
         self.num_trained_tokens += sum(sample.trajectory.num_tokens for sample, _ in step.samples)
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
@@ -118,6 +122,7 @@ class Progress:
             "staleness_in_flight_max": int(in_flight.max()) if len(ages) else 0,
             "staleness_in_queue_mean": float(in_queue.mean()) if len(ages) else 0.0,
             "staleness_in_queue_max": int(in_queue.max()) if len(ages) else 0,
+            "kv_recomputed_tokens": self._num_recomputed,
             "set_aside_groups": step.num_set_aside,
             "let_through_groups": step.num_let_through,
             "stale_groups": step.num_stale_groups,

@@ -189,6 +189,11 @@ class WeightsSection(Section):
         None,
         description="versions a running sequence's KV cache may lag before a swap recomputes it; 0: every swap does; none: none does",
     )
+    kv_kl: PositiveFloat | None = Field(
+        None,
+        description="mean KL per token between tokens sampled with an older KV cache and the policy, measured by the trainer, beyond which"
+        " caches may lag fewer versions",
+    )
     commit: Literal["auto", "flip", "scatter", "copy"] = Field(
         "auto", description="how a policy takes effect in an engine, between two forward passes"
     )

@@ -259,6 +259,8 @@ class StageWeights(Message, frozen=True):
     """True commits only once no sequence runs; False at the next boundary between two forward passes."""
     lineage: int = 0
     """Counts rollbacks. Within a lineage an engine's version never falls; a later lineage may begin below: an explicit rollback."""
+    kv_span: int | None = None
+    """Versions a running sequence's KV cache may lag behind this one; older ones are recomputed at the commit. None: any number."""
 
 
 class WeightsStaged(Message, frozen=True):

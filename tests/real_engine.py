@@ -17,6 +17,7 @@ from pipelinerl.engine.__main__ import set_environment
 if TYPE_CHECKING:
     import torch
 
+    from pipelinerl.engine.vllm_adapters import AdapterShape
     from pipelinerl.engine.vllm_engine import VllmEngine
     from pipelinerl.weights.pool import SlotPool
 
@@ -30,6 +31,7 @@ def vllm_engine(
     dtype: Literal["float32", "bfloat16"] = "float32",
     weights: WeightsSection | None = None,
     policies: Path = Path("weights"),
+    adapters: AdapterShape | None = None,
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself."""
     gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
@@ -47,6 +49,7 @@ def vllm_engine(
             seed=0,
             weights=weights,
             policies=policies,
+            adapters=adapters,
         )
     finally:
         gc.collect()

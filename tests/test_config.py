@@ -329,6 +329,7 @@ KEYS = [
     "weights.address",
     "weights.delta",
     "weights.kv_span",
+    "weights.kv_kl",
     "weights.commit",
     "checkpoint.every",
     "checkpoint.keep",

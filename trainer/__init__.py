@@ -8,7 +8,7 @@ torch_engine   that machinery on plain torch: `model` and `optimizer`, spread ov
 row, attention how a packed row is laid out and attended to: samples never see each other, shared prompts are computed once
 head, context  log-probabilities without a table of all logits; what ranks that share a row tell each other
 parallel       the ranks, and which of them share what
-publish        weights to the engines
+publish        weights to the engines; `spread_weights` where no rank has all of them
 checkpoint     the model as a Hugging Face folder
 sft            supervised fine-tuning with the same parts (`supervised`, `demonstrations`)
 """

@@ -32,12 +32,13 @@ from trainer.checkpoint import save_model
 from trainer.checkpoints import Checkpoints
 from trainer.feed import Feed
 from trainer.lineage import Lineage
-from trainer.model import Model, Weights
+from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.portable import state_of
 from trainer.publish import Publisher
+from trainer.spread_weights import SpreadWeights
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves
@@ -75,16 +76,17 @@ def train(config: Config, run_folder: Path) -> None:
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     step = _make_step(config, model=model, optimizer=optimizer, replicas=replicas, first_step=first)
-    weights = Weights(model, is_wanted=replicas.rank == 0)
+    spread = SpreadWeights(model, replicas=replicas) if model.is_spread else None
     publisher = None
     if replicas.rank == 0:
         publisher = Publisher(
-            weights.present,
+            model.tensors if spread is None else spread.described,
             tied_names=model.tied_names(),
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
             sends_changes=config.weights.delta,
+            write=None if spread is None else spread.lead,
         )
 
     def checkpoint(version: int, commit: str) -> None:
@@ -115,7 +117,7 @@ def train(config: Config, run_folder: Path) -> None:
         loop = Loop(
             waves=waves,
             step=step,
-            weights=weights,
+            spread=spread,
             publisher=publisher,
             send=feed.send if feed is not None and publisher is not None else lambda message: None,
             phases=Phases(journal, waves=waves),
@@ -138,7 +140,8 @@ class Loop:
 
     waves: Waves
     step: Step
-    weights: Weights
+    spread: SpreadWeights | None
+    """Where no rank holds all the weights: how all of them publish together."""
     publisher: Publisher | None
     """Where this rank publishes."""
     send: Callable[[StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed], None]
@@ -196,8 +199,15 @@ class Loop:
 
     def _make_policy(self, version: int) -> PolicyPublished | None:
         with self.phases("publish"):
-            self.weights.gather()
-            return self.publisher.publish(version) if self.publisher is not None else None
+            if self.publisher is None:
+                if self.spread is not None:
+                    self.spread.follow()
+                return None
+            try:
+                return self.publisher.publish(version)
+            finally:
+                if self.spread is not None:
+                    self.spread.end()
 
     def _add_rows(self) -> StepSealed | None:
         """Train on rows as they come until the step is sealed; None where told to stop before."""

@@ -147,27 +147,6 @@ class Model:
         return self._tied_names
 
 
-class Weights:
-    """The weights of one moment, whole, on the rank that publishes them."""
-
-    def __init__(self, model: Model, *, is_wanted: bool) -> None:
-        """`is_wanted` where this rank publishes. Gathers: every rank calls this at the same time."""
-        self._model = model
-        self._is_wanted = is_wanted
-        self._tensors: dict[str, torch.Tensor] = {}
-        self.gather()
-
-    def gather(self) -> None:
-        """Take the present weights; ranks that do not publish only help. A model that is not spread is not copied."""
-        self._tensors = {}
-        if self._is_wanted or self._model.is_spread:
-            self._tensors = {name: tensor for name, tensor in self._model.stream() if self._is_wanted}
-
-    def present(self) -> dict[str, torch.Tensor]:
-        """What was gathered last, by Hugging Face name."""
-        return self._tensors
-
-
 class _Stage(torch.nn.Module):
     """What one forward pass runs: one call, so that sharded weights are there for the whole of it."""
 

@@ -21,9 +21,12 @@ from pipelinerl.weights.files import Files
 from pipelinerl.weights.gloo import Gloo
 from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.pool import SlotPool, num_slots_for
-from pipelinerl.weights.road import Medium
+from pipelinerl.weights.road import Medium, Slot
 from pipelinerl.weights.shared_memory import SharedMemory
 from pipelinerl.weights.slots import run_token
+
+Write = Callable[[str, torch.Tensor, tuple[Tensor, ...]], None]
+"""Writes the present weights into a buffer ([bytes] uint8) of this layout; the slot's name, where other ranks may map it, else empty."""
 
 
 class Publisher:
@@ -38,14 +41,18 @@ class Publisher:
         deadline_s: float,
         address: str | None = None,
         sends_changes: bool = False,
+        write: Write | None = None,
     ) -> None:
         """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot.
 
+        `write` writes them where they are spread over ranks; `tensors` then need have shapes only.
+
         `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
-        `sends_changes`: what changed since the
-        oldest policy that any engine holds is sent instead of the whole, where it is less; that keeps two more copies of the policy.
+        `sends_changes`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
+        keeps two more copies of the policy.
         """
         self._tensors = tensors
+        self._write_together = write
         self._tied_names = tied_names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
         self._run_folder = run_folder
@@ -56,6 +63,8 @@ class Publisher:
         self._held: int | None = None
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
+        self._is_mapped = False
+        """Other processes of this machine can write into a slot."""
         self._pool: SlotPool | None = None
         self._has_given_up = False
         self._changed = threading.Condition()
@@ -76,7 +85,7 @@ class Publisher:
         if self._pool is None or slot is None:
             return None
         started = time.perf_counter()
-        manifest = self._write(version, slot.buffer)
+        manifest = self._write(version, slot)
         digest = self._pool.publish(slot, manifest)
         seconds = time.perf_counter() - started
         return PolicyPublished(version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds)
@@ -96,6 +105,7 @@ class Publisher:
         self._layout = tensors
         with self._changed:
             size = num_bytes(tensors)
+            self._is_mapped = road == "shared_memory"
             self._pool = SlotPool(self._open(road), num_bytes=size, max_slots=num_slots_for(num_engines))
             if self._sends_changes:
                 self._baseline = Baseline(tensors, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
@@ -106,12 +116,16 @@ class Publisher:
         with self._changed:
             self._held = version
 
-    def _write(self, version: int, buffer: torch.Tensor) -> Manifest:
+    def _write(self, version: int, slot: Slot) -> Manifest:
         """Write into a slot's buffer what is to be sent of the present weights."""
+        buffer = slot.buffer
         whole = buffer if self._baseline is None else self._baseline[1]
-        tensors = self._tensors()
-        for name, view in views(whole, self._layout).items():
-            view.copy_(tensors[name])
+        if self._write_together is not None:
+            self._write_together(slot.name if self._is_mapped and whole is buffer else "", whole, self._layout)
+        else:
+            tensors = self._tensors()
+            for name, view in views(whole, self._layout).items():
+                view.copy_(tensors[name])
         if self._baseline is None:
             return seal(version, buffer, self._layout)
         baseline = self._baseline[0]

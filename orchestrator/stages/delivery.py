@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from orchestrator.progress import Progress
+from orchestrator.rules.kv import KvSpan
 from orchestrator.stages.batching import Row, Seal
 from orchestrator.state.ledger import Ledger, facts_of
 from orchestrator.state.peers import Peers
@@ -69,8 +70,13 @@ class Delivery:
         watch: Watch,
         num_booked: int = 0,
         recorded: Mapping[int, RecordedStep] | None = None,
+        kv_span: KvSpan | None = None,
     ) -> None:
-        """`num_booked` steps were done in an earlier life of the run; `recorded` holds what it had packed of the steps after them."""
+        """`num_booked` steps were done in an earlier life of the run; `recorded` holds what it had packed of the steps after them.
+
+        `kv_span` is told what the trainer measures of old KV caches.
+        """
+        self._kv_span = kv_span or KvSpan()
         self.finished = asyncio.Event()
         """Set when every step is trained, the last policy is published and its checkpoint written."""
         self._ready = Signal()
@@ -252,9 +258,14 @@ class Delivery:
         else:
             self._book(done.step, now_s=now_s)
             self._progress.trained(done, now_s=now_s)
+            self._learn_of_kv(done)
         self._num_done += 1
         self._watch.moved()
         self._check_finished()
+
+    def _learn_of_kv(self, done: StepDone) -> None:
+        if "mismatch_kl_kept" in done.metrics:
+            self._kv_span.measured(step=done.step, kl=done.metrics["mismatch_kl_kept"], num_tokens=done.metrics["tokens_kept"])
 
     def _book(self, step: int, *, now_s: float) -> None:
         """Have a step's samples end as trained."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
+from orchestrator.rules.kv import KvSpan
 from orchestrator.rules.swaps import Policy, Swaps
 from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.peers import Peers
@@ -55,7 +56,10 @@ class Refresh:
         journal: Journal,
         layout_for: Callable[[TrainerReady], LayoutFixed],
         commit_deadline_s: float,
+        kv_span: KvSpan | None = None,
     ) -> None:
+        """`kv_span`: how far KV caches may lag; default: as far as they do."""
+        self._kv_span = kv_span or KvSpan()
         self._published = published
         self._engines = engines
         self._trainer = trainer
@@ -121,7 +125,9 @@ class Refresh:
             return
         lineage, version = policy.age
         when_idle = self._admission.pace.swaps_when_idle
-        order = StageWeights(version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage)
+        order = StageWeights(
+            version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage, kv_span=self._kv_span.span
+        )
         if self._engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
         else:

@@ -148,7 +148,7 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
             policies=run_folder / "weights",
         )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
-    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"), kv_span=config.weights.kv_span)
+    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))
 
 
 if __name__ == "__main__":

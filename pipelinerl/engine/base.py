@@ -37,6 +37,8 @@ class Chunk:
     """Natural log under the distribution sampled from; as long as `token_ids`."""
     finish: Finish | None
     """None while the sequence goes on."""
+    version: int | None = None
+    """The policy that sampled these tokens, where an engine serves several side by side; None: the one it committed last."""
 
 
 class Engine(Protocol):

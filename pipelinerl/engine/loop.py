@@ -67,10 +67,7 @@ class _Staging:
 class EngineLoop:
     """An engine's requests and its version. `handle` takes a message, `advance` runs one forward pass; both append to `outbox`."""
 
-    def __init__(
-        self, engine: Engine, *, engine_id: int, stager: Stager, clock: Callable[[], float] = time.time, kv_span: int | None = None
-    ) -> None:
-        """`kv_span` is how many versions a running sequence's KV cache may lag; None: any number, it is never recomputed."""
+    def __init__(self, engine: Engine, *, engine_id: int, stager: Stager, clock: Callable[[], float] = time.time) -> None:
         self.version = 0
         self.lineage = 0
         self.outbox: list[Message] = []
@@ -79,7 +76,6 @@ class EngineLoop:
         self._engine_id = engine_id
         self._stager = stager
         self._clock = clock
-        self._kv_span = kv_span
         self._running: dict[str, _Running] = {}
         self._orphans: set[str] = set()
         """Running sequences of an orchestrator that is gone; the one after it has not said yet which it wants."""
@@ -201,7 +197,7 @@ class EngineLoop:
             return
         running.token_ids += chunk.token_ids
         running.logprobs += chunk.logprobs
-        running.versions += [self.version] * len(chunk.token_ids)
+        running.versions += [self.version if chunk.version is None else chunk.version] * len(chunk.token_ids)
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish is not None:
             self._finish(chunk.rollout_id, chunk.finish)
@@ -261,7 +257,7 @@ class EngineLoop:
         if staging is None or staging.stage_s is None or (staging.order.when_idle and self._running):
             return
         order = staging.order
-        lagging = self._lagging_behind(order.version)
+        lagging = self._lagging_behind(order.version, span=order.kv_span)
         before = self._clock()
         try:
             self._engine.commit(lagging)
@@ -278,9 +274,8 @@ class EngineLoop:
         self.outbox.append(self._committed(order, pause_s=pause_s, stage_s=staging.stage_s, num_recomputed_tokens=num_recomputed))
         self._end_staging()
 
-    def _lagging_behind(self, version: int) -> dict[str, _Running]:
+    def _lagging_behind(self, version: int, *, span: int | None) -> dict[str, _Running]:
         """Sequences whose KV cache would lag too far behind a version."""
-        span = self._kv_span
         return {} if span is None else {key: running for key, running in self._running.items() if abs(version - running.kv_version) > span}
 
     def _refuse(self, error: BaseException) -> None:

@@ -24,10 +24,10 @@ STAGING_WAIT_S = 0.001
 """The same while a version is being staged and no sequence runs: how late its commit may be noticed."""
 
 
-def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal, kv_span: int | None = None) -> None:
+def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal) -> None:
     """Serve until told to stop. Any error is sent to the orchestrator as `Failed`, then raised."""
     with StagingThread(engine) as stager:
-        loop = EngineLoop(engine, engine_id=engine_id, stager=stager, kv_span=kv_span)
+        loop = EngineLoop(engine, engine_id=engine_id, stager=stager)
         for choice in engine.limits.choices:
             print(f"engine-{engine_id}: {choice}", flush=True)
             journal.write("choice", text=choice)

@@ -25,10 +25,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.vllm_adapters import Adapters, AdapterShape, adapter_layout
 from pipelinerl.engine.vllm_weights import keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
-from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
-from pipelinerl.weights.commit import choose, make
+from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
+from pipelinerl.weights.commit import Commit, choose, make
 from pipelinerl.weights.intake import Intake
 from pipelinerl.weights.receivers import Receivers
 
@@ -58,16 +59,17 @@ class VllmEngine:
         seed: int,
         weights: WeightsSection | None = None,
         policies: Path = Path("weights"),
+        adapters: AdapterShape | None = None,
     ) -> None:
-        """`policies` is the folder of published files, where policies travel by files."""
+        """`policies` is the folder of published files, where policies travel by files; `adapters`: policies are LoRA adapters."""
         keep_plain_weights()
-        self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed)
+        options = adapters.options() if adapters else {}
+        self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
-        parameters, layout = plan_of(self.model, folder=Path(model.path))
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
-        captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
-        way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
-        self._weights = Intake(make(way, parameters), layout=layout, receiver=Receivers(folder=policies))
+        self._adapters: Adapters | None = None
+        commit, layout, choice = self._taker(Path(model.path), adapters, weights)
+        self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}
@@ -93,9 +95,11 @@ class VllmEngine:
                 prompt,  # pyright: ignore[reportArgumentType]
                 _sampling_params(request.sampling),
                 supported_tasks=self._llm.get_supported_tasks(),
+                lora_request=self._adapters.request_for(request.rollout_id, lineage=lineage) if self._adapters else None,
             )
             self._core.add_request(inputs)
         except (ValueError, TypeError, VLLMClientError) as error:  # vLLM's refusals; the engine is unharmed by them
+            self._forget_adapter(request.rollout_id)
             raise EngineError(f"vLLM refused {request.rollout_id}: {error}") from error
         self._requests[request.rollout_id] = request_id
         self._rollouts[request_id] = request.rollout_id
@@ -105,12 +109,15 @@ class VllmEngine:
         if request_id is not None:
             del self._rollouts[request_id]
             self._core.abort_requests([request_id])
+            self._forget_adapter(rollout_id)
 
     def step(self) -> list[Chunk]:
         try:
             outputs = self._core.get_output().outputs
         except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
             self._core.abort_requests(list(self._rollouts))
+            for rollout_id in self._requests:
+                self._forget_adapter(rollout_id)
             self._requests.clear()
             self._rollouts.clear()
             self._llm.reset_prefix_cache()
@@ -119,6 +126,8 @@ class VllmEngine:
 
     def stage(self, order: StageWeights) -> None:
         self._weights.stage(order)
+        if self._adapters is not None:
+            self._adapters.staged_version = order.version
 
     def commit(self, recompute: Collection[str] = ()) -> None:
         self._weights.commit()
@@ -141,16 +150,35 @@ class VllmEngine:
         rollout_id = self._rollouts.get(output.request_id)
         if rollout_id is None:
             return None
+        version = self._adapters.version_of(rollout_id) if self._adapters else None
         if output.finish_reason is not None:
             del self._rollouts[output.request_id]
             del self._requests[rollout_id]
+            self._forget_adapter(rollout_id)
         logprobs = output.new_logprobs
         return Chunk(
             rollout_id=rollout_id,
             token_ids=list(output.new_token_ids),
             logprobs=[] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist(),
             finish=None if output.finish_reason is None else _FINISHES[output.finish_reason],
+            version=version,
         )
+
+    def _taker(self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection) -> tuple[Commit, tuple[Tensor, ...], str]:
+        """What brings policies into force here, the layout they are wanted in, and a sentence that says why."""
+        if adapters is not None:
+            layout = adapter_layout(folder, adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
+            manager = self._runner.lora_manager._adapter_manager
+            self._adapters = Adapters(manager, layout=layout, shape=adapters, device=self._runner.device)
+            return self._adapters, layout, f"policies are adapters of rank {adapters.rank}, {adapters.num_places} versions side by side"
+        parameters, layout = plan_of(self.model, folder=folder)
+        captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
+        way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
+        return make(way, parameters, gathers=not captures_graphs), layout, choice
+
+    def _forget_adapter(self, rollout_id: str) -> None:
+        if self._adapters is not None:
+            self._adapters.ended(rollout_id)
 
     def _prove_forward_pass(self, folder: Path) -> None:
         """Sample one token now: a model that loads but that no kernel here can run is found at start."""
@@ -165,8 +193,16 @@ class VllmEngine:
     @property
     def model(self) -> torch.nn.Module:
         """The module that runs the forward passes."""
+        return self._worker.get_model()
+
+    @property
+    def _worker(self) -> Any:
         worker: Any = self._llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue]
-        return getattr(worker, "worker", worker).get_model()
+        return getattr(worker, "worker", worker)
+
+    @property
+    def _runner(self) -> Any:
+        return self._worker.model_runner
 
 
 def import_everything() -> None:
@@ -182,9 +218,9 @@ def import_everything() -> None:
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
-def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int) -> LLMEngine:
+def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, options: dict[str, Any]) -> LLMEngine:
     on_cpu = not torch.cuda.is_available()
-    options: dict[str, Any] = {
+    options = {
         "model": str(model.path),
         "dtype": model.dtype,
         "max_model_len": model.max_tokens,
@@ -196,6 +232,7 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
         "seed": seed,
+        **options,
         **engine.options,
     }
     try:

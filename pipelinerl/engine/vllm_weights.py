@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.commit import Placed, Way
+from pipelinerl.weights.commit import CAN_FLIP, Placed, Way
 
 ALIGNMENT_BYTES = 256
 """Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
@@ -52,6 +52,8 @@ def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, 
         found[Way.FLIP].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
     if _is_elsewhere(model):
         found[Way.FLIP].append("the parameters are in a device's memory, and published policies in the host's")
+    if not CAN_FLIP:
+        found[Way.FLIP].append(f"torch {torch.__version__} cannot change the address of a storage in place")
     found[Way.FLIP] += _kept_addresses(model)
     for reason in _transformed_layers(model):
         for way in Way:
@@ -134,6 +136,15 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
     return placed, tuple(tensors)
 
 
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a folder's tensors, by name; no tensor is read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _checkpoint_files(folder):
+        with safe_open(folder / file, framework="pt") as reader:
+            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    return shapes
+
+
 class _CopyRecorder(TorchDispatchMode):
     """Notes every copy from a checkpoint tensor into a parameter."""
 
@@ -185,12 +196,15 @@ def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], l
 
 def _read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """The folder's tensors, each in a storage of its own, so that a copy's source can be told by its storage."""
-    index = folder / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in _checkpoint_files(folder):
         with safe_open(folder / file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118
                 tensors[name] = reader.get_tensor(name)
     pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     return tensors if len(pointers) == len(tensors) else {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _checkpoint_files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    return sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]

@@ -3,7 +3,8 @@
 Each way keeps the same promise: `stage` does everything slow, `commit` is short and leaves all parameters of one version. They differ in
 what they cost and in what breaks them; `choice` picks one when the engine starts.
 
-    Flip      points parameters into the staged buffer: about a microsecond each, however large. Needs nobody to have kept their addresses.
+    Flip      changes the one address that all parameters lie behind: microseconds, however many there are and however large. Needs nobody
+              to have kept their addresses.
     Scatter   like Copy for whole policies; of changes it writes only what changed, and keeps no second copy of the model for them.
     Copy      copies the staged buffer into the parameters: as long as a memcpy of the model. Works where addresses are captured.
 """
@@ -14,7 +15,7 @@ import bisect
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -86,65 +87,83 @@ def choose(wanted: str, obstacles: Mapping[Way, Sequence[str]], *, sends_changes
     raise ConfigError(f"this model cannot take new weights by {' or '.join(ways)} here:\n{found}")
 
 
-def make(way: Way, parameters: Sequence[Placed]) -> Commit:
-    """The commit of a way for these parameters."""
-    return {Way.FLIP: Flip, Way.SCATTER: Scatter, Way.COPY: Copy}[way](parameters)
+def make(way: Way, parameters: Sequence[Placed], *, gathers: bool = True) -> Commit:
+    """The commit of a way for these parameters.
+
+    `gathers`: they may be moved now, into one piece of memory; not where somebody has kept their addresses.
+    """
+    if way is Way.FLIP:
+        return Flip(parameters)
+    return (Scatter if way is Way.SCATTER else Copy)(parameters, gathers=gathers)
 
 
-MAX_VIEWED = 8
-"""Buffers whose views are kept. Fewer make views anew while staging; more keep the memory of buffers that a dead trainer has left."""
+def gather(parameters: Sequence[Placed]) -> torch.Tensor:
+    """Move parameters into one new storage, each where a policy's buffer has it, and return that: [bytes] uint8, on their device."""
+    home = torch.zeros(_num_bytes(parameters), dtype=torch.uint8, device=parameters[0].parameter.device)
+    for placed in parameters:
+        placed.view(home).copy_(placed.parameter.data)
+        placed.parameter.data = placed.view(home)
+    return home
+
+
+CAN_FLIP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether this torch can change the address of a storage in place."""
 
 
 class Flip:
-    """Points every parameter into the staged buffer.
+    """Has the storage that all parameters are views of lie elsewhere: in the staged buffer. One pointer changes, whatever the model.
 
-    The parameters' first storage is kept: dropping the last reference to it would unmap it inside the pause.
+    The storage owns no memory: buffers do, and the one that the model has left is kept until the next is staged, because unmapping it
+    inside the pause would take as long as a copy.
     """
 
     def __init__(self, parameters: Sequence[Placed]) -> None:
-        self._parameters = parameters
-        self._num_bytes = _num_bytes(parameters)
-        self._first = [placed.parameter.data for placed in parameters]
-        self._private: list[torch.Tensor] = []
-        self._views: dict[int, tuple[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]]] = {}
-        """By address: a buffer that was staged before, and each parameter with its view of it. A road uses few buffers, in turn."""
-        self._staged: int | None = None
-        self._live: int | None = None
+        self._live = gather(parameters)
+        self._num_bytes = len(self._live)
+        self._private = [self._live]
+        self._storage = _storage_at(self._live, self._num_bytes)
+        self._policy = torch.empty(0, dtype=torch.uint8).set_(self._storage)
+        """[bytes] uint8: what the model reads, wherever it lies."""
+        for placed in parameters:
+            placed.parameter.data = placed.view(self._policy)
+        self._staged: tuple[torch.Tensor, torch.UntypedStorage] | None = None
+        self._left: torch.Tensor | None = None
 
     def spare(self) -> torch.Tensor:
-        free = [buffer for buffer in self._private if buffer.data_ptr() != self._live]
+        free = [buffer for buffer in self._private if buffer is not self._live]
         if not free:
             free = [torch.zeros(self._num_bytes, dtype=torch.uint8)]
             self._private += free
         return free[0]
 
     def stage(self, buffer: torch.Tensor) -> None:
-        address = buffer.data_ptr()
-        if address not in self._views:
-            if len(self._views) >= MAX_VIEWED:
-                self._views = {live: views for live, views in self._views.items() if live == self._live}
-            self._views[address] = buffer, [(placed.parameter, placed.view(buffer)) for placed in self._parameters]
-        self._staged = address
+        self._left = None
+        own = next((one for one in self._private if one.data_ptr() == buffer.data_ptr()), buffer)
+        self._staged = own, _storage_at(buffer, self._num_bytes)
 
     def commit(self) -> None:
         assert self._staged is not None
-        for parameter, view in self._views[self._staged][1]:
-            parameter.data = view
-        self._live, self._staged = self._staged, None
+        self._left = self._live
+        self._live, storage = self._staged
+        self._storage._swap_data_ptr_(storage)  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs do not know it
+        self._staged = None
 
     def save(self, buffer: torch.Tensor) -> None:
-        _save(self._parameters, buffer)
+        buffer[: self._num_bytes].copy_(self._policy)
 
 
 class Copy:
-    """Copies the staged buffer into the parameters where they are."""
+    """Copies the staged buffer into the parameters where they are: in one piece, where they could be gathered."""
 
-    def __init__(self, parameters: Sequence[Placed]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[Placed], *, gathers: bool = True) -> None:
+        self._parameters = sorted(parameters, key=lambda placed: placed.offset_bytes)
         self._num_bytes = _num_bytes(parameters)
-        self._targets = [placed.parameter.data for placed in parameters]
+        self._pieces = [(0, gather(parameters))] if gathers else [(one.offset_bytes, _bytes_of(one)) for one in self._parameters]
+        """Where each begins in a policy's buffer, and the model's own memory, [bytes] uint8."""
         self._spare: torch.Tensor | None = None
-        self._staged: list[torch.Tensor] | None = None
+        self._beside: torch.Tensor | None = None
+        """[bytes] uint8, where parameters are in a device's memory: what is staged waits there."""
+        self._staged: torch.Tensor | None = None
 
     def spare(self) -> torch.Tensor:
         if self._spare is None:
@@ -152,16 +171,30 @@ class Copy:
         return self._spare
 
     def stage(self, buffer: torch.Tensor) -> None:
-        self._staged = [placed.view(buffer) for placed in self._parameters]
+        self._staged = self._bring(buffer[: self._num_bytes])
 
     def commit(self) -> None:
         assert self._staged is not None
-        with torch.no_grad():
-            torch._foreach_copy_(self._targets, self._staged)
+        for start, target in self._pieces:
+            target.copy_(self._staged[start : start + len(target)])
         self._staged = None
 
     def save(self, buffer: torch.Tensor) -> None:
-        _save(self._parameters, buffer)
+        for start, source in self._pieces:
+            buffer[start : start + len(source)].copy_(source)
+
+    def _bring(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The staged bytes on the parameters' device: brought there now, beside the forward passes, and not in the pause."""
+        device = self._parameters[0].parameter.device
+        if device == buffer.device:
+            return buffer
+        if self._beside is None:
+            self._beside = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
+        stream = torch.Stream(device)  # of its own: on the default one the copy would stand between two forward passes
+        with stream:
+            self._beside.copy_(buffer, non_blocking=True)
+        stream.synchronize()
+        return self._beside
 
 
 class Scatter(Copy):
@@ -170,8 +203,8 @@ class Scatter(Copy):
     Changes are kept as [count] indices and new bits for each parameter, on the parameter's own device.
     """
 
-    def __init__(self, parameters: Sequence[Placed]) -> None:
-        super().__init__(sorted(parameters, key=lambda placed: placed.offset_bytes))
+    def __init__(self, parameters: Sequence[Placed], *, gathers: bool = True) -> None:
+        super().__init__(parameters, gathers=gathers)
         self._starts = [placed.offset_bytes for placed in self._parameters]
         self._changes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
         """Parameter as a flat tensor of integers, indices, new bits."""
@@ -200,9 +233,15 @@ class Scatter(Copy):
         self._changes = None
 
 
-def _save(parameters: Sequence[Placed], buffer: torch.Tensor) -> None:
-    for placed in parameters:
-        placed.view(buffer).copy_(placed.parameter.data)
+def _storage_at(buffer: torch.Tensor, num_bytes: int) -> torch.UntypedStorage:
+    """A storage that lies where the buffer does, and does not keep it alive."""
+    assert len(buffer) >= num_bytes, f"{len(buffer)} bytes staged, the model has {num_bytes}"
+    storage: Any = torch._C._construct_storage_from_data_pointer(buffer.data_ptr(), buffer.device, num_bytes)
+    return storage  # torch's stubs call it by an older class
+
+
+def _bytes_of(placed: Placed) -> torch.Tensor:
+    return placed.parameter.data.view(-1).view(torch.uint8)
 
 
 def _num_bytes(parameters: Sequence[Placed]) -> int:

@@ -90,6 +90,17 @@ class SharedMemoryReceiver:
         self._mapped.clear()
 
 
+def attach_to_write(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
+    """Map a slot that another process of the trainer made, to write a part of it: [bytes] uint8. Raises `WeightsError` as `attach` does."""
+    file = _open(name, folder, mode=os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+    except ValueError:
+        raise WeightsError(f"slot {name} in {folder} is an empty file: it was truncated; not written") from None
+    finally:
+        os.close(file)
+
+
 def attach(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
     """Map a slot for reading: [bytes] uint8, the trainer's own bytes, never to be written (the kernel ends a process that tries).
 
@@ -113,11 +124,11 @@ def _read_manifest(slot: str, folder: Path) -> bytes:
         return file.read()
 
 
-def _open(name: str, folder: Path, *, suffix: str = "") -> int:
+def _open(name: str, folder: Path, *, suffix: str = "", mode: int = os.O_RDONLY) -> int:
     if not NAME.fullmatch(name):
         raise WeightsError(f"{name!r} is not the name of a slot: expected pipelinerl-<run token>-<number>")
     try:
-        file = os.open(folder / (name + suffix), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = os.open(folder / (name + suffix), mode | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise WeightsError(
             f"cannot open {name}{suffix} in {folder}: {error.strerror}; is the trainer alive, and on this machine?"

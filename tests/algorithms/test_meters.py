@@ -74,6 +74,15 @@ def test_a_token_that_saw_keys_and_values_of_an_older_policy_is_no_measure_of_ar
     assert numbers([through_a_swap, whole])["mismatch_kl_fresh"] == 0.0
 
 
+def test_what_kept_keys_and_values_do_is_measured_on_tokens_of_the_trained_version_alone() -> None:
+    through_a_swap = Seq(logprobs=[-1.0, -1.0], behaviour=[-9.0, -1.4], advantages=[1.0, 1.0], versions=[4, 5])
+    whole = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.7, -1.0], advantages=[1.0, 1.0], versions=[5, 5])
+    got = numbers([through_a_swap, whole])
+    assert got["mismatch_kl_kept"] == pytest.approx(math.exp(0.4) - 1 - 0.4)
+    assert got["tokens_kept"] == 1
+    assert "mismatch_kl_kept" not in numbers([whole]), "absent, not 0.0"
+
+
 def test_at_the_first_step_ratio_is_one_and_kl_zero() -> None:
     seq = Seq(logprobs=[-1.0, -2.0], behaviour=[-1.0, -2.0], old=[-1.0, -2.0], advantages=[1.0, 1.0], versions=[5, 5])
     for proximal in ("current", "recomputed", "loglinear"):

@@ -78,8 +78,9 @@ class Bench:
     def ask(self, rollout_id: str = "0/0", *, attempt: int = 0, max_tokens: int = 10) -> None:
         self.loop.handle(Generate(rollout_id=rollout_id, attempt=attempt, token_ids=PROMPT, sampling=Sampling(max_tokens=max_tokens)))
 
-    def order(self, version: int, *, when_idle: bool = False, lineage: int = 0) -> None:
-        order = StageWeights(version=version, slot=f"slot-{version}", digest="digest", when_idle=when_idle, lineage=lineage)
+    def order(self, version: int, *, when_idle: bool = False, lineage: int = 0, kv_span: int | None = None) -> None:
+        slot = f"slot-{version}"
+        order = StageWeights(version=version, slot=slot, digest="digest", when_idle=when_idle, lineage=lineage, kv_span=kv_span)
         self.loop.handle(order)
 
     def advance(self, times: int = 1) -> list[Message]:
@@ -399,11 +400,10 @@ def test_the_kv_cache_of_a_sequence_lags_no_more_versions_than_it_may(kv_span: i
     """a runs from version 0, b from version 1, each with a prompt of three tokens; a pass before every commit."""
     engine = Remembering()
     bench = Bench(engine=engine)
-    bench.loop = EngineLoop(engine, engine_id=3, stager=bench.stager, clock=bench.clock, kv_span=kv_span)
     bench.ask("a", max_tokens=50)
     said: list[Message] = bench.advance(1)
     for version in (1, 2, 3, 4):
-        bench.order(version)
+        bench.order(version, kv_span=kv_span)
         bench.stager.finish(version)
         said += bench.advance(1)
         if version == 1:

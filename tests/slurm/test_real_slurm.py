@@ -193,7 +193,6 @@ def test_a_real_run_over_two_machines_outlives_its_orchestrator_is_requeued_and_
     os.kill(orchestrator, signal.SIGKILL)
     time.sleep(0.5)
     wait_for_steps(run_folder, len(steps_of(run_folder)) + 3)
-    assert "the orchestrator was started again; so is everything here" in supervisors(run_folder, 0)
     listening = json.loads((run_folder / "endpoints" / "engine.json").read_text())["address"]
     settings = json.loads((run_folder / "config.json").read_text())
     num_steps = settings["trainer"]["steps"] = len(steps_of(run_folder)) + 20

@@ -5,7 +5,7 @@ import torch
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.commit import Commit, Copy, Flip, Placed, Scatter, Way, choose, make
+from pipelinerl.weights.commit import Commit, Flip, Placed, Scatter, Way, choose, make
 
 
 def placed(*sizes: int) -> list[Placed]:
@@ -68,14 +68,37 @@ def test_changes_find_their_parameter_in_whatever_order_it_was_given():
 
 
 def test_a_flip_moves_nothing_and_a_copy_keeps_the_addresses():
-    for by, keeps in ((Flip, False), (Copy, True)):
+    for way, keeps in ((Way.FLIP, False), (Way.COPY, True), (Way.SCATTER, True)):
         parameters = placed(2, 3)
+        by = make(way, parameters)
         before = [one.parameter.data_ptr() for one in parameters]
         buffer = policy(1.0)
-        commit(by(parameters), buffer)
+        commit(by, buffer)
         after = [one.parameter.data_ptr() for one in parameters]
         assert (after == before) is keeps
         assert (after == [buffer.data_ptr(), buffer.data_ptr() + 256]) is not keeps
+
+
+@pytest.mark.parametrize("way", [Way.COPY, Way.SCATTER])
+def test_parameters_whose_addresses_were_kept_are_written_where_they_are(way: Way):
+    parameters = placed(2, 3)
+    before = [one.parameter.data_ptr() for one in parameters]
+    by = make(way, parameters, gathers=False)
+    commit(by, policy(1.0))
+    assert values(parameters) == [[1.0] * 2, [1.0] * 3]
+    assert [one.parameter.data_ptr() for one in parameters] == before
+    by.save(saved := torch.zeros(256 + 12, dtype=torch.uint8))
+    assert [one.view(saved).tolist() for one in parameters] == [[1.0] * 2, [1.0] * 3]
+
+
+def test_a_buffer_that_nobody_else_holds_lives_while_the_model_reads_it():
+    parameters = placed(2, 3)
+    by = make(Way.FLIP, parameters)
+    for number in range(1, 4):
+        commit(by, policy(float(number)))
+        noise = [torch.full((268,), 255, dtype=torch.uint8) for _ in range(8)]
+        assert values(parameters) == [[float(number)] * 2, [float(number)] * 3]
+        del noise
 
 
 def test_a_flip_holds_no_more_than_two_buffers_of_its_own():

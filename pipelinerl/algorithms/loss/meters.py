@@ -85,6 +85,8 @@ def finish_meters(totals: Mapping[str, Tensor | float], *, denominator: float = 
     if raw.get("fresh_sum"):
         numbers |= {"logprob_gap_mean": raw["logprob_gap_sum"] / raw["fresh_sum"], "logprob_gap_max": raw["logprob_gap_max"]}
         numbers |= {"mismatch_kl_fresh": raw["fresh_k3_sum"] / raw["fresh_sum"]}
+    if raw.get("kept_sum"):
+        numbers |= {"mismatch_kl_kept": raw["kept_k3_sum"] / raw["kept_sum"], "tokens_kept": raw["kept_sum"]}
     return numbers
 
 
@@ -106,19 +108,23 @@ _LOGGED_AS = {
     "advantage": "advantage_mean",
     "advantage_abs": "advantage_abs_mean",
 }
-_NOT_MEANS = frozenset({"tokens", "sequences", "importance_square", "staleness", "versioned", "fresh", "fresh_k3", "logprob_gap"})
+_NOT_MEANS = frozenset(
+    {"tokens", "sequences", "importance_square", "staleness", "versioned", "fresh", "fresh_k3", "kept", "kept_k3", "logprob_gap"}
+)
 
 
 def _version_meters(terms: Terms, to_engine: Tensor) -> Meters:
     """Staleness over tokens with a version; log pi - log mu over sequences that the policy being trained sampled whole.
 
     For the latter the weights are equal, and no token saw keys and values of older ones, which an engine keeps over a swap. So the gap is
-    arithmetic alone: kernels, precision, a wrong swap.
+    arithmetic alone: kernels, precision, a wrong swap. What tokens of that policy differ by in sequences that older ones began is what the
+    kept keys and values do.
     """
     age = terms.columns.trained_version - terms.columns.versions
     sampled = terms.trains & (terms.columns.versions >= 0)
     age, gap = age.to(to_engine.dtype), to_engine.abs()
-    fresh = sampled & terms.sequences.spread(terms.sequences.maximum(age) == 0)
+    is_whole = terms.sequences.spread(terms.sequences.maximum(age) == 0)
+    fresh, kept = sampled & is_whole, sampled & ~is_whole & (age == 0)
     return {
         "versioned_sum": sampled.sum().to(gap.dtype),
         "staleness_sum": _sum(age, sampled),
@@ -126,6 +132,8 @@ def _version_meters(terms: Terms, to_engine: Tensor) -> Meters:
         "fresh_sum": fresh.sum().to(gap.dtype),
         "logprob_gap_sum": _sum(gap, fresh),
         "fresh_k3_sum": _sum(k3(to_engine), fresh),
+        "kept_sum": kept.sum().to(gap.dtype),
+        "kept_k3_sum": _sum(k3(to_engine), kept),
         "logprob_gap_max": _maximum(gap, fresh),
     }
 

@@ -1,0 +1,145 @@
+"""Both ends of every road of the weights, small, for tests: a trainer that publishes random bits and an engine that takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pipelinerl.messages import StageWeights, Tensor
+from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.commit import Copy, Flip, Placed, Scatter
+from pipelinerl.weights.files import Files, FilesReceiver
+from pipelinerl.weights.gloo import Gloo, GlooReceiver
+from pipelinerl.weights.intake import Intake
+from pipelinerl.weights.manifest import Manifest, seal
+from pipelinerl.weights.pool import SlotPool
+from pipelinerl.weights.road import Receiver
+from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
+from pipelinerl.weights.slots import FOLDER, run_token
+
+SHAPES = {
+    "embed": ((50, 16), torch.bfloat16),
+    "norm": ((16,), torch.float32),
+    "scale": ((), torch.float16),
+    "none": ((0, 4), torch.float32),
+    "head": ((16, 50), torch.bfloat16),
+}
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    """Random bytes as weights, NaNs and denormals among them; the same for a version at every call."""
+    generator = torch.Generator().manual_seed(version)
+    made = {}
+    for name, (shape, dtype) in SHAPES.items():
+        count = torch.Size(shape).numel() * dtype.itemsize
+        made[name] = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+    return made
+
+
+LAYOUT = plan_layout(tensors(0))
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal bit for bit, NaNs too."""
+    one, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (found, expected))
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(one, other)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Road:
+    """A trainer's end, and a way to make engines' ends."""
+
+    pool: SlotPool
+    receive: Callable[[], Receiver]
+    damage: Callable[[str], None]
+    """Cut the bytes of a published slot in half, where they are."""
+    layout: tuple[Tensor, ...] = LAYOUT
+    hasty: Callable[[], Receiver] | None = None
+    """Makes one that soon gives up waiting, where a road waits at all."""
+
+    def publish(self, version: int, *, tamper: Callable[[torch.Tensor, Manifest], Manifest] | None = None) -> StageWeights:
+        """Publish random weights; `tamper` may spoil the bytes after their digests were taken, or the manifest."""
+        slot = self.pool.acquire(1.0)
+        assert slot is not None
+        made = tensors(version)
+        for name, view in views(slot.buffer, self.layout).items():
+            view.copy_(made[name].reshape(view.shape) if name in made else torch.zeros(()))
+        manifest = seal(version, slot.buffer, self.layout)
+        if tamper is not None:
+            manifest = tamper(slot.buffer, manifest)
+        digest = self.pool.publish(slot, manifest)
+        return StageWeights(version=version, slot=slot.name, digest=digest)
+
+
+def shared_memory(folder: Path, layout: tuple[Tensor, ...]) -> Road:
+    pool = SlotPool(SharedMemory(run_token(folder)), num_bytes=num_bytes(layout), max_slots=9)
+
+    def damage(slot: str) -> None:
+        with open(FOLDER / slot, "r+b") as file:
+            file.truncate(num_bytes(layout) // 2)
+
+    return Road(pool=pool, receive=SharedMemoryReceiver, damage=damage, layout=layout)
+
+
+def by_files(folder: Path, layout: tuple[Tensor, ...]) -> Road:
+    pool = SlotPool(Files(folder / "weights"), num_bytes=num_bytes(layout), max_slots=9)
+
+    def damage(slot: str) -> None:
+        with open(folder / "weights" / slot, "r+b") as file:
+            file.truncate(os.fstat(file.fileno()).st_size - num_bytes(layout) // 2)
+
+    return Road(pool=pool, receive=lambda: FilesReceiver(folder / "weights"), damage=damage, layout=layout)
+
+
+def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
+    medium = Gloo(deadline_s=20.0)
+
+    def damage(slot: str) -> None:
+        number = int(slot.rpartition("/")[2])
+        encoded, payload = medium._offered[number]
+        medium._offered[number] = encoded, payload[: len(payload) // 2]
+
+    pool = SlotPool(medium, num_bytes=num_bytes(layout), max_slots=9)
+    return Road(
+        pool=pool, receive=lambda: GlooReceiver(deadline_s=20.0), damage=damage, layout=layout, hasty=lambda: GlooReceiver(deadline_s=1.0)
+    )
+
+
+ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {"shared_memory": shared_memory, "files": by_files, "gloo": by_gloo}
+
+
+class Engine:
+    """Parameters that take policies from a road."""
+
+    def __init__(self, receiver: Receiver, *, commit: type[Flip] | type[Copy] | type[Scatter] = Flip) -> None:
+        first = tensors(0)
+        self.parameters = {name: torch.nn.Parameter(first[name].clone(), requires_grad=False) for name in first}
+        placed = [
+            Placed(parameter=self.parameters[tensor.name], offset_bytes=tensor.offset_bytes, num_bytes=tensor.num_bytes)
+            for tensor in LAYOUT
+        ]
+        self._receiver = receiver
+        self.intake = Intake(commit(placed), layout=LAYOUT, receiver=self._receiver)
+
+    def take(self, order: StageWeights) -> None:
+        self.intake.stage(order)
+        self.intake.commit()
+
+    def holds(self, version: int) -> bool:
+        expected = tensors(version)
+        return all(same_bits(parameter.data, expected[name]) for name, parameter in self.parameters.items())
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+RECEIVERS: dict[str, Callable[[Path], Receiver]] = {
+    "shared_memory": lambda folder: SharedMemoryReceiver(),
+    "files": lambda folder: FilesReceiver(folder / "weights"),
+    "gloo": lambda folder: GlooReceiver(deadline_s=20.0),
+}
+"""The same ends of engines for a trainer in another process, by the folder it was given."""

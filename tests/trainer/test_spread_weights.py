@@ -1,0 +1,88 @@
+"""A model spread over ranks is published bit for bit as one that is not, and no rank gathers what it need not."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.layout import Layout
+from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.manifest import check, verify
+from pipelinerl.weights.receivers import Receivers
+from tests.trainer.ranks import run_jobs
+from tests.trainer.tiny import make_model
+from trainer.parallel import Replicas
+from trainer.publish import Publisher
+from trainer.spread_weights import SpreadWeights
+
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
+
+
+def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str) -> dict[str, Any]:
+    """Publish a model twice, with a change between; what an engine fetches of both, and names of what was gathered."""
+    model = make_model(folder, replicas=replicas)
+    spread = SpreadWeights(model, replicas=replicas)
+    publisher = None
+    if replicas.rank == 0:
+        described = {name: tensor for name, tensor in spread.described().items() if name not in model.tied_names()}
+        layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
+        publisher = Publisher(spread.described, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=20.0, write=spread.lead)
+        publisher.fix_layout(layout, road=road)
+    found = []
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(version)
+        if publisher is None:
+            spread.follow()
+            continue
+        policy = publisher.publish(version)
+        spread.end()
+        assert policy is not None
+        receivers = Receivers(folder=run_folder / "weights")
+        arrival = receivers.fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
+        check(arrival.manifest, version=version, layout=layout, slot=policy.slot)
+        verify(arrival.manifest, arrival.payload, slot=policy.slot)
+        found.append({name: view.clone() for name, view in views(arrival.payload, layout).items()})
+    replicas.all_agree(True, what="to end together")
+    if publisher is not None:
+        publisher.close()
+    return {"found": found, "gathered": sorted(spread._gathered), "num_moves": len(spread._moves or ())}
+
+
+def check_published(folder: Path, jobs: list[tuple[Layout, Any]], tmp_path: Path) -> list[list[Any]]:
+    expected = make_model(folder).tensors()
+    results = run_jobs(jobs, tmp_path)
+    for (layout, _), (first, *_) in zip(jobs, results, strict=True):
+        for version, found in enumerate(first["found"], start=1):
+            for name, tensor in found.items():
+                assert torch.equal(tensor, expected[name] * version), (str(layout), name)
+    return results
+
+
+@pytest.mark.parametrize("road", ["shared_memory", "files"])
+def test_two_ranks_publish_what_one_would(folders: dict[str, Path], tmp_path: Path, road: str) -> None:
+    layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2)]
+    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road=road)
+    for ranks in check_published(folders["qwen3"], [(layout, job) for layout in layouts], tmp_path):
+        assert all(rank["gathered"] == [] for rank in ranks)
+        assert all(bool(rank["num_moves"]) == (road == "shared_memory") for rank in ranks), "each writes its own"
+
+
+def test_four_ranks_of_two_kinds_publish_what_one_would(folders: dict[str, Path], tmp_path: Path) -> None:
+    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road="shared_memory")
+    (ranks,) = check_published(folders["qwen3"], [(Layout(ranks=4, shard=2, tensor=2), job)], tmp_path)
+    assert all(rank["gathered"] == [] for rank in ranks)
+
+
+def test_experts_that_engines_name_one_by_one_are_gathered_and_nothing_else(folders: dict[str, Path], tmp_path: Path) -> None:
+    job = functools.partial(publish, folder=folders["qwen3_moe"], run_folder=tmp_path / "run", road="shared_memory")
+    (ranks,) = check_published(folders["qwen3_moe"], [(Layout(ranks=2, shard=2, expert=2), job)], tmp_path)
+    assert all(name.rpartition(".")[0].endswith("experts") for name in ranks[0]["gathered"])
+    assert ranks[0]["gathered"]
+    assert all(rank["num_moves"] for rank in ranks)

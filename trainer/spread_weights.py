@@ -1,0 +1,169 @@
+"""Publishes a model that is spread over ranks without gathering it: every rank writes its own pieces into the slot, in shared memory.
+
+Which rank writes what is computed once, at the first publication, from the boxes that the ranks hold (`pipelinerl.weights.reshard`); what
+several hold alike, one of them writes. What engines know by other names than the trainer (experts in one tensor here, apart there), and
+everything on a road whose slots other ranks cannot map, is gathered one tensor at a time and written by rank 0.
+
+Rank 0 leads: it says which slot to write into, and every other rank follows, in the same order of collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.core_model_loading import revert_weight_conversion
+
+from pipelinerl.errors import WeightsError
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.base import views
+from pipelinerl.weights.reshard import Box, Move, index_map, of_rank, whole
+from pipelinerl.weights.shared_memory import attach_to_write
+from trainer.model import Model
+from trainer.parallel import Replicas
+from trainer.sharding import local
+
+
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells the others before a publication."""
+
+    slot: str = ""
+    """Where to write; empty: rank 0 writes what is gathered."""
+    layout: tuple[Tensor, ...] = ()
+    """Empty: nothing is published after all."""
+
+
+class SpreadWeights:
+    """The weights of a spread model, written by all ranks together: `lead` on rank 0, `follow` on the others, once each per publication."""
+
+    def __init__(self, model: Model, *, replicas: Replicas) -> None:
+        self._model = model
+        self._replicas = replicas
+        self._moves: list[Move] | None = None
+        """This rank's, once computed."""
+        self._gathered: frozenset[str] = frozenset()
+        """Names, as the module has them, of what is gathered even where slots can be shared."""
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._has_led = False
+
+    def described(self) -> dict[str, torch.Tensor]:
+        """Every published tensor by its Hugging Face name, without memory: shape and dtype only."""
+        return {name: tensor for own in self._state() for name, tensor in self._names_of(own).items()}
+
+    def lead(self, slot: str, buffer: torch.Tensor, layout: tuple[Tensor, ...]) -> None:
+        """Write the present weights into `buffer` ([bytes] uint8) together with the other ranks; `slot` is empty where they cannot map it.
+
+        Raises `PeerSilent` where a rank is lost or late, `WeightsError` where one could not write.
+        """
+        self._has_led = True
+        self._tell(_Call(slot=slot, layout=layout))
+        self._write(buffer, layout, is_shared=bool(slot))
+
+    def end(self) -> None:
+        """Let the others go on where nothing was published; rank 0 calls it after every publication."""
+        if not self._has_led:
+            self._tell(_Call())
+        self._has_led = False
+
+    def follow(self) -> None:
+        """Take part in a publication that rank 0 leads."""
+        call = msgspec.msgpack.decode(self._hear(), type=_Call)
+        if not call.layout:
+            return
+        if call.slot and call.slot not in self._mapped:
+            self._mapped[call.slot] = attach_to_write(call.slot)
+        self._write(self._mapped.get(call.slot), call.layout, is_shared=bool(call.slot))
+
+    def _write(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...], *, is_shared: bool) -> None:
+        state = self._state()
+        if is_shared and self._moves is None:
+            self._moves, self._gathered = self._plan(state, {tensor.name for tensor in layout})
+        targets = views(buffer, layout) if buffer is not None else {}
+        for move in self._moves or () if is_shared else ():
+            targets[move.name][move.target_slices].copy_(local(state[move.name])[move.source_slices].to(self._model.dtype))
+        for name, tensor in state.items():
+            if not is_shared or name in self._gathered:
+                self._gather(name, tensor, targets if self._replicas.rank == 0 else {})
+        if not self._replicas.all_agree(True, what="to write a policy together"):
+            raise WeightsError("a rank could not write its part of the policy; its own error is in the run folder's failures")
+
+    def _gather(self, name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for published, part in revert_weight_conversion(self._model.module, {name: full.to(self._model.dtype)}).items() if targets else ():
+            if published in targets:
+                targets[published].copy_(part)
+
+    def _plan(self, state: Mapping[str, torch.Tensor], wanted: set[str]) -> tuple[list[Move], frozenset[str]]:
+        """This rank's share of the writing, and what must be gathered."""
+        own_names = [name for name in state if name in wanted and list(self._names_of(name)) == [name]]
+        shapes = {name: tuple(state[name].shape) for name in own_names}
+        by_rank = self._all_boxes({name: _box_of(state[name]) for name in own_names}, shapes)
+        whole_ones = {name for name, shape in shapes.items() if _is_covered([boxes[name] for boxes in by_rank], shape)}
+        moves = index_map(
+            {name: shapes[name] for name in whole_ones},
+            sources=[{name: box for name, box in boxes.items() if name in whole_ones} for boxes in by_rank],
+            targets=[{name: whole(shapes[name]) for name in sorted(whole_ones)}],
+        )
+        gathered = {name for name in state if name not in whole_ones and wanted & self._names_of(name).keys()}
+        return list(of_rank(moves, source=self._replicas.rank)), frozenset(gathered)
+
+    def _all_boxes(self, boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Box]]:
+        """Every rank's boxes, of tensors that all of them name in the same order."""
+        edges = [edge for name in shapes for pair in boxes[name] for edge in pair]
+        here = torch.tensor(edges, dtype=torch.int64, device=self._replicas.device)
+        everywhere = [torch.empty_like(here) for _ in range(self._replicas.size)]
+        self._replicas.bounded(lambda: dist.all_gather(everywhere, here), "to say what each holds of the model")
+        return [_boxes_from(found.tolist(), shapes) for found in everywhere]
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self._model.module.state_dict().items()}
+
+    def _names_of(self, name: str) -> dict[str, torch.Tensor]:
+        """What a tensor of the module is published as, without memory."""
+        shape = self._model.module.state_dict()[name].shape
+        empty: Any = torch.empty(shape, dtype=self._model.dtype, device="meta")
+        return revert_weight_conversion(self._model.module, {name: empty})
+
+    def _tell(self, call: _Call) -> None:
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(call)), dtype=torch.uint8).to(self._replicas.device)
+        self._broadcast(torch.tensor([len(data)], device=self._replicas.device))
+        self._broadcast(data)
+
+    def _hear(self) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64, device=self._replicas.device)
+        self._broadcast(size)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=self._replicas.device)
+        self._broadcast(data)
+        return data.cpu().numpy().tobytes()
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        self._replicas.bounded(lambda: dist.broadcast(tensor, 0), "to publish a policy together")
+
+
+def _box_of(tensor: torch.Tensor) -> Box:
+    """Which part of the whole this rank holds; an empty one where that is not one box."""
+    if not isinstance(tensor, DTensor):
+        return whole(tuple(tensor.shape))
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(sizes) != tuple(tensor.to_local().shape):
+        return tuple((0, 0) for _ in tensor.shape)
+    return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _boxes_from(edges: list[int], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Box]:
+    boxes: dict[str, Box] = {}
+    at = iter(edges)
+    for name, shape in shapes.items():
+        boxes[name] = tuple((next(at), next(at)) for _ in shape)
+    return boxes
+
+
+def _is_covered(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    """Whether the distinct boxes make up the whole."""
+    return sum(math.prod(end - first for first, end in box) for box in set(boxes)) == math.prod(shape)
