@@ -223,7 +223,8 @@ class Launcher:
 
     def _may_restart(self, failed: str) -> float | None:
         """Seconds until a process that failed may be started again; None where it may not, and the run ends."""
-        if self._num_interrupts or self._is_overdue or not self._was_killed(failed):
+        is_over = self._deadline_s is not None  # whoever starts after the orchestrator has ended would wait for it in vain
+        if self._num_interrupts or self._is_overdue or is_over or not self._was_killed(failed):
             return None
         now_s = time.time()
         return self._restarts[failed].next_wait(now_s=now_s, lived_s=now_s - self._started_at[failed])

@@ -269,6 +269,18 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
     assert lives(folder, "trainer") == 1
 
 
+def test_who_is_killed_when_the_orchestrator_has_ended_is_not_started_again(folder: Path):
+    dies_late = """
+        import os, pathlib, signal, time
+        with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(PeerGone, match=r"trainer was killed by signal SIGKILL"):
+        run_again(folder, restarts=5, orchestrator="pass", trainer=dies_late)
+    assert lives(folder, "trainer") == 1
+
+
 def test_who_cannot_write_why_it_ends_is_told_of_with_what_to_do(folder: Path):
     full = """
         import pathlib, resource

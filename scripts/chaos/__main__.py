@@ -27,6 +27,7 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -136,6 +137,7 @@ class Chaos:
         self._within_s = within_s
         self._plan = [fault for fault, number in faults.items() for _ in range(number)]
         self._chance.shuffle(self._plan)
+        self._is_real = is_real
         self._roles = _roles(config, run_folder, is_real=is_real)
         self._running: asyncio.Task[None]
 
@@ -167,6 +169,7 @@ class Chaos:
 
     async def _end(self) -> None:
         """Have the orchestrator end the run; one that is only starting may be ended by this itself, and the next one is asked again."""
+        await self._wait_for_progress(2)
         for _ in range(4):
             for process_id in await self._wait_for("orchestrator"):
                 os.kill(process_id, signal.SIGTERM)
@@ -204,6 +207,23 @@ class Chaos:
                 await asyncio.sleep(0.1)
             os.kill(process_id, signal.SIGKILL)
             self.done[f"kill, {role}"] += 1
+            if role == "trainer" and self._is_real:  # it takes long to start: killed again at once, it would never train
+                await self._wait_for_progress(1)
+
+    async def _wait_for_progress(self, num_steps: int) -> None:
+        """Wait until so many more steps were done, or done again."""
+        end, before = time.monotonic() + PATIENCE_S, self._num_done()
+        while self._num_done() < before + num_steps and not self._running.done():
+            if time.monotonic() > end:
+                raise TimeoutError(f"no {num_steps} steps were done within {PATIENCE_S:g} s")
+            await asyncio.sleep(0.2)
+
+    def _num_done(self) -> int:
+        if not (self._run_folder / "ledger.sqlite").exists():
+            return 0
+        with contextlib.closing(sqlite3.connect(f"file:{self._run_folder / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
+            query = "SELECT count(*) FROM events WHERE kind IN ('done', 'replayed') AND rollout_id IS NULL"
+            return database.execute(query).fetchone()[0]
 
     async def _fill(self, role: str, process_id: int) -> None:
         """A trainer goes on without a checkpoint. An orchestrator ends the run and says why; with room again, the run is resumed."""
