@@ -161,7 +161,8 @@ class Pipeline:
         """What a trainer that starts must know to publish: how the engines lie, and the road to them."""
         weights = self._config.weights
         machines = {engine.peer: engine.ready.machine for engine in self._engines}
-        road, reason = choose_road(weights.road, trainer=trainer.machine, engines=machines, address=weights.address)
+        roads = frozenset(trainer.roads).intersection(*(engine.ready.roads for engine in self._engines))
+        road, reason = choose_road(weights.road, trainer=trainer.machine, engines=machines, address=weights.address, device_roads=roads)
         self._journal.write("choice", text=reason)
         print(reason, flush=True)
         return LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count, road=road)

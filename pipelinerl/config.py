@@ -178,11 +178,12 @@ class EvaluationSection(Section):
 
 
 class WeightsSection(Section):
-    road: Literal["auto", "shared_memory", "files", "gloo"] = Field(
-        "auto", description="how a policy travels from the trainer to the engines; auto: shared memory on one machine, else gloo"
+    road: Literal["auto", "shared_memory", "cuda_ipc", "files", "gloo", "nccl"] = Field(
+        "auto",
+        description="how a policy travels from trainer to engines; auto: cuda_ipc or shared memory on one machine, else nccl or gloo",
     )
     address: str | None = Field(
-        None, description="the trainer's address towards engines (road gloo); default: the one on its way to the orchestrator"
+        None, description="the trainer's address towards engines (roads gloo and nccl); default: the one on its way to the orchestrator"
     )
     delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
     kv_span: Annotated[int, Field(ge=0)] | None = Field(

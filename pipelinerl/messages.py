@@ -199,6 +199,7 @@ class Tensor(Message, frozen=True):
     num_bytes: int
 
 
+Roads = Annotated[tuple[Id, ...], msgspec.Meta(max_length=8)]
 Attempts = Annotated[dict[Id, int], msgspec.Meta(max_length=1 << 17)]
 """By rollout id: its attempt."""
 
@@ -216,6 +217,8 @@ class EngineReady(Message, frozen=True):
     """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
     machine: Id = ""
     """Equal for processes that can share memory."""
+    roads: Roads = ()
+    """Roads between devices that it could take."""
     version: int = 0
     """It samples under."""
     lineage: int = 0
@@ -508,6 +511,8 @@ class TrainerReady(Message, frozen=True):
     version: int
     machine: Id = ""
     """As in `EngineReady`."""
+    roads: Roads = ()
+    """As in `EngineReady`."""
     commit: Id = ""
     """The ledger's, under which the last step in these weights was sealed; empty where it started from `model.path`."""
     saved: int | None = None
@@ -523,7 +528,7 @@ class LayoutFixed(Message, frozen=True):
     num_engines: int = 1
     """Engines that may read different policies at once."""
     road: Id = "shared_memory"
-    """How policies travel: shared_memory, files or gloo."""
+    """How policies travel: shared_memory, cuda_ipc, files, gloo or nccl."""
 
 
 class TakeMicroBatch(Message, frozen=True):

@@ -27,6 +27,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
+from pipelinerl.weights.receivers import device_roads
 from pipelinerl.weights.slots import machine
 from trainer.checkpoint import save_model
 from trainer.checkpoints import Checkpoints
@@ -111,6 +112,7 @@ def train(config: Config, run_folder: Path) -> None:
                 saved=first,
                 saved_commit=commit,
                 machine=machine(),
+                roads=device_roads(),
             )
             feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))
         waves = at_end.enter_context(Waves(feed, replicas=replicas, lay_out=step.lay_out))

@@ -15,10 +15,11 @@ import torch
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.transport.zmq import own_address
+from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.baseline import Baseline, fill
+from pipelinerl.weights.cuda_ipc import CudaIpc
 from pipelinerl.weights.files import Files
-from pipelinerl.weights.gloo import Gloo
 from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.pool import SlotPool, num_slots_for
 from pipelinerl.weights.road import Medium, Slot
@@ -140,9 +141,18 @@ class Publisher:
             case "files":
                 return Files(self._run_folder / "weights")
             case "gloo":
-                return Gloo(self._address or own_address(self._run_folder, "trainer"))
+                return gloo.host(self._own_address())
+            case "nccl":
+                return nccl.host(address=self._own_address())
+            case "cuda_ipc":
+                return CudaIpc(run_token(self._run_folder))
             case _:
-                raise WeightsError(f"the orchestrator asks for the road {road!r}; this trainer knows shared_memory, files and gloo")
+                raise WeightsError(
+                    f"the orchestrator asks for the road {road!r}; this trainer knows shared_memory, cuda_ipc, files, gloo, nccl"
+                )
+
+    def _own_address(self) -> str:
+        return self._address or own_address(self._run_folder, "trainer")
 
     def release(self, slot: str) -> None:
         """Note that no engine reads a slot any more. Raises `WeightsError` for one that was not published."""

@@ -25,6 +25,8 @@ class Limits:
     """Layout it wants a published policy in."""
     choices: tuple[str, ...] = ()
     """What was decided when it started, and why: a sentence each."""
+    roads: tuple[str, ...] = ()
+    """Roads between devices by which policies could reach it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,7 @@ class EngineLoop:
             max_running=limits.max_running,
             tensors=limits.tensors,
             machine=machine(),
+            roads=limits.roads,
             version=self.version,
             lineage=self.lineage,
             running={completion.rollout_id: completion.attempt for completion in self._withheld} | running,

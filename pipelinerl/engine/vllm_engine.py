@@ -31,7 +31,7 @@ from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
 from pipelinerl.weights.commit import Commit, choose, make
 from pipelinerl.weights.intake import Intake
-from pipelinerl.weights.receivers import Receivers
+from pipelinerl.weights.receivers import Receivers, device_roads
 
 CPU_KV_CACHE_BYTES = 64 << 20
 """Default KV cache on CPU. vLLM's own default there takes seconds to zero; larger serves more or longer sequences at once."""
@@ -80,6 +80,7 @@ class VllmEngine:
             max_running=engine.max_running,
             tensors=layout,
             choices=(choice,),
+            roads=device_roads(),
         )
         self._prove_forward_pass(Path(model.path))
 

@@ -1,171 +1,44 @@
-"""The road between machines without special hardware: torch.distributed's gloo, one group of two for each engine.
-
-The trainer listens on one address; an engine that is told to fetch calls there and gets the policy over a group that only the two of them
-are in. So no engine, dead or slow, can hold up another or the trainer, and every wait on either side has a deadline. A slot's name holds
-the address and a token that was never sent in the clear by this project; gloo itself encrypts nothing: keep it on a private network.
-"""
+"""The road between machines without special hardware: torch.distributed's gloo, one group of two for each call."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-import secrets
-import socket
-import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipelinerl.errors import WeightsError
-from pipelinerl.interface import address_towards
-from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.road import Arrival, Slot
-
-NAME = re.compile(r"gloo://([^\s/]+):([0-9]+)/([0-9a-f]{32})/([0-9]+)")
-CHUNK_BYTES = 16 << 20
-"""One send. Larger ones only delay the notice that a peer has stopped; smaller ones cost a round of the event loop each."""
-DEADLINE_S = 60.0
-"""Longest wait for a peer to call, answer, or take the next chunk. Longer hides a dead peer; shorter gives up on a busy one."""
-IDLE = timedelta(days=1)
-"""How long the acceptor sleeps before it looks whether the road is closed: nobody owes it a call."""
-TRAINER, ENGINE = 0, 1
-BYE = "bye"
+from pipelinerl.weights.calls import DEADLINE_S, Guest, Host
 
 
-class Gloo:
-    """Slots in the trainer's memory, sent to whoever calls: a `Medium`."""
-
-    def __init__(self, address: str = "127.0.0.1", *, deadline_s: float = DEADLINE_S) -> None:
-        self._deadline = timedelta(seconds=deadline_s)
-        self._address = address
-        self._token = secrets.token_hex(16)
-        try:
-            listener = socket.create_server((address, 0))
-        except OSError as error:
-            raise WeightsError(f"cannot offer weights on weights.address = {address!r}: {error.strerror}") from None
-        self._port = listener.getsockname()[1]
-        # A socket of ours, because by itself the store would listen on every address of the machine.
-        self._store = dist.TCPStore(
-            address, self._port, is_master=True, wait_for_workers=False, timeout=self._deadline, master_listen_fd=listener.detach()
-        )
-        self._calls = dist.TCPStore(address, self._port, is_master=False, wait_for_workers=False, timeout=IDLE)
-        self._offered: dict[int, tuple[bytes, torch.Tensor]] = {}
-        self._is_closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-        """The acceptor, and who answers engines. Each wait of theirs ends at the deadline, so each can be joined."""
-        self._start(self._accept)
-
-    def make(self, number: int, num_bytes: int) -> Slot:
-        name = f"gloo://{self._address}:{self._port}/{self._token}/{number}"
-        return Slot(name=name, buffer=torch.zeros(num_bytes, dtype=torch.uint8))
-
-    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
-        self._offered[int(slot.name.rpartition("/")[2])] = encoded, slot.buffer[: manifest.num_bytes]
-
-    def close(self) -> None:
-        if not self._is_closed.is_set():
-            self._is_closed.set()
-            self._offered.clear()
-            self._store.queue_push(_calls(self._token), BYE)
-            for thread in self._threads:
-                thread.join()
-
-    def _start(self, work: Callable[..., None], *arguments: str) -> None:
-        # Not as daemons: a thread that is inside gloo when the interpreter ends would abort the process.
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=work, args=arguments, name="gloo"))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            with contextlib.suppress(dist.DistStoreError):  # nobody called for so long: look again
-                call = self._calls.queue_pop(_calls(self._token)).decode()
-                if call != BYE:
-                    self._start(self._answer, *call.split())
-
-    def _answer(self, caller: str, wanted: str) -> None:
-        """Send what was asked for; an engine that is gone or does not listen costs this thread its deadline, and nobody else anything."""
-        with contextlib.suppress(RuntimeError):  # the engine says what went wrong at its end; this end has nobody to tell
-            store = dist.TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-            group = _group(store, f"{self._token}/{caller}", TRAINER, address=self._address, deadline=self._deadline)
-            encoded, payload = self._offered.get(int(wanted), (b"", torch.zeros(0, dtype=torch.uint8)))
-            for part in (_sizes(len(encoded), len(payload)), torch.frombuffer(bytearray(encoded or b" "), dtype=torch.uint8)):
-                group.send([part], ENGINE, 0).wait(self._deadline)
-            for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
-                group.send([chunk], ENGINE, 0).wait(self._deadline)
-            group.recv([_sizes(0, 0)], ENGINE, 0).wait(self._deadline)  # all of it has arrived: the connection may go
+def host(address: str = "127.0.0.1", *, deadline_s: float = DEADLINE_S) -> Host:
+    """The trainer's end."""
+    return Host("gloo", connect, address=address, deadline_s=deadline_s)
 
 
-class GlooReceiver:
-    """Calls the trainer and takes what it sends: a `Receiver`. Each fetch is a connection of its own, so none inherits a failure."""
-
-    def __init__(self, *, deadline_s: float = DEADLINE_S) -> None:
-        self._deadline = timedelta(seconds=deadline_s)
-
-    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        match = NAME.fullmatch(slot)
-        if match is None:
-            raise WeightsError(f"{slot!r} is not the name of a slot: expected gloo://<address>:<port>/<token>/<number>")
-        address, port, token, number = match.groups()
-        place = f"{address}:{port}, slot {number}"  # the token stays out of logs
-        try:
-            return self._take(address, int(port), token=token, number=number, digest=digest, spare=spare)
-        except WeightsError as error:
-            raise WeightsError(str(error).replace(slot, place)) from None
-        except (RuntimeError, OSError) as error:
-            reason = str(error).partition("\n")[0].replace(token, "...")
-            raise WeightsError(f"cannot fetch a policy from the trainer at {place}: {reason}; not taken") from error
-
-    def close(self) -> None:
-        """Nothing stays open."""
-
-    def _take(self, address: str, port: int, *, token: str, number: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-        caller = secrets.token_hex(8)
-        store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
-        group = _group(store, f"{token}/{caller}", ENGINE, address=address_towards(address, port), deadline=self._deadline)
-
-        try:
-            return _receive(group, digest=digest, slot=f"gloo://{address}:{port}/{token}/{number}", spare=spare, deadline=self._deadline)
-        except BaseException:
-            group.abort()  # at once, so that the trainer's end notices and does not wait for its deadline
-            raise
+def guest(*, deadline_s: float = DEADLINE_S) -> Guest:
+    """An engine's end."""
+    return Guest("gloo", connect, deadline_s=deadline_s)
 
 
-def _receive(group: Any, *, digest: str, slot: str, spare: Callable[[Manifest], torch.Tensor], deadline: timedelta) -> Arrival:
-    def receive(tensor: torch.Tensor) -> torch.Tensor:
-        group.recv([tensor], TRAINER, 0).wait(deadline)
-        return tensor
-
-    sizes = receive(_sizes(0, 0)).tolist()
-    encoded = receive(torch.zeros(max(1, sizes[0]), dtype=torch.uint8)).numpy().tobytes()[: sizes[0]]
-    manifest = open_manifest(encoded, digest=digest, slot=slot)
-    if manifest.num_bytes != sizes[1]:
-        raise WeightsError(f"slot {slot}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
-    payload = spare(manifest) if manifest.base_version is None else torch.zeros(manifest.num_bytes, dtype=torch.uint8)
-    payload = payload[: manifest.num_bytes]
-    for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
-        receive(chunk)
-    group.send([_sizes(0, 0)], TRAINER, 0).wait(deadline)
-    return Arrival(manifest=manifest, payload=payload)
-
-
-def _calls(token: str) -> str:
-    """The queue in the store to which engines call; who does not know the token talks to nobody."""
-    return f"{token}/calls"
-
-
-def _group(store: dist.Store, prefix: str, rank: int, *, address: str, deadline: timedelta) -> Any:
-    """The group of trainer and one engine; `address` is this end's own, on which alone it listens."""
+def connect(store: dist.Store, prefix: str, rank: int, /, *, address: str, deadline: timedelta) -> _Pair:
+    """See `calls.Connect`. Each call is a connection of its own, so none inherits a failure."""
     kind: Any = dist.ProcessGroupGloo  # torch's own type stubs know neither its options nor send and recv
     options = kind._Options()
     options._timeout = deadline
     options._devices = [kind.create_device(hostname=address)]
-    return kind(dist.PrefixStore(prefix, store), rank, 2, options)
+    return _Pair(kind(dist.PrefixStore(prefix, store), rank, 2, options), other=1 - rank, deadline=deadline)
 
 
-def _sizes(first: int, second: int) -> torch.Tensor:
-    return torch.tensor([first, second], dtype=torch.int64)
+class _Pair:
+    def __init__(self, group: Any, *, other: int, deadline: timedelta) -> None:
+        self._group, self._other, self._deadline = group, other, deadline
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._group.send([tensor], self._other, 0).wait(self._deadline)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        self._group.recv([tensor], self._other, 0).wait(self._deadline)
+
+    def abort(self) -> None:
+        self._group.abort()

@@ -7,7 +7,7 @@ takes a policy only when the manifest fits its own layout tensor by tensor (`che
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import torch
@@ -45,8 +45,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Manifest:
     """Describe a whole policy that lies in `buffer` ([bytes] uint8)."""
-    memory = buffer.numpy().data
-    proofs = tuple(Proof(tensor=tensor, digest=digest_of(_part(memory, tensor))) for tensor in tensors)
+    tensors = tuple(tensors)
+    proofs = tuple(Proof(tensor=tensor, digest=found) for tensor, found in zip(tensors, _digests(buffer, tensors), strict=True))
     return Manifest(version=version, proofs=proofs, num_bytes=len(buffer))
 
 
@@ -97,8 +97,7 @@ def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], slot:
 
 def verify(manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None:
     """Raise `WeightsError` naming the tensors whose bytes in `buffer` ([bytes] uint8, whole) are not those of the manifest."""
-    memory = buffer.numpy().data
-    compare(manifest, (digest_of(_part(memory, proof.tensor)) for proof in manifest.proofs), slot=slot)
+    compare(manifest, _digests(buffer, [proof.tensor for proof in manifest.proofs]), slot=slot)
 
 
 def compare(manifest: Manifest, digests: Iterable[str], *, slot: str) -> None:
@@ -114,12 +113,29 @@ def compare(manifest: Manifest, digests: Iterable[str], *, slot: str) -> None:
         )
 
 
+def _digests(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Iterator[str]:
+    """The digest of each tensor's bytes; of a device's memory, a tensor at a time is brought to the host for it."""
+    if buffer.device.type == "cpu":
+        memory = buffer.numpy().data
+        yield from (digest_of(_part(memory, tensor)) for tensor in tensors)
+        return
+    for tensor in tensors:
+        end = tensor.offset_bytes + tensor.num_bytes
+        if end > len(buffer):
+            raise WeightsError(_too_short(tensor, end, len(buffer)))
+        yield digest_of(buffer[tensor.offset_bytes : end].cpu().numpy().data)
+
+
 def _part(memory: memoryview, tensor: Tensor) -> memoryview:
     """One tensor's bytes, without torch: a policy of many small tensors is then hashed in little time."""
     end = tensor.offset_bytes + tensor.num_bytes
     if end > len(memory):
-        raise WeightsError(f"{tensor.name} ends at byte {end}, but the buffer has {len(memory)}: it was made for another layout")
+        raise WeightsError(_too_short(tensor, end, len(memory)))
     return memory[tensor.offset_bytes : end]
+
+
+def _too_short(tensor: Tensor, end: int, found: int) -> str:
+    return f"{tensor.name} ends at byte {end}, but the buffer has {found}: it was made for another layout"
 
 
 def _place(tensor: Tensor) -> str:

@@ -51,17 +51,7 @@ class SharedMemory:
         return Slot(name=name, buffer=torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes])
 
     def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
-        # Under a new name first: whoever reads the manifest of a slot reads the old one or the new one, never half of each.
-        path = self._folder / (slot.name + MANIFEST_SUFFIX)
-        draft = path.with_suffix(".draft")
-        try:
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(encoded)
-            draft.replace(path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise WeightsError(f"cannot write the manifest of {slot.name}, {len(encoded)} bytes, in {self._folder}: {error}") from None
+        write_beside(slot.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
 
     def close(self) -> None:
         unlink_slots(self._token, folder=self._folder)
@@ -75,7 +65,7 @@ class SharedMemoryReceiver:
         self._mapped: dict[str, torch.Tensor] = {}
 
     def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        manifest = open_manifest(_read_manifest(slot, self._folder), digest=digest, slot=slot)
+        manifest = open_manifest(read_beside(slot, MANIFEST_SUFFIX, folder=self._folder), digest=digest, slot=slot)
         if slot not in self._mapped:
             self._mapped = {
                 name: kept for name, kept in self._mapped.items() if (self._folder / name).exists()
@@ -88,6 +78,27 @@ class SharedMemoryReceiver:
 
     def close(self) -> None:
         self._mapped.clear()
+
+
+def write_beside(name: str, suffix: str, data: bytes, *, folder: Path = FOLDER) -> None:
+    """Write what goes with a slot, readable by its owner only. Raises `WeightsError` where it cannot be."""
+    # Under a new name first: whoever reads the manifest of a slot reads the old one or the new one, never half of each.
+    path = folder / (name + suffix)
+    draft = path.with_suffix(".draft")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise WeightsError(f"cannot write the {suffix[1:]} of {name}, {len(data)} bytes, in {folder}: {error}") from None
+
+
+def read_beside(name: str, suffix: str, *, folder: Path = FOLDER, pattern: re.Pattern[str] = NAME) -> bytes:
+    """What was written beside a slot. `name` comes off the wire. Raises `WeightsError` where it is not a slot's, or not ours."""
+    with open(_open(name, folder, suffix=suffix, pattern=pattern), "rb") as file:
+        return file.read()
 
 
 def attach_to_write(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
@@ -119,13 +130,8 @@ def attach(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
-def _read_manifest(slot: str, folder: Path) -> bytes:
-    with open(_open(slot, folder, suffix=MANIFEST_SUFFIX), "rb") as file:
-        return file.read()
-
-
-def _open(name: str, folder: Path, *, suffix: str = "", mode: int = os.O_RDONLY) -> int:
-    if not NAME.fullmatch(name):
+def _open(name: str, folder: Path, *, suffix: str = "", mode: int = os.O_RDONLY, pattern: re.Pattern[str] = NAME) -> int:
+    if not pattern.fullmatch(name):
         raise WeightsError(f"{name!r} is not the name of a slot: expected pipelinerl-<run token>-<number>")
     try:
         file = os.open(folder / (name + suffix), mode | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -10,16 +10,19 @@ from pathlib import Path
 import torch
 
 from pipelinerl.messages import StageWeights, Tensor
+from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.calls import Guest, Host
 from pipelinerl.weights.commit import Copy, Flip, Placed, Scatter
+from pipelinerl.weights.cuda_ipc import CudaIpc, CudaIpcReceiver
 from pipelinerl.weights.files import Files, FilesReceiver
-from pipelinerl.weights.gloo import Gloo, GlooReceiver
 from pipelinerl.weights.intake import Intake
 from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.pool import SlotPool
 from pipelinerl.weights.road import Receiver
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
 from pipelinerl.weights.slots import FOLDER, run_token
+from tests.contract.device_stand_ins import StandInMemory, StandInNccl
 
 SHAPES = {
     "embed": ((50, 16), torch.bfloat16),
@@ -95,21 +98,43 @@ def by_files(folder: Path, layout: tuple[Tensor, ...]) -> Road:
     return Road(pool=pool, receive=lambda: FilesReceiver(folder / "weights"), damage=damage, layout=layout)
 
 
-def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
-    medium = Gloo(deadline_s=20.0)
-
+def by_call(host: Host, guest: Callable[[float], Guest], layout: tuple[Tensor, ...]) -> Road:
     def damage(slot: str) -> None:
         number = int(slot.rpartition("/")[2])
-        encoded, payload = medium._offered[number]
-        medium._offered[number] = encoded, payload[: len(payload) // 2]
+        encoded, payload = host._offered[number]
+        host._offered[number] = encoded, payload[: len(payload) // 2]
 
-    pool = SlotPool(medium, num_bytes=num_bytes(layout), max_slots=9)
-    return Road(
-        pool=pool, receive=lambda: GlooReceiver(deadline_s=20.0), damage=damage, layout=layout, hasty=lambda: GlooReceiver(deadline_s=1.0)
-    )
+    pool = SlotPool(host, num_bytes=num_bytes(layout), max_slots=9)
+    return Road(pool=pool, receive=lambda: guest(20.0), damage=damage, layout=layout, hasty=lambda: guest(1.0))
 
 
-ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {"shared_memory": shared_memory, "files": by_files, "gloo": by_gloo}
+def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
+    return by_call(gloo.host(deadline_s=20.0), lambda deadline_s: gloo.guest(deadline_s=deadline_s), layout)
+
+
+def by_nccl(folder: Path, layout: tuple[Tensor, ...]) -> Road:
+    host = nccl.host(StandInNccl(), deadline_s=3.0)
+    return by_call(host, lambda deadline_s: nccl.guest(StandInNccl(), deadline_s=deadline_s), layout)
+
+
+def by_cuda_ipc(folder: Path, layout: tuple[Tensor, ...]) -> Road:
+    memory = StandInMemory(folder)
+    pool = SlotPool(CudaIpc(run_token(folder), memory=memory), num_bytes=num_bytes(layout), max_slots=9)
+
+    def damage(slot: str) -> None:
+        with open(memory.path_of((FOLDER / f"{slot}.handle").read_bytes()), "r+b") as file:
+            file.truncate(num_bytes(layout) // 2)
+
+    return Road(pool=pool, receive=lambda: CudaIpcReceiver(memory=memory), damage=damage, layout=layout)
+
+
+ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {
+    "shared_memory": shared_memory,
+    "files": by_files,
+    "gloo": by_gloo,
+    "nccl": by_nccl,
+    "cuda_ipc": by_cuda_ipc,
+}
 
 
 class Engine:
@@ -140,6 +165,8 @@ class Engine:
 RECEIVERS: dict[str, Callable[[Path], Receiver]] = {
     "shared_memory": lambda folder: SharedMemoryReceiver(),
     "files": lambda folder: FilesReceiver(folder / "weights"),
-    "gloo": lambda folder: GlooReceiver(deadline_s=20.0),
+    "gloo": lambda folder: gloo.guest(deadline_s=20.0),
+    "nccl": lambda folder: nccl.guest(StandInNccl(), deadline_s=3.0),
+    "cuda_ipc": lambda folder: CudaIpcReceiver(memory=StandInMemory(folder)),
 }
 """The same ends of engines for a trainer in another process, by the folder it was given."""

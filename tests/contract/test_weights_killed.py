@@ -20,12 +20,14 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights
-from pipelinerl.weights import files, gloo, intake, manifest, pool, shared_memory
+from pipelinerl.weights import calls, cuda_ipc, files, intake, manifest, pool, shared_memory
 from pipelinerl.weights.base import views
 from pipelinerl.weights.commit import Flip
 from tests.contract.roads import LAYOUT, RECEIVERS, ROADS, Engine
 
 pytestmark = pytest.mark.timeout(120)
+CALLS = ("gloo", "nccl")
+"""Roads on which the bytes are gone with the trainer."""
 
 
 class Child:
@@ -100,7 +102,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 ENGINE_PHASES: dict[str, Callable[[], None]] = {
     "told": lambda: setattr(intake.Intake, "stage", die),
-    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, gloo)] and None,
+    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, calls, cuda_ipc)] and None,
     "fetching": lambda: setattr(intake, "check", die),
     "verifying": lambda: setattr(intake, "verify", die),
     "staging": lambda: setattr(Flip, "stage", die),
@@ -157,7 +159,9 @@ def test_an_engine_killed_at_any_phase_holds_up_nobody_and_the_one_that_follows_
 TRAINER_PHASES: dict[str, Callable[[], None]] = {
     "acquiring": lambda: setattr(pool.SlotPool, "acquire", die),
     "sealing": lambda: setattr(manifest, "digest_of", die),
-    "offering": lambda: [setattr(owner, "offer", die) for owner in (files.Files, gloo.Gloo, shared_memory.SharedMemory)] and None,
+    "offering": lambda: (
+        [setattr(owner, "offer", die) for owner in (files.Files, calls.Host, shared_memory.SharedMemory, cuda_ipc.CudaIpc)] and None
+    ),
     "naming": lambda: setattr(Path, "replace", die),
     "published": lambda: None,
 }
@@ -202,7 +206,7 @@ def check_successor(name: str, folder: Path, one: Engine, *, held: int) -> None:
 
 @pytest.mark.parametrize("phase", [phase for phase in TRAINER_PHASES if phase != "published"])
 def test_a_trainer_killed_before_it_has_published_leaves_the_old_version_serving(name: str, phase: str, tmp_path: Path):
-    if (name, phase) == ("gloo", "naming"):
+    if name in CALLS and phase == "naming":
         pytest.skip("this road gives no names in a file system")
     with trainer_and_engine(name, phase, tmp_path) as (child, one):
         child.tell("go on")
@@ -217,8 +221,8 @@ def test_a_trainer_killed_between_announcement_and_fetch_is_refused_or_its_polic
         child.kill()
         with contextlib.suppress(WeightsError):
             one.take(order)
-        assert one.holds(2) == (name != "gloo"), "what lies in memory or on the disk outlives who wrote it"
-        check_successor(name, tmp_path, one, held=2 if name != "gloo" else 1)
+        assert one.holds(2) == (name not in CALLS), "what lies in memory or on the disk outlives who wrote it"
+        check_successor(name, tmp_path, one, held=1 if name in CALLS else 2)
 
 
 @pytest.mark.parametrize("phase", ["fetching", "verifying", "staged"])
@@ -234,7 +238,7 @@ def test_a_trainer_killed_while_an_engine_stages_harms_nothing(name: str, phase:
             real(*arguments, **options)
 
         monkeypatch.setattr(intake, real.__name__, kill_and_go_on) if phase != "staged" else None
-        is_refused = (name, phase) == ("gloo", "fetching")
+        is_refused = name in CALLS and phase == "fetching"
         with pytest.raises(WeightsError, match="cannot fetch a policy from the trainer") if is_refused else contextlib.nullcontext():
             one.intake.stage(order)
         if phase == "staged":

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from pipelinerl.errors import WeightsError
+from pipelinerl.weights import gloo
 from pipelinerl.weights.base import num_bytes, plan_layout
-from pipelinerl.weights.gloo import CHUNK_BYTES, Gloo, GlooReceiver
+from pipelinerl.weights.calls import CHUNK_BYTES
 from pipelinerl.weights.manifest import Manifest, verify
 from pipelinerl.weights.pool import SlotPool
 
@@ -22,11 +23,11 @@ LAYOUT = plan_layout({"a": torch.zeros(3 * CHUNK_BYTES + 1000, dtype=torch.uint8
 TRAINER = """
 import json, sys
 from pipelinerl.weights.base import num_bytes
-from pipelinerl.weights.gloo import Gloo
+from pipelinerl.weights import gloo
 from pipelinerl.weights.manifest import seal
 from pipelinerl.weights.pool import SlotPool
 from tests.weights.test_gloo import LAYOUT
-pool = SlotPool(Gloo(deadline_s=20.0), num_bytes=num_bytes(LAYOUT))
+pool = SlotPool(gloo.host(deadline_s=20.0), num_bytes=num_bytes(LAYOUT))
 slot = pool.acquire(1.0)
 slot.buffer.fill_(7)
 digest = pool.publish(slot, seal(1, slot.buffer, LAYOUT))
@@ -60,7 +61,7 @@ def spare(manifest: Manifest) -> torch.Tensor:
 
 
 def fetch_whole(trainer: Trainer) -> bool:
-    arrival = GlooReceiver(deadline_s=20.0).fetch(trainer.slot, trainer.digest, spare)
+    arrival = gloo.guest(deadline_s=20.0).fetch(trainer.slot, trainer.digest, spare)
     verify(arrival.manifest, arrival.payload, slot="s")
     return bool(arrival.payload.eq(7).all())
 
@@ -73,17 +74,17 @@ def test_a_trainer_that_stops_half_way_is_an_error_within_the_deadline(trainer: 
 
     started = time.monotonic()
     with pytest.raises(WeightsError, match=r"cannot fetch a policy from the trainer at 127.0.0.1:\d+, slot 0: .*; not taken"):
-        GlooReceiver(deadline_s=deadline_s).fetch(trainer.slot, trainer.digest, stop_it)
+        gloo.guest(deadline_s=deadline_s).fetch(trainer.slot, trainer.digest, stop_it)
     assert time.monotonic() - started < 15.0
 
 
 def test_an_engine_that_dies_half_way_holds_up_no_other_and_can_come_again(trainer: Trainer):
     program = f"""
 import os, signal
-from pipelinerl.weights.gloo import GlooReceiver
+from pipelinerl.weights import gloo
 def die(manifest):
     os.kill(os.getpid(), signal.SIGKILL)
-GlooReceiver().fetch({trainer.slot!r}, {trainer.digest!r}, die)
+gloo.guest().fetch({trainer.slot!r}, {trainer.digest!r}, die)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=100, check=False).returncode == -signal.SIGKILL
     started = time.monotonic()
@@ -96,18 +97,18 @@ def test_who_does_not_know_the_token_gets_nothing(trainer: Trainer):
     address, _, rest = trainer.slot.rpartition("/")[0].rpartition("/")
     forged = f"{address}/{'0' * len(rest)}/0"
     with pytest.raises(WeightsError, match="cannot fetch") as caught:
-        GlooReceiver(deadline_s=1.0).fetch(forged, trainer.digest, spare)
+        gloo.guest(deadline_s=1.0).fetch(forged, trainer.digest, spare)
     assert rest not in str(caught.value)
 
 
 def test_the_token_stays_out_of_error_messages(trainer: Trainer):
     with pytest.raises(WeightsError, match="announced was ff") as caught:
-        GlooReceiver(deadline_s=20.0).fetch(trainer.slot, "ff", spare)
+        gloo.guest(deadline_s=20.0).fetch(trainer.slot, "ff", spare)
     assert trainer.slot.split("/")[-2] not in str(caught.value)
 
 
 def test_the_trainer_listens_on_its_own_address_alone():
-    pool = SlotPool(Gloo(), num_bytes=1)
+    pool = SlotPool(gloo.host(), num_bytes=1)
     tables = [Path(path).read_text() for path in ("/proc/net/tcp", "/proc/net/tcp6")]
     listening = [line.split() for table in tables for line in table.splitlines()[1:]]
     slot = pool.acquire(0.0)
@@ -117,4 +118,4 @@ def test_the_trainer_listens_on_its_own_address_alone():
     assert addresses == {f"0100007F:{port:04X}"}
     pool.close()
     with pytest.raises(WeightsError, match=r"cannot offer weights on weights.address = '192.0.2.1'"):
-        Gloo("192.0.2.1")
+        gloo.host("192.0.2.1")

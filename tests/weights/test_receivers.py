@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pipelinerl.errors import WeightsError
+from pipelinerl.weights import gloo
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.files import Files
-from pipelinerl.weights.gloo import Gloo
 from pipelinerl.weights.manifest import seal
 from pipelinerl.weights.pool import SlotPool
 from pipelinerl.weights.receivers import Receivers
@@ -29,7 +29,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
         case "files":
             made["it"] = Files(tmp_path)
         case _:
-            made["it"] = Gloo()
+            made["it"] = gloo.host()
     yield made["it"]
     made["it"].close()
 

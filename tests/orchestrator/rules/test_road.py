@@ -23,7 +23,7 @@ def test_the_shortest_road_that_reaches_every_engine_is_taken(wanted: str, engin
 
 
 def test_a_road_that_does_not_reach_every_engine_is_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match=r"shared_memory cannot reach engine-1, engine-2: .* Set weights.road to gloo or files"):
+    with pytest.raises(ConfigError, match=r"shared_memory cannot reach engine-1, engine-2: .* Set weights.road to gloo, nccl or files"):
         choose_road("shared_memory", trainer="a", engines=APART, address="10.0.0.7")
     for wanted in ("auto", "gloo"):
         with pytest.raises(ConfigError, match=r"weights.address is 127.0.0.1, which only this machine reaches"):
@@ -36,3 +36,32 @@ def test_without_an_address_the_trainer_uses_the_one_that_engines_reach_anyway()
 
 def test_gloo_on_one_machine_may_use_the_loopback():
     assert choose_road("gloo", trainer="a", engines=HERE, address="127.0.0.1")[0] == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "engines", "device_roads", "road", "why"),
+    [
+        ("auto", HERE, ("cuda_ipc", "nccl"), "cuda_ipc", "the engines run on the trainer's machine, and all have a device"),
+        ("auto", HERE, ("nccl",), "shared_memory", "the engines run on the trainer's machine"),
+        (
+            "auto",
+            APART,
+            ("cuda_ipc", "nccl"),
+            "nccl",
+            "2 of 3 engines run on another machine than the trainer (engine-1), and all have a device",
+        ),
+        ("nccl", HERE, ("nccl",), "nccl", "weights.road says so"),
+    ],
+)
+def test_roads_between_devices_are_taken_where_all_have_one(
+    wanted: str, engines: dict[str, str], device_roads: tuple[str, ...], road: str, why: str
+):
+    found = choose_road(wanted, trainer="a", engines=engines, address="10.0.0.7", device_roads=device_roads)
+    assert found == (road, f"policies travel by {road}: {why}")
+
+
+def test_a_road_between_devices_that_some_lack_is_refused():
+    with pytest.raises(ConfigError, match="cuda_ipc needs a CUDA device in trainer and engines"):
+        choose_road("cuda_ipc", trainer="a", engines=HERE, address="10.0.0.7", device_roads=("nccl",))
+    with pytest.raises(ConfigError, match="cuda_ipc cannot reach engine-1, engine-2"):
+        choose_road("cuda_ipc", trainer="a", engines=APART, address="10.0.0.7", device_roads=("cuda_ipc",))

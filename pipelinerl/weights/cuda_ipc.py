@@ -1,0 +1,147 @@
+"""The road on one machine between GPUs: the trainer writes a slot in its device's memory, and engines open the very same memory.
+
+What travels is a handle of the memory, in a file beside the slot's manifest, readable by its owner only. Nothing is copied through the
+host but for the digests. What touches a device is behind `Memory`: tests run the same protocol over memory of the host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from pipelinerl.errors import WeightsError
+from pipelinerl.weights.manifest import Manifest, open_manifest
+from pipelinerl.weights.road import Arrival, Slot
+from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, read_beside, write_beside
+from pipelinerl.weights.slots import FOLDER, unlink_slots
+
+NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-ipc[0-9]+")
+HANDLE_SUFFIX = ".handle"
+
+
+class Memory(Protocol):
+    """Memory of a device that other processes of the machine can open."""
+
+    def make(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        """Reserve [bytes] uint8, and a handle of it. Raises `WeightsError` where there is no room."""
+        ...
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        """The memory of a handle. Raises `WeightsError` where whoever made it is gone."""
+        ...
+
+
+class CudaIpc:
+    """Slots in a device's memory: a `Medium`."""
+
+    def __init__(self, token: str, *, memory: Memory | None = None, folder: Path = FOLDER) -> None:
+        """Remove what a dead run of the same token left behind. Raises `WeightsError` where there is no CUDA device."""
+        self._token, self._folder = token, folder
+        self._memory = memory or CudaMemory()
+        unlink_slots(token, folder=folder)
+
+    def make(self, number: int, num_bytes: int) -> Slot:
+        name = f"pipelinerl-{self._token}-ipc{os.getpid()}{number}"  # by process, too: engines keep slots open by name
+        buffer, handle = self._memory.make(num_bytes)
+        write_beside(name, HANDLE_SUFFIX, handle, folder=self._folder)
+        return Slot(name=name, buffer=buffer)
+
+    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
+        if slot.buffer.is_cuda:
+            torch.cuda.synchronize(slot.buffer.device)  # an engine's stream knows nothing of ours
+        write_beside(slot.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
+
+    def close(self) -> None:
+        unlink_slots(self._token, folder=self._folder)
+
+
+class CudaIpcReceiver:
+    """Opens slots, and keeps them open: the trainer uses a few in turn. A `Receiver`."""
+
+    def __init__(self, *, memory: Memory | None = None, folder: Path = FOLDER) -> None:
+        """What is missing here is said at the first fetch."""
+        self._memory = memory
+        self._folder = folder
+        self._opened: dict[str, torch.Tensor] = {}
+
+    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
+        encoded = read_beside(slot, MANIFEST_SUFFIX, folder=self._folder, pattern=NAME)
+        manifest = open_manifest(encoded, digest=digest, slot=slot)
+        if slot not in self._opened:
+            self._memory = self._memory or CudaMemory()
+            handle = read_beside(slot, HANDLE_SUFFIX, folder=self._folder, pattern=NAME)
+            kept = {name for name in self._opened if (self._folder / (name + HANDLE_SUFFIX)).exists()}  # not those of a dead trainer
+            self._opened = {name: memory for name, memory in self._opened.items() if name in kept}
+            self._opened[slot] = self._memory.open(handle)
+        payload = self._opened[slot]
+        if len(payload) < manifest.num_bytes:
+            raise WeightsError(f"slot {slot} has {len(payload)} bytes, its manifest says {manifest.num_bytes}: it is truncated; not taken")
+        payload = payload[: manifest.num_bytes]
+        return Arrival(manifest=manifest, payload=payload if manifest.base_version is None else payload.cpu())
+
+    def close(self) -> None:
+        self._opened.clear()
+
+
+class _Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What CUDA, by way of torch, needs to open memory of another process."""
+
+    device: int
+    memory: bytes
+    num_bytes: int
+    offset_bytes: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    needs_event: bool
+
+
+class CudaMemory:
+    """The present CUDA device's: a `Memory`."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise WeightsError("the road cuda_ipc needs a CUDA device in this process, and there is none")
+
+    def make(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        try:
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            raise WeightsError(f"no room for a policy of {num_bytes} bytes on the device: {error}") from None
+        storage: Any = buffer.untyped_storage()
+        device, memory, size, offset, counter, counter_offset, event, needs_event = storage._share_cuda_()
+        handle = _Handle(
+            device=device,
+            memory=memory,
+            num_bytes=size,
+            offset_bytes=offset,
+            counter=counter,
+            counter_offset=counter_offset,
+            event=event,
+            needs_event=needs_event,
+        )
+        return buffer, msgspec.msgpack.encode(handle)
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        try:
+            found = msgspec.msgpack.decode(handle, type=_Handle)
+            storage: Any = torch.UntypedStorage
+            opened = storage._new_shared_cuda(
+                found.device,
+                found.memory,
+                found.num_bytes,
+                found.offset_bytes,
+                found.counter,
+                found.counter_offset,
+                found.event,
+                found.needs_event,
+            )
+        except (RuntimeError, msgspec.DecodeError) as error:
+            raise WeightsError(f"cannot open the trainer's device memory: {error}; is it alive, and on this machine?") from error
+        return torch.empty(0, dtype=torch.uint8, device=opened.device).set_(opened)

@@ -1,0 +1,213 @@
+"""The road between GPUs: NCCL through CuPy, a communicator of its own for every call, so that no engine can hold up another.
+
+Bytes travel in uint8 buckets, two at each end: while one is under way, the next is copied to the device, or the one before from it. NCCL
+by itself waits for ever for a peer that is gone, and says nothing; so whoever hangs up says so in the store, and every bucket has a
+deadline, after which the communicator is aborted.
+Both ends meet in the store before they enter NCCL, because entering it cannot be aborted.
+
+What touches a device is behind `Library`: tests run the same protocol over a stand-in on the host. Policies begin and end in the memory of
+the host, where their digests are taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from pipelinerl.errors import WeightsError
+from pipelinerl.weights.calls import DEADLINE_S, TRAINER, Guest, Host
+
+BUCKET_BYTES = 16 << 20
+"""Of each of two buckets. Larger hide the latency of NCCL better and take memory of the device; smaller ones the reverse."""
+POLL_S = 0.0002
+"""Between two looks whether a bucket has arrived: short beside the millisecond that a bucket takes."""
+ASK_S = 0.05
+"""Between two questions whether the other end has hung up; each goes to the trainer's store."""
+
+
+class Communicator(Protocol):
+    """A communicator of two. `send` and `receive` begin in order and return at once, as NCCL's do."""
+
+    def bucket(self, num_bytes: int) -> torch.Tensor:
+        """Memory that it can send from and receive into: [bytes] uint8."""
+        ...
+
+    def send(self, part: torch.Tensor) -> Any:
+        """Begin to send a part of a bucket; return what `is_done` asks about."""
+        ...
+
+    def receive(self, part: torch.Tensor) -> Any:
+        """Begin to fill a part of a bucket; return what `is_done` asks about."""
+        ...
+
+    def is_done(self, work: Any) -> bool:
+        """Whether it is; raises `RuntimeError` where it failed."""
+        ...
+
+    def abort(self) -> None:
+        """Leave at once, whatever is under way."""
+        ...
+
+
+class Library(Protocol):
+    """What makes communicators."""
+
+    def unique_id(self) -> bytes:
+        """A name for one communicator; the trainer makes it, and both ends must have it."""
+        ...
+
+    def connect(self, unique_id: bytes, rank: int) -> Communicator:
+        """Enter the communicator of two as `rank`."""
+        ...
+
+
+def host(library: Library | None = None, *, address: str = "127.0.0.1", deadline_s: float = DEADLINE_S) -> Host:
+    """The trainer's end. Raises `WeightsError` where there is no NCCL."""
+    return Host("nccl", _Connect(library or Cupy()), address=address, deadline_s=deadline_s)
+
+
+def guest(library: Library | None = None, *, deadline_s: float = DEADLINE_S) -> Guest:
+    """An engine's end; what is missing here is said at the first fetch."""
+    return Guest("nccl", _Connect(library), deadline_s=deadline_s)
+
+
+class _Connect:
+    def __init__(self, library: Library | None) -> None:
+        self._library = library
+
+    def __call__(self, store: dist.Store, prefix: str, rank: int, /, *, address: str, deadline: timedelta) -> _Pair:
+        """See `calls.Connect`; the store's own deadline bounds the wait for the other end."""
+        self._library = self._library or Cupy()
+        if rank == TRAINER:
+            store.set(f"{prefix}/id", self._library.unique_id())
+        store.set(f"{prefix}/here/{rank}", b"1")
+        store.wait([f"{prefix}/id", f"{prefix}/here/{1 - rank}"], deadline)
+        line = _Line(store, f"{prefix}/gone", rank)
+        return _Pair(self._library.connect(store.get(f"{prefix}/id"), rank), line=line, deadline_s=deadline.total_seconds())
+
+
+class _Line:
+    """Where each end says that it has hung up, and hears that the other has."""
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int) -> None:
+        self._store, self._prefix, self._rank = store, prefix, rank
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the trainer, and its store with it, may be gone: then nobody is left to hear
+            self._store.set(f"{self._prefix}/{self._rank}", b"1")
+
+    def is_hung_up(self) -> bool:
+        return self._store.check([f"{self._prefix}/{1 - self._rank}"])
+
+
+class _Pair:
+    """See `calls.Pair`."""
+
+    def __init__(self, communicator: Communicator, *, line: _Line, deadline_s: float) -> None:
+        self._communicator = communicator
+        self._line = line
+        self._deadline_s = deadline_s
+        self._buckets = [communicator.bucket(BUCKET_BYTES) for _ in range(2)]
+
+    def send(self, tensor: torch.Tensor) -> None:
+        under_way: list[Any] = []
+        for number, part in enumerate(_parts(tensor)):
+            if len(under_way) == len(self._buckets):
+                self._wait(under_way.pop(0))
+            bucket = self._buckets[number % 2][: len(part)]
+            bucket.copy_(part)
+            under_way.append(self._communicator.send(bucket))
+        for work in under_way:
+            self._wait(work)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        under_way: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        for number, part in enumerate(_parts(tensor)):
+            if len(under_way) == len(self._buckets):
+                self._take(*under_way.pop(0))
+            bucket = self._buckets[number % 2][: len(part)]
+            under_way.append((self._communicator.receive(bucket), bucket, part))
+        for waiting in under_way:
+            self._take(*waiting)
+
+    def abort(self) -> None:
+        self._line.hang_up()
+        self._communicator.abort()
+
+    def _take(self, work: Any, bucket: torch.Tensor, part: torch.Tensor) -> None:
+        self._wait(work)
+        part.copy_(bucket)
+
+    def _wait(self, work: Any) -> None:
+        now = time.monotonic()
+        end, next_question = now + self._deadline_s, now + ASK_S
+        while not self._communicator.is_done(work):
+            now = time.monotonic()
+            if now > end:
+                raise RuntimeError(f"waited {self._deadline_s:g} s for the other end to take or send at most {BUCKET_BYTES} bytes")
+            if now > next_question:
+                next_question = now + ASK_S
+                if self._line.is_hung_up():
+                    raise RuntimeError("the other end has hung up")
+            time.sleep(POLL_S)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor's bytes, a bucket at a time."""
+    flat = tensor.view(-1).view(torch.uint8)
+    return flat.split(BUCKET_BYTES) if len(flat) else ()
+
+
+class Cupy:
+    """NCCL as CuPy has it, apart from torch's own communicators: a `Library`."""
+
+    def __init__(self) -> None:
+        """Raises `WeightsError` where CuPy, NCCL or a GPU is missing."""
+        try:
+            from cupy.cuda import nccl  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise WeightsError(f"the road nccl needs CuPy with NCCL, which is not installed here: {error}") from None
+        if not (nccl.available and torch.cuda.is_available()):
+            raise WeightsError("the road nccl needs a CUDA device and CuPy with NCCL, and one of them is missing here")
+        self._nccl: Any = nccl
+
+    def unique_id(self) -> bytes:
+        return bytes(part & 0xFF for part in self._nccl.get_unique_id())
+
+    def connect(self, unique_id: bytes, rank: int) -> Communicator:
+        signed = tuple(part - 256 if part > 127 else part for part in unique_id)
+        return _CupyCommunicator(self._nccl, self._nccl.NcclCommunicator(2, signed, rank), other=1 - rank)
+
+
+class _CupyCommunicator:
+    def __init__(self, nccl: Any, communicator: Any, *, other: int) -> None:
+        self._nccl = nccl
+        self._communicator = communicator
+        self._other = other
+        self._stream = torch.cuda.Stream()  # of its own: the forward passes of this device do not wait for a peer
+
+    def bucket(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def send(self, part: torch.Tensor) -> Any:
+        return self._begin(self._communicator.send, part)
+
+    def receive(self, part: torch.Tensor) -> Any:
+        return self._begin(self._communicator.recv, part)
+
+    def is_done(self, work: Any) -> bool:
+        self._communicator.check_async_error()
+        return work.query()
+
+    def abort(self) -> None:
+        self._communicator.abort()
+
+    def _begin(self, call: Any, part: torch.Tensor) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream())  # what fills the bucket, or empties it, comes first
+        call(part.data_ptr(), len(part), self._nccl.NCCL_UINT8, self._other, self._stream.cuda_stream)
+        return self._stream.record_event()
