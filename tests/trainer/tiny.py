@@ -103,6 +103,7 @@ def make_step(
     max_grad_norm: float = 1e9,
     method: str = "grpo",
     overrides: dict[str, Any] | None = None,
+    first_step: int = 0,
 ) -> tuple[Step, Optimizer]:
     """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
     replicas = replicas or Replicas(ranks=1, deadline_s=60)
@@ -122,6 +123,7 @@ def make_step(
         replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
+        first_step=first_step,
         max_mismatch_kl=max_mismatch_kl,
     )
     return step, optimizer
