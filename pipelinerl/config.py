@@ -57,10 +57,13 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    source: str = Field(description="JSONL or Parquet file, or `path:name` of a Python function or datasets.Dataset that yields rows")
+    source: str | dict[str, PositiveFloat] = Field(
+        description="JSONL or Parquet file, or `path:name` of a Python function or datasets.Dataset that yields rows; or several, each with"
+        " its weight: { 'a.jsonl' = 2, 'b.jsonl' = 1 }"
+    )
     prompt_column: str = Field("prompt", description="text, or a list of chat messages, which then go through the chat template")
     shuffle: bool = Field(True, description="a new seeded order every epoch")
-    limit: PositiveInt | None = Field(None, description="use only the first rows of the source")
+    limit: PositiveInt | None = Field(None, description="use only the first rows of the source, or of each")
 
 
 class RolloutSection(Section):

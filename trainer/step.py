@@ -207,9 +207,22 @@ class Step:
         return totals
 
 
+def _sampled_whole(batch: MicroBatch) -> np.ndarray:
+    """[tokens with a loss] bool: whether one version sampled the token's whole sequence."""
+    sample = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[batch.trains]
+    versions = batch.versions[batch.trains]
+    oldest, newest = np.full(len(batch.lengths), np.iinfo(np.int32).max), np.full(len(batch.lengths), -1)
+    np.minimum.at(oldest, sample, versions)
+    np.maximum.at(newest, sample, versions)
+    return (oldest == newest)[sample]
+
+
 def check_agreement(columns: TokenColumns, *, batch: MicroBatch, limit: float) -> None:
-    """Raise `MismatchError` where a token sampled by the version being trained has another log-probability here than in its engine."""
-    fresh = columns.versions == columns.trained_version
+    """Raise `MismatchError` where a token has another log-probability here than in its engine, though the weights are the same.
+
+    They are in sequences that the version being trained sampled whole: what lived through a swap saw keys and values of older weights.
+    """
+    fresh = (columns.versions == columns.trained_version) & torch.from_numpy(_sampled_whole(batch)).to(columns.versions.device)
     if not bool(fresh.any()):
         return
     ours, theirs = columns.logprobs.detach(), columns.behaviour_logprobs

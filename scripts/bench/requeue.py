@@ -40,6 +40,9 @@ PATIENCE_S = 900.0
 def main() -> None:
     parser = harness.options(__doc__ or "")
     parser.add_argument("--requeues", type=int, help="default 20, with --quick 2")
+    parser.add_argument(
+        "--limits", type=int, default=LONG_MIN, help="so many requeues by the limit itself, the others by a USR1 sent at once"
+    )
     parser.add_argument("--apart", action="store_true", help="the engine on a machine of its own (network namespaces)")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_args()
@@ -48,7 +51,7 @@ def main() -> None:
         apart = ["slurm.engine_nodes=1"] if arguments.apart else []
         run_folder = _job(Path(folder) / "runs", [*apart, *arguments.overrides])
         with slurm.cluster(_made(Path(folder) / "slurm"), nodes=2 if arguments.apart else 1, is_apart=arguments.apart) as machine:
-            attempts = _run(machine, run_folder, requeues=requeues)
+            attempts = _run(machine, run_folder, requeues=requeues, limits=arguments.limits)
         _report(arguments, run_folder, attempts, requeues=requeues)
 
 
@@ -68,8 +71,8 @@ def _job(folder: Path, overrides: list[str]) -> Path:
     return prepare(load(settings, overrides=[*job, *overrides])).parent
 
 
-def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int) -> list[list[Any]]:
-    """Requeue so often, then let it finish. One row for each attempt."""
+def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int, limits: int = LONG_MIN) -> list[list[Any]]:
+    """Requeue so often, `limits` of them by the limit, then let it finish. One row for each attempt."""
     number = machine.run("sbatch", "--parsable", str(run_folder / "job.sbatch"))
     attempts = []
     for attempt in range(requeues + 1):
@@ -82,9 +85,8 @@ def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int) -> list[lis
         first_step_s = time.monotonic() - started
         if attempt < requeues:
             _wait(lambda before=before: len(_steps(run_folder)) >= before + STEPS or _is_over(machine, number), "more steps")
-            state = machine.state(number)
-            minutes = (_seconds(state["RunTime"]) + SAVE_S + 30) // 60 + 1
-            machine.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+            if not _is_over(machine, number):
+                _warn(machine, number, is_at_limit=attempt < limits)
         _wait(lambda: machine.state(number)["JobState"] != "RUNNING", f"attempt {attempt} to end")
         ended = time.time()
         last = [*_lines(run_folder)][-1]
@@ -100,6 +102,15 @@ def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int) -> list[lis
     state = machine.state(number)
     print(f"job {number}: {state['JobState']}, {state['Restarts']} restarts", flush=True)
     return attempts
+
+
+def _warn(machine: slurm.Cluster, number: str, *, is_at_limit: bool) -> None:
+    """Have Slurm send its USR1: because the limit is near, which it looks for twice a minute, or at once."""
+    if is_at_limit:
+        minutes = (_seconds(machine.state(number)["RunTime"]) + SAVE_S + 30) // 60 + 1
+        machine.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+    else:
+        machine.run("scancel", "--batch", "--signal=USR1", number)
 
 
 def _report(arguments: Any, run_folder: Path, attempts: list[list[Any]], *, requeues: int) -> None:

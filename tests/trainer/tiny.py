@@ -104,6 +104,7 @@ def make_step(
     method: str = "grpo",
     overrides: dict[str, Any] | None = None,
     is_offloaded: bool = False,
+    first_step: int = 0,
 ) -> tuple[Step, Optimizer]:
     """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
     replicas = replicas or Replicas(ranks=1, deadline_s=60)
@@ -124,6 +125,7 @@ def make_step(
         replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
+        first_step=first_step,
         max_mismatch_kl=max_mismatch_kl,
     )
     return step, optimizer
