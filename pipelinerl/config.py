@@ -132,6 +132,7 @@ class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
+    passes: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
     learning_rate: PositiveFloat = Field(1e-6)
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
@@ -154,6 +155,19 @@ class TrainerSection(Section):
     def layout(self) -> Layout:
         """How the ranks share the model."""
         return Layout(ranks=self.ranks, **self.parallel.model_dump())
+
+
+class ReferenceSection(Section):
+    path: Path | None = Field(
+        None, description="Hugging Face folder of a frozen model whose log-probabilities a method reads: a reference, or a teacher"
+    )
+    offload: bool = Field(False, description="keep its weights on the host, and bring them to the device for each row")
+
+
+class CriticSection(Section):
+    path: Path | None = Field(None, description="Hugging Face folder the value model starts from; default: model.path, and values of 0")
+    learning_rate: PositiveFloat = Field(1e-5, description="its schedule is the policy's, with this peak")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="first steps of the run that train the critic alone")
 
 
 class EvaluationSection(Section):
@@ -238,6 +252,8 @@ class Config(Section):
     batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]
     pipeline: PipelineSection = PipelineSection()  # pyright: ignore[reportCallIssue]
     trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
+    reference: ReferenceSection = ReferenceSection()  # pyright: ignore[reportCallIssue]
+    critic: CriticSection = CriticSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
@@ -368,12 +384,20 @@ def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[
                 )
 
 
+def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:
+    if reference.offload and trainer.layout.ranks > trainer.layout.copies:
+        yield (
+            f"reference.offload keeps whole weights on the host, and trainer.{trainer.layout} spreads them over ranks. Set it to false: a"
+            " rank then holds its part only."
+        )
+
+
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
 
 
-_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works)
+_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works, _reference_can_be_offloaded)
 """Each takes the sections it is about, by name."""
 
 

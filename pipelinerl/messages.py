@@ -467,6 +467,8 @@ class MicroBatch(Message, frozen=True):
     """[N] float32, for rules that read which samples are correct; None only where nobody scored them."""
     truncated: Mask | None = None
     """[N] bool, true where the completion reached its longest length; None only where no engine made the samples."""
+    group_ids: Int32 | None = None
+    """[N] int32, equal for siblings, for advantages that the trainer makes; None only where nobody grouped the samples."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -475,7 +477,7 @@ class MicroBatch(Message, frozen=True):
             raise ValueError(
                 f"{name}: lengths {self.lengths.tolist()} must sum to {len(self.token_ids)} tokens and name {len(self.rollout_ids)} samples"
             )
-        for column in (self.rewards, self.truncated):
+        for column in (self.rewards, self.truncated, self.group_ids):
             if column is not None and len(column) != len(self.lengths):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 

@@ -230,6 +230,7 @@ def test_a_resolved_config_survives_the_journey_to_another_process():
 def test_every_key_says_what_it_is_for():
     """Those whose name says it all are listed here."""
     obvious = {
+        "trainer.passes",
         "trainer.learning_rate",
         "trainer.weight_decay",
         "trainer.max_grad_norm",
@@ -296,6 +297,7 @@ KEYS = [
     "trainer.parallel.tensor",
     "trainer.parallel.pipeline",
     "trainer.parallel.expert",
+    "trainer.passes",
     "trainer.learning_rate",
     "trainer.warmup_steps",
     "trainer.final_learning_rate_fraction",
@@ -309,6 +311,11 @@ KEYS = [
     "trainer.cores",
     "trainer.ready_deadline_s",
     "trainer.silent_after_s",
+    "reference.path",
+    "reference.offload",
+    "critic.path",
+    "critic.learning_rate",
+    "critic.warmup_steps",
     "evaluation.source",
     "evaluation.every",
     "evaluation.limit",

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.process import read_config
+from trainer.build import parameters_of
 from trainer.checkpoint import save_model
 from trainer.checkpoints import newest, read_manifest
-from trainer.loop import parameters_of
 from trainer.model import Model
 
 

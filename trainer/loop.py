@@ -11,11 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
@@ -31,21 +27,17 @@ from pipelinerl.messages import (
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.slots import machine
+from trainer.build import build_critic, build_policy, build_step, state_of
 from trainer.checkpoint import save_model
 from trainer.checkpoints import Checkpoints
 from trainer.feed import Feed
 from trainer.lineage import Lineage
-from trainer.model import Model, Weights
-from trainer.optimizer import Optimizer, Schedule
+from trainer.model import Weights
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publish import Publisher
 from trainer.step import Step
-from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves
-
-MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
-"""Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
 
 
 def train(config: Config, run_folder: Path) -> None:
@@ -53,19 +45,10 @@ def train(config: Config, run_folder: Path) -> None:
     layout = config.trainer.layout
     check_layout(layout, config.model.path)
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=layout)
-    model = Model(
-        config.model.path,
-        dtype=config.model.dtype,
-        temperature=config.rollout.temperature,
-        device=replicas.device,
-        replicas=replicas,
-        recomputes=config.trainer.recompute,
-        has_float32_head=config.trainer.float32_head,
-    )
-    optimizer = _make_optimizer(config, model=model, replicas=replicas)
+    policy, critic = build_policy(config, replicas=replicas), build_critic(config, replicas=replicas)
     checkpoints = Checkpoints(
         run_folder / "checkpoints",
-        state=lambda: _state_of(model, optimizer, rank=replicas.rank),
+        state=lambda: state_of(policy, critic, rank=replicas.rank),
         rank=replicas.rank,
         num_ranks=replicas.size,
         keep=config.checkpoint.keep,
@@ -74,13 +57,13 @@ def train(config: Config, run_folder: Path) -> None:
     if restored is not None:
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
-    step = _make_step(config, model=model, optimizer=optimizer, replicas=replicas, first_step=first)
-    weights = Weights(model, is_wanted=replicas.rank == 0)
+    step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first)
+    weights = Weights(policy.model, is_wanted=replicas.rank == 0)
     publisher = None
     if replicas.rank == 0:
         publisher = Publisher(
             weights.present,
-            tied_names=model.tied_names(),
+            tied_names=policy.model.tied_names(),
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
@@ -124,7 +107,9 @@ def train(config: Config, run_folder: Path) -> None:
         )
         loop.run(first, config.trainer.steps)
         checkpoints.wait()
-        save_model(model, run_folder / "model", source=config.model.path)
+        save_model(policy.model, run_folder / "model", source=config.model.path)
+        if critic is not None:
+            save_model(critic.model, run_folder / "critic", source=config.model.path)
         loop.tell_news()
         # Engines may still have to attach the last policy: its buffer stays until the orchestrator says that the run is over.
         waves.wait_for_stop(config.trainer.silent_after_s)
@@ -161,7 +146,7 @@ class Loop:
                     self.checkpoint(number, commit)
                 return
             with self.phases("forward_backward"):
-                self.step.train_held()
+                self.step.train_held(sealed)
             with self.phases("optimizer"):
                 metrics = self.step.finish(sealed)
             self.lineage.finish_step()
@@ -220,51 +205,3 @@ def _make_feed(config: Config, run_folder: Path, *, ready: TrainerReady, publish
         silent_after_s=config.trainer.silent_after_s,
         publisher=publisher,
     )
-
-
-def _make_optimizer(config: Config, *, model: Model, replicas: Replicas) -> Optimizer:
-    section = config.trainer
-    return Optimizer(
-        model.parameters(),
-        schedule=Schedule(
-            learning_rate=section.learning_rate,
-            num_steps=section.steps,
-            warmup_steps=section.warmup_steps,
-            final_fraction=section.final_learning_rate_fraction,
-        ),
-        betas=section.betas,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-        holdings=model.holdings,
-        replicas=replicas,
-    )
-
-
-def _make_step(config: Config, *, model: Model, optimizer: Optimizer, replicas: Replicas, first_step: int) -> Step:
-    return Step(
-        TorchEngine(model, optimizer=optimizer, replicas=replicas),
-        method=method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness),
-        replicas=replicas,
-        max_completion_tokens=config.rollout.max_tokens,
-        max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
-        max_mismatch_kl=config.trainer.max_mismatch_kl,
-        correct_reward=config.algorithm.correct_reward,
-        first_step=first_step,
-    )
-
-
-def _state_of(model: Model, optimizer: Optimizer, *, rank: int) -> dict[str, Any]:
-    """The tensors of a checkpoint: those in use, so that loading one writes into them.
-
-    Of a model that is spread over ranks, each rank has its own pieces of the optimizer's tensors: such a run goes on in the same layout.
-    """
-    parameters = parameters_of(model)
-    moments = optimizer.tensors(list(parameters))
-    if model.is_spread:
-        moments = {f"rank-{rank}.{name}": tensor for name, tensor in moments.items()}
-    return {"model": parameters, "optimizer": moments}
-
-
-def parameters_of(model: Model) -> dict[str, torch.Tensor]:
-    """The trained weights in use, by name, in the order in which the optimizer has them."""
-    return {name: parameter.detach() for name, parameter in model.module.named_parameters() if parameter.requires_grad}

@@ -1,8 +1,8 @@
-"""The model being trained: loaded from a Hugging Face folder, run on packed rows, named as Hugging Face names it.
+"""A model of the trainer: loaded from a Hugging Face folder, run on packed rows, named as Hugging Face names it.
 
 Log-probabilities come out as the engine defines them, so that the two can be compared token by token: logits divided by the sampling
 temperature, softmax in float32 over the whole vocabulary, natural logarithm. Logits exist only for the tokens that predict a trained one,
-and never all at once.
+and never all at once. A value model is the same without an output embedding: one number per hidden state instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import ConfigError
@@ -28,7 +28,7 @@ from trainer.sharding import check_head, local, spread
 
 
 class Model:
-    """This rank's share of a causal language model. What computes or gathers is called by all ranks of a replica, in the same order."""
+    """This rank's share of a language model. What computes or gathers is called by all ranks of a replica, in the same order."""
 
     def __init__(
         self,
@@ -40,18 +40,24 @@ class Model:
         replicas: Replicas | None = None,
         recomputes: bool = False,
         has_float32_head: bool = False,
+        gives_values: bool = False,
+        is_frozen: bool = False,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
-        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there.
+        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `gives_values` this is
+        a value model, of values 0 where the folder holds a language model only.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
         replicas = replicas or Replicas(ranks=1, deadline_s=0.0)
         is_sharded = replicas.layout.shard > 1
         self.dtype = getattr(torch, dtype)
-        self.module = _load(folder, dtype=torch.float32 if is_sharded else self.dtype)
-        check_head(self.module)
+        held_dtype = torch.float32 if is_sharded and not is_frozen else self.dtype
+        self.module = _load_values(folder, dtype=held_dtype) if gives_values else _load(folder, dtype=held_dtype)
+        self.module.requires_grad_(not is_frozen)
+        if not gives_values:
+            check_head(self.module)
         # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
         self.module.eval()
         if recomputes:
@@ -73,6 +79,15 @@ class Model:
 
     def logprobs(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([K] float32 log-probability of every trained token, [K] float32 entropy in nats), both with gradient."""
+        logprobs, entropy = self._run(row)
+        return logprobs, entropy
+
+    def values(self, row: Row) -> torch.Tensor:
+        """Return [K] float32, a value model's value of the state before every trained token, with gradient."""
+        (values,) = self._run(row)
+        return values
+
+    def _run(self, row: Row) -> tuple[torch.Tensor, ...]:
         outputs = self._stage(row)
         if not torch.is_grad_enabled() and isinstance(self._stage, FSDPModule):
             self._stage.reshard()  # no backward pass will
@@ -135,7 +150,8 @@ class _Stage(torch.nn.Module):
         self._has_float32_head = has_float32_head
         self.module = module
         self._temperature = temperature
-        self._vocabulary = self._head_weight().shape[0]
+        self._gives_values = module.get_output_embeddings() is None
+        self._vocabulary = 0 if self._gives_values else self._head_weight().shape[0]
         self._tensor = replicas.layout.tensor
         self._place = replicas.place("tensor")
         self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
@@ -145,25 +161,33 @@ class _Stage(torch.nn.Module):
         head: Any = self.module.get_output_embeddings()  # `check_head` has seen it
         return head.weight
 
-    def forward(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, row: Row) -> tuple[torch.Tensor, ...]:
         hidden = self.module.base_model(
             input_ids=row.token_ids[None], position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
         ).last_hidden_state
-        hidden, weight = hidden[0, row.sources], local(self._head_weight())
+        hidden = hidden[0, row.sources]
+        outputs = (self._values(hidden),) if self._gives_values else self._logprobs(hidden, row.targets)
+        if self._context is None:
+            return outputs
+        columns = gather_outputs(torch.stack(outputs, 1), self._context)[row.order]
+        return tuple(column.clone() for column in columns.unbind(1))  # not views: FSDP hangs the start of the backward pass on them
+
+    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight = local(self._head_weight())
         if self._has_float32_head:
             hidden, weight = hidden.float(), weight.float()
-        logprobs, entropy = linear_logprobs(
+        return linear_logprobs(
             hidden,
             weight,
-            row.targets,
+            targets,
             temperature=self._temperature,
             first_id=-(-self._vocabulary // self._tensor) * self._place,
             group=self._group,
         )
-        if self._context is None:
-            return logprobs, entropy
-        columns = gather_outputs(torch.stack((logprobs, entropy), 1), self._context)[row.order]
-        return columns[:, 0].clone(), columns[:, 1].clone()  # not views: FSDP hangs the start of the backward pass on these tensors
+
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
+        score: Any = self.module.score
+        return hidden.float() @ local(score.weight).float()[0] + local(score.bias).float()
 
 
 def _tied_names(module: PreTrainedModel) -> frozenset[str]:
@@ -174,10 +198,34 @@ def _tied_names(module: PreTrainedModel) -> frozenset[str]:
 
 
 def _load(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    return _from_folder(AutoModelForCausalLM, folder, dtype=dtype)[0]
+
+
+def _load_values(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder with one output per token, named `score`; 0 for every state until it is trained."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # that a language model lacks the weights of a score is known
+    try:
+        module, missing = _from_folder(AutoModelForTokenClassification, folder, dtype=dtype, num_labels=1)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    score: Any = module.score
+    with torch.no_grad():
+        for name, parameter in score.named_parameters():
+            if f"score.{name}" in missing:
+                parameter.zero_()
+    return module
+
+
+def _from_folder(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, set[str]]:
+    """The model, and the names of its parameters that the folder does not hold."""
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path {folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
+        raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
     transformers.logging.disable_progress_bar()  # one line in a log for every shard of every model tells nobody anything
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True)
+        module, loading = kind.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True, **options
+        )
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"model.path {folder} cannot be loaded as a causal language model: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"model folder {folder} cannot be loaded as a language model: {type(error).__name__}: {error}") from error
+    return module, set(loading["missing_keys"])

@@ -305,6 +305,7 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> Mic
         rollout_ids=tuple(trajectory.rollout_id for trajectory in trajectories),
         rewards=np.array([sample.reward for sample in samples], np.float32),
         truncated=np.array([trajectory.finish is Finish.LENGTH for trajectory in trajectories], np.bool_),
+        group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int32),
     )
 
 

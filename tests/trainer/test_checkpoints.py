@@ -18,10 +18,10 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved
 from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
+from trainer.build import Trained, state_of
 from trainer.checkpoints import Checkpoints, newest, read_manifest
 from trainer.export import export
 from trainer.lineage import Lineage
-from trainer.loop import _state_of
 from trainer.model import Model
 from trainer.optimizer import Optimizer
 
@@ -61,12 +61,13 @@ class Trainer:
         return self.checkpoints.take_news()
 
     def everything(self) -> dict[str, torch.Tensor]:
-        state = _state_of(self.model, self.optimizer, rank=0)
+        state = state_of(Trained(model=self.model, optimizer=self.optimizer), rank=0)
         return {f"{part}.{name}": tensor.clone() for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
 def make_checkpoints(model: Model, optimizer: Optimizer, run_folder: Path, *, keep: int = 1) -> Checkpoints:
-    return Checkpoints(run_folder / "checkpoints", state=lambda: _state_of(model, optimizer, rank=0), rank=0, num_ranks=1, keep=keep)
+    trained = Trained(model=model, optimizer=optimizer)
+    return Checkpoints(run_folder / "checkpoints", state=lambda: state_of(trained, rank=0), rank=0, num_ranks=1, keep=keep)
 
 
 def names(run_folder: Path) -> list[str]:
