@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from pipelinerl import config as configuration
 from pipelinerl import launch
+from pipelinerl.config import Config
+from pipelinerl.config_file import known_keys, load
 from pipelinerl.errors import PipelineError
 
 app = typer.Typer(
@@ -58,7 +59,7 @@ def run(
     Ctrl-C once saves the model and ends; twice ends at once. Either way `--resume` goes on: from the last checkpoint, with what was
     generated and scored since; the same command line starts a run and, after whatever ended it, goes on with it.
     """
-    settings = configuration.load(config_file, overrides=overrides or [])
+    settings = load(config_file, overrides=overrides or [])
     if dry_run:
         _print_plan(settings)
         return
@@ -81,7 +82,7 @@ def demo(
     from pipelinerl.demo.settings import demo_config, make_demo_model
 
     settings_file = demo_config(folder=folder, seed=seed)
-    settings = configuration.load(settings_file, overrides=overrides or [])
+    settings = load(settings_file, overrides=overrides or [])
     console.print(f"[bold]1/3[/] a fresh model in {escape(str(settings.model.path))}")
     make_demo_model(settings.model.path, seed=seed)
     console.print("[bold]2/3[/] warm start on demonstrations, a quarter of which show what will be rewarded")
@@ -182,7 +183,7 @@ def slurm(
     from pipelinerl.preflight import check
     from pipelinerl.slurm import submit as job
 
-    settings = configuration.load(config_file, overrides=overrides or [])
+    settings = load(config_file, overrides=overrides or [])
     if submit:
         check(settings)
         job.check_reach(settings)
@@ -232,7 +233,7 @@ def algorithms() -> None:
 @app.command()
 def keys() -> None:
     """List every config key with what it means."""
-    for key, meaning in configuration.known_keys().items():
+    for key, meaning in known_keys().items():
         console.print(f"{key:<40} {meaning}", markup=False, highlight=False)
 
 
@@ -245,7 +246,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _train(settings: configuration.Config, *, resume: bool = False) -> None:
+def _train(settings: Config, *, resume: bool = False) -> None:
     from pipelinerl.preflight import check
     from pipelinerl.report import write_report
     from pipelinerl.tracking.beside import missing_packages, trackers
@@ -266,7 +267,7 @@ def _train(settings: configuration.Config, *, resume: bool = False) -> None:
     console.print(f"model: {escape(str(run_folder / 'model'))}")
 
 
-async def _launch_and_show(settings: configuration.Config, run_folder: Path) -> None:
+async def _launch_and_show(settings: Config, run_folder: Path) -> None:
     from pipelinerl.live import show
 
     until = asyncio.Event()
@@ -286,7 +287,7 @@ async def _launch_and_show(settings: configuration.Config, run_folder: Path) -> 
         raise failure
 
 
-def _print_plan(settings: configuration.Config) -> None:
+def _print_plan(settings: Config) -> None:
     from pipelinerl.tracking.beside import command
 
     console.print_json(settings.model_dump_json())

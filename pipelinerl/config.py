@@ -1,30 +1,21 @@
-"""The run's settings: one TOML file, one section per part; a part is given its own section, never the whole.
+"""The run's settings: one section per part; a part is given its own section, never the whole.
 
-`load()` reads a file and `section.key=value` overrides, reports every problem at once (with its path and the nearest known name),
-and returns a frozen `Config`. Derived values are computed once, by `Config.derived()`, and printed by `pipelinerl run --dry-run`.
+`pipelinerl.config_file` reads them. Derived values are computed once, by `Config.derived()`, and printed by `pipelinerl run --dry-run`.
 Imports neither torch nor vLLM, so a head node can check a config.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import enum
-import inspect
-import tomllib
-import typing
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from pipelinerl.errors import ConfigError
-from pipelinerl.layout import Layout, nearest, problems_of
+from pipelinerl.contradictions import contradictions
+from pipelinerl.layout import Layout
 
-SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
-"""Last words of settings that must not be settings."""
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -283,152 +274,3 @@ class Config(Section):
             "rollouts in engines at once, at most": self.max_running_rollouts,
             "groups admitted before the first step, at most": (self.pipeline.max_staleness + 1) * self.batch.groups_per_step,
         }
-
-
-def load(path: Path, *, overrides: typing.Sequence[str] = ()) -> Config:
-    """Read a TOML config and apply `section.key=value` overrides (values in TOML syntax; a bare word is a string).
-
-    Relative paths in the file stay relative to the working directory. Raises `ConfigError` listing every problem at once.
-    """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no config file at {path}: name an existing TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for override in overrides:
-        _apply(tree, override)
-    return parse(tree, origin=str(path))
-
-
-def parse(tree: dict[str, Any], *, origin: str) -> Config:
-    """Validate a plain dictionary of sections. Raises `ConfigError` listing every problem at once; `origin` names the file."""
-    try:
-        return Config.model_validate(tree)
-    except pydantic.ValidationError as error:
-        problems = [line for item in error.errors() for line in _describe(item, others=error.errors())]
-        if any(item["loc"] for item in error.errors()):  # then pydantic did not come to compare the sections
-            problems += contradictions(_valid_sections(tree))
-        plural = "problem" if len(problems) == 1 else "problems"
-        raise ConfigError(f"{origin}: {len(problems)} {plural}\n" + "\n".join(f"  - {line}" for line in problems)) from None
-
-
-def contradictions(sections: Mapping[str, Any]) -> list[str]:
-    """What is right in each section and wrong between them, as far as the sections are there."""
-    found = []
-    for check in _CHECKS:
-        needed = inspect.signature(check).parameters
-        if needed.keys() <= sections.keys():
-            found += check(**{name: sections[name] for name in needed})
-    return found
-
-
-def known_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> dict[str, str]:
-    """Every dotted key with its description; the list that documentation and tests hold."""
-    keys: dict[str, str] = {}
-    for name, field in model.model_fields.items():
-        inner = _section_of(field.annotation)
-        if inner is None:
-            keys[prefix + name] = field.description or ""
-        else:
-            keys |= known_keys(inner, f"{prefix}{name}.")
-    return keys
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"override {override!r} is not `section.key=value`, for example `trainer.steps=10`")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        value = text
-    node = tree
-    for part in parts[:-1]:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
-    node[parts[-1]] = value
-
-
-def _row_holds_a_trajectory(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
-    if rollout.max_tokens > batch.max_tokens:
-        yield (
-            f"batch.max_tokens is {batch.max_tokens} but rollout.max_tokens is {rollout.max_tokens}: a trajectory could never be packed."
-            " Raise batch.max_tokens."
-        )
-
-
-def _group_can_survive(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
-    if batch.min_survivors > rollout.group_size:
-        yield (
-            f"batch.min_survivors is {batch.min_survivors} but rollout.group_size is {rollout.group_size}: every group would fail."
-            " Lower batch.min_survivors."
-        )
-
-
-def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -> Iterator[str]:
-    for part, wanted, cores in (("engine", engine.count, engine.cores), ("trainer", trainer.ranks, trainer.cores)):
-        if cores and len(cores) != wanted:
-            yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
-
-
-def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[str]:
-    for part, options in (("engine.options", engine.options), ("algorithm.overrides", algorithm.overrides)):
-        for key in options:
-            if key.lower().rpartition("_")[2] in SECRET_WORDS:
-                yield (
-                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown. Leave it out, and set it in the"
-                    " environment."
-                )
-
-
-def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:
-    if reference.offload and trainer.layout.ranks > trainer.layout.copies:
-        yield (
-            f"reference.offload keeps whole weights on the host, and trainer.{trainer.layout} spreads them over ranks. Set it to false: a"
-            " rank then holds its part only."
-        )
-
-
-def _layout_works(trainer: TrainerSection) -> Iterator[str]:
-    if found := problems_of(trainer.layout):
-        yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
-
-
-_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works, _reference_can_be_offloaded)
-"""Each takes the sections it is about, by name."""
-
-
-def _valid_sections(tree: dict[str, Any]) -> dict[str, Any]:
-    """The sections without a problem of their own, where others have one."""
-    valid = {}
-    for name, field in Config.model_fields.items():
-        with contextlib.suppress(pydantic.ValidationError):
-            valid[name] = pydantic.TypeAdapter[Any](field.annotation or Any).validate_python(tree.get(name, {}))
-    return valid
-
-
-def _describe(item: Any, *, others: list[Any]) -> list[str]:
-    path = ".".join(str(part) for part in item["loc"])
-    key = ".".join(part for part in item["loc"] if isinstance(part, str))
-    if item["type"] == "extra_forbidden":
-        section, _, _ = key.rpartition(".")
-        siblings = [known for known in (*known_keys(), *Config.model_fields) if known.rpartition(".")[0] == section]
-        near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6 if not section else 0.8)
-        return [f"{path} is not a known key" + (f"; did you mean {near[0]}?" if near else "")]
-    if item["type"] == "missing":
-        return [f"{path} is missing: {known_keys().get(key) or 'it has no default'}"]
-    if item["type"] == "value_error":
-        return str(item["ctx"]["error"]).splitlines()
-    if item["type"] == "too_short" and any(len(other["loc"]) > len(item["loc"]) and other["loc"][0] == item["loc"][0] for other in others):
-        return []  # its entries are there, and what is wrong with them is said
-    return [f"{path} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"]
-
-
-def _section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
-    for candidate in (annotation, *typing.get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config import Config, Mode, known_keys, load, parse
+from pipelinerl.config import Config, Mode
+from pipelinerl.config_file import known_keys, load, parse
 from pipelinerl.errors import ConfigError
 
 MINIMAL = """\

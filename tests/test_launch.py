@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from pipelinerl import launch
-from pipelinerl.config import Config, parse
+from pipelinerl.config import Config
+from pipelinerl.config_file import parse
 from pipelinerl.errors import ConfigError, PeerGone
 from pipelinerl.launch import Launcher, Role, make_run_folder, roles_of
 from pipelinerl.process import read_config

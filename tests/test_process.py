@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import parse
+from pipelinerl.config_file import parse
 from pipelinerl.process import read_config
 from tests import processes
 

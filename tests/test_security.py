@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import parse
+from pipelinerl.config_file import parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import make_run_folder, roles_of
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, ToEngine

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelinerl import messages
-from pipelinerl.config import load, parse
+from pipelinerl.config_file import load, parse
 from pipelinerl.errors import ConfigError, WireError
 from pipelinerl.metrics import read_journals
 from pipelinerl.process import read_config

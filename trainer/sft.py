@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipelinerl.config import load
+from pipelinerl.config_file import load
 from pipelinerl.errors import PipelineError
 from trainer.threads import set_threads
 

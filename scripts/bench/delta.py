@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """How few bytes the changes of a policy take, against the entropy bound, and how fast they are made and laid over, against memcpy.
 
 Synthetic: bfloat16 weights of which a given part moves to a neighbouring value, as at the learning rates of RL. `demo`: the last of some

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Does the demo learn, and how fast? Three seeds of `pipelinerl demo`, each from a fresh model, judged on 256 held-out prompts.
 
 Greedy accuracy before RL (the warm-started model) and after it, the seconds until the first step is trained, and those of the whole run.

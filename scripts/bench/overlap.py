@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """What streaming gains: the same work in the modes streaming, one_step_off and sync, on the same code, engine and trainer on a core each.
 
 The task is balanced: generating a batch takes about as long as training on it. Sync then uses one core at a time, and no schedule
@@ -28,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from pipelinerl.config import Config, Mode, parse
+from pipelinerl.config import Config, Mode
+from pipelinerl.config_file import parse
 from pipelinerl.metrics import read_journals
 from scripts.bench import harness, warm
 

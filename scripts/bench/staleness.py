@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """How much staleness a policy learns through, on the demo's task: reward per sample and, on real runs, per second against the bound K.
 
 Per sample: one process, several seeds, the age of every token exactly controlled (`scripts/bench/lagged.py`). A batch may get old in a

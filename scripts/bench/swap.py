@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """How long a swap keeps an engine from its next forward pass, from 1 M to 1 B parameters, and what staging takes from decoding.
 
 A real vLLM engine decodes; policies lie in shared memory, as the trainer leaves them. `pause` is `Engine.commit` between two forward

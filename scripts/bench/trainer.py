@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """What RL costs the trainer: the whole trainer, fed over the wire, against its engine alone on the same rows.
 
 `plain` is the engine's own loop: rows laid out beforehand, the negative log-likelihood, the same optimizer. `RL` is what runs in a run:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """What the transport and the orchestrator cost: bytes through two processes, trajectories through one core, and how the cost grows.
 
 `pair`: one process sends completions of 1,000 tokens, another receives them; our link and hub (encoding, acknowledgements, decoding and
@@ -32,7 +31,8 @@ from orchestrator.credit import MethodCredit
 from orchestrator.pipeline import Pipeline
 from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
-from pipelinerl.config import Config, parse
+from pipelinerl.config import Config
+from pipelinerl.config_file import parse
 from pipelinerl.messages import (
     Completion,
     EngineLoad,

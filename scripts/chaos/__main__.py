@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl import launch
-from pipelinerl.config import Config, load
+from pipelinerl.config import Config
+from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config
 from scripts.chaos import victims
 

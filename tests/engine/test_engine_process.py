@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.config import parse
+from pipelinerl.config_file import parse
 from pipelinerl.messages import (
     Alive,
     Completion,

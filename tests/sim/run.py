@@ -14,7 +14,8 @@ import numpy as np
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.state.ledger import Ledger
-from pipelinerl.config import Config, Mode, parse
+from pipelinerl.config import Config, Mode
+from pipelinerl.config_file import parse
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
 from pipelinerl.metrics import Journal, read_journals
 from pipelinerl.transport.memory import CALM, MemoryHub, Weather

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config import parse
+from pipelinerl.config_file import parse
 from pipelinerl.metrics import read_journals
 from pipelinerl.slurm.submit import prepare
 from tests.slurm import cluster as slurm

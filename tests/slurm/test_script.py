@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config import Config, load, parse
+from pipelinerl.config import Config
+from pipelinerl.config_file import load, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.slurm.placement import nodes_of, roles_on
 from pipelinerl.slurm.script import OWNED, render

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import parse
+from pipelinerl.config_file import parse
 from pipelinerl.metrics import Journal
 from pipelinerl.tracking.beside import command
 from tests.processes import PATIENCE_S, wait_until

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipelinerl.config import Config, load
+from pipelinerl.config import Config
+from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config
 from pipelinerl.demo.sort_digits import BEHAVIOURS, demonstrations, held_out_prompts, make_model, reward, train_prompts
 from pipelinerl.errors import ConfigError, DataError

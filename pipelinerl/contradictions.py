@@ -1,0 +1,74 @@
+"""What is right in each section of the settings and wrong between them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl.layout import nearest, problems_of
+
+if TYPE_CHECKING:
+    from pipelinerl.config import AlgorithmSection, BatchSection, EngineSection, ReferenceSection, RolloutSection, TrainerSection
+
+SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
+"""Last words of settings that must not be settings."""
+
+
+def contradictions(sections: Mapping[str, Any]) -> list[str]:
+    """What is right in each section and wrong between them, as far as the sections are there."""
+    found = []
+    for check in _CHECKS:
+        needed = inspect.signature(check).parameters
+        if needed.keys() <= sections.keys():
+            found += check(**{name: sections[name] for name in needed})
+    return found
+
+
+def _row_holds_a_trajectory(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
+    if rollout.max_tokens > batch.max_tokens:
+        yield (
+            f"batch.max_tokens is {batch.max_tokens} but rollout.max_tokens is {rollout.max_tokens}: a trajectory could never be packed."
+            " Raise batch.max_tokens."
+        )
+
+
+def _group_can_survive(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
+    if batch.min_survivors > rollout.group_size:
+        yield (
+            f"batch.min_survivors is {batch.min_survivors} but rollout.group_size is {rollout.group_size}: every group would fail."
+            " Lower batch.min_survivors."
+        )
+
+
+def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -> Iterator[str]:
+    for part, wanted, cores in (("engine", engine.count, engine.cores), ("trainer", trainer.ranks, trainer.cores)):
+        if cores and len(cores) != wanted:
+            yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
+
+
+def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[str]:
+    for part, options in (("engine.options", engine.options), ("algorithm.overrides", algorithm.overrides)):
+        for key in options:
+            if key.lower().rpartition("_")[2] in SECRET_WORDS:
+                yield (
+                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown. Leave it out, and set it in the"
+                    " environment."
+                )
+
+
+def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:
+    if reference.offload and trainer.layout.ranks > trainer.layout.copies:
+        yield (
+            f"reference.offload keeps whole weights on the host, and trainer.{trainer.layout} spreads them over ranks. Set it to false: a"
+            " rank then holds its part only."
+        )
+
+
+def _layout_works(trainer: TrainerSection) -> Iterator[str]:
+    if found := problems_of(trainer.layout):
+        yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
+
+
+_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works, _reference_can_be_offloaded)
+"""Each takes the sections it is about, by name."""
