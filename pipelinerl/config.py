@@ -161,6 +161,14 @@ class CriticSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="first steps of the run that train the critic alone")
 
 
+class LoraSection(Section):
+    rank: Annotated[int, Field(ge=0)] = Field(0, description="of the adapters that are trained; 0 trains all weights")
+    alpha: PositiveFloat = Field(32.0, description="adapters are multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), description="names of the matrices that get one"
+    )
+
+
 class EvaluationSection(Section):
     source: str | None = Field(None, description="held-out prompts, as data.source; none: no evaluation")
     every: Annotated[int, Field(ge=0)] = Field(0, description="versions between evaluations; 0: only the first and the last policy")
@@ -245,6 +253,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
     reference: ReferenceSection = ReferenceSection()  # pyright: ignore[reportCallIssue]
     critic: CriticSection = CriticSection()  # pyright: ignore[reportCallIssue]
+    lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.layout import nearest, problems_of
 
 if TYPE_CHECKING:
-    from pipelinerl.config import AlgorithmSection, BatchSection, EngineSection, ReferenceSection, RolloutSection, TrainerSection
+    from pipelinerl.config import (
+        AlgorithmSection,
+        BatchSection,
+        EngineSection,
+        LoraSection,
+        ReferenceSection,
+        RolloutSection,
+        TrainerSection,
+    )
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
 """Last words of settings that must not be settings."""
@@ -65,10 +73,26 @@ def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSec
         )
 
 
+def _adapters_can_be_spread(trainer: TrainerSection, lora: LoraSection) -> Iterator[str]:
+    if lora.rank and trainer.parallel.tensor * trainer.parallel.pipeline > 1:
+        yield (
+            f"lora.rank is {lora.rank}, and trainer.{trainer.layout} cuts matrices or layers apart, which adapters cannot follow yet. Use"
+            " parallel.shard in its place."
+        )
+
+
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
 
 
-_CHECKS = (_row_holds_a_trajectory, _group_can_survive, _one_core_for_each_process, _no_secrets, _layout_works, _reference_can_be_offloaded)
+_CHECKS = (
+    _row_holds_a_trajectory,
+    _group_can_survive,
+    _one_core_for_each_process,
+    _no_secrets,
+    _layout_works,
+    _reference_can_be_offloaded,
+    _adapters_can_be_spread,
+)
 """Each takes the sections it is about, by name."""

@@ -14,6 +14,7 @@ from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.tokenizer import load_tokenizer
 from trainer.critic import Critic
+from trainer.lora import Adapters
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
@@ -43,8 +44,15 @@ def build_policy(config: Config, *, replicas: Replicas) -> Trained:
         replicas=replicas,
         recomputes=config.trainer.recompute,
         has_float32_head=config.trainer.float32_head,
+        adapters=adapters_of(config),
     )
     return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.trainer.learning_rate))
+
+
+def adapters_of(config: Config) -> Adapters | None:
+    """What is trained in place of all weights; None where all are."""
+    section = config.lora
+    return Adapters(rank=section.rank, alpha=section.alpha, targets=section.targets, seed=config.run.seed) if section.rank else None
 
 
 def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
@@ -129,6 +137,8 @@ def _reference(config: Config, *, policy: Model, method: Method, replicas: Repli
     folder = config.reference.path
     if folder is None or not method.needs & REFERENCE_OFFERS:
         return None
+    if folder == config.model.path and config.lora.rank:
+        return Reference(policy, replicas=replicas)  # what the adapters were put on
     model = Model(
         folder,
         dtype=config.model.dtype,

@@ -27,8 +27,8 @@ from pipelinerl.messages import (
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.slots import machine
-from trainer.build import build_critic, build_policy, build_step, state_of
-from trainer.checkpoint import save_model
+from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
+from trainer.checkpoint import save_adapter, save_model
 from trainer.checkpoints import Checkpoints
 from trainer.feed import Feed
 from trainer.lineage import Lineage
@@ -108,6 +108,8 @@ def train(config: Config, run_folder: Path) -> None:
         loop.run(first, config.trainer.steps)
         checkpoints.wait()
         save_model(policy.model, run_folder / "model", source=config.model.path)
+        if (adapters := adapters_of(config)) is not None:
+            save_adapter(policy.model, run_folder / "adapter", adapters=adapters, source=config.model.path)
         if critic is not None:
             save_model(critic.model, run_folder / "critic", source=config.model.path)
         loop.tell_news()

@@ -22,6 +22,7 @@ from pipelinerl.errors import ConfigError
 from trainer import attention
 from trainer.context import gather_outputs
 from trainer.head import linear_logprobs
+from trainer.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.parallel import Replicas
 from trainer.row import Row
 from trainer.sharding import check_head, local, spread
@@ -42,11 +43,12 @@ class Model:
         has_float32_head: bool = False,
         gives_values: bool = False,
         is_frozen: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
         `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `gives_values` this is
-        a value model, of values 0 where the folder holds a language model only.
+        a value model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -56,6 +58,8 @@ class Model:
         held_dtype = torch.float32 if is_sharded and not is_frozen else self.dtype
         self.module = _load_values(folder, dtype=held_dtype) if gives_values else _load(folder, dtype=held_dtype)
         self.module.requires_grad_(not is_frozen)
+        if adapters is not None:
+            add_adapters(self.module, adapters)
         if not gives_values:
             check_head(self.module)
         # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
@@ -110,11 +114,24 @@ class Model:
             yield from revert_weight_conversion(self.module, {name: tensor}).items()
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The present weights by the name transformers' module has for them, whole, in the dtype the model computes in."""
-        for name, tensor in self.module.state_dict().items():
-            tensor = tensor.detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        """The present weights by the name transformers' module has for them, whole, in the dtype the model computes in.
+
+        Adapters are merged into the matrices they belong to.
+        """
+        layers, tensors = adapted(self.module), self.module.state_dict()
+        for name, tensor in tensors.items():
+            layer = layers.get(name.removesuffix(".weight"))
+            if is_adapter(name):
+                continue
+            whole = _whole(tensor)
+            if layer is not None and name.endswith(".weight"):
+                prefix = name.removesuffix("weight")
+                whole = layer.merged(whole, _whole(tensors[prefix + "lora_A"]), _whole(tensors[prefix + "lora_B"]))
             yield name, whole.to(self.dtype) if whole.is_floating_point() else whole
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """The adapters alone, whole; empty where all weights are trained."""
+        return {name: _whole(tensor).to(self.dtype) for name, tensor in self.module.state_dict().items() if is_adapter(name)}
 
     def tied_names(self) -> frozenset[str]:
         """Names that are another name for a parameter already named: a published policy may leave them out."""
@@ -188,6 +205,11 @@ class _Stage(torch.nn.Module):
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:
         score: Any = self.module.score
         return hidden.float() @ local(score.weight).float()[0] + local(score.bias).float()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _tied_names(module: PreTrainedModel) -> frozenset[str]:

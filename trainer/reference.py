@@ -7,13 +7,17 @@ from collections.abc import Iterator
 
 import torch
 
+from trainer.lora import switched_off
 from trainer.model import Model
 from trainer.parallel import Replicas
 from trainer.row import Row, empty_row
 
 
 class Reference:
-    """A `Model` without gradients, on the same ranks as the policy. Every rank calls it for the same rows."""
+    """A `Model` without gradients, on the same ranks as the policy. Every rank calls it for the same rows.
+
+    Of a policy that trains adapters it may be the policy itself: it is computed with them switched off.
+    """
 
     def __init__(self, model: Model, *, replicas: Replicas, offloads: bool = False) -> None:
         """`offloads` leaves the weights on the host but while a row is computed; for a model that is not spread."""
@@ -32,7 +36,7 @@ class Reference:
         """[K] float32 log-probability of every trained token, at the policy's temperature; None for a zero-loss row."""
         if row is None and not self._shares_passes:
             return None
-        with torch.no_grad(), self._on_device():
+        with torch.no_grad(), self._on_device(), switched_off(self._model.module):
             logprobs, _ = self._model.logprobs(row or empty_row(self._device, part=self._part))
         return None if row is None else logprobs
 

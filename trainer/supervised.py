@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pipelinerl.config import Config
+from trainer.build import adapters_of
 from trainer.checkpoint import save_model
 from trainer.demonstrations import Demonstration, Demonstrations
 from trainer.model import Model
@@ -57,7 +58,7 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
     section = config.sft
     demonstrations = Demonstrations(config)
     replicas = Replicas(ranks=1, deadline_s=0.0)
-    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=replicas.device)
+    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=replicas.device, adapters=adapters_of(config))
     optimizer = Optimizer(
         model.parameters(),
         schedule=Schedule(

@@ -54,7 +54,7 @@ def make_folder(folder: Path, *, family: str, seed: int = 0, **overrides: Any) -
 
 
 def make_model(
-    folder: Path, *, dtype: str = "float32", temperature: float = 1.0, replicas: Replicas | None = None, **options: bool
+    folder: Path, *, dtype: str = "float32", temperature: float = 1.0, replicas: Replicas | None = None, **options: Any
 ) -> Model:
     return Model(folder, dtype=dtype, temperature=temperature, device=CPU, replicas=replicas, **options)
 
