@@ -22,17 +22,26 @@ class Channels:
     prompts: Channel[Drawn]
     trajectories: Channel[Trajectory]
     scored: Channel[ScoredTrajectory]
+    compared: Channel[ScoredTrajectory]
+    """The same as `scored` in a run without rewards that compare siblings."""
     rows: Channel[Row | Seal]
     published: Channel[TrainerReady | PolicyPublished]
 
     @property
     def queues(self) -> list[Channel[Any]]:
         """Those that carry samples, for the gauges."""
-        return [self.prompts, self.trajectories, self.scored, self.rows]
+        return [self.prompts, self.trajectories, self.scored, *([self.compared] if self.compares else []), self.rows]
+
+    @property
+    def compares(self) -> bool:
+        """True where a stage between scoring and batching compares siblings."""
+        return self.compared is not self.scored
 
 
-def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int) -> Channels:
+def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, compares: bool = False) -> Channels:
     """`queue_bytes` bounds each channel of tokens; `num_policies` is how many there will be, each a few bytes."""
+    scored = _scored("scored", giver="scoring", taker="comparing" if compares else "batching", watch=watch, queue_bytes=queue_bytes)
+    compared = _scored("compared", giver="comparing", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else scored
     return Channels(
         prompts=Channel(
             "prompts",
@@ -51,15 +60,8 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int) -> Chann
             size=_bytes_of_trajectory,
             label=_name_of_trajectory,
         ),
-        scored=Channel(
-            "scored",
-            giver="scoring",
-            taker="batching",
-            watch=watch,
-            bound_bytes=queue_bytes,
-            size=lambda item: _bytes_of_trajectory(item.trajectory),
-            label=lambda item: _name_of_trajectory(item.trajectory),
-        ),
+        scored=scored,
+        compared=compared,
         rows=Channel(
             "rows",
             giver="batching",
@@ -77,6 +79,18 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int) -> Chann
             bound_bytes=num_policies,
             label=lambda news: f"version {news.version}",
         ),
+    )
+
+
+def _scored(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: int) -> Channel[ScoredTrajectory]:
+    return Channel(
+        name,
+        giver=giver,
+        taker=taker,
+        watch=watch,
+        bound_bytes=queue_bytes,
+        size=lambda item: _bytes_of_trajectory(item.trajectory),
+        label=lambda item: _name_of_trajectory(item.trajectory),
     )
 
 

@@ -1,8 +1,8 @@
 """Builds the six stages and joins them: read this first.
 
-    prompts -> dispatch -> scoring -> batching -> delivery        refresh
-                 |  ^        |  ^                   |  ^           |  ^
-                engines    scorers                 trainer        engines
+    prompts -> dispatch -> scoring (-> comparing) -> batching -> delivery        refresh
+                 |  ^        |  ^        |  ^                      |  ^           |  ^
+                engines           scorers                         trainer        engines
 
 Everything that talks to the world is handed in (hubs, source, journal, ledger), so the live run and the simulation build the same thing.
 A ledger that holds an earlier life of the run makes it go on where that one ended: see `state.ledger`.
@@ -15,7 +15,7 @@ import dataclasses
 import time
 from typing import Any
 
-from orchestrator.channels import make_channels
+from orchestrator.channels import Channels, make_channels
 from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
@@ -24,7 +24,9 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.packing import Packing
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
+from orchestrator.stages.asking import Asking
 from orchestrator.stages.batching import Batching
+from orchestrator.stages.comparing import Comparing
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
 from orchestrator.stages.prompts import Prompts, Source
@@ -223,7 +225,7 @@ class Pipeline:
             max_running=config.max_running_rollouts,
         )
         credits, past = self._credits, self._past
-        channels = make_channels(watch=watch, queue_bytes=bound, num_policies=config.trainer.steps)
+        channels = make_channels(watch=watch, queue_bytes=bound, num_policies=config.trainer.steps, compares=config.compares_siblings)
         self._delivery = Delivery(
             rows=channels.rows,
             published=channels.published,
@@ -250,6 +252,7 @@ class Pipeline:
         )
         cut, open_step = self._make_cut(credit, step_rules, max_staleness=pace.max_staleness)
         quarantine = Quarantine(past.deaths)
+        asking = Asking(scorers=self._scorers, ledger=self._ledger, watch=watch, quarantine=quarantine)
         self._stages: tuple[Stage, ...] = (
             Prompts(source, prompts=channels.prompts),
             Dispatch(
@@ -270,16 +273,16 @@ class Pipeline:
             Scoring(
                 trajectories=channels.trajectories,
                 scored=channels.scored,
-                scorers=self._scorers,
+                asking=asking,
                 ledger=self._ledger,
                 watch=watch,
                 queue_bytes=bound,
-                quarantine=quarantine,
             ),
+            *([self._make_comparing(channels, asking)] if channels.compares else []),
             Batching(
-                scored=channels.scored,
+                scored=channels.compared,
                 rows=channels.rows,
-                grouping=Grouping(group_size=config.rollout.group_size, first_group_id=past.next_group_id, still_open=past.running_groups),
+                grouping=self._make_grouping(),
                 cut=cut,
                 packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
                 admission=self._admission,
@@ -287,7 +290,7 @@ class Pipeline:
                 ledger=self._ledger,
                 progress=self._progress,
                 max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
-                restored=past.scored,
+                restored=past.compared if channels.compares else past.scored,
                 open_step=open_step,
             ),
             self._delivery,
@@ -306,6 +309,24 @@ class Pipeline:
             num_steps=config.trainer.steps,
             num_booked=lambda: self._delivery.num_booked,
         )
+
+    def _make_comparing(self, channels: Channels, asking: Asking) -> Comparing:
+        config, past = self._config, self._past
+        return Comparing(
+            scored=channels.scored,
+            compared=channels.compared,
+            asking=asking,
+            ledger=self._ledger,
+            watch=self.watch,
+            grouping=self._make_grouping(),
+            min_survivors=config.batch.min_survivors,
+            queue_bytes=config.pipeline.queue_bytes,
+            restored=past.uncompared,
+        )
+
+    def _make_grouping(self) -> Grouping:
+        past = self._past
+        return Grouping(group_size=self._config.rollout.group_size, first_group_id=past.next_group_id, still_open=past.running_groups)
 
     def _make_cut(self, credit: Credit, rules: StepRules | None, *, max_staleness: int) -> tuple[BatchCut, RecordedStep | None]:
         """The rule that fills steps, and what an earlier life of the run has put into the one being filled."""
@@ -336,4 +357,5 @@ def _promises(config: Config) -> dict[str, Any]:
         "max_row_tokens": config.batch.max_tokens,
         "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,
         "num_steps": config.trainer.steps,
+        "compares_siblings": config.compares_siblings,
     }

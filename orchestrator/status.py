@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
 from orchestrator.state.engines import Engines
@@ -95,8 +97,13 @@ class Status:
         }
 
 
-def _plain(struct: Any) -> dict[str, Any]:
-    return {field: getattr(struct, field) for field in struct.__struct_fields__}
+def _plain(value: Any) -> Any:
+    """A message as JSON values, messages inside it too."""
+    if isinstance(value, msgspec.Struct):
+        return {field: _plain(getattr(value, field)) for field in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
 
 
 def _resident_bytes() -> int | None:

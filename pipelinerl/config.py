@@ -89,6 +89,12 @@ class ScorerSection(Section):
 class RewardSection(Section):
     function: str = Field(description="`path:name`: a file or module and the function in it")
     weight: float = Field(1.0, description="of this component in the reward")
+    per: Literal["sample", "group"] = Field("sample", description="group: called once for all siblings of a prompt, with lists")
+    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
+    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: the slots all functions share")
+    per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
+    retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
+    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
 
 
 class AlgorithmSection(Section):
@@ -273,6 +279,11 @@ class Config(Section):
         if self.pipeline.max_running is not None:
             return self.pipeline.max_running
         return self.engine.count * self.engine.max_running * 5 // 4
+
+    @property
+    def compares_siblings(self) -> bool:
+        """True where a reward function compares the rollouts of a group."""
+        return any(reward.per == "group" for reward in self.reward)
 
     def derived(self) -> dict[str, Any]:
         """Values that follow from the settings, by the name they are printed under."""

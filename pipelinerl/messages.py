@@ -292,6 +292,24 @@ class ScorerReady(Message, frozen=True):
     """Calls it runs at once."""
 
 
+class FunctionLoad(Message, frozen=True):
+    """How one reward function does, since its scorer started; durations over its last calls."""
+
+    num_calls: int
+    """Tries, retried ones included."""
+    num_failed: Annotated[dict[Id, int], msgspec.Meta(max_length=16)]
+    """Tries that ended as timeout, error or invalid, by outcome."""
+    num_retries: int
+    """Tries that followed a failed one."""
+    p50_s: float
+    p95_s: float
+    max_s: float
+    slowest: Id
+    """Rollout of the longest of them."""
+    breaker: Id
+    """closed, open or half-open."""
+
+
 class ScorerLoad(Message, frozen=True):
     """A scorer's gauges, sent every second; also its sign of life."""
 
@@ -300,6 +318,8 @@ class ScorerLoad(Message, frozen=True):
     num_scored: int
     busy_s: float
     """Seconds of reward calls since it started, summed over slots."""
+    functions: Annotated[dict[Id, FunctionLoad], msgspec.Meta(max_length=4096)] = {}
+    """By the function's name; without those that were not called yet."""
 
 
 class Score(Message, frozen=True):
@@ -311,6 +331,23 @@ class Score(Message, frozen=True):
     token_ids: Int32
     """[T] int32, the tokens after the prompt; the scorer decodes them."""
     finish: Finish
+
+
+class ScoreGroup(Message, frozen=True):
+    """Ask a scorer for the rewards that compare siblings; sent once every sibling has an outcome of its own."""
+
+    group_id: int
+    members: Annotated[tuple[Score, ...], msgspec.Meta(max_length=1 << 16)]
+    """Siblings that are scored, in order; at least two, of one prompt."""
+
+    @property
+    def rollout_id(self) -> str:
+        """Under which the request is known; no rollout has such a name."""
+        return f"group/{self.group_id}"
+
+    @property
+    def attempt(self) -> int:
+        return 0
 
 
 class Scored(Message, frozen=True):
@@ -333,6 +370,33 @@ class Scored(Message, frozen=True):
             raise ValueError(
                 f"Scored {self.rollout_id}: outcome {self.outcome} with reward {self.reward}; only ok has one, and it is finite"
             )
+
+
+class GroupScored(Message, frozen=True):
+    """A scorer's answer to `ScoreGroup`."""
+
+    group_id: int
+    outcome: Outcome
+    """One for the whole group: functions that compare siblings fail together."""
+    rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Weighted sum of the components of each member; empty unless `outcome` is `OK`."""
+    components: Annotated[tuple[Figures, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """As `Scored.components`, for each member."""
+    error: Text = ""
+    duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "rewards", "components")
+        if bool(self.rewards) != (self.outcome is Outcome.OK) or not all(map(math.isfinite, self.rewards)):
+            raise ValueError(f"GroupScored {self.group_id}: outcome {self.outcome} with rewards {self.rewards}; only ok has them, finite")
+
+    @property
+    def rollout_id(self) -> str:
+        return f"group/{self.group_id}"
+
+    @property
+    def attempt(self) -> int:
+        return 0
 
 
 # --- inside the orchestrator ---------------------------------------------------------------------------------------------------
@@ -582,7 +646,7 @@ FromEngine = Starting | EngineReady | EngineLoad | Completion | WeightsStaged | 
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | StageWeights | Stop
 """What the orchestrator may say to an engine."""
-FromScorer = ScorerReady | ScorerLoad | Scored | Failed
-ToScorer = Score | Cancel | Stop
+FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | Failed
+ToScorer = Score | ScoreGroup | Cancel | Stop
 FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
 ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop

@@ -11,7 +11,7 @@ Live view, report and trackers read the journals; nothing else has to be up. Eve
 | `sample` | orchestrator, some of a step | `step`, `prompt`, `token_ids`, `versions`, `reward`, see `orchestrator.shown` |
 | `evaluation` | orchestrator | `version`, `reward_mean`, `num_prompts`, `oldest_version` |
 | `end` | orchestrator, once | `identity` (the conservation identity), `reason` |
-| `load` | engine, every second | fields of `messages.EngineLoad` |
+| `load` | engine, scorer, every second | fields of `messages.EngineLoad` or `ScorerLoad`, with the figures of every reward function |
 | `unreadable` | nobody: stands for a damaged line | `line` (its number) |
 | `span` | engine, scorer, trainer | `lane`, `name`, `start`, `end` (Unix seconds), `count` |
 """

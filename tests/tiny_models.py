@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 
@@ -35,6 +36,20 @@ def make_qwen2(folder: Path, *, tied: bool = True, vocabulary: int = 128, seed: 
     if tied:
         del tensors["lm_head.weight"]
     return tensors
+
+
+def make_prm(folder: Path, *, seed: int = 0) -> None:
+    """The same, as a process reward model of the Qwen2.5-Math-PRM kind: a random head of two classes on every token."""
+    from safetensors.torch import load_file, save_file
+
+    make_qwen2(folder, tied=False, seed=seed)
+    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name != "lm_head.weight"}
+    size = tensors["model.norm.weight"].shape[0]
+    tensors |= {"score.0.weight": torch.randn(size, size) * 0.3, "score.0.bias": torch.zeros(size)}
+    tensors |= {"score.2.weight": torch.randn(2, size) * 0.3, "score.2.bias": torch.zeros(2)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForProcessRewardModel"]}))
 
 
 def make_tokenizer(folder: Path) -> None:

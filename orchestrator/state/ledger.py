@@ -36,14 +36,15 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     began       a life of the run; `reason` is its settings and its clock in Unix seconds, as JSON
     admitted    a rollout, its group and prompt                     issued      an attempt of it, of `peer` at version `newest`
     lost        the attempt, and why                                generated   the attempt: tokens, versions, how it finished
-    scored      the attempt: outcome and reward                     placed      in a step
-    packed      in a row and place of it                            trained, filtered, stale, failed, cancelled: its fate
-    revived     cancelled when the run ended, which goes on         sealed      a step: rows (`row`), samples (`place`), tokens
-    done        a step is in the policy                             replayed    it is once more, after a restart from a checkpoint
-    restarted   the trainer, from version `step`                    saved       a checkpoint of version `step`; `reason` is its commit
-    unsaved     a checkpoint could not be written                   suspected   a prompt was there when `peer` died
-    cleared     it came through                                     quarantined it was there twice: it is not sampled again
-    skipped     a quarantined prompt was drawn                      ended       the run: why, and the counts, as JSON
+    scored      the attempt: outcome and reward                     compared    with its siblings: the outcome and reward that count
+    placed      in a step                                           packed      in a row and place of it
+    trained, filtered, stale, failed, cancelled: its fate           revived     cancelled when the run ended, which goes on
+    sealed      a step: rows (`row`), samples (`place`), tokens     done        a step is in the policy
+    replayed    it is once more, after a restart from a checkpoint  restarted   the trainer, from version `step`
+    saved       a checkpoint of version `step`; `reason`: commit    unsaved     a checkpoint could not be written
+    suspected   a prompt was there when `peer` died                 cleared     it came through
+    quarantined it was there twice: it is not sampled again         skipped     a quarantined prompt was drawn
+    ended       the run: why, and the counts, as JSON
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.state.store import COLUMNS, Store
-from pipelinerl.messages import Fate, Prompt, Sample, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Fate, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 RUN_ENDED = "the run ended"
 """Reason of a rollout that was in flight when its run ended; it is revived when the run goes on."""
@@ -199,12 +200,18 @@ class Ledger:
     def score(self, scored: ScoredTrajectory, *, now_s: float) -> None:
         """A scorer has answered, or could not: from here on the rollout survives a restart."""
         trajectory, score = scored.trajectory, scored.score
-        reason = f"{score.outcome}: {score.error}" if score.error else str(score.outcome)
         name, group_id, attempt = trajectory.rollout_id, trajectory.group_id, trajectory.attempt
-        body = msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(trajectory, prompt=_NO_PROMPT))
         with self.together():
-            self.book("scored", now_s=now_s, rollout_id=name, attempt=attempt, reason=reason, reward=score.reward)
-            self.store.put("INSERT INTO samples (rollout_id, group_id, scored) VALUES (?, ?, ?)", name, group_id, body)
+            self.book("scored", now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
+            self.store.put("INSERT INTO samples (rollout_id, group_id, scored) VALUES (?, ?, ?)", name, group_id, _without_prompt(scored))
+
+    def compare(self, members: Sequence[ScoredTrajectory], *, now_s: float) -> None:
+        """All siblings of a group have their final scores: a scorer has compared them, or there were too few to compare."""
+        with self.together():
+            for member in members:
+                name, attempt, score = member.trajectory.rollout_id, member.trajectory.attempt, member.score
+                self.book("compared", now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
+                self.store.put("UPDATE samples SET scored = ? WHERE rollout_id = ?", _without_prompt(member), name)
 
     def place(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
         """A group becomes part of a step."""
@@ -310,6 +317,14 @@ class Ledger:
         in_flight = "SELECT rollout_id, group_id, prompt_id FROM events WHERE kind = 'admitted' AND rollout_id IS NOT NULL"
         for rollout_id, group_id, prompt_id in self.store.read(f"{in_flight} AND rollout_id NOT IN (SELECT rollout_id FROM fates)"):
             self._open[rollout_id] = Admitted(group_id=group_id, prompt_id=prompt_id)
+
+
+def _reason(score: Scored) -> str:
+    return f"{score.outcome}: {score.error}" if score.error else str(score.outcome)
+
+
+def _without_prompt(scored: ScoredTrajectory) -> ScoredTrajectory:
+    return msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(scored.trajectory, prompt=_NO_PROMPT))
 
 
 def facts_of(trajectory: Trajectory, *, reward: float | None = None, step: int | None = None) -> Facts:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from orchestrator.state.peers import Peers
-from pipelinerl.messages import Score, Scored, ScorerLoad, ScorerReady
+from pipelinerl.messages import GroupScored, Score, Scored, ScoreGroup, ScorerLoad, ScorerReady
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
 Sink = Callable[[Scored], None]
+GroupSink = Callable[[GroupScored], None]
 Lost = Callable[[int], None]
 """Is told that the scorer of this id will not answer."""
 
@@ -39,7 +41,7 @@ class _Asked:
 
     scorer: Scorer
     attempt: int
-    sink: Sink
+    sink: Callable[[Any], None]
     lost: Lost
 
 
@@ -63,6 +65,7 @@ class Scorers:
         peers.on(ScorerReady, self._on_ready)
         peers.on(ScorerLoad, self._on_load)
         peers.on(Scored, self._on_scored)
+        peers.on(GroupScored, self._on_scored)
 
     def __iter__(self):
         return iter(self._scorers.values())
@@ -83,6 +86,13 @@ class Scorers:
 
     def ask(self, request: Score, *, sink: Sink, lost: Lost) -> None:
         """Send a trajectory to the scorer with the most room (`has_room`); `sink` is called once with the score, or `lost` once."""
+        self._ask(request, sink, lost)
+
+    def ask_group(self, request: ScoreGroup, *, sink: GroupSink, lost: Lost) -> None:
+        """As `ask`, for siblings to compare."""
+        self._ask(request, sink, lost)
+
+    def _ask(self, request: Score | ScoreGroup, sink: Callable[[Any], None], lost: Lost) -> None:
         scorer = max(self._reachable(), key=lambda candidate: candidate.room)
         if not self.peers.send(scorer.peer, request):
             lost(scorer.ready.scorer_id)
@@ -124,7 +134,7 @@ class Scorers:
             scorer.load = load
         self.changed.set()  # a scorer that could not be reached is there again
 
-    def _on_scored(self, peer: str, scored: Scored) -> None:
+    def _on_scored(self, peer: str, scored: Scored | GroupScored) -> None:
         asked = self._asked.get(scored.rollout_id)
         if asked is None or asked.attempt != scored.attempt:
             self.num_fenced += 1

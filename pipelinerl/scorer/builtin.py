@@ -1,8 +1,27 @@
-"""Reward functions that come with the system, named in a config as `pipelinerl.scorer.builtin:exact_match`."""
+"""Reward functions that come with the system, named in a config as `pipelinerl.scorer.builtin:exact_match`.
+
+Those that stand on a library or a sandbox are in modules of their own, imported when a config names them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
+from typing import Any
+
+_ELSEWHERE = {
+    "math": ("pipelinerl.scorer.math_answer", "math_equal"),
+    "json_schema": ("pipelinerl.scorer.schema", "fits_schema"),
+    "code": ("pipelinerl.scorer.code", "passes_tests"),
+    "judge": ("pipelinerl.scorer.judge", "ask_judge"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, function = _ELSEWHERE[name]
+    return getattr(importlib.import_module(module), function)
 
 
 def exact_match(completion: str, *, answer: object) -> float:
@@ -15,13 +34,14 @@ def regex_match(completion: str, *, pattern: str) -> float:
     return float(re.search(pattern, completion) is not None)
 
 
-def length_penalty(completion: str, *, num_tokens: int, max_tokens: int) -> float:
-    """0.0 up to four fifths of the run's longest completion, then falling linearly to -1.0 (DAPO soft overlong punishment).
+def length_penalty(completion: str, *, num_tokens: int, max_tokens: int, buffer_tokens: int | None = None, factor: float = 1.0) -> float:
+    """0.0 up to `buffer_tokens` below the run's longest completion, then falling linearly to -`factor` (DAPO soft overlong punishment).
 
-    For other bounds call `overlong_penalty` from a function of your own.
+    `buffer_tokens` and `factor` are options; the default is a fifth of the longest completion, as in the paper.
     """
     del completion  # the length counts in tokens, not in characters
-    return overlong_penalty(num_tokens, max_tokens=max_tokens, buffer_tokens=max(1, max_tokens // 5))
+    buffer_tokens = max(1, max_tokens // 5) if buffer_tokens is None else buffer_tokens
+    return overlong_penalty(num_tokens, max_tokens=max_tokens, buffer_tokens=buffer_tokens, factor=factor)
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:

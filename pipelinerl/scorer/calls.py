@@ -3,6 +3,8 @@
     scorer --Setup, Spawn, Kill--> fork server --Prepared, Ended, Refused--> scorer        packets, one message each
     scorer --Call, Withdraw--> worker --Loaded, Refused, Calling, Result, Skipped--> scorer    a stream of frames
 
+A `lane` is a set of functions that share slots: all those without limits of their own, or one with.
+
 Every `Call` gets exactly one `Result` or `Skipped`, in the order of the calls, sent the moment it is known. So the scorer always knows
 which call a worker is busy with, and a worker that hangs or dies is charged for that one call only.
 """
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.errors import WireError
-from pipelinerl.messages import Finish, Int32, Message, Outcome
+from pipelinerl.messages import Finish, Int32, Message, Outcome, check_lengths
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, encode
 
 PACKET_BYTES = 128 << 10
@@ -27,11 +29,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class Component(Message, frozen=True):
-    """One reward function and its weight, as in the config."""
+    """One reward function, as in the config."""
 
     function: str
     """`path:name`."""
-    weight: float
+    name: str
+    """What it is known as; see `component_names`."""
+    options: dict[str, Any]
+    """Arguments of every call beside the row's columns."""
 
 
 def component_names(references: Sequence[str]) -> tuple[str, ...]:
@@ -46,15 +51,16 @@ class Setup(Message, frozen=True):
 
     model_path: str
     """Hugging Face folder with the tokenizer."""
-    components: tuple[Component, ...]
+    lanes: tuple[tuple[Component, ...], ...]
     max_tokens: int
     """Longest completion of this run, for reward functions that ask for it by name."""
 
 
 class Spawn(Message, frozen=True):
-    """Fork a worker; its socket travels beside this message."""
+    """Fork a worker of a lane; its socket travels beside this message."""
 
     worker_id: int
+    lane: int
 
 
 class Kill(Message, frozen=True):
@@ -89,14 +95,18 @@ class Loaded(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """Run every reward function on one trajectory."""
+    """Run every reward function of the lane, on one completion or on all siblings of a prompt."""
 
     ticket_id: int
     prompt: str
-    token_ids: Int32
-    """[T] int32, the tokens after the prompt."""
-    finish: Finish
+    completions: tuple[Int32, ...]
+    """Each [T] int32, the tokens after the prompt."""
+    finishes: tuple[Finish, ...]
+    """One for each completion."""
     columns: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "completions", "finishes")
 
 
 class Withdraw(Message, frozen=True):
@@ -122,13 +132,16 @@ class Result(Message, frozen=True):
 
     ticket_id: int
     outcome: Outcome
-    reward: float | None
-    """None unless `outcome` is `OK`."""
-    components: dict[str, float]
+    components: tuple[dict[str, float], ...]
+    """For each completion the value of every function that applied, by its name; empty unless `outcome` is `OK`."""
     error: str
+    failed: str
+    """The function that failed; empty where `outcome` is `OK`."""
     started_at: float
     """Unix seconds."""
     duration_s: float
+    durations_s: dict[str, float]
+    """Of each function that was entered, by its name."""
 
 
 ToForkServer = Setup | Spawn | Kill

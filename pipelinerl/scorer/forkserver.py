@@ -108,11 +108,11 @@ class ForkServer:
                 _kill_group(process_id)
         elif isinstance(message, Spawn):
             with socket.socket(fileno=descriptors[0]) as channel:
-                self._process_ids[message.worker_id] = self._fork(message.worker_id, channel, setup, decode)
+                self._process_ids[message.worker_id] = self._fork(message, channel, setup, decode)
         return True
 
-    def _fork(self, worker_id: int, channel: socket.socket, setup: Setup, decode: Decode) -> int:
-        folder = self._folder / str(worker_id)
+    def _fork(self, spawn: Spawn, channel: socket.socket, setup: Setup, decode: Decode) -> int:
+        folder = self._folder / str(spawn.worker_id)
         folder.mkdir()
         parent = os.getpid()
         process_id = os.fork()
@@ -121,7 +121,7 @@ class ForkServer:
         code = 1
         try:
             self._become_worker(parent, folder)
-            run_worker(channel, components=setup.components, decode=decode, max_tokens=setup.max_tokens, folder=folder)
+            run_worker(channel, components=setup.lanes[spawn.lane], decode=decode, max_tokens=setup.max_tokens, folder=folder)
             code = 0
         except ConnectionError:
             code = 0  # the scorer closed the channel in the middle of an answer: it has ended

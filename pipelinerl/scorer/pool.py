@@ -1,4 +1,4 @@
-"""The slots of a scorer: a worker process each, fed by the rule in `queue`, killed at a deadline and replaced when it ends."""
+"""The slots of one lane: a worker process each, fed by the rule in `queue`, killed at a deadline and replaced when it ends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import socket
 import time
 
 from pipelinerl.errors import ConfigError, PeerSilent, WireError
-from pipelinerl.messages import Message, Outcome, Score, Scored
+from pipelinerl.messages import Message, Outcome, Score, ScoreGroup
 from pipelinerl.metrics import Journal
-from pipelinerl.scorer.calls import Call, Calling, Frames, FromWorker, Loaded, Refused, Result, Setup, Skipped, Withdraw, frame
+from pipelinerl.scorer.calls import Call, Calling, Ended, Frames, FromWorker, Loaded, Refused, Result, Skipped, Withdraw, frame
+from pipelinerl.scorer.gate import Breaker
+from pipelinerl.scorer.joining import Key, Part
 from pipelinerl.scorer.queue import Queue, Ticket
 from pipelinerl.scorer.sandbox import Sandbox
+from pipelinerl.scorer.tally import Tally
 from pipelinerl.transport.codec import Decoder
 
 LOAD_DEADLINE_S = 300.0
@@ -41,19 +44,30 @@ class _Worker:
 
 
 class Pool:
-    """Takes requests, gives answers; one thread, driven by `wait` and `advance`."""
+    """Takes requests, gives answers; one thread, driven by the selector of `lanes` and by `advance`."""
 
-    def __init__(self, setup: Setup, *, num_slots: int, deadline_s: float, journal: Journal, name: str) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        *,
+        lane: int,
+        num_slots: int,
+        sandbox: Sandbox,
+        selector: selectors.BaseSelector,
+        tally: Tally,
+        journal: Journal,
+        name: str,
+    ) -> None:
         self.busy_s = 0.0
         """Seconds of finished calls, those that were killed included."""
         self._journal = journal
         self._name = name
-        self._queue = Queue(num_slots=num_slots, deadline_s=deadline_s)
-        self._answers: list[Scored] = []
-        self._selector = selectors.DefaultSelector()
-        self._sandbox = Sandbox(setup)
-        self._has_ended = False
-        """The fork server has something to tell."""
+        self._queue = queue
+        self._lane = lane
+        self._answers: list[tuple[Key, Part]] = []
+        self._selector = selector
+        self._sandbox = sandbox
+        self._tally = tally
         self._workers: list[_Worker] = []
         self._num_slots = num_slots
 
@@ -66,21 +80,20 @@ class Pool:
         now = time.monotonic()
         return self.busy_s + sum(self._queue.running_s(slot, now) for slot in range(self._num_slots))
 
+    @property
+    def breaker(self) -> Breaker:
+        return self._queue.gate.breaker
+
     def start(self) -> None:
-        """Start every worker and wait until all have loaded the reward functions. Raises `ConfigError` where that fails."""
-        self._sandbox.wait_until_prepared()
-        self._selector.register(self._sandbox, selectors.EVENT_READ)
-        for slot in range(self._num_slots):
-            self._workers.append(self._spawn(slot))
-        while not all(worker.names for worker in self._workers):
-            self.wait(LOAD_DEADLINE_S)
-            self.advance()
+        """Start every worker; they load the reward functions on their own."""
+        self._workers += [self._spawn(slot) for slot in range(self._num_slots)]
 
-    def wake_on(self, descriptor: int) -> None:
-        """Have `wait` return when this descriptor becomes readable, too."""
-        self._selector.register(descriptor, selectors.EVENT_READ)
+    @property
+    def is_ready(self) -> bool:
+        """Every worker has loaded the reward functions."""
+        return all(worker.names for worker in self._workers)
 
-    def submit(self, score: Score) -> None:
+    def submit(self, score: Score | ScoreGroup) -> None:
         """Queue a request; it is handed to a worker by the next `advance`."""
         self._queue.add(score)
 
@@ -88,30 +101,29 @@ class Pool:
         """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
         self._withdraw(self._queue.cancel(rollout_id, attempt))
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until a worker, the fork server or a descriptor of `wake_on` has something, a deadline passes, or `timeout_s` is over."""
+    def wake_at(self) -> float:
+        """Monotonic seconds when `advance` will next have something to do although nothing was heard."""
         wake_at = [worker.born_at + LOAD_DEADLINE_S for worker in self._workers if not worker.names]
         if (deadline := self._queue.wake_at()) is not None:
             wake_at.append(deadline)
-        left_s = min(wake_at, default=float("inf")) - time.monotonic()
-        for key, events in self._selector.select(max(0.0, min(timeout_s, left_s))):
-            if key.fileobj is self._sandbox:
-                self._has_ended = True
-            if key.data is None:
-                continue
-            if events & selectors.EVENT_READ:
-                self._read(key.data)
-            if events & selectors.EVENT_WRITE:
-                self._flush(key.data)
+        return min(wake_at, default=float("inf"))
 
-    def advance(self) -> list[Scored]:
-        """Replace lost workers, kill those past a deadline, hand out what fits; return the answers since the last call."""
-        if self._has_ended:
-            self._has_ended = False
-            for ended in self._sandbox.receive():
-                for slot, worker in enumerate(self._workers):
-                    if worker.worker_id == ended.worker_id:
-                        self._bury(slot, ended.how)
+    def hear(self, slot: int, events: int) -> None:
+        """A worker's channel has something, or room."""
+        if events & selectors.EVENT_READ:
+            self._read(slot)
+        if events & selectors.EVENT_WRITE:
+            self._flush(slot)
+
+    def bury(self, ended: list[Ended]) -> None:
+        """Replace the workers of this lane that ended, and charge the calls they ran."""
+        for end in ended:
+            for slot, worker in enumerate(self._workers):
+                if worker.worker_id == end.worker_id:
+                    self._bury(slot, end.how)
+
+    def advance(self) -> list[tuple[Key, Part]]:
+        """Kill workers past a deadline, hand out what fits; return the answers since the last call."""
         now = time.monotonic()
         for slot in self._queue.overdue(now):
             self._time_out(slot)
@@ -124,17 +136,15 @@ class Pool:
         return answers
 
     def close(self) -> None:
-        """Kill every worker and end the fork server; requests without an answer are dropped."""
-        self._selector.close()
+        """Hear no more of the workers; the end of the fork server kills them. Requests without an answer are dropped."""
         for worker in self._workers:
             worker.channel.close()
-        self._sandbox.close()
 
     # --- workers ---
 
     def _spawn(self, slot: int) -> _Worker:
-        worker_id, channel = self._sandbox.spawn()
-        self._selector.register(channel, selectors.EVENT_READ, data=slot)
+        worker_id, channel = self._sandbox.spawn(self._lane)
+        self._selector.register(channel, selectors.EVENT_READ, data=(self, slot))
         return _Worker(worker_id=worker_id, channel=channel, frames=Frames(channel), born_at=time.monotonic())
 
     def _replace(self, slot: int) -> None:
@@ -162,10 +172,11 @@ class Pool:
         self._replace(slot)
 
     def _charge(self, ticket: Ticket | None, slot: int, outcome: Outcome, error: str, ran_s: float) -> None:
+        calling = self._workers[slot].calling
         if ran_s:
             self._note(slot, time.time() - ran_s, ran_s)
         if ticket is not None:
-            self._answer(ticket, outcome=outcome, error=error, duration_s=ran_s)
+            self._settle(ticket, Part(outcome=outcome, error=error, duration_s=ran_s), {calling: ran_s}, failed=calling)
 
     # --- messages ---
 
@@ -197,7 +208,7 @@ class Pool:
             worker.waits_for_room = bool(worker.outgoing)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outgoing else 0)
             with contextlib.suppress(KeyError):
-                self._selector.modify(worker.channel, events, data=slot)
+                self._selector.modify(worker.channel, events, data=(self, slot))
 
     def _read(self, slot: int) -> None:
         """Take in what a worker sent."""
@@ -236,48 +247,31 @@ class Pool:
                 self._note(slot, message.started_at, message.duration_s)
                 ticket = self._queue.answered(slot, message.ticket_id, time.monotonic(), duration_s=message.duration_s)
                 if ticket is not None:
-                    self._answer(
-                        ticket,
-                        outcome=message.outcome,
-                        error=message.error,
-                        duration_s=message.duration_s,
-                        reward=message.reward,
-                        components=message.components,
-                    )
+                    part = Part(outcome=message.outcome, components=message.components, error=message.error, duration_s=message.duration_s)
+                    self._settle(ticket, part, message.durations_s, failed=message.failed)
 
     def _note(self, slot: int, started_at: float, duration_s: float) -> None:
         self.busy_s += duration_s
         self._journal.span(f"{self._name}/slot-{slot}", "score", start=started_at, end=started_at + duration_s)
 
-    def _answer(
-        self,
-        ticket: Ticket,
-        *,
-        outcome: Outcome,
-        error: str,
-        duration_s: float,
-        reward: float | None = None,
-        components: dict[str, float] | None = None,
-    ) -> None:
-        self._answers.append(
-            Scored(
-                rollout_id=ticket.score.rollout_id,
-                attempt=ticket.score.attempt,
-                outcome=outcome,
-                reward=reward,
-                components=components or {},
-                error=error,
-                duration_s=duration_s,
-            )
-        )
+    def _settle(self, ticket: Ticket, part: Part, durations_s: dict[str, float], *, failed: str) -> None:
+        """A try is over: count it, then answer, or try again."""
+        score, now = ticket.score, time.monotonic()
+        self._tally.note(durations_s, rollout_id=score.rollout_id, failed=failed, outcome=part.outcome)
+        is_failure = part.outcome in (Outcome.ERROR, Outcome.TIMEOUT)
+        self._queue.gate.ended(now, is_failure=is_failure)
+        if is_failure and self._queue.try_again(ticket, now):
+            self._tally.retried(failed)
+        else:
+            self._answers.append(((score.rollout_id, score.attempt), part))
 
 
 def _call(ticket: Ticket) -> Call:
-    score = ticket.score
+    scores = ticket.score.members if isinstance(ticket.score, ScoreGroup) else (ticket.score,)
     return Call(
         ticket_id=ticket.ticket_id,
-        prompt=score.prompt.text,
-        token_ids=score.token_ids,
-        finish=score.finish,
-        columns=score.prompt.columns,
+        prompt=scores[0].prompt.text,
+        completions=tuple(score.token_ids for score in scores),
+        finishes=tuple(score.finish for score in scores),
+        columns=scores[0].prompt.columns,
     )

@@ -5,15 +5,20 @@ for the next message and nothing queues behind a slow one. A worker answers in o
 running: a deadline is counted for that one only, and only that one is charged when the worker is killed or dies. The others are
 handed out once more, at the front, and only to a slot with nothing to do: there the outcome is surely their own, so no call is
 handed out a third time. They are also taken back from a slot whose first call runs for `OVERRUN_S`, rather than wait for its deadline.
+
+A function with a rate or retries has a gate: none of its calls is handed ahead, and each begins when the gate opens. A try that failed
+is repeated up to `retries` times, after a pause that doubles; it is the same request, and gets one answer.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import itertools
 
-from pipelinerl.messages import Score
+from pipelinerl.messages import Score, ScoreGroup
+from pipelinerl.scorer.gate import Gate
 
 AHEAD_S = 0.005
 """Seconds of work handed to a slot ahead. Smaller lets fast functions wait for messages; larger lets calls queue behind one another."""
@@ -21,6 +26,8 @@ MAX_AHEAD = 32
 """Calls handed ahead, at most; bounds what is repeated when a worker is lost."""
 OVERRUN_S = 0.1
 """A first call that runs for so long gives back what is queued behind it. Smaller withdraws calls for an ordinary pause of the system."""
+RETRY_AFTER_S = 0.5
+"""Pause before the first retry; it doubles. Shorter repeats into the same hiccup; longer holds the group open."""
 _MEMORY = 0.1
 """Weight of the newest call in the mean duration."""
 
@@ -30,11 +37,13 @@ class Ticket:
     """One request, from its arrival to its answer."""
 
     ticket_id: int
-    score: Score
+    score: Score | ScoreGroup
     slot: int | None = None
     """Slot that is to answer it; None while it waits."""
     is_rerun: bool = False
     """It was handed out once before."""
+    num_tries: int = 0
+    """Tries that failed."""
     is_done: bool = False
     """It is answered, or nobody wants the answer any more."""
 
@@ -60,10 +69,14 @@ class _Slot:
 class Queue:
     """Requests waiting and running. Times are seconds on one clock of the caller's choice."""
 
-    def __init__(self, *, num_slots: int, deadline_s: float) -> None:
+    def __init__(self, *, num_slots: int, deadline_s: float, gate: Gate | None = None, retries: int = 0) -> None:
         self.deadline_s = deadline_s
+        self.gate = gate or Gate()
+        self._retries = retries
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: collections.deque[Ticket] = collections.deque()
+        self._later: list[tuple[float, int, Ticket]] = []
+        """Tickets to be tried again, a heap: (when, id, ticket)."""
         self._wanted: dict[tuple[str, int], Ticket] = {}
         self._next_id = 0
         self._mean_s: float | None = None
@@ -77,7 +90,7 @@ class Queue:
         """Seconds since the slot began its first call; 0.0 where it runs none."""
         return now - self._slots[slot].began_at if self._slots[slot].held else 0.0
 
-    def add(self, score: Score) -> None:
+    def add(self, score: Score | ScoreGroup) -> None:
         """Take a request; one that repeats a request still without an answer is the same request."""
         key = (score.rollout_id, score.attempt)
         if key not in self._wanted:
@@ -104,6 +117,8 @@ class Queue:
 
         A slot is filled up once it is half empty: a few calls in one message cost little more than one.
         """
+        while self._later and self._later[0][0] <= now:
+            self._waiting.appendleft(heapq.heappop(self._later)[2])
         handed: dict[int, list[Ticket]] = {}
         room = 1 + self._num_ahead()
         slots = [
@@ -114,6 +129,8 @@ class Queue:
             if ticket.is_done:
                 self._waiting.popleft()
                 continue
+            if now < self.gate.opens_at():
+                break
             index = min(slots, key=lambda index: len(self._slots[index].held))
             slot = self._slots[index]
             if len(slot.held) >= (1 if ticket.is_rerun else room):
@@ -121,6 +138,7 @@ class Queue:
             if not slot.held:
                 slot.began_at = now
             ticket.slot = index
+            self.gate.began(now)
             slot.held.append(self._waiting.popleft())
             handed.setdefault(index, []).append(ticket)
         return handed
@@ -139,6 +157,20 @@ class Queue:
             return None
         self._mean_s = duration_s if self._mean_s is None else (1 - _MEMORY) * self._mean_s + _MEMORY * duration_s
         return self._finish(ticket)
+
+    def try_again(self, ticket: Ticket, now: float) -> bool:
+        """A try failed that the caller was handed as finished: have it wait for another, beside those that wait already.
+
+        False where it has had all its tries.
+        """
+        if ticket.num_tries >= self._retries:
+            return False
+        due = now + RETRY_AFTER_S * 2**ticket.num_tries
+        ticket.num_tries += 1
+        ticket.slot, ticket.is_rerun, ticket.is_done = None, False, False
+        self._wanted[ticket.score.rollout_id, ticket.score.attempt] = ticket
+        heapq.heappush(self._later, (due, ticket.ticket_id, ticket))
+        return True
 
     def lose(self, slot: int) -> Ticket | None:
         """The slot's worker is gone. Returns the ticket to charge: the one it was running; those behind it wait again, at the front."""
@@ -164,14 +196,19 @@ class Queue:
         return taken
 
     def wake_at(self) -> float | None:
-        """When `overdue` or `take_back` will next have something; None while nothing runs."""
+        """When `overdue`, `take_back` or, by the passing of time alone, `hand_out` will next have something; None where none will."""
         times = [
             slot.began_at + (min(OVERRUN_S, self.deadline_s) if slot.has_tail else self.deadline_s) for slot in self._slots if slot.held
         ]
+        if any(slot.is_ready and not slot.held for slot in self._slots):
+            if self._waiting and self.gate.is_limited:
+                times.append(self.gate.opens_at())
+            if self._later:
+                times.append(self._later[0][0])
         return min(times, default=None)
 
     def _num_ahead(self) -> int:
-        return 0 if self._mean_s is None else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
+        return 0 if self._mean_s is None or self.gate.is_limited else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
 
     def _behind(self, slot: int) -> list[Ticket]:
         """Tickets queued in a slot behind its first and not taken back."""

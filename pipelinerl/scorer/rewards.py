@@ -5,16 +5,17 @@
 | ours | `completion` | `reward(prompt=, completion=, **columns)` | a number |
 | TRL | `completions` | `reward(prompts=[..], completions=[..], **columns)`, lists of one | a list of one number, or None: does not apply |
 | verl | `solution_str` | `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` | a number, or a dict with `score` |
+| verifiers | being a `Rubric` | its functions with `prompt`, `completion`, `answer`, `info`, `state` | numbers, summed by its weights |
 
-A function is passed only what it accepts: the row's columns by name, and where it names them `num_tokens` and `finish` of the
-completion and `max_tokens` of the run. `async def` works in every shape. Whatever a function raises or returns becomes an outcome
-with a text; nothing becomes 0.0 because it failed. A verl row may hold `ground_truth` or `reward_model = {ground_truth}`.
+A function is passed only what it accepts: the row's columns by name, its `options` of the config, and where it names them `num_tokens`
+and `finish` of the completion and `max_tokens` of the run. `async def` works in every shape. Whatever a function raises or returns
+becomes an outcome with a text; nothing becomes 0.0 because it failed. A verl row may hold `ground_truth` or
+`reward_model = {ground_truth}`. A TRL function that is configured per group is passed lists of all siblings; the other shapes know one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import enum
 import inspect
@@ -28,7 +29,8 @@ from typing import Any
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import Outcome
 from pipelinerl.plugin import load_plugin
-from pipelinerl.scorer.calls import Call, Component, Result, component_names
+from pipelinerl.scorer.calls import Call, Component, Result
+from pipelinerl.scorer.rubric import adapt_rubric, is_rubric
 
 ERROR_CHARACTERS = 2000
 """Longest error text that travels. Longer would let one exception with a huge message fill the journal."""
@@ -55,7 +57,6 @@ class Reward:
     """One reward function, ready to be called."""
 
     name: str
-    weight: float
     shape: Shape
     function: Callable[..., Any]
     accepts: frozenset[str]
@@ -64,20 +65,26 @@ class Reward:
     """Those of them without a default."""
     takes_any: bool
     """It has `**columns`."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the config; they go before columns."""
 
-    def arguments(self, call: Call, *, completion: str, max_tokens: int) -> dict[str, Any]:
-        """What to pass for one trajectory. Raises `DataError` naming a parameter the row has no column for."""
+    def arguments(self, call: Call, *, completions: Sequence[str], max_tokens: int) -> dict[str, Any]:
+        """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
         columns = call.columns
-        if self.shape is Shape.OURS:
-            passed = {**columns, "prompt": call.prompt, "completion": completion}
-            extra = {"num_tokens": len(call.token_ids), "finish": call.finish.value, "max_tokens": max_tokens}
-        elif self.shape is Shape.TRL:
-            passed = {name: [value] for name, value in columns.items()}
-            passed |= {"prompts": [call.prompt], "completions": [completion]}
-            extra = {"completion_ids": [call.token_ids.tolist()]}
+        if self.shape is Shape.TRL:
+            num = len(completions)
+            passed = {name: [value] * num for name, value in columns.items()} | self.options
+            passed |= {"prompts": [call.prompt] * num, "completions": list(completions)}
+            extra = {"completion_ids": [token_ids.tolist() for token_ids in call.completions]}
         else:
-            passed = {"data_source": "", "extra_info": None, **_verl_truth(columns), **columns, "solution_str": completion}
-            extra = {}
+            (completion,), (token_ids,), (finish,) = completions, call.completions, call.finishes
+            if self.shape is Shape.OURS:
+                passed = {**columns, **self.options, "prompt": call.prompt, "completion": completion}
+                extra = {"num_tokens": len(token_ids), "finish": finish.value, "max_tokens": max_tokens}
+            else:
+                defaults = {"data_source": "", "extra_info": None, **_verl_truth(columns)}
+                passed = {**defaults, **columns, **self.options, "solution_str": completion}
+                extra = {}
         named = extra | passed
         missing = self.requires - named.keys()
         if missing:
@@ -90,20 +97,15 @@ class Reward:
 
 
 def load_rewards(components: Sequence[Component]) -> tuple[Reward, ...]:
-    """Import every function. Raises `ConfigError` where one is missing, cannot be imported or has an unknown signature.
-
-    They are known as `component_names` says.
-    """
-    references = [component.function for component in components]
-    for reference, count in collections.Counter(references).items():
-        if count > 1:
-            raise ConfigError(f"reward function {reference} is named {count} times: name it once, with the sum of the weights")
-    rewards = [inspect_reward(load_plugin(item.function), reference=item.function, weight=item.weight) for item in components]
-    return tuple(dataclasses.replace(reward, name=name) for reward, name in zip(rewards, component_names(references), strict=True))
+    """Import every function. Raises `ConfigError` where one is missing, cannot be imported or has an unknown signature."""
+    rewards = [inspect_reward(load_plugin(item.function), reference=item.function, options=item.options) for item in components]
+    return tuple(dataclasses.replace(reward, name=item.name) for reward, item in zip(rewards, components, strict=True))
 
 
-def inspect_reward(function: Any, *, reference: str, weight: float = 1.0) -> Reward:
+def inspect_reward(function: Any, *, reference: str, options: Mapping[str, Any] | None = None) -> Reward:
     """See from its parameters how `function` wants to be called. Raises `ConfigError` naming them and the accepted shapes."""
+    if is_rubric(function):
+        function = adapt_rubric(function, reference=reference)
     if not callable(function):
         raise ConfigError(f"reward {reference} is a {type(function).__name__}, expected a function")
     try:
@@ -116,19 +118,23 @@ def inspect_reward(function: Any, *, reference: str, weight: float = 1.0) -> Rew
         found = ", ".join(str(parameter) for parameter in parameters) or "no parameters"
         accepted = "\n".join(f"  {shape.value}" for shape in Shape)
         raise ConfigError(f"reward {reference} takes ({found}), which is none of the accepted shapes:\n{accepted}")
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_any and (unknown := (options or {}).keys() - by_name.keys()):
+        known = ", ".join(sorted(by_name))
+        raise ConfigError(f"reward {reference} has the options {', '.join(sorted(unknown))}, but its parameters are {known}")
     return Reward(
-        name=_name(reference),
-        weight=weight,
+        name=reference.rpartition(":")[2],
         shape=shapes[0],
         function=function,
         accepts=frozenset(by_name),
         requires=frozenset(name for name, parameter in by_name.items() if parameter.default is inspect.Parameter.empty),
-        takes_any=any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
+        takes_any=takes_any,
+        options=dict(options or {}),
     )
 
 
 class Scoring:
-    """Runs all reward functions of a run on one trajectory after the other, in the process that calls it."""
+    """Runs the reward functions of a lane on one call after the other, in the process that calls it."""
 
     def __init__(
         self, rewards: Sequence[Reward], *, decode: Callable[[list[int]], str], max_tokens: int, entering: Callable[[str], None]
@@ -148,60 +154,72 @@ class Scoring:
     def score(self, call: Call) -> Result:
         """Run the functions in order; the first one that fails ends the call. Never raises."""
         started_at, begin = time.time(), time.perf_counter()
-        components: dict[str, float] = {}
-        reward, outcome, error = self._run(call, components)
+        components: tuple[dict[str, float], ...] = tuple({} for _ in call.completions)
+        durations_s: dict[str, float] = {}
+        outcome, error = self._run(call, components, durations_s)
+        is_ok = outcome is Outcome.OK
         return Result(
             ticket_id=call.ticket_id,
             outcome=outcome,
-            reward=reward,
-            components=components if outcome is Outcome.OK else {},
+            components=components if is_ok else (),
             error=error[:ERROR_CHARACTERS],
+            failed="" if is_ok else next(reversed(durations_s), self._rewards[0].name),
             started_at=started_at,
             duration_s=time.perf_counter() - begin,
+            durations_s=durations_s,
         )
 
-    def _run(self, call: Call, components: dict[str, float]) -> tuple[float | None, Outcome, str]:
+    def _run(self, call: Call, components: tuple[dict[str, float], ...], durations_s: dict[str, float]) -> tuple[Outcome, str]:
         name = "decoding the tokens"
         try:
-            completion = self._decode(call.token_ids.tolist())
+            completions = [self._decode(token_ids.tolist()) for token_ids in call.completions]
             for index, reward in enumerate(self._rewards):
                 name = reward.name
+                durations_s[name] = 0.0
                 if index:
                     self._entering(name)
-                value = self._call(reward, reward.arguments(call, completion=completion, max_tokens=self._max_tokens))
-                if value is not None:
-                    components[name] = value
+                begin = time.perf_counter()
+                try:
+                    values = self._call(reward, reward.arguments(call, completions=completions, max_tokens=self._max_tokens))
+                finally:
+                    durations_s[name] = time.perf_counter() - begin
+                for found, value in zip(components, values, strict=True):
+                    if value is not None:
+                        found[name] = value
         except NotANumber as error:
-            return None, Outcome.INVALID, f"{name} {error}"
+            return Outcome.INVALID, f"{name} {error}"
         except BaseException as error:  # the boundary to a user's function: whatever it raises, SystemExit too, becomes a counted value
-            return None, Outcome.ERROR, f"{name} raised {describe(error)}"
-        if not components:
-            return None, Outcome.INVALID, f"no reward function applies: {', '.join(r.name for r in self._rewards)} returned None"
-        total = sum(reward.weight * components[reward.name] for reward in self._rewards if reward.name in components)
-        if not math.isfinite(total):
-            return None, Outcome.INVALID, f"the weighted sum of {components} is {total}, expected a finite number"
-        return total, Outcome.OK, ""
+            return Outcome.ERROR, f"{name} raised {describe(error)}"
+        return Outcome.OK, ""
 
-    def _call(self, reward: Reward, arguments: dict[str, Any]) -> float | None:
+    def _call(self, reward: Reward, arguments: dict[str, Any]) -> list[float | None]:
         returned = reward.function(**arguments)
         if inspect.isawaitable(returned):
             returned = self._runner.run(_wait(returned))
-        return read_value(returned, shape=reward.shape)
+        return read_values(returned, shape=reward.shape, num_completions=len(arguments.get("completions", (None,))))
 
 
-def read_value(returned: Any, *, shape: Shape) -> float | None:
-    """The number a function returned; None where a TRL function says that it does not apply. Raises `NotANumber`."""
-    value = returned
-    if shape is Shape.TRL:
-        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
-            raise NotANumber(f"returned {reprlib.repr(returned)}, expected a list of one number")
-        if len(returned) != 1:
-            raise NotANumber(f"returned {len(returned)} values for 1 completion: {reprlib.repr(returned)}")
-        value = returned[0]
-        if value is None:
-            return None
-    elif shape is Shape.VERL and isinstance(returned, Mapping) and "score" in returned:
-        value = returned["score"]
+def read_values(returned: Any, *, shape: Shape, num_completions: int) -> list[float | None]:
+    """The numbers a function returned, one for each completion; None where a TRL function says that it does not apply.
+
+    Raises `NotANumber`.
+    """
+    if shape is not Shape.TRL:
+        return [_number(returned["score"] if _is_verl_dict(returned, shape) else returned, returned=returned)]
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+        wanted = "one number" if num_completions == 1 else f"{num_completions} numbers"
+        raise NotANumber(f"returned {reprlib.repr(returned)}, expected a list of {wanted}")
+    if len(returned) != num_completions:
+        plural = "" if num_completions == 1 else "s"
+        raise NotANumber(f"returned {len(returned)} values for {num_completions} completion{plural}: {reprlib.repr(returned)}")
+    return [None if value is None else _number(value, returned=returned) for value in returned]
+
+
+def _is_verl_dict(returned: Any, shape: Shape) -> bool:
+    return shape is Shape.VERL and isinstance(returned, Mapping) and "score" in returned
+
+
+def _number(value: Any, *, returned: Any) -> float:
     if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()  # a numpy or torch scalar
     if not isinstance(value, numbers.Real):
@@ -222,10 +240,6 @@ def describe(error: BaseException) -> str:
     except Exception as broken:  # an exception of a user's own class may not even be printable
         text = f"(message unavailable: its __str__ raised {type(broken).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _name(reference: str) -> str:
-    return reference.rpartition(":")[2]
 
 
 def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,12 +70,12 @@ class Sandbox:
             raise ConfigError(message.error)
         self._control.setblocking(False)
 
-    def spawn(self) -> tuple[int, socket.socket]:
-        """Fork a worker; return its number and our end of its channel, which does not block."""
+    def spawn(self, lane: int) -> tuple[int, socket.socket]:
+        """Fork a worker of a lane; return its number and our end of its channel, which does not block."""
         worker_id, self._next_worker_id = self._next_worker_id, self._next_worker_id + 1
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send(Spawn(worker_id=worker_id), theirs.fileno())
+            self._send(Spawn(worker_id=worker_id, lane=lane), theirs.fileno())
         ours.setblocking(False)
         return worker_id, ours
 

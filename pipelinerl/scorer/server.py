@@ -1,4 +1,4 @@
-"""The scorer's main loop: a link to the orchestrator on one side, a pool of reward workers on the other."""
+"""The scorer's main loop: a link to the orchestrator on one side, lanes of reward workers on the other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import time
 import msgspec
 
 from pipelinerl.config import Config
-from pipelinerl.messages import Cancel, Failed, Message, Score, ScorerLoad, ScorerReady, Stop
+from pipelinerl.messages import Cancel, Failed, Message, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
 from pipelinerl.metrics import Journal
-from pipelinerl.scorer.calls import Component, Setup
-from pipelinerl.scorer.pool import Pool
+from pipelinerl.scorer.lanes import Lanes
 from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
@@ -21,8 +20,8 @@ LOAD_EVERY_S = 1.0
 class Server:
     """One scorer.
 
-    takes       `Score`, `Cancel`, `Stop` from the orchestrator; answers of workers
-    gives       `ScorerReady` once, a `Scored` for every `Score` that is not cancelled, `ScorerLoad` every second
+    takes       `Score`, `ScoreGroup`, `Cancel`, `Stop` from the orchestrator; answers of workers
+    gives       `ScorerReady` once, `Scored` or `GroupScored` for every request that is not cancelled, `ScorerLoad` every second
     waits for   the link and every worker's channel at once, until the next deadline at the latest
     woken by    messages, ends of workers, deadlines
     fails       `ConfigError` where a function or the tokenizer cannot be loaded, `PeerGone` where the fork server is gone; a
@@ -34,37 +33,36 @@ class Server:
         self._link = link
         self._journal = journal
         self._scorer_id = scorer_id
-        self._num_slots = config.scorer.slots
         self._num_scored = 0
         self._is_stopped = False
         self._next_load_at = time.monotonic()
-        setup = Setup(
+        self._lanes = Lanes(
+            config.reward,
+            config.scorer,
             model_path=str(config.model.path),
-            components=tuple(Component(function=section.function, weight=section.weight) for section in config.reward),
             max_tokens=config.rollout.max_tokens,
-        )
-        self._pool = Pool(
-            setup, num_slots=config.scorer.slots, deadline_s=config.scorer.deadline_s, journal=journal, name=f"scorer-{scorer_id}"
+            journal=journal,
+            name=f"scorer-{scorer_id}",
         )
 
     def run(self) -> None:
         """Serve until `Stop`. Any error is told to the orchestrator before it ends this process."""
         try:
-            self._pool.start()
-            self._pool.wake_on(self._link.fileno())
-            self._link.send(ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._num_slots))
+            self._lanes.start()
+            self._lanes.wake_on(self._link.fileno())
+            self._link.send(ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._lanes.num_slots))
             while not self._is_stopped:
                 self._turn()
         except Exception as error:  # whatever ends a process is told to its peer, then goes its way
             self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
         finally:
-            self._pool.close()
+            self._lanes.close()
 
     def _turn(self) -> None:
         # The link is drained last, with nothing sent between that and the wait: ZeroMQ signals its descriptor once for each change
         # of state, and sending uses such a signal up.
-        for scored in self._pool.advance():
+        for scored in self._lanes.advance():
             self._link.send(scored)
             self._num_scored += 1
         if time.monotonic() >= self._next_load_at:
@@ -74,24 +72,27 @@ class Server:
             has_news = True
             self._obey(message)
         if not self._is_stopped:
-            self._pool.wait(0.0 if has_news else self._next_load_at - time.monotonic())
+            self._lanes.wait(0.0 if has_news else self._next_load_at - time.monotonic())
 
     def _obey(self, message: Message) -> None:
         match message:
-            case Score():
-                self._pool.submit(message)
+            case Score() | ScoreGroup():
+                self._lanes.submit(message)
             case Cancel():
-                self._pool.cancel(message.rollout_id, message.attempt)
+                self._lanes.cancel(message.rollout_id, message.attempt)
             case Stop():
                 self._is_stopped = True
 
     def _report(self) -> None:
         self._next_load_at = time.monotonic() + LOAD_EVERY_S
+        loads = self._lanes.functions()
+        functions = {name: msgspec.structs.asdict(each) for name, each in loads.items()}
         load = ScorerLoad(
             scorer_id=self._scorer_id,
-            num_running=self._pool.num_running,
+            num_running=self._lanes.num_running,
             num_scored=self._num_scored,
-            busy_s=self._pool.total_busy_s(),
+            busy_s=self._lanes.total_busy_s(),
+            functions=loads,
         )
-        self._journal.write("load", **msgspec.structs.asdict(load))
+        self._journal.write("load", **msgspec.structs.asdict(load) | {"functions": functions})
         self._link.send(load)

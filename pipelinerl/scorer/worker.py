@@ -2,7 +2,7 @@
 
 It is born by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
 here and there protect a run from mistakes in reward code that its operator trusts; a worker has its owner's rights, so code that the
-policy wrote belongs in a real sandbox which the reward function calls.
+policy wrote belongs in a sandbox which the reward function calls, for example `scorer.code`.
 """
 
 from __future__ import annotations

@@ -114,6 +114,24 @@ def test_a_rollout_may_be_issued_again_and_a_run_go_on():
     assert judge([*lines, began(), *revived, *rollout("2/0")], checkpoint(lines)).problems == []
 
 
+def compares(lines: list[Line]) -> None:
+    """Make it a run that compares siblings."""
+    lines[0] = lines[0] | {"reason": json.dumps({"settings": PROMISES | {"compares_siblings": True}, "unix_s": 0.0})}
+    for step in range(2):
+        at = number_of(lines, "placed", f"{step}/0") - 1
+        lines[at:at] = [
+            {"kind": "compared", "rollout_id": f"{step}/{place}", "attempt": 0, "reason": "ok", "reward": 2.0} for place in range(2)
+        ]
+    saved = next(line for line in lines if line["kind"] == "saved")
+    saved["reason"] = f"me:{number_of(lines, 'sealed')}"
+
+
+def test_siblings_may_be_compared_once_each_is_scored():
+    lines = good()
+    compares(lines)
+    assert judge(lines, checkpoint(lines)).problems == []
+
+
 def replace(kind: str, of: str | None = None, **changes: Any) -> Callable[[list[Line]], None]:
     def change(lines: list[Line]) -> None:
         at = number_of(lines, kind, of) - 1
@@ -200,6 +218,20 @@ BROKEN: dict[str, tuple[Callable[[list[Line]], None], str]] = {
     "a quarantine after one death": (
         append({"kind": "suspected", "peer": "engine-0", "reason": "5"}, {"kind": "quarantined", "peer": "engine-0", "reason": "5"}),
         "quarantines row 5 after 1 deaths",
+    ),
+    "a sample is placed before it was compared": (both(compares, remove("compared", "0/1")), "is placed before it was compared"),
+    "a sample is compared twice": (both(compares, repeat("compared", "0/0")), "is compared before its own score, or twice"),
+    "a comparison makes up for a failed score": (
+        both(compares, replace("scored", "0/0", reason="timeout", reward=None)),
+        "has a reward by comparison, and none of its own",
+    ),
+    "a sample without a reward by comparison is trained": (
+        both(compares, replace("compared", "0/0", reason="timeout", reward=None)),
+        "placed without a reward",
+    ),
+    "a comparison nobody asked for": (
+        append({"kind": "compared", "rollout_id": "2/0", "attempt": 0, "reason": "ok", "reward": 1.0}),
+        "in a run that compares nothing",
     ),
     "an unknown entry": (append({"kind": "mystery"}), "unknown kind 'mystery'"),
 }

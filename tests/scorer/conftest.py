@@ -169,10 +169,10 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Iterator[Callable[..., Scorer]]:
-    """Start a scorer process with these reward functions (names in `example_rewards.py`, with weights)."""
+    """Start a scorer process with these reward functions: names in `example_rewards.py` or whole references, with a weight or settings."""
     started: list[Scorer] = []
 
-    def start(rewards: dict[str, float], *, slots: int = 2, deadline_s: float = 1.0) -> Scorer:
+    def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 1.0) -> Scorer:
         run_folder = tmp_path_factory.mktemp("run")
         make_keys(run_folder)
         config = {
@@ -180,7 +180,11 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
             "data": {"source": "unused.jsonl"},
             "rollout": {"max_tokens": 100},
             "scorer": {"slots": slots, "deadline_s": deadline_s},
-            "reward": [{"function": f"{REWARDS}:{name}", "weight": weight} for name, weight in rewards.items()],
+            "reward": [
+                {"function": name if ":" in name else f"{REWARDS}:{name}"}
+                | (settings if isinstance(settings, dict) else {"weight": settings})
+                for name, settings in rewards.items()
+            ],
         }
         (run_folder / "config.json").write_text(json.dumps(config))
         started.append(Scorer(run_folder, scratch=tmp_path_factory.mktemp("scratch")))

@@ -152,3 +152,12 @@ _ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "one": lambda columns: 1.0,
     "process": lambda columns: float(os.getpid()),
 }
+
+
+def rank(completions: list[str]) -> list[float]:
+    """Per group: how many siblings are shorter."""
+    if "hang" in completions:
+        _hang({})
+    if "raise" in completions:
+        raise ValueError("no order")
+    return [float(sum(len(other) < len(mine) for other in completions)) for mine in completions]

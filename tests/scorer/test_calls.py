@@ -21,7 +21,8 @@ from tests.scorer.conftest import descendants_of, is_alive
 
 def test_frames_cut_at_any_byte_come_out_whole_and_in_order() -> None:
     calls = [
-        Call(ticket_id=n, prompt="p", token_ids=np.arange(n, dtype=np.int32), finish=Finish.STOP, columns={"n": n}) for n in (0, 3, 70)
+        Call(ticket_id=n, prompt="p", completions=(np.arange(n, dtype=np.int32),), finishes=(Finish.STOP,), columns={"n": n})
+        for n in (0, 3, 70)
     ]
     stream = b"".join(frame(message) for message in (*calls, Withdraw(ticket_ids=(1, 2))))
     for size in (1, 3, 64, len(stream)):
@@ -38,7 +39,7 @@ def test_frames_cut_at_any_byte_come_out_whole_and_in_order() -> None:
         decoded = [decoder.decode(body) for body in bodies]
         assert [message.ticket_id for message in decoded[:3] if isinstance(message, Call)] == [0, 3, 70]
         assert isinstance(decoded[2], Call)
-        assert decoded[2].token_ids.tolist() == list(range(70))
+        assert decoded[2].completions[0].tolist() == list(range(70))
         assert decoded[3] == Withdraw(ticket_ids=(1, 2))
 
 
@@ -72,7 +73,7 @@ def test_decoding_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
 
 def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    sandbox = Sandbox(Setup(model_path=str(tmp_path), components=(), max_tokens=1))
+    sandbox = Sandbox(Setup(model_path=str(tmp_path), lanes=(), max_tokens=1))
     with pytest.raises(ConfigError, match=rf"model.path: the tokenizer of {tmp_path} cannot be loaded"):
         sandbox.wait_until_prepared()
     sandbox.close()
@@ -80,10 +81,10 @@ def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> No
 
 def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder: Path) -> None:
     others = descendants_of(os.getpid())
-    component = Component(function="pipelinerl.scorer.builtin:exact_match", weight=1.0)
-    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), components=(component,), max_tokens=1))
+    component = Component(function="pipelinerl.scorer.builtin:exact_match", name="exact_match", options={})
+    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), lanes=((component,),), max_tokens=1))
     sandbox.wait_until_prepared()
-    _, channel = sandbox.spawn()
+    _, channel = sandbox.spawn(0)
     with channel:
         channel.setblocking(True)
         assert Frames(channel).receive() == [frame(Loaded(names=("exact_match",)))[4:]]

@@ -8,7 +8,6 @@ import fractions
 import functools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,22 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Finish, Outcome
-from pipelinerl.scorer.calls import Call, Component, Result
-from pipelinerl.scorer.rewards import ERROR_CHARACTERS, Reward, Scoring, Shape, inspect_reward, load_rewards, read_value
+from pipelinerl.scorer.calls import Call, Result
+from pipelinerl.scorer.rewards import ERROR_CHARACTERS, Reward, Scoring, Shape, inspect_reward, read_values
 
 COLUMNS: dict[str, Any] = {"answer": "42", "level": 3}
 
 
-def run(*functions: Callable[..., Any], columns: dict[str, Any] = COLUMNS, weights: tuple[float, ...] | None = None) -> Result:
+def run(*functions: Callable[..., Any], columns: dict[str, Any] = COLUMNS) -> Result:
     """Score the completion "abc" of the prompt "what?" with these functions."""
-    weights = weights or (1.0,) * len(functions)
-    rewards = [inspect_reward(f, reference=f"file.py:f{i}", weight=w) for i, (f, w) in enumerate(zip(functions, weights, strict=True))]
+    rewards = [inspect_reward(function, reference=f"file.py:f{index}") for index, function in enumerate(functions)]
     with contextlib.closing(scoring(*rewards)) as score:
         return score.score(make_call(columns))
+
+
+def values(result: Result) -> dict[str, float]:
+    (components,) = result.components
+    return components
 
 
 def scoring(*rewards: Reward, entered: list[str] | None = None) -> Scoring:
@@ -36,7 +39,7 @@ def scoring(*rewards: Reward, entered: list[str] | None = None) -> Scoring:
 
 
 def make_call(columns: dict[str, Any] = COLUMNS) -> Call:
-    return Call(ticket_id=7, prompt="what?", token_ids=np.array([97, 98, 99], np.int32), finish=Finish.LENGTH, columns=columns)
+    return Call(ticket_id=7, prompt="what?", completions=(np.array([97, 98, 99], np.int32),), finishes=(Finish.LENGTH,), columns=columns)
 
 
 def test_our_shape_gets_texts_and_the_columns_it_names() -> None:
@@ -47,7 +50,7 @@ def test_our_shape_gets_texts_and_the_columns_it_names() -> None:
         return 0.25
 
     result = run(reward)
-    assert (result.ticket_id, result.outcome, result.reward, result.components) == (7, Outcome.OK, 0.25, {"f0": 0.25})
+    assert (result.ticket_id, result.outcome, result.components) == (7, Outcome.OK, ({"f0": 0.25},))
     assert seen == {"prompt": "what?", "completion": "abc", "answer": "42"}
 
 
@@ -91,7 +94,7 @@ def test_trl_shape_gets_lists_of_one() -> None:
         seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
         return [2.0]
 
-    assert run(reward).reward == 2.0
+    assert values(run(reward)) == {"f0": 2.0}
     assert seen == {"prompts": ["what?"], "completions": ["abc"], "completion_ids": [[97, 98, 99]], "answer": ["42"], "level": [3]}
 
 
@@ -99,7 +102,7 @@ def test_trl_shape_gets_only_what_it_names() -> None:
     def reward(completions: list[str], answer: list[str]) -> list[float]:
         return [float(completions == ["abc"] and answer == ["42"])]
 
-    assert run(reward).reward == 1.0
+    assert values(run(reward)) == {"f0": 1.0}
 
 
 def test_verl_shape_gets_its_four_arguments_from_the_columns() -> None:
@@ -121,7 +124,7 @@ def test_verl_dict_counts_by_its_score() -> None:
     def compute_score(solution_str: str, ground_truth: str) -> dict[str, Any]:
         return {"score": 0.5, "acc": True}
 
-    assert run(compute_score, columns={"ground_truth": "42"}).reward == 0.5
+    assert values(run(compute_score, columns={"ground_truth": "42"})) == {"f0": 0.5}
 
 
 def test_missing_column_is_an_error_that_names_it_and_those_there_are() -> None:
@@ -129,7 +132,7 @@ def test_missing_column_is_an_error_that_names_it_and_those_there_are() -> None:
         return 1.0
 
     result = run(reward)
-    assert (result.outcome, result.reward) == (Outcome.ERROR, None)
+    assert (result.outcome, result.components, result.failed) == (Outcome.ERROR, (), "f0")
     assert result.error == "f0 raised DataError: needs solution, but the row has only the columns answer, level"
 
 
@@ -142,26 +145,14 @@ def test_async_function_runs_on_one_event_loop_for_all_calls() -> None:
         return float(len(completion))
 
     with contextlib.closing(scoring(inspect_reward(reward, reference="file.py:reward"))) as score:
-        assert [score.score(make_call()).reward for _ in range(2)] == [3.0, 3.0]
+        assert [score.score(make_call()).components for _ in range(2)] == [({"reward": 3.0},)] * 2
     assert loops[0] is loops[1]
     assert loops[0].is_closed()
 
 
-def test_reward_is_the_weighted_sum_and_components_are_unweighted() -> None:
-    result = run(lambda completion: 2.0, lambda completions: [3.0], weights=(0.5, -2.0))
-    assert result.reward == 0.5 * 2.0 - 2.0 * 3.0
-    assert result.components == {"f0": 2.0, "f1": 3.0}
-
-
 def test_trl_none_leaves_the_component_out() -> None:
     result = run(lambda completion: 2.0, lambda completions: [None])
-    assert (result.outcome, result.reward, result.components) == (Outcome.OK, 2.0, {"f0": 2.0})
-
-
-def test_sample_to_which_no_function_applies_is_invalid() -> None:
-    result = run(lambda completions: [None], lambda completions: [None])
-    assert (result.outcome, result.reward) == (Outcome.INVALID, None)
-    assert result.error == "no reward function applies: f0, f1 returned None"
+    assert (result.outcome, result.components) == (Outcome.OK, ({"f0": 2.0},))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +185,7 @@ def test_what_is_no_finite_number_is_invalid_and_says_what_came(returned: Any, s
         Shape.VERL: lambda solution_str: returned,
     }
     result = run(functions[shape])
-    assert (result.outcome, result.reward, result.components) == (Outcome.INVALID, None, {})
+    assert (result.outcome, result.components) == (Outcome.INVALID, ())
     assert result.error.startswith("f0 returned ")
     assert result.error.endswith(said)
 
@@ -204,16 +195,10 @@ def test_what_is_no_finite_number_is_invalid_and_says_what_came(returned: Any, s
     [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.bool_(True), 1.0), (np.array(3.0), 3.0)],
 )
 def test_numbers_of_every_kind_count(returned: Any, value: float) -> None:
-    assert read_value(returned, shape=Shape.OURS) == value
-    assert read_value([returned], shape=Shape.TRL) == value
-    assert read_value(np.array([value]), shape=Shape.TRL) == value
-    assert read_value(fractions.Fraction(1, 2), shape=Shape.OURS) == 0.5
-
-
-def test_sum_that_overflows_is_invalid() -> None:
-    result = run(lambda completion: 1e308, lambda completion: 1e308)
-    assert (result.outcome, result.reward) == (Outcome.INVALID, None)
-    assert "is inf, expected a finite number" in result.error
+    assert read_values(returned, shape=Shape.OURS, num_completions=1) == [value]
+    assert read_values([returned], shape=Shape.TRL, num_completions=1) == [value]
+    assert read_values(np.array([value]), shape=Shape.TRL, num_completions=1) == [value]
+    assert read_values(fractions.Fraction(1, 2), shape=Shape.OURS, num_completions=1) == [0.5]
 
 
 @pytest.mark.parametrize("raised", [ValueError("bad \\frac"), SystemExit(2), KeyboardInterrupt(), MemoryError()])
@@ -224,7 +209,7 @@ def test_whatever_a_function_raises_is_an_error_with_its_name_and_ends_the_call(
         raise raised
 
     result = run(lambda completion: 1.0, reward, lambda completion: later.append(1) or 1.0)
-    assert (result.outcome, result.reward, result.components) == (Outcome.ERROR, None, {})
+    assert (result.outcome, result.components) == (Outcome.ERROR, ())
     expected = f"{type(raised).__name__}: {raised}" if str(raised) else type(raised).__name__
     assert result.error == f"f1 raised {expected}"
     assert not later
@@ -290,22 +275,69 @@ def test_callable_object_and_partial_are_functions() -> None:
     def scaled(completion: str, factor: float) -> float:
         return factor
 
-    assert run(Judge()).reward == 4.0
-    assert run(functools.partial(scaled, factor=5.0)).reward == 5.0
+    assert values(run(Judge())) == {"f0": 4.0}
+    assert values(run(functools.partial(scaled, factor=5.0))) == {"f0": 5.0}
 
 
-def test_functions_that_share_a_name_are_told_apart_by_their_reference(tmp_path: Path) -> None:
-    references = []
-    for folder in ("a", "b"):
-        path = tmp_path / f"{folder}.py"
-        path.write_text(f"def reward(completion): return {len(references)}.0\ndef other(completion): return 9.0\n")
-        references.append(f"{path}:reward")
-    components = [Component(function=name, weight=1.0) for name in (*references, f"{tmp_path / 'a.py'}:other")]
-    assert [reward.name for reward in load_rewards(components)] == [*references, "other"]
-    assert scoring(*load_rewards(components)).score(make_call()).components == {references[0]: 0.0, references[1]: 1.0, "other": 9.0}
+def test_options_of_the_config_go_before_columns_of_the_row() -> None:
+    def reward(completion: str, factor: float, answer: str) -> float:
+        return factor * len(answer)
+
+    (loaded,) = [inspect_reward(reward, reference="file.py:reward", options={"factor": 2.0, "answer": "four"})]
+    assert values(scoring(loaded).score(make_call({"answer": "42", "factor": 100.0}))) == {"reward": 8.0}
 
 
-def test_function_named_twice_is_refused() -> None:
-    component = Component(function="pipelinerl.scorer.builtin:exact_match", weight=1.0)
-    with pytest.raises(ConfigError, match=r"exact_match is named 2 times: name it once"):
-        load_rewards([component, component])
+def test_option_that_no_parameter_takes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward file.py:reward has the options factr, but its parameters are completion, factor"):
+        inspect_reward(lambda completion, factor: 1.0, reference="file.py:reward", options={"factr": 2.0})
+
+
+def test_function_per_group_gets_all_siblings_and_answers_for_each() -> None:
+    seen = {}
+
+    def rank(prompts: list[str], completions: list[str], answer: list[str]) -> list[float | None]:
+        seen.update(prompts=prompts, completions=completions, answer=answer)
+        return [1.0, None, 3.0]
+
+    result = scoring(inspect_reward(rank, reference="file.py:rank")).score(make_group("a", "bb", "ccc"))
+    assert result.components == ({"rank": 1.0}, {}, {"rank": 3.0})
+    assert seen == {"prompts": ["what?"] * 3, "completions": ["a", "bb", "ccc"], "answer": ["42"] * 3}
+
+
+@pytest.mark.parametrize("returned", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0], [1.0, math.nan, 3.0]])
+def test_group_function_that_answers_for_others_or_with_nan_fails_as_a_whole(returned: list[float]) -> None:
+    result = scoring(inspect_reward(lambda completions: returned, reference="file.py:f")).score(make_group("a", "b", "c"))
+    assert (result.outcome, result.components, result.failed) == (Outcome.INVALID, (), "f")
+
+
+def make_group(*completions: str) -> Call:
+    ids = tuple(np.array([ord(character) for character in text], np.int32) for text in completions)
+    return Call(ticket_id=7, prompt="what?", completions=ids, finishes=(Finish.STOP,) * len(ids), columns=COLUMNS)
+
+
+class Rubric:
+    """The part of a verifiers 0.1 rubric that is used here, with functions of the kinds it allows."""
+
+    def __init__(self) -> None:
+        self.class_objects = {"parser": str.upper}
+
+    def _get_reward_funcs(self) -> list[Callable[..., Any]]:
+        def right(completion: list[dict[str, str]], answer: str, parser: Callable[[str], str]) -> float:
+            return float(parser(completion[-1]["content"]) == "ABC" and answer == "42")
+
+        async def level(state: dict[str, Any], **kwargs: Any) -> float:
+            return float(state["level"] + kwargs["level"])
+
+        return [right, level]
+
+    def _get_reward_weights(self) -> list[float]:
+        return [10.0, 0.5]
+
+
+def test_rubric_s_functions_are_called_its_way_and_summed_with_its_weights() -> None:
+    assert values(run(Rubric())) == {"f0": 10.0 * 1.0 + 0.5 * (3 + 3)}
+
+
+def test_rubric_whose_function_fails_is_an_error_and_not_its_zero() -> None:
+    result = run(Rubric(), columns={"answer": "42"})
+    assert (result.outcome, result.error) == (Outcome.ERROR, "f0 raised KeyError: 'level'")

@@ -23,6 +23,8 @@ from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
     Alive,
     CheckpointSaved,
+    FunctionLoad,
+    GroupScored,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -30,6 +32,7 @@ from pipelinerl.messages import (
     PolicyPublished,
     Score,
     Scored,
+    ScoreGroup,
     ScorerLoad,
     ScorerReady,
     SlotReleased,
@@ -42,6 +45,11 @@ from pipelinerl.messages import (
 )
 from pipelinerl.transport.memory import MemoryLink
 from tests.sim.clock import later
+
+REWARD_LOAD = FunctionLoad(
+    num_calls=3, num_failed={"error": 1}, num_retries=0, p50_s=0.1, p95_s=0.2, max_s=0.2, slowest="0/1", breaker="closed"
+)
+"""What a scorer says of its one function."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +156,7 @@ async def _message_within(link: MemoryLink, *, seconds: float) -> Message | None
 
 
 async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
-    """Score until told to stop: 1 for an odd sum of tokens, 0 for an even one."""
+    """Score until told to stop: 1 for an odd sum of tokens, 0 for an even one; siblings compared get their place among them."""
     loop = asyncio.get_running_loop()
     chance = random.Random(world.seed)
     await asyncio.sleep(world.start_s)
@@ -156,8 +164,15 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     heartbeat = loop.create_task(beat(link))
     bad = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID)
     while not isinstance(message := await link.wait(), Stop):
-        assert isinstance(message, Score)
+        assert isinstance(message, Score | ScoreGroup)
         outcome = chance.choice(bad) if chance.random() < world.bad_score_fraction else Outcome.OK
+        if isinstance(message, ScoreGroup):
+            places = [float(place) for place in range(len(message.members) if outcome is Outcome.OK else 0)]
+            compared = GroupScored(
+                group_id=message.group_id, outcome=outcome, rewards=tuple(places), components=tuple({"place": place} for place in places)
+            )
+            loop.call_later(world.score_s * (0.5 + chance.random()), link.send, compared)
+            continue
         reward = float(message.token_ids.sum() % 2) if outcome is Outcome.OK else None
         answer = Scored(
             rollout_id=message.rollout_id, attempt=message.attempt, outcome=outcome, reward=reward, components={}, duration_s=world.score_s
@@ -170,7 +185,7 @@ async def beat(link: MemoryLink) -> None:
     """A scorer's sign of life, every second."""
     while True:
         await asyncio.sleep(1.0)
-        link.send(ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0))
+        link.send(ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0, functions={"reward": REWARD_LOAD}))
 
 
 @dataclasses.dataclass(slots=True)

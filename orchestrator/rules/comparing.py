@@ -1,0 +1,61 @@
+"""What becomes of a group whose rewards compare siblings, before they are asked for and after. A rule: no loop, no clock.
+
+The policy: wait until every sibling has an outcome of its own; ask with those that are ok, where at least two and `min_survivors` are; else
+drop: nobody is left to compare with, so the ok ones become invalid, counted by that reason. A comparison that fails fails them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from pipelinerl.messages import Group, GroupScored, Outcome, Scored, ScoredTrajectory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who of a group is compared."""
+
+    done: tuple[ScoredTrajectory, ...]
+    """Members whose score is final without a comparison."""
+    compared: tuple[ScoredTrajectory, ...]
+    """Members to ask for; empty, or at least two."""
+
+
+def plan_comparison(group: Group, *, min_survivors: int) -> Plan:
+    """Split a group, all of whose members have an outcome, into those to compare and the others."""
+    survivors = tuple(member for member in group.members if member.score.outcome is Outcome.OK)
+    failed = tuple(member for member in group.members if member.score.outcome is not Outcome.OK)
+    if len(survivors) >= max(2, min_survivors):
+        return Plan(done=failed, compared=survivors)
+    error = f"{len(survivors)} of {len(group.members)} siblings have a score; a comparison needs {max(2, min_survivors)}"
+    return Plan(done=(*failed, *(_fail(member, Outcome.INVALID, error) for member in survivors)), compared=())
+
+
+def join_comparison(compared: tuple[ScoredTrajectory, ...], answer: GroupScored) -> tuple[ScoredTrajectory, ...]:
+    """Each member with the sum of its own reward and the comparison's; invalid where no function of either kind applied to it."""
+    if answer.outcome is not Outcome.OK:
+        return tuple(_fail(member, answer.outcome, answer.error) for member in compared)
+    if len(answer.rewards) != len(compared):
+        error = f"the scorer gave {len(answer.rewards)} rewards for {len(compared)} siblings"
+        return tuple(_fail(member, Outcome.INVALID, error) for member in compared)
+    return tuple(
+        _add(member, reward, components) for member, reward, components in zip(compared, answer.rewards, answer.components, strict=True)
+    )
+
+
+def _add(member: ScoredTrajectory, reward: float, components: dict[str, float]) -> ScoredTrajectory:
+    both = member.score.components | components
+    if not both:
+        return _fail(member, Outcome.INVALID, "no reward function applies")
+    assert member.score.reward is not None, "a score that is ok has a reward"
+    return _with_score(member, msgspec.structs.replace(member.score, reward=member.score.reward + reward, components=both))
+
+
+def _fail(member: ScoredTrajectory, outcome: Outcome, error: str) -> ScoredTrajectory:
+    return _with_score(member, msgspec.structs.replace(member.score, outcome=outcome, reward=None, components={}, error=error))
+
+
+def _with_score(member: ScoredTrajectory, score: Scored) -> ScoredTrajectory:
+    return msgspec.structs.replace(member, score=score)

@@ -1,0 +1,93 @@
+"""Stop a rollout that a process reward model finds hopeless, without bias: Russian roulette. A rule: no loop, no clock.
+
+When the scores of a prefix flag it, a coin decides: with probability epsilon the rollout goes on and weighs 1/epsilon, else it stops and
+weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finished rollout, so every estimate that weighs by it is unbiased:
+
+1. the flag depends on the prefix alone, never on what follows (`decide` is given nothing else);
+2. the coin is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
+3. baselines leave the rollout itself out, and sums are divided by rollouts started, not by survivors (`algorithms.credit.roulette`).
+
+The price is variance: (1/epsilon - 1) * P(flag) * E[g^2 | flag]. The flagged survivors show what stopping costs: `Audit` estimates from
+them how many flagged rollouts would have been right, and tells when that is too many to go on stopping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+
+AUDIT_SURVIVORS = 20
+"""Fewest flagged survivors the audit speaks about. Fewer would end the stopping on chance."""
+_Z = 1.96
+"""Of the 95 % interval the audit uses."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of a rollout at this step, and what has to be recorded of it."""
+
+    stops: bool
+    weight: float
+    """0.0 where it stops; 1/epsilon where it was flagged and goes on; 1.0 where it never was."""
+    probability: float
+    """Of going on, at the step that flagged it; 1.0 where none did."""
+    flagged_at: int | None
+    """Index of the step that flagged it; None where none did."""
+
+
+class EarlyStop:
+    """Decides about rollouts, one step score at a time."""
+
+    def __init__(self, *, threshold: float, epsilon: float, min_steps: int, seed: int) -> None:
+        if not 0.0 < epsilon <= 1.0:
+            raise ValueError(f"epsilon is {epsilon}, expected above 0 (which could never be unbiased) and at most 1 (which never stops)")
+        self._threshold = threshold
+        self._epsilon = epsilon
+        self._min_steps = min_steps
+        self._seed = seed
+
+    def decide(self, rollout_id: str, attempt: int, scores: Sequence[float]) -> Decision:
+        """Decide from the scores of the steps so far. The coin falls once, at the first step whose score is under the threshold."""
+        flagged_at = next((k for k, score in enumerate(scores) if k + 1 >= self._min_steps and score < self._threshold), None)
+        if flagged_at is None:
+            return Decision(stops=False, weight=1.0, probability=1.0, flagged_at=None)
+        stops = self._coin(rollout_id, attempt) >= self._epsilon
+        return Decision(stops=stops, weight=0.0 if stops else 1.0 / self._epsilon, probability=self._epsilon, flagged_at=flagged_at)
+
+    def _coin(self, rollout_id: str, attempt: int) -> float:
+        """In [0, 1), equal for equal arguments."""
+        digest = hashlib.blake2b(f"{self._seed}/{rollout_id}/{attempt}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "big") >> 11) / 2**53
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Audit:
+    """How often flagged rollouts that went on were right after all. They are a fair sample of all flagged: the coin chose them."""
+
+    max_right_fraction: float
+    """Stopping ends where surely more than this part of flagged rollouts would have been right."""
+    num_survivors: int = 0
+    num_right: int = 0
+
+    def saw(self, decision: Decision, *, is_right: bool) -> None:
+        """A rollout that was not stopped has its outcome."""
+        if decision.flagged_at is not None and not decision.stops:
+            self.num_survivors += 1
+            self.num_right += is_right
+
+    @property
+    def right_fraction(self) -> float | None:
+        """Estimate of P(right | flagged); None before the first flagged survivor."""
+        return self.num_right / self.num_survivors if self.num_survivors else None
+
+    @property
+    def allows_stopping(self) -> bool:
+        """False where the lower end of the 95 % interval (Wilson) of `right_fraction` is above the limit."""
+        n = self.num_survivors
+        if n < AUDIT_SURVIVORS:
+            return True
+        p, z2 = self.num_right / n, _Z * _Z
+        lower = (p + z2 / (2 * n) - _Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))) / (1 + z2 / n)
+        return lower <= self.max_right_fraction

@@ -1,0 +1,76 @@
+"""When the next call of a function may begin: its rate, and the breaker that spares a service that fails. A rule without a clock.
+
+The breaker opens after `FAILURES_TO_OPEN` failures in a row. Calls then wait; after a pause one goes out as a probe (half-open). Where the
+probe succeeds the breaker closes, where it fails the pause doubles. So a judge that is down for minutes makes requests wait, which slows
+admission, and costs a handful of them; nothing is scored 0.0, and nothing hammers the judge when it comes back.
+"""
+
+from __future__ import annotations
+
+import enum
+
+FAILURES_TO_OPEN = 5
+"""Fewer opens on chance failures; more sends that many calls to a service that is down."""
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
+"""Longer leaves a service unused for so long after it is back."""
+
+
+class Breaker(enum.StrEnum):
+    """Whether calls of a function go out."""
+
+    CLOSED = "closed"
+    """All do."""
+    OPEN = "open"
+    """None does, until the pause is over."""
+    HALF_OPEN = "half-open"
+    """One went out to see whether it succeeds."""
+
+
+class Gate:
+    """The limits of one lane. Times are seconds on one clock of the caller's choice."""
+
+    def __init__(self, *, per_s: float | None = None, has_breaker: bool = False) -> None:
+        self.breaker = Breaker.CLOSED
+        self._spacing_s = 0.0 if per_s is None else 1.0 / per_s
+        self._has_breaker = has_breaker
+        self._next_at = float("-inf")
+        """When the rate allows the next call."""
+        self._open_until = float("-inf")
+        self._pause_s = FIRST_PAUSE_S
+        self._num_failures = 0
+        """In a row."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Calls must not be handed out before they may begin."""
+        return self._spacing_s > 0.0 or self._has_breaker
+
+    def opens_at(self) -> float:
+        """The next call may begin at this time or later."""
+        return self._next_at if self.breaker is Breaker.CLOSED else max(self._next_at, self._open_until)
+
+    def began(self, now: float) -> None:
+        """A call begins now."""
+        self._next_at = max(now, self._next_at) + self._spacing_s if self._spacing_s else self._next_at
+        if self.breaker is not Breaker.CLOSED:
+            self.breaker = Breaker.HALF_OPEN
+            self._open_until = now + self._pause_s  # a probe whose end is never heard of does not keep the gate shut
+
+    def ended(self, now: float, *, is_failure: bool) -> None:
+        """A call ended: well, or with a timeout or an error."""
+        if not self._has_breaker:
+            return
+        if not is_failure:
+            self.breaker, self._num_failures, self._pause_s = Breaker.CLOSED, 0, FIRST_PAUSE_S
+        elif self.breaker is Breaker.CLOSED:
+            self._num_failures += 1
+            if self._num_failures >= FAILURES_TO_OPEN:
+                self._open(now)
+        elif self.breaker is Breaker.HALF_OPEN:
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self.breaker = Breaker.OPEN
+        self._open_until = now + self._pause_s

@@ -1,0 +1,83 @@
+"""A language model as judge, behind an endpoint that speaks OpenAI's chat completions (extra `rewards`, for httpx).
+
+The judge's limits are the reward's own in the config: `concurrency`, `per_s`, `retries` (with the circuit breaker) and `deadline_s`. Here a
+call is one request: what is not an answer raises, which is a failed try, never a score.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from pipelinerl.errors import ConfigError
+
+try:
+    import httpx
+except ImportError as error:
+    raise ConfigError("the judge needs httpx: pip install 'pipelinerl[rewards]'") from error
+
+QUESTION = """Rate the answer to the task from 0 (useless) to 10 (perfect). Reason briefly, then end with one line: SCORE: <number>
+
+<task>
+{prompt}
+</task>
+<answer>
+{completion}
+</answer>
+"""
+_SCORE = re.compile(r"SCORE:\s*(-?\d+(?:\.\d+)?)(?![\d.])", re.IGNORECASE)
+_ERROR_CHARACTERS = 300
+
+
+class NoVerdict(Exception):
+    """The judge did not answer, or its answer holds no score in range; the message says what came."""
+
+
+def ask_judge(
+    prompt: str,
+    completion: str,
+    *,
+    url: str,
+    model: str,
+    question: str = QUESTION,
+    best: float = 10.0,
+    max_tokens: int = 512,
+    timeout_s: float = 60.0,
+    key_file: str | None = None,
+) -> float:
+    """The judge's score over `best`, hence from 0 to 1. Raises `NoVerdict`.
+
+    `url` is the endpoint up to and with `/v1`. In `question`, {prompt} and {completion} are replaced; the completion may plead for a good
+    score, so the last score in the judge's own words counts. `key_file` holds the key, because a worker's environment holds no secrets.
+    """
+    text = re.sub(r"\{(prompt|completion)\}", lambda found: {"prompt": prompt, "completion": completion}[found[1]], question)
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": max_tokens}
+    try:
+        response = _client(key_file).post(f"{url.rstrip('/')}/chat/completions", json=body, timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise NoVerdict(f"{url} could not be asked: {type(error).__name__}: {error}") from error
+    if response.status_code != 200:
+        raise NoVerdict(f"{url} answered {response.status_code}: {response.text[:_ERROR_CHARACTERS]}")
+    return _read_score(response, best=best) / best
+
+
+def _read_score(response: httpx.Response, *, best: float) -> float:
+    try:
+        reply = response.json()["choices"][0]["message"]["content"]
+        found = _SCORE.findall(reply)
+    except (ValueError, LookupError, TypeError) as error:
+        raise NoVerdict(f"the judge's answer is no chat completion: {response.text[:_ERROR_CHARACTERS]}") from error
+    if not found:
+        raise NoVerdict(f"the judge gave no line 'SCORE: <number>': {reply[-_ERROR_CHARACTERS:]!r}")
+    score = float(found[-1])
+    if not 0.0 <= score <= best:
+        raise NoVerdict(f"the judge gave {score:g}, expected a score from 0 to {best:g}")
+    return score
+
+
+@functools.cache
+def _client(key_file: str | None) -> httpx.Client:
+    """One per worker, so that its connection is kept."""
+    headers = {} if key_file is None else {"Authorization": f"Bearer {Path(key_file).read_text().strip()}"}
+    return httpx.Client(headers=headers, trust_env=False)

@@ -1,0 +1,130 @@
+"""Where the steps of a trace end, found while it is still being written. A rule: no clock, no model.
+
+Steps are separated by blank lines of the text (Qwen2.5-Math-PRM's convention), but not inside a fenced code block or display mathematics,
+whose blank lines are part of one step. The policy's tokens are the only truth: text is decoded from them as they arrive, a step is known
+by the position of its last token, and nothing is ever tokenised for the policy again: a process reward model may have any tokeniser.
+
+A step is complete when the first character of the next one is there, or when the trace has ended: what comes later never changes it, hence
+chunks of any size give the same steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer makes of a character of which some bytes are still to come."""
+_WINDOW = 8
+"""Tokens decoded again with every new one, because some tokenizers drop a leading space of the first. Fewer lose spaces; more cost time."""
+_MARKS = re.compile(r"^[ ]{0,3}(?P<fence>```|~~~)|(?P<dollars>\$\$)|(?P<open>\\\[)|(?P<close>\\\])", re.MULTILINE)
+_BLANK_LINE = re.compile(r"\n[ \t]*\n\s*")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One complete step."""
+
+    index: int
+    """0, 1, .. in the trace."""
+    text: str
+    """Without the white space around it."""
+    end: int
+    """Position of its last token among the policy's tokens; rises from step to step."""
+
+
+class Splitter:
+    """The steps of one trace. Steps that would end in one and the same token are one."""
+
+    def __init__(self, decode: Callable[[list[int]], str], *, max_steps: int) -> None:
+        """The rest of a trace that has more than `max_steps` steps is its last step: a thousand one-word steps cannot flood a stage."""
+        self._decode = decode
+        self._max_steps = max_steps
+        self._token_ids: list[int] = []
+        self._ends: list[int] = []
+        """Characters of the text up to and with each token; tokens that share a character all end with it."""
+        self._text = ""
+        self._num_read = 0
+        """Tokens whose characters are in `_text`."""
+        self._start = 0
+        """Character at which the step being written begins."""
+        self._searched = 0
+        """Before this character no blank line is left to find."""
+        self._num_steps = 0
+        self._last_end = -1
+
+    def feed(self, token_ids: Sequence[int]) -> list[Step]:
+        """Take the next tokens; returns the steps that are complete with them."""
+        for token_id in token_ids:
+            self._token_ids.append(int(token_id))
+            self._read()
+        return self._cut()
+
+    def finish(self) -> list[Step]:
+        """The trace has ended: returns what is left, as the last step, where there is anything but white space."""
+        self._read(is_last=True)
+        steps = self._cut()
+        text = self._text[self._start :].strip()
+        if text:
+            steps.append(self._step(text, end=len(self._token_ids) - 1))
+            self._start = len(self._text)
+        return steps
+
+    def _read(self, *, is_last: bool = False) -> None:
+        """Append to the text what the tokens since the last whole character say."""
+        before = max(0, self._num_read - _WINDOW)
+        known = self._decode(self._token_ids[before : self._num_read])
+        text = self._decode(self._token_ids[before:])
+        is_whole = is_last or not text.endswith(_UNFINISHED)
+        if is_whole:
+            self._text += text[len(known) :]
+            self._num_read = len(self._token_ids)
+            self._ends += [len(self._text)] * (self._num_read - len(self._ends))
+
+    def _cut(self) -> list[Step]:
+        steps: list[Step] = []
+        position = max(self._start, self._searched)
+        while self._num_steps < self._max_steps - 1 and (blank := _BLANK_LINE.search(self._text, position)):
+            position = blank.end()
+            if position == len(self._text):
+                position = blank.start()
+                break  # more white space may follow, and belongs to it
+            text = self._text[self._start : blank.start()]
+            end = self._token_before(position)
+            if _is_open(text) or end <= self._last_end:
+                continue
+            if text.strip():
+                steps.append(self._step(text.strip(), end=end))
+            self._start = position
+        self._searched = len(self._text)
+        while self._searched > position and self._text[self._searched - 1].isspace():
+            self._searched -= 1
+        return steps
+
+    def _step(self, text: str, *, end: int) -> Step:
+        step = Step(index=self._num_steps, text=text, end=end)
+        self._num_steps += 1
+        self._last_end = end
+        return step
+
+    def _token_before(self, position: int) -> int:
+        """The last token whose characters all lie before this position; -1 where there is none."""
+        low, high = 0, len(self._ends)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._ends[middle] <= position else (low, middle)
+        return low - 1
+
+
+def _is_open(text: str) -> bool:
+    """A code fence or display mathematics that begins in this text does not end in it."""
+    inside = ""
+    for mark in _MARKS.finditer(text):
+        kind, value = mark.lastgroup, mark[mark.lastgroup or 0]
+        if inside:
+            is_end = (kind == "close") if inside == "\\[" else value == inside
+            inside = "" if is_end else inside
+        elif kind != "close":
+            inside = value
+    return bool(inside)

@@ -1,0 +1,190 @@
+"""Early stop by roulette: the rule, and the exact expectation of the gradient estimate on a toy problem, by enumeration.
+
+The toy: three binary tokens, the t-th a 1 with probability sigmoid(theta_t); eight traces with rewards of their own. A trace that begins
+with 1 is flagged after its first token. Groups are enumerated: every pair of traces, every fall of both coins, with its probability.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.rules.early_stop import AUDIT_SURVIVORS, Audit, Decision, EarlyStop
+from pipelinerl.algorithms.credit.roulette import doubly_robust, roulette_advantage
+
+THETA = np.array([0.3, -0.4, 0.8])
+ONE = 1 / (1 + np.exp(-THETA))
+TRACES = list(itertools.product((0, 1), repeat=3))
+REWARD = dict(zip(TRACES, (0.0, 1.0, 1.0, 0.5, 0.0, 0.25, 0.0, 1.0), strict=True))
+NUM_TOKENS = 3
+PREDICTED = {0: 0.6, 1: 0.2}
+"""Of a trace, by its first token: what a process reward model says of the prefix, not what is true."""
+
+Trace = tuple[int, ...]
+Estimator = Callable[[list[Trace], np.ndarray], np.ndarray]
+
+
+def probability(trace: Trace, num: int = NUM_TOKENS) -> float:
+    return float(np.prod([ONE[t] if trace[t] else 1 - ONE[t] for t in range(num)]))
+
+
+def score(trace: Trace, num: int = NUM_TOKENS) -> np.ndarray:
+    """Gradient of the log-probability of the first `num` tokens."""
+    return np.array([trace[t] - ONE[t] if t < num else 0.0 for t in range(NUM_TOKENS)])
+
+
+EXACT = sum((probability(trace) * REWARD[trace] * score(trace) for trace in TRACES), np.zeros(NUM_TOKENS))
+
+
+def rollouts(epsilon: float) -> Iterator[tuple[Trace, float, float]]:
+    """(trace, weight, probability) of one rollout."""
+    for trace in TRACES:
+        if trace[0] == 0 or epsilon == 1.0:
+            yield trace, 1.0, probability(trace)
+        else:
+            yield trace, 1.0 / epsilon, probability(trace) * epsilon
+            yield trace, 0.0, probability(trace) * (1 - epsilon)
+
+
+def expectation(estimate: Estimator, *, epsilon: float, group_size: int = 2) -> np.ndarray:
+    total = np.zeros(NUM_TOKENS)
+    for members in itertools.product(list(rollouts(epsilon)), repeat=group_size):
+        chance = float(np.prod([member[2] for member in members]))
+        total += chance * estimate([member[0] for member in members], np.array([member[1] for member in members]))
+    return total
+
+
+def leave_one_out(traces: list[Trace], weights: np.ndarray) -> np.ndarray:
+    rewards = np.array([REWARD[trace] if weight else np.nan for trace, weight in zip(traces, weights, strict=True)])
+    predicted = np.array([PREDICTED[trace[0]] for trace in traces])
+    advantages = roulette_advantage(rewards, weights=weights, predicted=predicted)
+    return sum((a * score(trace) for a, trace in zip(advantages, traces, strict=True)), np.zeros(NUM_TOKENS)) / len(traces)
+
+
+def self_including(traces: list[Trace], weights: np.ndarray) -> np.ndarray:
+    """A group mean with itself inside; made to be right without stopping, where it is only (N - 1) / N too small."""
+    rewards = np.array([REWARD[trace] for trace in traces])
+    advantages = weights * (rewards - (weights * rewards).mean()) * len(traces) / (len(traces) - 1)
+    return sum((a * score(trace) for a, trace in zip(advantages, traces, strict=True)), np.zeros(NUM_TOKENS)) / len(traces)
+
+
+def hard_stop(traces: list[Trace], weights: np.ndarray) -> np.ndarray:
+    """Flagged rollouts end with reward 0 after the token that flagged them, and what was sampled trains."""
+    rewards = np.array([0.0 if trace[0] else REWARD[trace] for trace in traces])
+    advantages = (rewards - rewards.mean()) * len(traces) / (len(traces) - 1)
+    gradients = [score(trace, 1 if trace[0] else NUM_TOKENS) for trace in traces]
+    return sum((a * g for a, g in zip(advantages, gradients, strict=True)), np.zeros(NUM_TOKENS)) / len(traces)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_leave_one_out_with_weights_is_unbiased_at_every_epsilon(epsilon: float, group_size: int) -> None:
+    assert expectation(leave_one_out, epsilon=epsilon, group_size=group_size) == pytest.approx(EXACT, abs=1e-12)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 0.1])
+def test_mean_that_includes_the_rollout_itself_is_biased_as_soon_as_anything_is_stopped(epsilon: float) -> None:
+    assert expectation(self_including, epsilon=1.0) == pytest.approx(EXACT, abs=1e-12)
+    assert np.abs(expectation(self_including, epsilon=epsilon) - EXACT).max() > 0.05
+
+
+def test_plain_stopping_with_reward_zero_is_biased() -> None:
+    assert np.abs(expectation(hard_stop, epsilon=1.0) - EXACT).max() > 0.05
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 0.5, 0.1])
+def test_weights_have_mean_one_over_rollouts_started(epsilon: float) -> None:
+    assert sum(weight * chance for _, weight, chance in rollouts(epsilon)) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("epsilon", "saved"), [(1.0, 0.0), (0.5, 0.191481), (0.1, 0.344666)])
+def test_tokens_saved_are_those_after_the_flag_of_the_rollouts_that_stop(epsilon: float, saved: float) -> None:
+    """By hand: P(flag) = sigmoid(0.3) = 0.574443; a stopped trace has 1 of 3 tokens, so the part saved is P(flag) (1 - epsilon) 2/3."""
+    tokens = sum(chance * (NUM_TOKENS if weight else 1) for _, weight, chance in rollouts(epsilon))
+    assert 1.0 - tokens / NUM_TOKENS == pytest.approx(saved, abs=1e-6)
+
+
+def test_what_was_predicted_changes_the_variance_and_not_the_mean() -> None:
+    for guess in (0.0, 0.7):
+        values = [
+            (chance, doubly_robust(np.array([REWARD[trace]]), weights=np.array([weight]), predicted=np.array([guess]))[0])
+            for trace, weight, chance in rollouts(0.1)
+        ]
+        assert sum(chance * value for chance, value in values) == pytest.approx(sum(probability(t) * REWARD[t] for t in TRACES), abs=1e-12)
+
+
+def test_advantages_by_hand() -> None:
+    """A survivor of weight 2 with reward 1 where 0.5 was predicted is worth 1.5 to others; a stopped one its prediction, 0.2."""
+    advantages = roulette_advantage(np.array([1.0, np.nan, 0.0]), weights=np.array([2.0, 0.0, 1.0]), predicted=np.array([0.5, 0.2, 0.9]))
+    assert advantages == pytest.approx([2.0 * (1.0 - (0.2 + 0.0) / 2), 0.0, 0.0 - (1.5 + 0.2) / 2])
+    assert roulette_advantage(np.array([1.0]), weights=np.array([1.0]), predicted=np.array([0.0])).tolist() == [0.0]
+
+
+# --- the rule -----------------------------------------------------------------------------------------------------------------
+
+
+def rule(*, epsilon: float = 0.25, min_steps: int = 2, seed: int = 0) -> EarlyStop:
+    return EarlyStop(threshold=0.3, epsilon=epsilon, min_steps=min_steps, seed=seed)
+
+
+def test_rollout_that_is_never_under_the_threshold_goes_on_with_weight_one() -> None:
+    assert rule().decide("r", 0, [0.9, 0.3, 0.31]) == Decision(stops=False, weight=1.0, probability=1.0, flagged_at=None)
+    assert rule().decide("r", 0, []).flagged_at is None
+
+
+def test_scores_before_the_fewest_steps_do_not_flag() -> None:
+    assert rule(min_steps=3).decide("r", 0, [0.0, 0.0, 0.5]).flagged_at is None
+    assert rule(min_steps=3).decide("r", 0, [0.0, 0.0, 0.1]).flagged_at == 2
+
+
+@given(st.lists(st.floats(0, 1), max_size=8), st.lists(st.floats(0, 1), max_size=8))
+def test_decision_at_a_flag_never_depends_on_what_follows(prefix: list[float], future: list[float]) -> None:
+    before = rule().decide("r", 0, prefix)
+    if before.flagged_at is not None:
+        assert rule().decide("r", 0, prefix + future) == before
+
+
+def test_coin_falls_as_often_as_epsilon_says_alike_when_asked_again_and_anew_for_every_attempt_and_seed() -> None:
+    decisions = [rule().decide(f"{index}/0", 0, [0.9, 0.1]) for index in range(20_000)]
+    assert decisions == [rule().decide(f"{index}/0", 0, [0.9, 0.1]) for index in range(20_000)]
+    assert np.mean([not decision.stops for decision in decisions]) == pytest.approx(0.25, abs=0.01)
+    assert {decision.weight for decision in decisions} == {0.0, 4.0}
+    assert np.mean([decision.weight for decision in decisions]) == pytest.approx(1.0, abs=0.05)
+    assert {decision.probability for decision in decisions} == {0.25}
+    for other in (
+        [rule().decide(f"{index}/0", 1, [0.9, 0.1]) for index in range(100)],
+        [rule(seed=1).decide(f"{index}/0", 0, [0.9, 0.1]) for index in range(100)],
+    ):
+        assert other != decisions[:100]
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.1])
+def test_epsilon_that_cannot_be_unbiased_is_refused(epsilon: float) -> None:
+    with pytest.raises(ValueError, match="expected above 0"):
+        rule(epsilon=epsilon)
+
+
+def test_epsilon_of_one_never_stops() -> None:
+    assert not any(rule(epsilon=1.0).decide(f"{index}", 0, [0.0, 0.0]).stops for index in range(1000))
+
+
+def test_audit_counts_flagged_survivors_only_and_ends_the_stopping_when_too_many_are_right() -> None:
+    survivor = Decision(stops=False, weight=4.0, probability=0.25, flagged_at=1)
+    audit = Audit(max_right_fraction=0.1)
+    audit.saw(Decision(stops=False, weight=1.0, probability=1.0, flagged_at=None), is_right=True)
+    audit.saw(Decision(stops=True, weight=0.0, probability=0.25, flagged_at=1), is_right=True)
+    assert audit.right_fraction is None
+    for _ in range(AUDIT_SURVIVORS - 1):
+        audit.saw(survivor, is_right=True)
+    assert audit.allows_stopping, "too few to speak"
+    audit.saw(survivor, is_right=True)
+    assert not audit.allows_stopping
+    calm = Audit(max_right_fraction=0.1)
+    for index in range(100):
+        calm.saw(survivor, is_right=index % 10 == 0)
+    assert (calm.right_fraction, calm.allows_stopping) == (0.1, True)

@@ -1,0 +1,205 @@
+"""A real scorer process with several lanes: built-in rewards, a judge behind a real endpoint, groups, retries, breaker, rates."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.messages import GroupScored, Outcome, Scored, ScoreGroup, ScorerReady
+from tests.scorer.conftest import Scorer, score
+
+Start = Callable[..., Scorer]
+BUILTIN = "pipelinerl.scorer.builtin"
+
+
+class Endpoint:
+    """An OpenAI-compatible server that answers what `reply` says."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[float, dict[str, Any], str]] = []
+        """(when, body, authorization)."""
+        self.reply: Callable[[dict[str, Any]], tuple[int, str]] = lambda body: (200, "fine. SCORE: 8")
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+        endpoint = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with endpoint._lock:
+                    endpoint.requests.append((time.monotonic(), body, self.headers.get("Authorization", "")))
+                    endpoint._at_once += 1
+                    endpoint.most_at_once = max(endpoint.most_at_once, endpoint._at_once)
+                status, text = endpoint.reply(body)
+                payload = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+                with endpoint._lock:
+                    endpoint._at_once -= 1
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def builtins(start_scorer: Start) -> Scorer:
+    names = ("exact_match", "math", "json_schema", "code")
+    scorer = start_scorer({f"{BUILTIN}:{name}": 1.0 for name in names}, deadline_s=20.0)
+    scorer.next(ScorerReady)
+    return scorer
+
+
+def test_builtins_run_in_a_scorer_by_their_short_references(builtins: Scorer) -> None:
+    columns = {"answer": "4", "schema": {"type": "integer"}, "tests": [{"input": "", "output": ""}]}
+    answer = builtins.ask("4", **columns)
+    assert (answer.outcome, answer.error) == (Outcome.OK, "")
+    assert answer.components == {"exact_match": 1.0, "math": 1.0, "json_schema": 1.0, "code": 1.0}
+    assert builtins.ask("2+2", **columns).components == {"exact_match": 0.0, "math": 1.0, "json_schema": 0.0, "code": 1.0}
+
+
+@pytest.fixture(scope="module")
+def judged(start_scorer: Start, endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Scorer:
+    """A rule, and a judge with two calls at once and two retries."""
+    key = tmp_path_factory.mktemp("keys") / "judge"
+    key.write_text("judge-key\n")
+    options = {"url": endpoint.url, "model": "m", "timeout_s": 5.0, "key_file": str(key)}
+    judge = {"weight": 2.0, "concurrency": 2, "retries": 2, "deadline_s": 3.0, "options": options}
+    scorer = start_scorer({"nothing": 1.0, f"{BUILTIN}:judge": judge})
+    scorer.next(ScorerReady)
+    return scorer
+
+
+def test_judge_s_score_is_scaled_weighted_and_joined_with_the_rule(judged: Scorer, endpoint: Endpoint) -> None:
+    answer = judged.ask("abc {prompt}")
+    assert answer.components == {"nothing": 12.0, "judge": 0.8}
+    assert answer.reward == 12.0 + 2.0 * 0.8
+    _, body, authorization = endpoint.requests[-1]
+    assert authorization == "Bearer judge-key"
+    assert "abc {prompt}" in body["messages"][0]["content"], "what the policy writes is not a template"
+
+
+def test_judge_runs_as_many_calls_at_once_as_it_may_and_no_more(judged: Scorer, endpoint: Endpoint) -> None:
+    endpoint.reply = lambda body: (time.sleep(0.1), (200, "SCORE: 1"))[1]
+    endpoint.most_at_once = 0
+    names = [f"s{index}" for index in range(8)]
+    for name in names:
+        judged.send(score(name, "abc"))
+    assert {answer.outcome for answer in judged.scored(*names).values()} == {Outcome.OK}
+    assert endpoint.most_at_once == 2
+
+
+def test_failed_tries_are_repeated_for_the_judge_alone_and_answered_once(judged: Scorer, endpoint: Endpoint) -> None:
+    replies = iter([(503, "busy"), (200, "no verdict"), (200, "SCORE: 5")])
+    endpoint.reply = lambda body: next(replies)
+    before = judged.new_load().functions
+    assert judged.ask("abc").components["judge"] == 0.5
+    after = judged.new_load().functions
+    assert after["judge"].num_calls - before["judge"].num_calls == 3
+    assert after["judge"].num_retries - before["judge"].num_retries == 2
+    assert after["nothing"].num_calls - before["nothing"].num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ((200, "SCORE: 11"), "judge raised NoVerdict: the judge gave 11, expected a score from 0 to 10"),
+        ((200, "I like it"), "judge raised NoVerdict: the judge gave no line 'SCORE: <number>': 'I like it'"),
+        ((429, "slow down"), "answered 429"),
+    ],
+)
+def test_judge_without_a_verdict_is_an_error_after_its_tries_and_never_a_score(
+    judged: Scorer, endpoint: Endpoint, reply: tuple[int, str], said: str
+) -> None:
+    endpoint.reply = lambda body: reply
+    answer = judged.ask("abc")
+    assert (answer.outcome, answer.reward, answer.components) == (Outcome.ERROR, None, {})
+    assert said in answer.error
+    endpoint.reply = lambda body: (200, "SCORE: 1")
+    assert judged.ask("abc").outcome is Outcome.OK
+
+
+def test_judge_that_is_down_makes_requests_wait_and_costs_a_handful_of_calls(judged: Scorer, endpoint: Endpoint) -> None:
+    endpoint.reply = lambda body: (503, "down")
+    begin = len(endpoint.requests)
+    names = [f"d{index}" for index in range(30)]
+    for name in names:
+        judged.send(score(name, "abc"))
+    end = time.monotonic() + 20
+    while judged.new_load().functions["judge"].breaker == "closed":
+        assert time.monotonic() < end
+    time.sleep(1.0)
+    while_down = len(endpoint.requests) - begin
+    assert while_down < 15, "the breaker keeps the others waiting"
+    endpoint.reply = lambda body: (200, "SCORE: 3")
+    answers = judged.scored(*names)
+    assert [answer.outcome for answer in answers.values()] == [Outcome.OK] * 30, "waiting is no failure"
+    assert judged.new_load().functions["judge"].breaker == "closed"
+
+
+def test_rate_is_kept(start_scorer: Start, tmp_path: Path) -> None:
+    scorer = start_scorer({"act": {"per_s": 10.0}})
+    scorer.next(ScorerReady)
+    names = [f"s{index}" for index in range(11)]
+    begin = time.monotonic()
+    for name in names:
+        scorer.send(score(name, "one"))
+    scorer.scored(*names)
+    assert time.monotonic() - begin >= 1.0, "11 calls at 10 per second begin over 1 s"
+
+
+def test_hanging_call_of_a_lane_holds_up_no_other_lane_and_its_deadline_is_its_own(start_scorer: Start) -> None:
+    scorer = start_scorer({"nothing": 1.0, "act": {"deadline_s": 1.0, "concurrency": 1}}, slots=1, deadline_s=60.0)
+    scorer.next(ScorerReady)
+    answer = scorer.ask("hang")
+    assert (answer.outcome, answer.error) == (Outcome.TIMEOUT, "act did not return within 1 s; its process was killed")
+    assert scorer.ask("one").reward == 3.0 + 1.0
+
+
+def group(*completions: str, **columns: Any) -> ScoreGroup:
+    return ScoreGroup(group_id=7, members=tuple(score(f"r{index}", text, **columns) for index, text in enumerate(completions)))
+
+
+def test_function_per_group_compares_siblings_and_one_per_sample_never_sees_them(start_scorer: Start) -> None:
+    scorer = start_scorer({"nothing": 1.0, "rank": {"per": "group", "weight": 2.0}})
+    scorer.next(ScorerReady)
+    assert scorer.ask("abc").components == {"nothing": 3.0}
+    scorer.send(group("a", "ccc", "bb"))
+    answer = scorer.next(GroupScored)
+    assert (answer.group_id, answer.outcome) == (7, Outcome.OK)
+    assert answer.components == ({"rank": 0.0}, {"rank": 2.0}, {"rank": 1.0})
+    assert answer.rewards == (0.0, 4.0, 2.0)
+    scorer.send(group("a", "hang"))
+    answer = scorer.next(GroupScored)
+    assert (answer.outcome, answer.rewards) == (Outcome.TIMEOUT, ())
+    scorer.send(group("raise", "b"))
+    assert scorer.next(GroupScored).error == "rank raised ValueError: no order"
+    assert not [message for message in scorer._arrived if isinstance(message, Scored)]
