@@ -51,6 +51,7 @@ class ModelSection(Section):
     path: Path = Field(description="Hugging Face folder: config.json, *.safetensors, tokenizer files")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of engines and trainer")
     max_tokens: PositiveInt | None = Field(None, description="longest prompt plus completion; default: the model's own context length")
+    replay_routes: bool = Field(False, description="mixtures of experts: the trainer sends each token to the experts its engine chose")
 
 
 class DataSection(Section):

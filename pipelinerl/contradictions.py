@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         BatchSection,
         EngineSection,
         LoraSection,
+        ModelSection,
         ReferenceSection,
         RolloutSection,
         TrainerSection,
@@ -81,6 +82,14 @@ def _adapters_can_be_spread(trainer: TrainerSection, lora: LoraSection) -> Itera
         )
 
 
+def _routes_can_be_replayed(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
+    if model.replay_routes and trainer.parallel.pipeline > 1:
+        yield (
+            "model.replay_routes keeps the record of one row at a time, and trainer.parallel.pipeline works on several. Set one of them to"
+            " its default."
+        )
+
+
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
@@ -94,5 +103,6 @@ _CHECKS = (
     _layout_works,
     _reference_can_be_offloaded,
     _adapters_can_be_spread,
+    _routes_can_be_replayed,
 )
 """Each takes the sections it is about, by name."""

@@ -259,6 +259,7 @@ KEYS = [
     "model.path",
     "model.dtype",
     "model.max_tokens",
+    "model.replay_routes",
     "data.source",
     "data.prompt_column",
     "data.shuffle",

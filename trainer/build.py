@@ -45,6 +45,7 @@ def build_policy(config: Config, *, replicas: Replicas) -> Trained:
         recomputes=config.trainer.recompute,
         has_float32_head=config.trainer.float32_head,
         adapters=adapters_of(config),
+        replays_routes=config.model.replay_routes,
     )
     return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.trainer.learning_rate))
 
@@ -87,6 +88,7 @@ def build_step(config: Config, *, policy: Trained, critic: Trained | None, repli
         reference=_reference(config, policy=policy.model, method=method, replicas=replicas),
         critic=None if critic is None else _critic(critic, method=method, replicas=replicas),
         critic_alone_until=config.critic.warmup_steps if critic is not None else 0,
+        replays_routes=config.model.replay_routes,
     )
 
 

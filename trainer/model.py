@@ -24,6 +24,7 @@ from trainer.context import gather_outputs
 from trainer.head import linear_logprobs
 from trainer.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.parallel import Replicas
+from trainer.replay import Replay
 from trainer.row import Row
 from trainer.sharding import check_head, local, spread
 
@@ -44,11 +45,13 @@ class Model:
         gives_values: bool = False,
         is_frozen: bool = False,
         adapters: Adapters | None = None,
+        replays_routes: bool = False,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
         `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `gives_values` this is
         a value model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
+        `replays_routes` sends tokens to the experts that their row names.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -77,6 +80,7 @@ class Model:
         """True on the rank that writes the model down."""
         self._tied_names = _tied_names(self.module)
         self._stage = _Stage(self.module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas)
+        self._stage.replay = Replay(self.module) if replays_routes else None
         self.holdings = spread(self.module, self._stage, replicas=replicas, dtype=self.dtype)
         """How each of `parameters` is spread over the ranks."""
         self.module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
@@ -164,6 +168,7 @@ class _Stage(torch.nn.Module):
 
     def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas) -> None:
         super().__init__()
+        self.replay: Replay | None = None
         self._has_float32_head = has_float32_head
         self.module = module
         self._temperature = temperature
@@ -179,6 +184,8 @@ class _Stage(torch.nn.Module):
         return head.weight
 
     def forward(self, row: Row) -> tuple[torch.Tensor, ...]:
+        if self.replay is not None:
+            self.replay.routes = row.routes
         hidden = self.module.base_model(
             input_ids=row.token_ids[None], position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
         ).last_hidden_state

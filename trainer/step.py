@@ -29,6 +29,7 @@ from pipelinerl.algorithms.loss import (
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.messages import MicroBatch, StepSealed
+from pipelinerl.routes import num_unrouted, table_of
 from trainer.agreement import check_agreement, check_mismatch
 from trainer.columns import columns_of, no_columns
 from trainer.credit import Held, credited
@@ -62,10 +63,11 @@ class Step:
         reference: Reference | None = None,
         critic: Critic | None = None,
         critic_alone_until: int = 0,
+        replays_routes: bool = False,
     ) -> None:
         """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl`
         that of every step; a sample with at least `correct_reward` is correct. A step makes `passes` updates, each over all its rows. Steps
-        before `critic_alone_until` leave the policy as it is."""
+        before `critic_alone_until` leave the policy as it is. `replays_routes` counts the tokens that have none to replay."""
         self._engine = engine
         self._method = method
         self._replicas = replicas
@@ -78,6 +80,7 @@ class Step:
         self._reference = reference
         self._critic = critic
         self._critic_alone_until = critic_alone_until
+        self._replays_routes = replays_routes
         self._holds = Need.WHOLE_STEP in method.needs or passes > 1
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
         nothing = no_columns(replicas.device, has_reference=reference is not None)
@@ -85,6 +88,8 @@ class Step:
         self._no_meters |= no_value_meters(replicas.device) if critic is not None else {}
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
+        self._num_unrouted = 0
+        """Tokens that were not sent where their engine sent them, because that is not known."""
         self._held: list[Held] = []
         self._first_pass: dict[str, float] = {}
         """Numbers of the first of several passes, once it is over."""
@@ -98,6 +103,7 @@ class Step:
             names=batch.rollout_ids,
             device=self._replicas.device,
             part=self._replicas.part,
+            routes=None if batch.routes is None else table_of(batch.routes),
         )
 
     def add(self, batch: MicroBatch, row: Row | None = None) -> None:
@@ -108,6 +114,7 @@ class Step:
         """
         row = row or self.lay_out(batch)
         self._num_tokens += len(batch.token_ids)
+        self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self._replays_routes else 0
         reference_logprobs = self._reference.logprobs(row) if self._reference is not None else None
 
         def columns(outputs: Outputs) -> TokenColumns:
@@ -161,7 +168,7 @@ class Step:
         if self._critic is not None:
             self._critic.drop()
         self._meters = dict(self._no_meters)
-        self._num_tokens = 0
+        self._num_tokens = self._num_unrouted = 0
         self._held.clear()
         self._first_pass = {}
 
@@ -199,6 +206,7 @@ class Step:
         )
         totals = self._reduced(sealed.step)
         numbers = {"num_tokens": totals.pop("row_tokens_sum")}
+        numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self._replays_routes else {}
         numbers |= finish_value_meters(finish_meters(totals, denominator=divisor))
         if not self._first_pass:  # later passes have moved away from what the engines know, on purpose
             check_mismatch(numbers, step=sealed.step, limit=self._max_mismatch_kl)
@@ -219,7 +227,8 @@ class Step:
 
     def _reduced(self, step: int) -> dict[str, float]:
         """The step's meters over all replicas."""
-        meters = self._meters | {"row_tokens_sum": torch.tensor(float(self._num_tokens))}
+        counts = {"row_tokens_sum": self._num_tokens} | ({"row_unrouted_sum": self._num_unrouted} if self._replays_routes else {})
+        meters = self._meters | {name: torch.tensor(float(count)) for name, count in counts.items()}
         totals: dict[str, float] = {}
         for is_maximum, reduce in ((False, self._replicas.sum), (True, self._replicas.maximum)):
             names = sorted(name for name in meters if reduces_by_maximum(name) == is_maximum)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Protocol
 
-from pipelinerl.messages import Finish, Generate, StageWeights, Tensor
+from pipelinerl.messages import Finish, Generate, Routes, StageWeights, Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Chunk:
     """Natural log under the distribution sampled from; as long as `token_ids`."""
     finish: Finish | None
     """None while the sequence goes on."""
+    routes: Routes | None = None
+    """With a finish, where experts are recorded: those of every token but the last."""
 
 
 class Engine(Protocol):

@@ -30,6 +30,7 @@ from pipelinerl.messages import (
     Finish,
     Generate,
     Message,
+    Routes,
     StageWeights,
     WeightsCommitted,
     WeightsRefused,
@@ -172,9 +173,9 @@ class EngineLoop:
         running.versions += [self.version] * len(chunk.token_ids)
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish is not None:
-            self._finish(chunk.rollout_id, chunk.finish)
+            self._finish(chunk.rollout_id, chunk.finish, routes=chunk.routes)
 
-    def _finish(self, rollout_id: str, finish: Finish, *, error: str = "") -> None:
+    def _finish(self, rollout_id: str, finish: Finish, *, error: str = "", routes: Routes | None = None) -> None:
         running = self._running.pop(rollout_id)
         self.outbox.append(
             Completion(
@@ -185,6 +186,7 @@ class EngineLoop:
                 versions=np.array(running.versions, np.int32),
                 finish=finish,
                 error=error,
+                routes=routes,
                 started_at=running.started_at,
                 finished_at=self._clock(),
             )

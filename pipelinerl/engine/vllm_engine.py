@@ -25,6 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.vllm_routes import RouteRecorder
 from pipelinerl.engine.vllm_weights import keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
@@ -68,6 +69,7 @@ class VllmEngine:
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
         way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
         self._weights = Intake(make(way, parameters), layout=layout, receiver=Receivers(folder=policies))
+        self._routes = _recorder(self._llm, self.model) if model.replay_routes else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}
@@ -105,6 +107,8 @@ class VllmEngine:
         if request_id is not None:
             del self._rollouts[request_id]
             self._core.abort_requests([request_id])
+            if self._routes is not None:
+                self._routes.forget(request_id)
 
     def step(self) -> list[Chunk]:
         try:
@@ -113,6 +117,8 @@ class VllmEngine:
             self._core.abort_requests(list(self._rollouts))
             self._requests.clear()
             self._rollouts.clear()
+            if self._routes is not None:
+                self._routes.forget()
             self._llm.reset_prefix_cache()
             raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
         return [chunk for output in outputs if (chunk := self._chunk(output)) is not None]
@@ -150,6 +156,7 @@ class VllmEngine:
             token_ids=list(output.new_token_ids),
             logprobs=[] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist(),
             finish=None if output.finish_reason is None else _FINISHES[output.finish_reason],
+            routes=self._routes.take(output.request_id) if self._routes is not None and output.finish_reason is not None else None,
         )
 
     def _prove_forward_pass(self, folder: Path) -> None:
@@ -165,8 +172,7 @@ class VllmEngine:
     @property
     def model(self) -> torch.nn.Module:
         """The module that runs the forward passes."""
-        worker: Any = self._llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue]
-        return getattr(worker, "worker", worker).get_model()
+        return _worker(self._llm).get_model()
 
 
 def import_everything() -> None:
@@ -202,6 +208,19 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         return LLMEngine.from_engine_args(EngineArgs(**options))
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
+
+
+def _worker(llm: LLMEngine) -> Any:
+    worker: Any = llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(worker, "worker", worker)
+
+
+def _recorder(llm: LLMEngine, model: torch.nn.Module) -> RouteRecorder:
+    settings: Any = llm.model_config.hf_text_config
+    num_experts = getattr(settings, "num_experts", None) or getattr(settings, "num_local_experts", 0)
+    return RouteRecorder(
+        _worker(llm).model_runner, model=model, num_experts=num_experts, is_eager=llm.vllm_config.model_config.enforce_eager
+    )
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

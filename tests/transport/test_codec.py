@@ -35,6 +35,7 @@ from pipelinerl.messages import (
     PolicyHeld,
     PolicyPublished,
     Prompt,
+    Routes,
     Sample,
     Sampling,
     Score,
@@ -101,6 +102,7 @@ MICRO_BATCH = MicroBatch(
 )
 EXAMPLES: tuple[Message, ...] = (
     PROMPT,
+    Routes(num_layers=1, top_k=2, width=1, experts=np.array([3, 1, 0, 2], np.uint8)),
     Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(7, 8), seed=1),
     Generate(rollout_id="4/1", attempt=0, token_ids=IDS, sampling=Sampling(max_tokens=5)),
     Cancel(rollout_id="4/1", attempt=0),
