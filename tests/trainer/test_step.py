@@ -311,6 +311,19 @@ def test_tokens_far_off_whatever_their_version_are_a_mismatch_too(folders: dict[
         step.finish(make_seal(samples, step=7))
 
 
+def test_at_learning_rate_zero_the_mismatch_stays_flat(folders: dict[str, Path]) -> None:
+    """Whatever grows by itself over 50 steps is not the policy: a cache, a buffer, a moment of the optimizer that reaches the weights."""
+    samples = _agreeing(folders["qwen3"], error=0.1)
+    step, _ = make_step(make_model(folders["qwen3"]), learning_rate=0.0)
+    found = set()
+    for number in range(50):
+        step.add(_later(samples, versions=(number, number), step=number))
+        metrics = step.finish(make_seal(samples, step=number))
+        found.add((metrics["mismatch_kl_fresh"], metrics["logprob_gap_max"], metrics["grad_norm"]))
+    assert len(found) == 1
+    assert next(iter(found))[2] > 0, "a loss without a gradient would leave the weights alone too"
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(folders: dict[str, Path]) -> None:
     samples = _samples()
     model = make_model(folders["qwen3"])
