@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipelinerl.algorithms.method import ORCHESTRATOR_KNOWS, Aggregation, Method, Need, Option, Rule
-from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
+from pipelinerl.algorithms.rules import makes_advantages_in_trainer, specs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,6 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _unlike,
         _bounds,
         _made_in_trainer,
-        _critic,
         _withheld,
         _sampling,
     )
@@ -182,15 +181,6 @@ def _made_in_trainer(method: Method, run: RunFacts) -> Iterator[str]:
                 f"{column} {rule.name} needs {need.value}, which only the orchestrator knows, and this method's advantages are made in the"
                 " trainer, which alone has critic and reference. Choose another advantage, or no KL in the reward."
             )
-
-
-def _critic(method: Method, run: RunFacts) -> Iterator[str]:
-    reads = Need.CRITIC in COLUMNS["advantage"][method.advantage.name].needs
-    if reads != (method.critic.name != "none"):
-        yield (
-            f"a critic is trained where an advantage reads its values, and only there: got advantage {method.advantage.name} and critic"
-            f" {method.critic.name}. Set critic to {'clipped' if reads else 'none'}."
-        )
 
 
 def _withheld(method: Method, run: RunFacts) -> Iterator[str]:

@@ -170,11 +170,6 @@ def test_refuses_what_the_orchestrator_alone_knows_where_the_trainer_makes_the_a
     refused("gdpo", "advantage gdpo needs components, which only", overrides={"shaping": {"name": "minus_token_kl", "coef": 0.1}})
 
 
-def test_refuses_a_critic_whose_values_nobody_reads_and_values_that_nobody_trains() -> None:
-    refused("grpo", "got advantage grpo and critic clipped. Set critic to none", overrides={"critic": "clipped"})
-    refused("ppo", "got advantage gae and critic none. Set critic to clipped", overrides={"critic": "none"})
-
-
 def test_refuses_to_withhold_only_tokens_older_than_the_run_lets_train() -> None:
     withhold = {"masks": {"name": "version_withhold", "bound": 3}}
     assert resolve("grpo", withhold, group_size=8, max_staleness=3).withhold_bound == 3
