@@ -70,7 +70,7 @@ def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weigh
         ("clip_cov", "objective", {"clip_low": 0.2, "clip_high": 0.2, "fraction": 2e-4, "low": 1.0, "high": 5.0}),
         ("kl_cov", "objective", {"fraction": 2e-4, "beta": 0.1}),
         ("ppo", "critic", {"clip": 0.5}),
-        ("ppo", "advantage", {"gamma": 1.0, "lam": 0.95}),
+        ("ppo", "advantage", {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.0}),
         ("gigpo", "advantage", {"weight": 1.0, "gamma": 0.95, "divide_by_std": True, "eps": 1e-6, "ddof": 1}),
     ],
 )
