@@ -54,6 +54,7 @@ class ModelSection(Section):
     path: Path = Field(description="Hugging Face folder: config.json, *.safetensors, tokenizer files")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of engines and trainer")
     max_tokens: PositiveInt | None = Field(None, description="longest prompt plus completion; default: the model's own context length")
+    replay_routes: bool = Field(False, description="mixtures of experts: the trainer sends each token to the experts its engine chose")
 
 
 class DataSection(Section):
@@ -146,6 +147,7 @@ class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
+    passes: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
     learning_rate: PositiveFloat = Field(1e-6)
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
@@ -169,6 +171,27 @@ class TrainerSection(Section):
     def layout(self) -> Layout:
         """How the ranks share the model."""
         return Layout(ranks=self.ranks, **self.parallel.model_dump())
+
+
+class ReferenceSection(Section):
+    path: Path | None = Field(
+        None, description="Hugging Face folder of a frozen model whose log-probabilities a method reads: a reference, or a teacher"
+    )
+    offload: bool = Field(False, description="keep its weights on the host, and bring them to the device for each row")
+
+
+class CriticSection(Section):
+    path: Path | None = Field(None, description="Hugging Face folder the value model starts from; default: model.path, and values of 0")
+    learning_rate: PositiveFloat = Field(1e-5, description="its schedule is the policy's, with this peak")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="first steps of the run that train the critic alone")
+
+
+class LoraSection(Section):
+    rank: Annotated[int, Field(ge=0)] = Field(0, description="of the adapters that are trained; 0 trains all weights")
+    alpha: PositiveFloat = Field(32.0, description="adapters are multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), description="names of the matrices that get one"
+    )
 
 
 class EvaluationSection(Section):
@@ -264,6 +287,9 @@ class Config(Section):
     batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]
     pipeline: PipelineSection = PipelineSection()  # pyright: ignore[reportCallIssue]
     trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
+    reference: ReferenceSection = ReferenceSection()  # pyright: ignore[reportCallIssue]
+    critic: CriticSection = CriticSection()  # pyright: ignore[reportCallIssue]
+    lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]

@@ -25,6 +25,7 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
+UInt8 = npt.NDArray[np.uint8]
 
 MAX_DEPTH = 32
 """Lists and objects within one another in a prompt's columns. Deeper ones could exhaust the stack of whoever walks them."""
@@ -162,6 +163,28 @@ class Cancel(Message, frozen=True):
     attempt: int
 
 
+class Routes(Message, frozen=True):
+    """Which experts of a mixture each token was sent to, layer by layer; `pipelinerl.routes` makes tables of it."""
+
+    num_layers: int
+    top_k: int
+    width: int
+    """Bytes of one expert's number: 1, or 2 where the model has more than 255. All bits set: not known."""
+    experts: UInt8
+    """[rows * num_layers * top_k * width], a row for each token."""
+
+    def __post_init__(self) -> None:
+        row = self.num_layers * self.top_k * self.width
+        if self.width not in (1, 2) or row <= 0 or len(self.experts) % row:
+            raise ValueError(
+                f"Routes: {len(self.experts)} bytes are no rows of {self.num_layers} x {self.top_k} numbers of {self.width} bytes"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.experts) // (self.num_layers * self.top_k * self.width)
+
+
 class Completion(Message, frozen=True):
     """One engine reply: tokens, and for each the log-probability and the version under which it was sampled."""
 
@@ -176,6 +199,8 @@ class Completion(Message, frozen=True):
     finish: Finish
     error: Text = ""
     """The engine's own words where `finish` is `ERROR`, else empty."""
+    routes: Routes | None = None
+    """[P + T - 1] rows, the last token was sent nowhere; None where the model has no experts, or they are not replayed."""
     started_at: float = 0.0
     """Unix seconds: when the engine took the request."""
     finished_at: float = 0.0
@@ -447,9 +472,14 @@ class Trajectory(Message, frozen=True):
     """Seconds on the run's clock."""
     finished_at: float = 0.0
     """Seconds on the run's clock."""
+    routes: Routes | None = None
+    """[L - 1] rows; as in `Completion`."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "trains", "logprobs", "versions")
+        if self.routes is not None and self.routes.num_rows != len(self.token_ids) - 1:
+            rows, expected = self.routes.num_rows, len(self.token_ids) - 1
+            raise ValueError(f"Trajectory {self.rollout_id}: routes of {rows} tokens, expected {expected}, all but the last")
 
     @property
     def num_tokens(self) -> int:
@@ -563,6 +593,10 @@ class MicroBatch(Message, frozen=True):
     """[N] float32, for rules that read which samples are correct; None only where nobody scored them."""
     truncated: Mask | None = None
     """[N] bool, true where the completion reached its longest length; None only where no engine made the samples."""
+    group_ids: Int32 | None = None
+    """[N] int32, equal for siblings, for advantages that the trainer makes; None only where nobody grouped the samples."""
+    routes: Routes | None = None
+    """[R] rows; None where nothing is known of any token."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -571,7 +605,9 @@ class MicroBatch(Message, frozen=True):
             raise ValueError(
                 f"{name}: lengths {self.lengths.tolist()} must sum to {len(self.token_ids)} tokens and name {len(self.rollout_ids)} samples"
             )
-        for column in (self.rewards, self.truncated):
+        if self.routes is not None and self.routes.num_rows != len(self.token_ids):
+            raise ValueError(f"{name}: routes of {self.routes.num_rows} tokens, expected {len(self.token_ids)}")
+        for column in (self.rewards, self.truncated, self.group_ids):
             if column is not None and len(column) != len(self.lengths):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 

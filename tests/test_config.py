@@ -231,6 +231,7 @@ def test_a_resolved_config_survives_the_journey_to_another_process():
 def test_every_key_says_what_it_is_for():
     """Those whose name says it all are listed here."""
     obvious = {
+        "trainer.passes",
         "trainer.learning_rate",
         "trainer.weight_decay",
         "trainer.max_grad_norm",
@@ -259,6 +260,7 @@ KEYS = [
     "model.path",
     "model.dtype",
     "model.max_tokens",
+    "model.replay_routes",
     "data.source",
     "data.prompt_column",
     "data.shuffle",
@@ -305,6 +307,7 @@ KEYS = [
     "trainer.parallel.pipeline",
     "trainer.parallel.schedule",
     "trainer.parallel.expert",
+    "trainer.passes",
     "trainer.learning_rate",
     "trainer.warmup_steps",
     "trainer.final_learning_rate_fraction",
@@ -319,6 +322,14 @@ KEYS = [
     "trainer.cores",
     "trainer.ready_deadline_s",
     "trainer.silent_after_s",
+    "reference.path",
+    "reference.offload",
+    "critic.path",
+    "critic.learning_rate",
+    "critic.warmup_steps",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
     "evaluation.source",
     "evaluation.every",
     "evaluation.limit",

@@ -54,7 +54,7 @@ class SpreadWeights:
 
     def described(self) -> dict[str, torch.Tensor]:
         """Every published tensor by its Hugging Face name, without memory: shape and dtype only."""
-        return {name: tensor for own in self._state() for name, tensor in self._names_of(own).items()}
+        return {name: tensor for own in self._model.shapes for name, tensor in self._names_of(own).items()}
 
     def lead(self, slot: str, buffer: torch.Tensor, layout: tuple[Tensor, ...]) -> None:
         """Write the present weights into `buffer` ([bytes] uint8) together with the other ranks; `slot` is empty where they cannot map it.
@@ -81,36 +81,35 @@ class SpreadWeights:
         self._write(self._mapped.get(call.slot), call.layout, is_shared=bool(call.slot))
 
     def _write(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...], *, is_shared: bool) -> None:
-        state = self._state()
+        pieces = self._model.pieces()
         if is_shared and self._moves is None:
-            self._moves, self._gathered = self._plan(state, {tensor.name for tensor in layout})
+            self._moves, self._gathered = self._plan(pieces, {tensor.name for tensor in layout})
         targets = views(buffer, layout) if buffer is not None else {}
         for move in self._moves or () if is_shared else ():
-            targets[move.name][move.target_slices].copy_(local(state[move.name])[move.source_slices].to(self._model.dtype))
-        for name, tensor in state.items():
-            if not is_shared or name in self._gathered:
-                self._gather(name, tensor, targets if self._replicas.rank == 0 else {})
+            targets[move.name][move.target_slices].copy_(local(pieces[move.name])[move.source_slices].to(self._model.dtype))
+        for name, tensor in self._model.state([name for name in self._model.shapes if not is_shared or name in self._gathered]):
+            if self._replicas.rank == 0:
+                self._put(name, tensor, targets)
         if not self._replicas.all_agree(True, what="to write a policy together"):
             raise WeightsError("a rank could not write its part of the policy; its own error is in the run folder's failures")
 
-    def _gather(self, name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for published, part in revert_weight_conversion(self._model.module, {name: full.to(self._model.dtype)}).items() if targets else ():
+    def _put(self, name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
+        for published, part in revert_weight_conversion(self._model.module, {name: tensor}).items():
             if published in targets:
                 targets[published].copy_(part)
 
-    def _plan(self, state: Mapping[str, torch.Tensor], wanted: set[str]) -> tuple[list[Move], frozenset[str]]:
+    def _plan(self, pieces: Mapping[str, torch.Tensor], wanted: set[str]) -> tuple[list[Move], frozenset[str]]:
         """This rank's share of the writing, and what must be gathered."""
-        own_names = [name for name in state if name in wanted and list(self._names_of(name)) == [name]]
-        shapes = {name: tuple(state[name].shape) for name in own_names}
-        by_rank = self._all_boxes({name: _box_of(state[name]) for name in own_names}, shapes)
+        plain = [name for name in self._model.shapes if name in wanted and list(self._names_of(name)) == [name]]
+        shapes = {name: tuple(self._model.shapes[name]) for name in plain if not self._model.is_adapted(name)}
+        by_rank = self._all_boxes({name: _box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
         whole_ones = {name for name, shape in shapes.items() if _is_covered([boxes[name] for boxes in by_rank], shape)}
         moves = index_map(
             {name: shapes[name] for name in whole_ones},
             sources=[{name: box for name, box in boxes.items() if name in whole_ones} for boxes in by_rank],
             targets=[{name: whole(shapes[name]) for name in sorted(whole_ones)}],
         )
-        gathered = {name for name in state if name not in whole_ones and wanted & self._names_of(name).keys()}
+        gathered = {name for name in self._model.shapes if name not in whole_ones and wanted & self._names_of(name).keys()}
         return list(of_rank(moves, source=self._replicas.rank)), frozenset(gathered)
 
     def _all_boxes(self, boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Box]]:
@@ -121,13 +120,9 @@ class SpreadWeights:
         self._replicas.bounded(lambda: dist.all_gather(everywhere, here), "to say what each holds of the model")
         return [_boxes_from(found.tolist(), shapes) for found in everywhere]
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in self._model.module.state_dict().items()}
-
     def _names_of(self, name: str) -> dict[str, torch.Tensor]:
         """What a tensor of the module is published as, without memory."""
-        shape = self._model.module.state_dict()[name].shape
-        empty: Any = torch.empty(shape, dtype=self._model.dtype, device="meta")
+        empty: Any = torch.empty(self._model.shapes[name], dtype=self._model.dtype, device="meta")
         return revert_weight_conversion(self._model.module, {name: empty})
 
     def _tell(self, call: _Call) -> None:
@@ -146,13 +141,15 @@ class SpreadWeights:
         self._replicas.bounded(lambda: dist.broadcast(tensor, 0), "to publish a policy together")
 
 
-def _box_of(tensor: torch.Tensor) -> Box:
-    """Which part of the whole this rank holds; an empty one where that is not one box."""
+def _box_of(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> Box:
+    """Which part of the whole this rank holds; an empty one where it holds none, or not one box."""
+    if tensor is None:
+        return tuple((0, 0) for _ in shape)
     if not isinstance(tensor, DTensor):
-        return whole(tuple(tensor.shape))
+        return whole(shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(sizes) != tuple(tensor.to_local().shape):
-        return tuple((0, 0) for _ in tensor.shape)
+        return tuple((0, 0) for _ in shape)
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 

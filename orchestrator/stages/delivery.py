@@ -30,6 +30,7 @@ from pipelinerl.messages import (
     TakeMicroBatch,
     TrainerReady,
 )
+from pipelinerl.routes import joined
 from pipelinerl.stages import Channel, Signal
 from pipelinerl.watch import Watch
 
@@ -328,6 +329,8 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> Mic
         rollout_ids=tuple(trajectory.rollout_id for trajectory in trajectories),
         rewards=np.array([sample.reward for sample in samples], np.float32),
         truncated=np.array([trajectory.finish is Finish.LENGTH for trajectory in trajectories], np.bool_),
+        group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int32),
+        routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
     )
 
 

@@ -32,6 +32,7 @@ from pipelinerl.messages import (
     Finish,
     Generate,
     Message,
+    Routes,
     StageWeights,
     WeightsCommitted,
     WeightsRefused,
@@ -201,9 +202,9 @@ class EngineLoop:
         running.versions += [self.version if chunk.version is None else chunk.version] * len(chunk.token_ids)
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish is not None:
-            self._finish(chunk.rollout_id, chunk.finish)
+            self._finish(chunk.rollout_id, chunk.finish, routes=chunk.routes)
 
-    def _finish(self, rollout_id: str, finish: Finish, *, error: str = "") -> None:
+    def _finish(self, rollout_id: str, finish: Finish, *, error: str = "", routes: Routes | None = None) -> None:
         running = self._running.pop(rollout_id)
         into = self._withheld if rollout_id in self._orphans else self.outbox
         self._orphans.discard(rollout_id)
@@ -216,6 +217,7 @@ class EngineLoop:
                 versions=np.array(running.versions, np.int32),
                 finish=finish,
                 error=error,
+                routes=routes,
                 started_at=running.started_at,
                 finished_at=self._clock(),
             )

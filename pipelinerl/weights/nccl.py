@@ -84,11 +84,13 @@ class _Connect:
         """See `calls.Connect`; the store's own deadline bounds the wait for the other end."""
         self._library = self._library or Cupy()
         if rank == TRAINER:
-            store.set(f"{prefix}/id", self._library.unique_id())
-        store.set(f"{prefix}/here/{rank}", b"1")
+            store.set(f"{prefix}/id", self._library.unique_id().hex())
+        store.set(f"{prefix}/here/{rank}", "1")
         store.wait([f"{prefix}/id", f"{prefix}/here/{1 - rank}"], deadline)
         line = _Line(store, f"{prefix}/gone", rank)
-        return _Pair(self._library.connect(store.get(f"{prefix}/id"), rank), line=line, deadline_s=deadline.total_seconds())
+        return _Pair(
+            self._library.connect(bytes.fromhex(store.get(f"{prefix}/id").decode()), rank), line=line, deadline_s=deadline.total_seconds()
+        )
 
 
 class _Line:
@@ -99,7 +101,7 @@ class _Line:
 
     def hang_up(self) -> None:
         with contextlib.suppress(RuntimeError):  # the trainer, and its store with it, may be gone: then nobody is left to hear
-            self._store.set(f"{self._prefix}/{self._rank}", b"1")
+            self._store.set(f"{self._prefix}/{self._rank}", "1")
 
     def is_hung_up(self) -> bool:
         return self._store.check([f"{self._prefix}/{1 - self._rank}"])

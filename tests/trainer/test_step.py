@@ -135,7 +135,7 @@ def _gradient_of(folder: Path, rows: list[Samples], name: str) -> torch.Tensor:
     for index, samples in enumerate(rows):
         step.add(make_batch(samples, index=index))
         assert not optimizer.gradient.any(), "nothing is trained before the step is whole"
-    step.train_held()
+    step.train_held(make_seal(samples))
     return optimizer.gradient.clone()
 
 
@@ -176,7 +176,7 @@ def test_a_step_held_for_its_measure_cannot_be_finished_without_it(folders: dict
         step.finish(make_seal(samples))
     step.drop()
     step.add(make_batch(samples))
-    step.train_held()
+    step.train_held(make_seal(samples))
     assert "m2po_dropped_fraction" in step.finish(make_seal(samples))
 
 
