@@ -26,10 +26,6 @@ from pipelinerl.transport.frame import HEADER_BYTES, Kind, pack, unpack
 
 WINDOW_BYTES = 32 << 20
 """Credit of one direction. Must cover what flows during a round trip; larger holds more in the network's queues for a peer that stands."""
-TELL_BYTES = 1 << 20
-"""Taken without a word; then an acknowledgement goes alone. Larger has the sender keep more, and so write ever new memory, which costs it
-more than the acknowledgements do; smaller is nothing but acknowledgements.
-"""
 LIMIT_BYTES = 256 << 20
 """Most that is kept for one peer. Requests and rows are bounded by admission and pulls far below it: reaching it means it takes nothing."""
 REMIND_EVERY_S = 1.0
@@ -170,7 +166,7 @@ class Conversation:
             self._early_bytes -= len(early)
         self._heard += len(taken)
         self._unsaid_bytes += sum(map(len, taken)) + HEADER_BYTES * len(taken)
-        if self._unsaid_bytes >= min(TELL_BYTES, WINDOW_BYTES // 4):
+        if self._unsaid_bytes >= WINDOW_BYTES // 4:
             self._unsaid_bytes = 0
             self._transmit(self._header(Kind.HEARD))
         return taken

@@ -44,6 +44,7 @@ from pipelinerl.messages import (
     TrainerReady,
 )
 from pipelinerl.metrics import Journal
+from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.memory import CALM, MemoryHub, MemoryLink, Weather
 from tests.sim import peers
 from tests.sim.clock import simulate
@@ -367,6 +368,9 @@ class _Deadly:
     def __init__(self, link: MemoryLink, killers: frozenset[int]) -> None:
         self._link = link
         self._killers = killers
+
+    def introduce(self, make: Introduction) -> None:
+        self._link.introduce(make)
 
     def send(self, message: Any) -> None:
         self._link.send(message)
