@@ -103,6 +103,7 @@ def make_step(
     max_grad_norm: float = 1e9,
     method: str = "grpo",
     overrides: dict[str, Any] | None = None,
+    is_offloaded: bool = False,
     first_step: int = 0,
 ) -> tuple[Step, Optimizer]:
     """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
@@ -115,6 +116,7 @@ def make_step(
         max_grad_norm=max_grad_norm,
         holdings=model.holdings,
         replicas=replicas,
+        is_offloaded=is_offloaded,
     )
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
     step = Step(
