@@ -115,7 +115,7 @@ class Stream:
 
 
 class Mixture:
-    """Rows of several sources, each as often as its weight says. The mixture is one epoch without end; each source goes through its own."""
+    """Rows of several sources, each as often as its weight says, in one endless epoch; each source goes through epochs of its own."""
 
     def __init__(self, sources: list[Table | Stream], *, weights: list[float]) -> None:
         self.name = " + ".join(source.name for source in sources)
