@@ -43,7 +43,12 @@ async def _run(config: Config, run_folder: Path) -> Ending:
     try:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
         source, held_out = _prompts(config)
-        method = method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness)
+        method = method_of(
+            config.algorithm,
+            group_size=config.rollout.group_size,
+            max_staleness=config.pipeline.max_staleness,
+            scores_steps=config.prm.path is not None,
+        )
         credit = MethodCredit(method, config.reward, correct_reward=config.algorithm.correct_reward)
         pipeline = Pipeline(
             config,

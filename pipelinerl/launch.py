@@ -72,8 +72,15 @@ def roles_of(config: Config, run_folder: Path) -> tuple[Role, ...]:
         Role(name="orchestrator", command=(python, "-m", "orchestrator", *run), takes_all_along=True),
         Role(name="engines", command=(python, "-m", "pipelinerl.engine", *run), has_nothing_to_save=True),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
+        *([_prm_role(run)] if config.prm.path is not None else []),
         Role(name="trainer", command=(python, *torchrun, *run)),
     )
+
+
+def _prm_role(run: tuple[str, str]) -> Role:
+    """The process reward model is the scorer after those that run reward functions."""
+    command = (sys.executable, "-m", "pipelinerl.scorer.prm_process", *run, "--index", "1")
+    return Role(name="scorer-1", command=command, has_nothing_to_save=True)
 
 
 def make_run_folder(config: Config) -> Path:

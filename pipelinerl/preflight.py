@@ -51,7 +51,12 @@ def _layout(config: Config) -> None:
 
 
 def _method(config: Config) -> None:
-    method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness)
+    method_of(
+        config.algorithm,
+        group_size=config.rollout.group_size,
+        max_staleness=config.pipeline.max_staleness,
+        scores_steps=config.prm.path is not None,
+    )
 
 
 def _rewards(config: Config) -> None:

@@ -243,7 +243,12 @@ def _make_optimizer(config: Config, *, model: Model, replicas: Replicas) -> Opti
 def _make_step(config: Config, *, model: Model, optimizer: Optimizer, replicas: Replicas, first_step: int) -> Step:
     return Step(
         TorchEngine(model, optimizer=optimizer, replicas=replicas),
-        method=method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness),
+        method=method_of(
+            config.algorithm,
+            group_size=config.rollout.group_size,
+            max_staleness=config.pipeline.max_staleness,
+            scores_steps=config.prm.path is not None,
+        ),
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
         max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from orchestrator.rules.routing import Loads
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Starting, Tensor
+from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Starting, Tensor, Tokens
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
@@ -20,6 +20,8 @@ Sink = Callable[[Completion, int], None]
 """Takes a completion and the id of the engine that made it."""
 Lost = Callable[[int], None]
 """Is told that the engine of this id will not answer."""
+Follower = Callable[[Generate, Tokens], None]
+"""Takes a request and what an engine has sampled for it meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +29,13 @@ class _Asked:
     """A request that an engine has."""
 
     engine_id: int
-    attempt: int
+    request: Generate
     sink: Sink
     lost: Lost
+
+    @property
+    def attempt(self) -> int:
+        return self.request.attempt
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -69,11 +75,13 @@ class Engines:
         self._layout: tuple[Tensor, ...] | None = None
         self._joined: list[Callable[[Engine], None]] = []
         self._died: list[Callable[[int], None]] = []
+        self._followers: list[Follower] = []
         watch.explain(self._owed)
         peers.on(Starting, self._on_starting)
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
         peers.on(Completion, self._on_completion)
+        peers.on(Tokens, self._on_tokens)
 
     def __iter__(self):
         return iter(self._engines.values())
@@ -163,6 +171,10 @@ class Engines:
         """Have `handler` called with the id of every engine that is lost, after its requests were given back."""
         self._died.append(handler)
 
+    def on_tokens(self, handler: Follower) -> None:
+        """Have `handler` called with what engines tell of sequences that go on."""
+        self._followers.append(handler)
+
     def layout(self) -> tuple[Tensor, ...]:
         """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
         layouts = {engine.ready.tensors for engine in self} | ({self._layout} if self._layout is not None else set())
@@ -179,7 +191,7 @@ class Engines:
         if not self.peers.send(engine.peer, request):
             lost(engine_id)
             return
-        self._asked[request.rollout_id] = _Asked(engine_id=engine_id, attempt=request.attempt, sink=sink, lost=lost)
+        self._asked[request.rollout_id] = _Asked(engine_id=engine_id, request=request, sink=sink, lost=lost)
         engine.num_outstanding += 1
         self._note(engine)
 
@@ -235,6 +247,14 @@ class Engines:
         self._note(engine)
         self._credits.set()
         asked.sink(completion, asked.engine_id)
+
+    def _on_tokens(self, peer: str, tokens: Tokens) -> None:
+        asked = self._asked.get(tokens.rollout_id)
+        if asked is None or asked.attempt != tokens.attempt:
+            self.num_fenced += 1
+            return
+        for handler in self._followers:
+            handler(asked.request, tokens)
 
     def _owed(self) -> str | None:
         """What engines were asked for and have not answered: for the verdict on a stall."""

@@ -185,9 +185,12 @@ _row("opsm", "drop bad answers the policy has already left", "slime; DeepSeek-V3
 _row("m2po", "clip around mu, without the tokens of largest second moment", "arXiv:2510.01161", masks="m2po", **_ENGINE)
 
 
-def method_of(algorithm: AlgorithmSection, *, group_size: int, max_staleness: int) -> Method:
-    """The method a run's config names, checked against what this system supplies. Raises `ConfigError` as `resolve` does."""
-    offers = ALWAYS_OFFERED | TRAINER_OFFERS
+def method_of(algorithm: AlgorithmSection, *, group_size: int, max_staleness: int, scores_steps: bool = False) -> Method:
+    """The method a run's config names, checked against what this system supplies. Raises `ConfigError` as `resolve` does.
+
+    `scores_steps`: the run has a process reward model.
+    """
+    offers = ALWAYS_OFFERED | TRAINER_OFFERS | ({Need.STEP_SCORES} if scores_steps else set())
     return resolve(algorithm.name, algorithm.overrides, group_size=group_size, max_staleness=max_staleness, offers=offers)
 
 
