@@ -18,8 +18,8 @@ from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.process import read_config
 from trainer.checkpoint import save_model
 from trainer.checkpoints import newest, read_manifest
-from trainer.loop import parameters_of
 from trainer.model import Model
+from trainer.portable import portable
 
 
 def export(config: Config, run_folder: Path, output: Path) -> int:
@@ -33,7 +33,8 @@ def export(config: Config, run_folder: Path, output: Path) -> int:
     model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=torch.device("cpu"))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        dcp.load({"model": parameters_of(model)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters().items()}
+        dcp.load({"model": portable(weights, model=model)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     save_model(model, output, source=config.model.path)
     return manifest.version
 

@@ -11,12 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from pipelinerl.algorithms.methods import method_of
-from pipelinerl.config import Config
+from pipelinerl.config import Config, Offload
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
@@ -39,6 +36,7 @@ from trainer.model import Model, Weights
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
+from trainer.portable import state_of
 from trainer.publish import Publisher
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
@@ -61,17 +59,19 @@ def train(config: Config, run_folder: Path) -> None:
         replicas=replicas,
         recomputes=config.trainer.recompute,
         has_float32_head=config.trainer.float32_head,
+        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
     )
     optimizer = _make_optimizer(config, model=model, replicas=replicas)
     checkpoints = Checkpoints(
         run_folder / "checkpoints",
-        state=lambda: _state_of(model, optimizer, rank=replicas.rank),
+        state=lambda: state_of(model, optimizer),
         rank=replicas.rank,
         num_ranks=replicas.size,
         keep=config.checkpoint.keep,
     )
     restored, lineage = checkpoints.restore(), Lineage()
     if restored is not None:
+        optimizer.round()
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     step = _make_step(config, model=model, optimizer=optimizer, replicas=replicas, first_step=first)
@@ -237,6 +237,7 @@ def _make_optimizer(config: Config, *, model: Model, replicas: Replicas) -> Opti
         max_grad_norm=section.max_grad_norm,
         holdings=model.holdings,
         replicas=replicas,
+        is_offloaded=config.trainer.offload is Offload.OPTIMIZER,
     )
 
 
@@ -256,20 +257,3 @@ def _make_step(config: Config, *, model: Model, optimizer: Optimizer, replicas: 
         correct_reward=config.algorithm.correct_reward,
         first_step=first_step,
     )
-
-
-def _state_of(model: Model, optimizer: Optimizer, *, rank: int) -> dict[str, Any]:
-    """The tensors of a checkpoint: those in use, so that loading one writes into them.
-
-    Of a model that is spread over ranks, each rank has its own pieces of the optimizer's tensors: such a run goes on in the same layout.
-    """
-    parameters = parameters_of(model)
-    moments = optimizer.tensors(list(parameters))
-    if model.is_spread:
-        moments = {f"rank-{rank}.{name}": tensor for name, tensor in moments.items()}
-    return {"model": parameters, "optimizer": moments}
-
-
-def parameters_of(model: Model) -> dict[str, torch.Tensor]:
-    """The trained weights in use, by name, in the order in which the optimizer has them."""
-    return {name: parameter.detach() for name, parameter in model.module.named_parameters() if parameter.requires_grad}

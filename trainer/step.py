@@ -104,13 +104,14 @@ class Step:
         self._held.append((batch, row, columns))
 
     def train_held(self) -> None:
-        """Measure the whole step and train the rows held for it; nothing where rows are trained as they come. Every rank calls it."""
+        """Measure the whole step and train the rows held for it, or put off by the engine; comes before `finish`, on every rank."""
         measured = [columns for _, _, columns in self._held if columns is not None]
         statistics = measure_step(measured, method=self._method, reduce=self._summed)
         held, self._held = self._held, []
         for batch, row, columns in held:
             old_logprobs = None if columns is None else columns.old_logprobs
             self._engine.train(row, functools.partial(self._loss, batch, row, old_logprobs=old_logprobs, statistics=statistics))
+        self._engine.complete()
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank."""

@@ -37,6 +37,8 @@ class Need(enum.StrEnum):
     """Correctness, 0 or 1 per sequence."""
     TRUNCATED = "truncated"
     """Whether a sequence was cut off at its longest allowed length."""
+    ROLLOUT_TOKENS = "rollout_tokens"
+    """Trained tokens of each whole rollout, where one fans out into several rows."""
     TOKEN_KL = "token_kl"
     """Per token log mu - log ref, from a reference prefill, on the orchestrator's side."""
     REFERENCE_LOGPROBS = "reference_logprobs"
@@ -124,13 +126,17 @@ class RuleSpec:
     min_group: int = 1
     """Fewest scored siblings for which the rule means anything."""
     level: str = "token"
-    """What a weight or a mask decides about at once: "token", or "sequence" (also segments)."""
+    """What a weight, a mask or a batch rule decides about at once: "token", or "sequence" (also segments)."""
     proximal: frozenset[str] = frozenset()
     """Proximal policies under which the rule means what its name says; empty: any."""
     aggregations: frozenset[Aggregation] = frozenset()
     """Aggregations under which the rule means what its name says; empty: any."""
     on_trainer: bool = False
     """An advantage rule whose inputs exist only in the trainer."""
+    per_token: bool = False
+    """An advantage rule that gives each token a number of its own, not one to the whole sequence."""
+    reads_advantages: bool = True
+    """False for an objective that brings its own signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

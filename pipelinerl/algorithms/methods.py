@@ -174,7 +174,7 @@ _row(
 )
 _row("loglinear_ppo", "decoupled_ppo, prox interpolated by versions", "AReaL prox_approx", proximal="loglinear", weight={"cap": 5.0})
 _row("icepop", "tokens outside 0.5 <= rho <= 5 do not train", "IcePop", weight="icepop")
-_row("mis", "tokens with rho > 2 do not train", "MIS", weight="mis_token")
+_row("mis", "tokens with rho > 3 do not train", "MIS", weight="mis_token")
 _row(
     "seq_mask_tis",
     "TIS, and sequences whose geometric mean drifts are dropped",

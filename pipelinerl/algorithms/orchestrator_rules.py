@@ -53,6 +53,7 @@ BATCH: dict[str, RuleSpec] = {
         source="GDPO, NeMo-RL",
         options={"eps": 1e-8},
         needs=frozenset({Need.WHOLE_BATCH}),
+        level="sequence",
     ),
     "gpg_alpha": RuleSpec(
         formula="A * groups / groups with a nonzero advantage", source="GPG arXiv:2504.02546", needs=frozenset({Need.WHOLE_BATCH})
@@ -89,10 +90,15 @@ ADVANTAGE: dict[str, RuleSpec] = {
         min_group=2,
     ),
     "passk": RuleSpec(formula="best sibling: R_max - R_second; the others 0", source="verl grpo_passk", min_group=2),
-    "maxrl": RuleSpec(formula="(R - mean_g) / (mean_g + eps)", source="prime-rl max_rl", options={"eps": 1e-6}, min_group=2),
+    "maxrl": RuleSpec(
+        formula="(R - mean_g) / (mean_g + eps), R >= 0",
+        source="prime-rl max_rl; eps as for grpo",
+        options={"eps": 1e-6},
+        min_group=2,
+    ),
     "rae": RuleSpec(
         formula="R - b[role]; b <- decay b + (1 - decay) R",
-        source="SPIRAL arXiv:2506.24119",
+        source="SPIRAL arXiv:2506.24119, prime-rl rae; the decay quoted from memory",
         options={"decay": 0.95},
         needs=frozenset({Need.ROLES}),
     ),
@@ -108,6 +114,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
         source="REINFORCE++ arXiv:2501.03262",
         options={"gamma": 1.0, "kl_coef": 0.001},
         needs_if={"kl_coef": Need.TOKEN_KL},
+        per_token=True,
     ),
     "step_difference": RuleSpec(
         formula="step k: process_coef (s_k - s_{k-1}) + outcome_coef (R - mean_g)",
@@ -115,6 +122,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
         options=_PARTS,
         needs=_STEPS,
         min_group=2,
+        per_token=True,
     ),
     "step_min": RuleSpec(
         formula="step k: process_coef (min_{j>=k} s_j - mean over pooled steps) + outcome_coef (R - mean_g)",
@@ -122,6 +130,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
         options=_PARTS,
         needs=_STEPS,
         min_group=2,
+        per_token=True,
     ),
     "step_grpo": RuleSpec(
         formula="sum over this and the following steps of (s - mean) / (std + eps), statistics pooled over the group",
@@ -130,14 +139,18 @@ ADVANTAGE: dict[str, RuleSpec] = {
         choices={"pool": ("steps", "position")},
         needs=_STEPS,
         min_group=2,
+        per_token=True,
     ),
-    "step_reinforce": RuleSpec(formula="step k: sum_{j>=k} gamma^(j-k) s_j", source="ROLL", options={"gamma": 1.0}, needs=_STEPS),
+    "step_reinforce": RuleSpec(
+        formula="step k: sum_{j>=k} gamma^(j-k) s_j", source="ROLL", options={"gamma": 1.0}, needs=_STEPS, per_token=True
+    ),
     "gigpo": RuleSpec(
         formula="(R - mean_g)/(std_g + eps) + weight * the same over discounted step returns from equal anchor states",
-        source="GiGPO arXiv:2505.10978",
+        source="GiGPO arXiv:2505.10978; constants as its code",
         options={"weight": 1.0, "gamma": 0.95, "divide_by_std": True, **_STD},
         needs=_STEPS | {Need.ANCHORS},
         min_group=2,
+        per_token=True,
     ),
     "gae": RuleSpec(
         formula="A_t = delta_t + gamma lam A_{t+1}, carried through masked tokens",
@@ -145,6 +158,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
         options={"gamma": 1.0, "lam": 0.95},
         needs=frozenset({Need.CRITIC}),
         on_trainer=True,
+        per_token=True,
     ),
     "vapo_gae": RuleSpec(
         formula="GAE with lam = 1 - 1/(alpha L); returns with lam 1",
@@ -152,6 +166,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
         options={"gamma": 1.0, "alpha": 0.05},
         needs=frozenset({Need.CRITIC}),
         on_trainer=True,
+        per_token=True,
     ),
     "turn_gae": RuleSpec(
         formula="GAE over turn boundaries, constant inside a turn",
@@ -159,14 +174,16 @@ ADVANTAGE: dict[str, RuleSpec] = {
         options={"gamma": 1.0, "lam": 0.95},
         needs=_STEPS | {Need.CRITIC},
         on_trainer=True,
+        per_token=True,
     ),
     "otb": RuleSpec(
-        formula="G - sum_i G W / sum_i W per position, W_t = sum_{j<=t} (1 - 2 pi_j + sum_v pi_v^2) [rho_mean^2]",
+        formula="G - sum_i G W / sum_i W per position, W_t = sum_{j<=t} w_j^2 (1 - 2 pi_j + sum_v pi_v^2)",
         source="verl optimal_token_baseline",
-        options={"use_rho": False},
+        options={"use_weights": False},
         needs=frozenset({Need.SQUARE_SUM, Need.OLD_LOGPROBS, Need.WHOLE_STEP}),
         min_group=2,
         on_trainer=True,
+        per_token=True,
     ),
     "prime": RuleSpec(
         formula="returns(process_coef RLOO(beta (log phi - log ref)) + outcome_coef RLOO(correct))",
@@ -175,5 +192,6 @@ ADVANTAGE: dict[str, RuleSpec] = {
         needs=frozenset({Need.IMPLICIT_PRM, Need.REFERENCE_LOGPROBS, Need.CORRECT, Need.WHOLE_STEP}),
         min_group=2,
         on_trainer=True,
+        per_token=True,
     ),
 }

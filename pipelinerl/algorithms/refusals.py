@@ -40,6 +40,7 @@ _HOW_TO_OFFER: dict[Need, str] = {
     Need.SUBGROUPS: "use an environment that nests groups",
     Need.PREDICTIONS: "switch unbiased early stopping on, or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
+    Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",
     Need.TOKEN_KL: "score reference log-probabilities in a prefill stage, or set kl_coef to 0",
     Need.REFERENCE_LOGPROBS: "give the trainer a reference model, or set kl to none",
     Need.OLD_LOGPROBS: "let the trainer run a forward pass before each step, or set proximal to current or engine",
@@ -62,6 +63,8 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _wrong_proximal,
         _unordered_masks,
         _aggregation,
+        _unread,
+        _unlike,
         _bounds,
         _withheld,
         _sampling,
@@ -81,6 +84,8 @@ def _missing_needs(method: Method, run: RunFacts) -> Iterator[str]:
         needs = spec.needs | {need for option, need in spec.needs_if.items() if rule.options[option]}
         for need in sorted(needs - run.offers):
             yield f"{column} {rule.name} needs {need.value}, which this run does not offer: {_HOW_TO_OFFER[need]}."
+    if method.aggregation is Aggregation.PER_ROLLOUT and Need.ROLLOUT_TOKENS not in run.offers:
+        yield f"aggregation per-rollout needs rollout_tokens, which this run does not offer: {_HOW_TO_OFFER[Need.ROLLOUT_TOKENS]}."
 
 
 def _small_group(method: Method, run: RunFacts) -> Iterator[str]:
@@ -128,6 +133,34 @@ def _aggregation(method: Method, run: RunFacts) -> Iterator[str]:
         if spec.aggregations and method.aggregation not in spec.aggregations:
             allowed = " or ".join(sorted(Aggregation(mode).value for mode in spec.aggregations))
             yield f"{column} {rule.name}: got aggregation {method.aggregation.value!r}, expected {allowed}."
+
+
+def _unread(method: Method, run: RunFacts) -> Iterator[str]:
+    """What one rule makes, and no other reads."""
+    specs = {column: spec for column, _, spec in specs_of(method)}
+    objective, advantage = method.objective.name, method.advantage.name
+    if specs["objective"].reads_advantages and advantage == "none" and method.kl.name == "none" and not method.auxiliary:
+        yield f"objective {objective} multiplies advantages, and advantage none makes them 0: nothing would train. Choose an advantage."
+    if not specs["objective"].reads_advantages and advantage != "none":
+        yield f"objective {objective} brings its own signal: got advantage {advantage!r}, which it would not read, expected none."
+    reads_values, trains_values = Need.CRITIC in specs["advantage"].needs, method.critic.name != "none"
+    if reads_values and not trains_values:
+        yield f"advantage {advantage} reads values, and critic none trains none: got critic 'none', expected clipped."
+    if trains_values and not reads_values:
+        yield f"critic {method.critic.name} trains values that advantage {advantage} does not read. Set critic to none, or choose gae."
+
+
+def _unlike(method: Method, run: RunFacts) -> Iterator[str]:
+    """Rules that are not defined on what the rule before them gives."""
+    specs = {column: spec for column, _, spec in specs_of(method)}
+    if specs["batch"].level == "sequence" and specs["advantage"].per_token:
+        yield (
+            f"batch {method.batch.name} counts one advantage per sequence, and advantage {method.advantage.name} gives one per token."
+            " Choose whiten_tokens."
+        )
+    if method.advantage.name == "maxrl" and method.shaping:
+        names = ", ".join(rule.name for rule in method.shaping)
+        yield f"advantage maxrl divides by the mean reward, which shaping can push below 0: got {names}, expected none. Choose dr_grpo."
 
 
 def _bounds(method: Method, run: RunFacts) -> Iterator[str]:

@@ -44,8 +44,9 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "fraction": (0.0, 1.0),
     "ddof": (0, 1),
     "prox_lag": (0, math.inf),
+    "fade_steps": (0, math.inf),
     "bound": (0, math.inf),
-    "refill": (0, math.inf),
+    "refill": (1, math.inf),
     "max_tokens": (1, math.inf),
     "buffer_tokens": (1, math.inf),
 }
@@ -63,8 +64,8 @@ def specs_of(method: Method) -> Iterable[tuple[str, Rule, RuleSpec]]:
 
 
 def needs_of(method: Method) -> frozenset[Need]:
-    """Everything the rules of a method read beyond what every run has."""
-    needs: set[Need] = set()
+    """Everything the rules of a method, and its aggregation, read beyond what every run has."""
+    needs: set[Need] = {Need.ROLLOUT_TOKENS} if method.aggregation is Aggregation.PER_ROLLOUT else set()
     for _, rule, spec in specs_of(method):
         needs |= spec.needs
         needs |= {need for option, need in spec.needs_if.items() if rule.options[option]}

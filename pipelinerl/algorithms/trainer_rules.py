@@ -19,7 +19,7 @@ _WHOLE = frozenset({Need.WHOLE_STEP, Need.OLD_LOGPROBS})
 OBJECTIVE: dict[str, RuleSpec] = {
     "clip": RuleSpec(
         formula="-min(r A, clip(r, 1-d_l, 1+d_h) A); where A<0 and dual_clip>0 at most -dual_clip A",
-        source="PPO arXiv:1707.06347; dual clip arXiv:1912.09729",
+        source="PPO arXiv:1707.06347, widths as verl clip_ratio; dual clip arXiv:1912.09729",
         options={**_CLIP, "dual_clip": 0.0},
     ),
     "gspo": RuleSpec(
@@ -39,7 +39,7 @@ OBJECTIVE: dict[str, RuleSpec] = {
     ),
     "gmpo": RuleSpec(
         formula="-exp(mean_t clamp(log r)) A, the side clamped picked by the sign of A",
-        source="GMPO arXiv:2507.20673 section 4",
+        source="GMPO arXiv:2507.20673; the width 0.4 quoted from memory",
         options={"clip_low": 0.4, "clip_high": 0.4},
     ),
     "dppo_tv": RuleSpec(
@@ -72,10 +72,11 @@ OBJECTIVE: dict[str, RuleSpec] = {
         options={"threshold": 0.2},
         needs=frozenset({Need.REFERENCE_LOGPROBS}),
         proximal=_TWO_POLICY,
+        reads_advantages=False,
     ),
     "topr": RuleSpec(
         formula="A>0: -A log pi; else -sg[min(prod_t r, cap)] A log pi",
-        source="TOPR arXiv:2503.14286, trajectory ratio",
+        source="TOPR arXiv:2503.14286, trajectory ratio; good and bad by the sign of A",
         options={"cap": 1.0},
         proximal=_TWO_POLICY,
     ),
@@ -84,18 +85,21 @@ OBJECTIVE: dict[str, RuleSpec] = {
     "dro": RuleSpec(formula="-(A log pi - beta/2 (log r)^2)", source="verl dro", options={"beta": None}, proximal=_MOVED),
     "gpg": RuleSpec(formula="-A log pi", source="GPG arXiv:2504.02546"),
     "reinforce_is": RuleSpec(
-        formula="-sg[min(r, cap)] A log pi", source="PipelineRL arXiv:2509.19128", options={"cap": 5.0}, proximal=_TWO_POLICY
+        formula="-sg[min(r, cap)] A log pi",
+        source="PipelineRL arXiv:2509.19128, its run's cap; its code suggests 1.02",
+        options={"cap": 5.0},
+        proximal=_TWO_POLICY,
     ),
     "clip_cov": RuleSpec(
         formula="clip, zeroed for a random part of the tokens with low < cov(A, log pi) < high",
-        source="arXiv:2505.22617",
+        source="arXiv:2505.22617; constants as verl clip_cov_ratio, _lb, _ub",
         options={**_CLIP, "fraction": 2e-4, "low": 1.0, "high": 5.0},
         needs=_WHOLE,
     ),
     "kl_cov": RuleSpec(
         formula="-r A, + beta |log r| on the tokens of largest cov(A, log pi)",
-        source="arXiv:2505.22617",
-        options={"fraction": 2e-4, "beta": 1.0},
+        source="arXiv:2505.22617; constants as verl kl_cov_ratio, ppo_kl_coef",
+        options={"fraction": 2e-4, "beta": 0.1},
         needs=_WHOLE,
     ),
 }
@@ -131,11 +135,13 @@ WEIGHT: dict[str, RuleSpec] = {
         level="sequence",
         proximal=_THREE_POLICY,
     ),
-    "mis_token": RuleSpec(
-        formula="rho where rho <= cap, else 0", source="MIS; cap as TIS, TRL has 3", options={"cap": 2.0}, proximal=_THREE_POLICY
-    ),
+    "mis_token": RuleSpec(formula="rho where rho <= cap, else 0", source="MIS; cap as TRL", options={"cap": 3.0}, proximal=_THREE_POLICY),
     "mis_sequence": RuleSpec(
-        formula="prod_t rho where <= cap, else 0", source="MIS", options={"cap": 2.0}, level="sequence", proximal=_THREE_POLICY
+        formula="prod_t rho where <= cap, else 0",
+        source="MIS; cap as TRL",
+        options={"cap": 3.0},
+        level="sequence",
+        proximal=_THREE_POLICY,
     ),
     "icepop": RuleSpec(
         formula="rho where low <= rho <= high, else 0", source="IcePop", options={"low": 0.5, "high": 5.0}, proximal=_THREE_POLICY
@@ -157,14 +163,16 @@ MASK: dict[str, RuleSpec] = {
     ),
     "k3_rs": RuleSpec(
         formula="keep sequence while mean_t(rho - 1 - log rho) <= high",
-        source="verl, 0.001 to 0.01",
+        source="verl, 0.001 to 0.01, quoted from memory",
         options={"high": 0.01},
         level="sequence",
     ),
     "product_band": RuleSpec(
         formula="keep sequence while low <= prod_t rho <= high", source="SkyRL", options={"low": 0.5, "high": 2.0}, level="sequence"
     ),
-    "veto": RuleSpec(formula="drop sequence when any rho < low", source="verl", options={"low": 1e-4}, level="sequence"),
+    "veto": RuleSpec(
+        formula="drop sequence when any rho < low", source="verl rollout_token_veto_threshold", options={"low": 1e-4}, level="sequence"
+    ),
     "reject_token": RuleSpec(
         formula="keep low <= metric(rho) <= high; k1 is tested as rho itself",
         source="verl rollout correction",
@@ -180,7 +188,7 @@ MASK: dict[str, RuleSpec] = {
     ),
     "opsm": RuleSpec(
         formula="drop sequence where A<0 and mean_t(log prox - log pi) > delta",
-        source="DeepSeek-V3.2 arXiv:2512.02556 without a number; slime has 1e-4, TRL suggests 0.5",
+        source="DeepSeek-V3.2 arXiv:2512.02556; delta as slime and MILES",
         options={"delta": 1e-4},
         level="sequence",
         proximal=_MOVED,
@@ -192,7 +200,7 @@ MASK: dict[str, RuleSpec] = {
     ),
     "m2po": RuleSpec(
         formula="drop the largest (log rho)^2 of the step until the mean of the rest < tau",
-        source="M2PO arXiv:2510.01161; tau as AReaL's example",
+        source="M2PO arXiv:2510.01161; tau as an example of AReaL, quoted from memory",
         options={"tau": 0.04},
         needs=_WHOLE,
     ),
@@ -216,22 +224,31 @@ MASK: dict[str, RuleSpec] = {
 }
 
 _REFERENCE = frozenset({Need.REFERENCE_LOGPROBS})
+_FADES = {"final": 0.0, "fade_steps": 0}
+"""The coefficient moves in a straight line to `final`, which it has from step `fade_steps` on; with 0 steps it stays as it is."""
 
 KL: dict[str, RuleSpec] = {
     "none": RuleSpec(formula="0"),
-    "k1": RuleSpec(formula="beta (log pi - log ref)", options={"beta": None}, needs=_REFERENCE),
-    "k2": RuleSpec(formula="beta (log pi - log ref)^2 / 2", options={"beta": None}, needs=_REFERENCE),
-    "k3": RuleSpec(formula="beta (e^d - d - 1), d = log ref - log pi", source="GRPO", options={"beta": 0.04}, needs=_REFERENCE),
-    "k3_plus": RuleSpec(formula="value of k3, gradient of k2", source="verl", options={"beta": None}, needs=_REFERENCE),
-    "unbiased": RuleSpec(formula="beta r k3", source="slime; DeepSeek-V3.2 arXiv:2512.02556", options={"beta": None}, needs=_REFERENCE),
+    "k1": RuleSpec(formula="beta (log pi - log ref)", source="verl", options={"beta": None, **_FADES}, needs=_REFERENCE),
+    "k2": RuleSpec(formula="beta (log pi - log ref)^2 / 2", source="verl", options={"beta": None, **_FADES}, needs=_REFERENCE),
+    "k3": RuleSpec(
+        formula="beta (e^d - d - 1), d = log ref - log pi",
+        source="GRPO arXiv:2402.03300; its beta 0.04 quoted from memory; fading as PipelineRL final_kl_coef",
+        options={"beta": 0.04, **_FADES},
+        needs=_REFERENCE,
+    ),
+    "k3_plus": RuleSpec(formula="value of k3, gradient of k2", source="verl", options={"beta": None, **_FADES}, needs=_REFERENCE),
+    "unbiased": RuleSpec(
+        formula="beta r k3", source="slime; DeepSeek-V3.2 arXiv:2512.02556", options={"beta": None, **_FADES}, needs=_REFERENCE
+    ),
 }
 
 AUXILIARY: dict[str, RuleSpec] = {
-    "entropy_bonus": RuleSpec(formula="- coef H", options={"coef": None}, needs=frozenset({Need.ENTROPY})),
+    "entropy_bonus": RuleSpec(formula="- coef H", source="PipelineRL", options={"coef": None, **_FADES}, needs=frozenset({Need.ENTROPY})),
     "squared_log_ratio": RuleSpec(formula="+ tau (log pi - log mu)^2, over all tokens", source="prime-rl", options={"tau": 1e-3}),
     "positive_nll": RuleSpec(
         formula="+ coef mean NLL of the tokens of correct sequences",
-        source="VAPO arXiv:2504.05118",
+        source="VAPO arXiv:2504.05118; its coef 0.1 quoted from memory",
         options={"coef": 0.1},
         needs=frozenset({Need.CORRECT, Need.WHOLE_STEP}),
         aggregations=frozenset({Aggregation.TOKEN_MEAN}),

@@ -23,17 +23,23 @@ MAX_BARS = 16
 """Ages drawn one by one; older ones share the last bar."""
 
 METERS = (
+    ("mismatch_kl_fresh", "KL between engine and trainer, same version", "nats"),
     ("logprob_gap_mean", "|engine − trainer| log-probability, mean", "nats"),
     ("ess", "effective sample size", "part of one"),
     ("kl", "KL to the sampling policy", "nats"),
     ("clip_fraction", "tokens clipped", "part of one"),
+    ("weight_zero_fraction", "tokens of importance weight 0", "part of one"),
     ("entropy", "entropy per token", "nats"),
     ("grad_norm", "gradient norm, before clipping", ""),
     ("loss", "loss", ""),
     ("ratio_mean", "importance ratio, mean", ""),
+    ("ratio_min", "importance ratio, smallest", ""),
+    ("ratio_max", "importance ratio, largest", ""),
     ("learning_rate", "learning rate", ""),
 )
-"""Metric of the trainer, title, unit; the first six first, because they are what goes wrong first."""
+"""Metric of the trainer, title, unit; the first eight first, because they are what goes wrong first."""
+DROPPED = "_dropped_fraction"
+"""End of the name of a metric that says which part of the tokens one mask dropped."""
 
 
 def reward_over_time(tables: Tables) -> str:
@@ -90,7 +96,10 @@ def staleness_over_time(tables: Tables) -> str:
         y_label="versions",
         series=(
             ("mean over tokens", "c-engine", lambda row: row.staleness_mean),
+            ("of it in flight, while sampled", "c-score", lambda row: row.staleness_in_flight_mean),
+            ("of it in queue, after it", "c-train", lambda row: row.staleness_in_queue_mean),
             ("oldest token", "c-swap", lambda row: row.staleness_max),
+            ("youngest token", "c-wait", lambda row: row.staleness_min),
         ),
         y_from_zero=True,
     )
@@ -144,9 +153,11 @@ def staging_per_swap(tables: Tables) -> str:
 
 
 def meters(tables: Tables) -> str:
-    """The trainer's meters as small multiples; a meter that no step recorded is left out."""
-    drawn = []
-    for name, title, unit in METERS:
+    """The trainer's meters as small multiples, each mask's among them; a meter that no step recorded is left out."""
+    drawn, limit = [], tables.setting("trainer", "max_mismatch_kl")
+    masks = dict.fromkeys(name for step in tables.steps for name in step.trainer if name.endswith(DROPPED))
+    dropped = tuple((name, f"tokens dropped by {name.removesuffix(DROPPED)}", "part of one") for name in masks)
+    for name, title, unit in (*METERS, *dropped):
         points = [(float(step.step), step.trainer[name]) for step in tables.steps if name in step.trainer]
         if points:
             plot = Plot(
@@ -160,7 +171,8 @@ def meters(tables: Tables) -> str:
                 height=170,
             )
             plot.line(points, css="c-train")
-            drawn.append(figure(title, plot.svg(), note=f"last {quantity(points[-1][1])}"))
+            alarm = f"; above {limit:g} the run ends" if name == "mismatch_kl_fresh" and isinstance(limit, float) else ""
+            drawn.append(figure(title, plot.svg(), note=f"last {quantity(points[-1][1])}{alarm}"))
     return "".join(drawn) or missing("Trainer metrics")
 
 

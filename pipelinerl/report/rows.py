@@ -111,7 +111,13 @@ class StepRow:
     truncated_fraction: float | None = None
     zero_variance_fraction: float | None = None
     staleness_mean: float | None = None
+    """In versions, over trained tokens; the part in flight came while the rollout was sampled, the part in queue after it."""
+    staleness_min: float | None = None
     staleness_max: float | None = None
+    staleness_in_flight_mean: float | None = None
+    staleness_in_flight_max: float | None = None
+    staleness_in_queue_mean: float | None = None
+    staleness_in_queue_max: float | None = None
     in_flight_s_mean: float | None = None
     in_queue_s_mean: float | None = None
     elapsed_s: float | None = None

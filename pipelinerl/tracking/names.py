@@ -34,8 +34,15 @@ _TRAINER_NAMES = {
     "loss": "loss/mean",
     "entropy": "entropy/all/mean",
     "mismatch_kl_k3": "mismatch_kl/all/mean",
+    "mismatch_kl_fresh": "mismatch_kl/fresh/mean",
     "logprob_gap_mean": "mismatch_kl/logprob_gap/mean",
     "logprob_gap_max": "mismatch_kl/logprob_gap/max",
+    "ess_fraction": "off_policy/ess",
+    "ratio_mean": "off_policy/ratio/mean",
+    "ratio_min": "off_policy/ratio/min",
+    "ratio_max": "off_policy/ratio/max",
+    "clip_fraction": "off_policy/clip_fraction",
+    "weight_zero_fraction": "off_policy/weight_zero_fraction",
     "wait_s": "time/wait_for_batch",
     "forward_backward_s": "time/forward_backward",
     "optimizer_s": "time/optimizer",
@@ -43,6 +50,8 @@ _TRAINER_NAMES = {
     "tokens_per_s": "perf/throughput",
 }
 """The trainer's own metrics under the names people look for; the others are `trainer/<name>`."""
+_DROPPED = "_dropped_fraction"
+"""End of the trainer's name for the part of the tokens that one mask dropped; here `off_policy/dropped/<mask>`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +122,15 @@ class Namer:
             "batch/trained_tokens": row.num_trained_tokens,
             "batch/zero_variance_fraction": row.zero_variance_fraction,
             "off_policy/mean": row.staleness_mean,
+            "off_policy/min": row.staleness_min,
             "off_policy/max": row.staleness_max,
+            "off_policy/in_flight/mean": row.staleness_in_flight_mean,
+            "off_policy/in_flight/max": row.staleness_in_flight_max,
+            "off_policy/in_queue/mean": row.staleness_in_queue_mean,
+            "off_policy/in_queue/max": row.staleness_in_queue_max,
             "time/in_flight": row.in_flight_s_mean,
             "time/in_queue": row.in_queue_s_mean,
-            **{_TRAINER_NAMES.get(name, f"trainer/{name}"): value for name, value in row.trainer.items()},
+            **{_trainer_name(name): value for name, value in row.trainer.items()},
         }
 
     def _gauges(self, row: StatusRow) -> dict[str, float | None]:
@@ -137,6 +151,12 @@ class Namer:
             "weights/policy_version": row.version,
             "memory/orchestrator_bytes": row.memory_bytes,
         }
+
+
+def _trainer_name(name: str) -> str:
+    if name.endswith(_DROPPED):
+        return f"off_policy/dropped/{name.removesuffix(_DROPPED)}"
+    return _TRAINER_NAMES.get(name, f"trainer/{name}")
 
 
 def _spread(name: str, values: Iterable[float | None]) -> dict[str, float | None]:

@@ -31,6 +31,7 @@ from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.step import Step
+from trainer.torch_engine import TorchEngine
 
 EOS, FIRST_CHARACTER = 1, 2
 PROMPT_TOKENS, MAX_TOKENS = 7, 8
@@ -252,7 +253,8 @@ def _step(model: Model, *, method: Method, task: Task) -> Step:
         max_grad_norm=1.0,
     )
     replicas = Replicas(ranks=1, deadline_s=60)
-    return Step(model, optimizer=optimizer, method=method, replicas=replicas, max_completion_tokens=MAX_TOKENS, max_logprob_gap=1e-3)
+    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas)
+    return Step(engine, method=method, replicas=replicas, max_completion_tokens=MAX_TOKENS, max_logprob_gap=1e-3)
 
 
 def _score(sampler: Sampler, policy: Policy, *, num_held_out: int) -> float:

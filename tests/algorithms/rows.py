@@ -70,7 +70,9 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
         return [value for sequence in sequences for value in getattr(sequence, name)]
 
     def optional(name: str) -> torch.Tensor | None:
-        return torch.tensor(flat(name), dtype=dtype) if all(getattr(sequence, name) for sequence in sequences) else None
+        return (
+            torch.tensor(flat(name), dtype=dtype) if all(getattr(sequence, name) for sequence in sequences if sequence.logprobs) else None
+        )
 
     num_tokens = len(flat("logprobs"))
     counts = [sequence.token_count for sequence in sequences]

@@ -114,6 +114,11 @@ def test_maxrl_with_mean_zero_and_opo_without_tokens_stay_finite() -> None:
     np.testing.assert_allclose(group_advantages(group(1, 0, lengths=[0, 4]), method=method_of("opo")), [1.0, 0.0])
 
 
+def test_maxrl_refuses_a_reward_below_zero() -> None:
+    with pytest.raises(ValueError, match="got a reward of -1"):
+        group_advantages(group(1, -1), method=method_of("maxrl"))
+
+
 def test_an_unscored_sibling_cannot_enter_a_group_as_a_number() -> None:
     with pytest.raises(ValueError, match="must be finite"):
         group(1.0, float("nan"))

@@ -129,6 +129,17 @@ def test_k1_bounds_are_bounds_on_rho_not_on_its_inverse(metric: str) -> None:
     assert keeps_of(by_sequence, with_rho(3.0), with_rho(0.3)) == [True, False]
 
 
+@pytest.mark.parametrize("metric", ["k2", "k3", "binary_kl"])
+def test_rounding_below_zero_rejects_no_token_that_agrees(metric: str) -> None:
+    """In float32 the divergence of nearly equal log-probabilities may come out as -1e-8, and the lower bound is 0."""
+    logprobs = [-0.01 * n for n in range(1, 400)]
+    seq = Seq(logprobs=logprobs, behaviour=[x + 3e-7 * (n % 7 - 3) for n, x in enumerate(logprobs)], advantages=[1.0] * len(logprobs))
+    for mask in ("reject_token", "reject_sequence"):
+        method = method_of("grpo", proximal="engine", weight="none", masks={"name": mask, "metric": metric, "high": 0.1})
+        _, gradient, _ = loss_and_gradient([seq], method=method, dtype=torch.float32)
+        assert all(gradient)
+
+
 def test_sequence_masks_decide_each_sequence_by_its_own_trained_tokens() -> None:
     tooled = with_rho(1.0, 1e-6, 1.0, trains=[True, False, True])
     vetoed = keeps_of({"name": "veto", "low": 0.6}, SPREAD, tooled)

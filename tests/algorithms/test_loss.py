@@ -15,53 +15,9 @@ from hypothesis import strategies as st
 
 from pipelinerl.algorithms.loss import StepStatistics, denominator, finish_meters, measure_step, merge_meters, policy_loss
 from pipelinerl.algorithms.method import Aggregation, Method
-from pipelinerl.algorithms.methods import METHODS
 from pipelinerl.errors import ConfigError
-from tests.algorithms.rows import Seq, changed, loss_and_gradient, method_of, pack, random_seq, single
-
-STATED: dict[str, dict[str, Any]] = {
-    "dppo_kl": {"objective": {"threshold": 0.02}},
-    "ipo": {"objective": {"threshold": 0.1}},
-    "kimi": {"objective": {"tau": 0.5}},
-    "dro": {"objective": {"beta": 0.5}},
-    "kl_cov": {"objective": {"fraction": 0.2}},
-    "clip_cov": {"objective": {"fraction": 0.2, "low": 0.0, "high": 9.0}},
-    "m2po": {"masks": {"name": "m2po", "tau": 0.02}},
-    "seq_mask_tis": {"masks": {"name": "geo_rs", "low": 0.9, "high": 1.1}},
-    "gspo": {"objective": {"clip_low": 0.05, "clip_high": 0.05}},
-}
-MIXED: dict[str, dict[str, Any]] = {
-    "per rollout, all auxiliary": {
-        "aggregation": "per-rollout",
-        "auxiliary": [{"name": "entropy_bonus", "coef": 0.1}, "squared_log_ratio"],
-        "kl": {"name": "k3_plus", "beta": 0.2},
-    },
-    "segments": {"proximal": "recomputed", "weight": "tis_segment", "aggregation": "seq-mean-token-sum"},
-    "positive nll": {"auxiliary": {"name": "positive_nll", "coef": 0.5}},
-    "sequence masks": {
-        "proximal": "recomputed",
-        "weight": "tis_sequence",
-        "masks": [{"name": "geo_rs", "low": 0.8, "high": 1.25}, {"name": "veto", "low": 0.3}, {"name": "reject_sequence", "high": 0.1}],
-        "aggregation": "seq-mean-token-mean",
-    },
-    "token masks first": {
-        "proximal": "recomputed",
-        "weight": "mis_sequence",
-        "masks": ["ratio_band", "partial_rollout"],
-        "mask_order": "before_weight",
-    },
-    "overlong": {"masks": "overlong", "aggregation": "seq-mean-token-mean"},
-    "loglinear": {"proximal": "loglinear", "kl": {"name": "unbiased", "beta": 0.3}},
-}
-EVERY_METHOD = {name: method_of(name, **STATED.get(name, {})) for name in METHODS} | {
-    label: method_of("grpo", **columns) for label, columns in MIXED.items()
-}
-
-
-def sample(seed: int, lengths: Sequence[int] = (4, 7, 1, 9, 3, 6)) -> list[Seq]:
-    generator = random.Random(seed)
-    sequences = [random_seq(generator, length=length, weight=generator.choice([0.0, 1.0, 4.0])) for length in lengths]
-    return [changed(seq, token_count=sum(seq.trained()) + 2, truncated=index % 3 == 1) for index, seq in enumerate(sequences)]
+from tests.algorithms.every_method import EVERY_METHOD, sample
+from tests.algorithms.rows import Seq, changed, loss_and_gradient, method_of, pack, single
 
 
 def whole_step(rows: Sequence[Sequence[Seq]], *, method: Method) -> tuple[float, list[list[float]], dict[str, float]]:
@@ -318,6 +274,18 @@ def test_entropy_bonus_rewards_entropy_on_every_trained_token() -> None:
     method = method_of("grpo", auxiliary={"name": "entropy_bonus", "coef": 0.25})
     seq = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.0], advantages=[0.0, 0.0], entropy=[2.0, 9.0], trains=[True, False])
     assert loss_and_gradient([seq], method=method)[0] == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(("step", "share"), [(0, 1.0), (5, 0.75), (10, 0.5), (25, 0.5)])
+def test_a_coefficient_fades_in_a_straight_line_and_then_stays(step: int, share: float) -> None:
+    fading = {"coef": 0.5, "final": 0.25, "fade_steps": 10}
+    for columns, names in (
+        ({"auxiliary": {"name": "entropy_bonus", **fading}}, "loss_entropy_bonus_total"),
+        ({"kl": {"name": "k3", "beta": 0.5, "final": 0.25, "fade_steps": 10}}, "loss_kl_total"),
+    ):
+        rows = [pack(sample(2), trained_version=version) for version in (0, step)]
+        first, now = (float(policy_loss(row, method=method_of("grpo", **columns)).meters[names]) for row in rows)
+        assert now == pytest.approx(share * first)
 
 
 def test_an_empty_completion_counts_as_a_sequence_and_adds_nothing() -> None:

@@ -13,7 +13,7 @@ from pipelinerl.algorithms import credit, orchestrator_rules
 from pipelinerl.algorithms.loss import correction as correction_module
 from pipelinerl.algorithms.loss import mask as mask_module
 from pipelinerl.algorithms.loss import objective
-from pipelinerl.algorithms.method import Aggregation, Method, Need, Rule
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, Aggregation, Method, Need, Rule
 from pipelinerl.algorithms.methods import METHODS, render_table, resolve, table_rows
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
 from pipelinerl.algorithms.rules import COLUMNS, specs_of
@@ -52,12 +52,48 @@ def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weigh
         ("icepop", "weight", {"low": 0.5, "high": 5.0}),
         ("decoupled_ppo", "weight", {"cap": 5.0}),
         ("loglinear_ppo", "proximal", {"prox_lag": 1}),
-        ("grpo_deepseekmath", "kl", {"beta": 0.04}),
+        ("grpo_deepseekmath", "kl", {"beta": 0.04, "final": 0.0, "fade_steps": 0}),
         ("prime", "advantage", {"beta": 0.05, "process_coef": 5.0, "outcome_coef": 5.0}),
+        ("prime", "group_filter", {"low": 0.2, "high": 0.8, "refill": 10}),
+        ("mis", "weight", {"cap": 3.0}),
+        ("grpo", "weight", {"cap": 2.0}),
+        ("cispo", "objective", {"clip_low": 1.0, "clip_high": 4.0}),
+        ("gmpo", "objective", {"clip_low": 0.4, "clip_high": 0.4}),
+        ("prime_rl", "objective", {"clip_low": 0.2, "clip_high": 0.2, "adv_tau": 1.0}),
+        ("opd", "objective", {"threshold": 0.2}),
+        ("clip_cov", "objective", {"clip_low": 0.2, "clip_high": 0.2, "fraction": 2e-4, "low": 1.0, "high": 5.0}),
+        ("kl_cov", "objective", {"fraction": 2e-4, "beta": 0.1}),
+        ("ppo", "critic", {"clip": 0.5}),
+        ("ppo", "advantage", {"gamma": 1.0, "lam": 0.95}),
+        ("gigpo", "advantage", {"weight": 1.0, "gamma": 0.95, "divide_by_std": True, "eps": 1e-6, "ddof": 1}),
     ],
 )
 def test_published_constants(name: str, column: str, expected: dict[str, float]) -> None:
     assert getattr(METHODS[name], column).options == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "rule", "expected"),
+    [
+        ("weight", "tis_sequence", {"cap": 5.0}),
+        ("weight", "tis_geometric", {"cap": 1.2}),
+        ("weight", "tis_segment", {"cap": 1.2}),
+        ("weight", "mis_sequence", {"cap": 3.0}),
+        ("masks", "ratio_band", {"low": 0.8, "high": 1.2}),
+        ("masks", "probability_band", {"high": 0.2}),
+        ("masks", "outlier_band", {"low": 1e-4, "high": 100.0}),
+        ("masks", "product_band", {"low": 0.5, "high": 2.0}),
+        ("masks", "geo_rs", {"low": 0.99, "high": 1.01}),
+        ("masks", "k3_rs", {"high": 0.01}),
+        ("masks", "veto", {"low": 1e-4}),
+        ("masks", "kpop", {"high": 2.0}),
+        ("masks", "opsm", {"delta": 1e-4}),
+        ("masks", "m2po", {"tau": 0.04}),
+        ("auxiliary", "squared_log_ratio", {"tau": 1e-3}),
+    ],
+)
+def test_published_constants_of_rules_that_rows_combine(column: str, rule: str, expected: dict[str, float]) -> None:
+    assert COLUMNS[column][rule].options == expected
 
 
 @pytest.mark.parametrize(
@@ -238,6 +274,31 @@ def test_refuses_truncated_sampling_unless_the_kept_tokens_are_replayed() -> Non
     refused("grpo", "leak the logarithm of the kept mass", truncated_sampling=True)
     assert resolve("grpo", group_size=8, truncated_sampling=True, replays_kept_tokens=True)
     refused("grpo", "expected processed ones", processed_logprobs=False)
+
+
+def test_refuses_the_mean_over_rollouts_where_every_rollout_is_one_row() -> None:
+    refused("grpo", "choose seq-mean-token-mean, which then is the same", overrides={"aggregation": "per-rollout"}, offers=ALWAYS_OFFERED)
+    assert Need.ROLLOUT_TOKENS in method_of("grpo", aggregation="per-rollout").needs
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "match"),
+    [
+        ("grpo", {"advantage": "none"}, "nothing would train"),
+        ("grpo", {"objective": "opd", "proximal": "engine", "weight": "none"}, "brings its own signal: got advantage 'grpo'"),
+        ("ppo", {"critic": "none"}, "reads values, and critic none trains none"),
+        ("grpo", {"critic": "clipped"}, "trains values that advantage grpo does not read"),
+        ("step_reinforce", {"batch": "whiten_sequences"}, "step_reinforce gives one per token. Choose whiten_tokens"),
+        ("maxrl", {"shaping": {"name": "minus_token_kl", "coef": 0.1}}, "divides by the mean reward"),
+        ("dapo", {"group_filter": {"refill": 0}}, "refill: got 0"),
+    ],
+)
+def test_refuses_rules_of_which_one_makes_what_the_other_cannot_read(name: str, overrides: dict[str, Any], match: str) -> None:
+    refused(name, match, overrides=overrides)
+
+
+def test_rewards_may_be_left_unread_where_another_term_trains() -> None:
+    assert method_of("grpo", advantage="none", auxiliary="positive_nll").advantage.name == "none"
 
 
 def test_refuses_options_that_have_no_default_until_they_are_stated() -> None:

@@ -163,17 +163,17 @@ def test_prime_process_part_by_hand() -> None:
 LOGITS = np.array([0.3, -0.5, 0.9])
 
 
-@pytest.mark.parametrize("rho_mean", [None, 1.7])
-def test_energy_equals_the_brute_force_squared_score_on_three_tokens(rho_mean: float | None) -> None:
-    """Where the logits of each position are parameters of their own, |d log p(y_1..y_t)|^2 is the sum of the positions' squared scores."""
+@pytest.mark.parametrize("importance", [None, (1.7, 0.4)])
+def test_energy_equals_the_brute_force_squared_score_on_three_tokens(importance: tuple[float, float] | None) -> None:
+    """Where the logits of each position are parameters of their own, |sum_j w_j d log p(y_j)|^2 is the sum of w_j^2 |score_j|^2."""
+    weights = np.ones(2) if importance is None else np.array(importance)
     policy = np.exp(LOGITS) / np.exp(LOGITS).sum()
     for first, second in itertools.product(range(3), repeat=2):
         probabilities = policy[[first, second]]
-        scores = [np.eye(3)[token] - policy for token in (first, second)]
+        scores = [weight * (np.eye(3)[token] - policy) for weight, token in zip(weights, (first, second), strict=True)]
         norms = np.cumsum([score @ score for score in scores])
-        factor = 1.0 if rho_mean is None else rho_mean**2
-        got = energies(probabilities, square_sums=np.full(2, (policy**2).sum()), rho_mean=rho_mean)
-        np.testing.assert_allclose(got, norms * factor)
+        got = energies(probabilities, square_sums=np.full(2, (policy**2).sum()), importance=None if importance is None else weights)
+        np.testing.assert_allclose(got, norms)
 
 
 def test_optimal_baseline_minimises_the_variance_of_the_gradient() -> None:

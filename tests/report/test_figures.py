@@ -58,5 +58,21 @@ def test_very_old_tokens_share_the_last_bar() -> None:
     assert re.findall(r"<title>([^<]*)</title>", drawn.replace("\N{NO-BREAK SPACE}", " ")) == ["0: 70.0 %", "3: 10.0 %", "≥ 15: 20.0 %"]
 
 
+def test_staleness_is_drawn_with_its_parts_and_its_extremes() -> None:
+    ages = {"mean": 1.5, "min": 0.0, "max": 3.0, "in_flight_mean": 1.2, "in_queue_mean": 0.3}
+    steps = tuple(StepRow(t=1.0 + number, step=number, **{f"staleness_{name}": age for name, age in ages.items()}) for number in range(2))
+    drawn = figures.staleness_over_time(Tables(folder=Path(), steps=steps))
+    assert all(part in drawn for part in ("mean over tokens", "in flight", "in queue", "oldest token", "youngest token"))
+
+
+def test_every_mask_has_a_meter_and_the_mismatch_says_when_it_ends_the_run() -> None:
+    trainer = {"geo_rs_dropped_fraction": 0.2, "mismatch_kl_fresh": 0.001, "ratio_min": 0.5, "weight_zero_fraction": 0.1}
+    tables = Tables(folder=Path(), config={"trainer": {"max_mismatch_kl": 0.03}}, steps=(StepRow(t=1.0, step=0, trainer=trainer),))
+    drawn = figures.meters(tables)
+    assert "tokens dropped by geo_rs" in drawn
+    assert "above 0.03 the run ends" in drawn.replace("\N{NO-BREAK SPACE}", " ")
+    assert all(title in drawn for title in ("importance ratio, smallest", "tokens of importance weight 0"))
+
+
 def test_time_axis_has_the_unit_that_suits_its_length() -> None:
     assert [figures.time_unit(duration)[1] for duration in (None, 59.0, 3600.0, 86400.0)] == ["seconds", "seconds", "minutes", "hours"]

@@ -311,6 +311,19 @@ def test_tokens_far_off_whatever_their_version_are_a_mismatch_too(folders: dict[
         step.finish(make_seal(samples, step=7))
 
 
+def test_at_learning_rate_zero_the_mismatch_stays_flat(folders: dict[str, Path]) -> None:
+    """Whatever grows by itself over 50 steps is not the policy: a cache, a buffer, a moment of the optimizer that reaches the weights."""
+    samples = _agreeing(folders["qwen3"], error=0.1)
+    step, _ = make_step(make_model(folders["qwen3"]), learning_rate=0.0)
+    found = set()
+    for number in range(50):
+        step.add(_later(samples, versions=(number, number), step=number))
+        metrics = step.finish(make_seal(samples, step=number))
+        found.add((metrics["mismatch_kl_fresh"], metrics["logprob_gap_max"], metrics["grad_norm"]))
+    assert len(found) == 1
+    assert next(iter(found))[2] > 0, "a loss without a gradient would leave the weights alone too"
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(folders: dict[str, Path]) -> None:
     samples = _samples()
     model = make_model(folders["qwen3"])
@@ -344,6 +357,23 @@ def test_gradients_of_many_bfloat16_rows_add_up_in_float32() -> None:
     for _ in range(1000):
         parameter.sum().backward()
     assert optimizer.gradient.tolist() == [1000.0, 1000.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_offloaded_optimizer_makes_the_same_updates(folders: dict[str, Path], dtype: str) -> None:
+    generator = np.random.default_rng(0)
+    samples = [make_sample(generator, prompt=3, completion=5) for _ in range(4)]
+    weights: list[list[torch.Tensor]] = []
+    for is_offloaded in (False, True):
+        model = make_model(folders["qwen2"], dtype=dtype)
+        step, optimizer = make_step(model, learning_rate=1e-2, max_grad_norm=0.1, is_offloaded=is_offloaded)
+        for number in range(2):
+            step.add(make_batch(samples, step=number))
+            step.finish(make_seal(samples, step=number))
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        held = {state["weight"].data_ptr() for state in optimizer.state()} & {parameter.data_ptr() for parameter in model.parameters()}
+        assert bool(held) == (dtype == "float32" and not is_offloaded)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
 
 
 def test_updates_smaller_than_bfloat16_are_not_lost(folders: dict[str, Path]) -> None:

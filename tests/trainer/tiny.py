@@ -103,6 +103,7 @@ def make_step(
     max_grad_norm: float = 1e9,
     method: str = "grpo",
     overrides: dict[str, Any] | None = None,
+    is_offloaded: bool = False,
 ) -> tuple[Step, Optimizer]:
     """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
     replicas = replicas or Replicas(ranks=1, deadline_s=60)
@@ -114,6 +115,7 @@ def make_step(
         max_grad_norm=max_grad_norm,
         holdings=model.holdings,
         replicas=replicas,
+        is_offloaded=is_offloaded,
     )
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
     step = Step(

@@ -139,8 +139,9 @@ def rloo_doubly_robust(group: ScoredGroup) -> Float64:
     if n < 2:
         return np.zeros(n)
     rewards = np.where(weights > 0, group.rewards, predictions)
-    robust = predictions + weights * (rewards - predictions)
-    return rewards - (robust.sum() - robust) / (n - 1)
+    robust = np.where(weights == 1, rewards, predictions + weights * (rewards - predictions))
+    others = robust - rewards[0]  # a shift cancels, and equal rewards give exactly zero
+    return rewards - rewards[0] - (others.sum() - others) / (n - 1)
 
 
 def remax(group: ScoredGroup) -> Float64:
@@ -174,7 +175,14 @@ def passk(group: ScoredGroup) -> Float64:
 
 
 def maxrl(group: ScoredGroup, *, eps: float) -> Float64:
-    """(R - mean) / (mean + eps), for rewards that are not negative. All-zero rewards give zeros."""
+    """(R - mean) / (mean + eps). All-zero rewards give zeros.
+
+    Raises `ValueError` for a negative reward: where the mean is below 0, every sign would turn.
+    """
+    if len(group.rewards) and group.rewards.min() < 0:
+        raise ValueError(
+            f"advantage maxrl: got a reward of {group.rewards.min():g}, expected none below 0; choose dr_grpo, or score from 0 up"
+        )
     return centred(group.rewards) / (group.rewards.mean() + eps)
 
 

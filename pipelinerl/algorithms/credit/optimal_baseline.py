@@ -2,7 +2,7 @@
 
 The squared norm of the score at position j is, for a softmax, 1 - 2 pi_j + sum_v pi_v^2; its running sum W is the energy of the gradient up
 to t, and the baseline that minimises variance weighs each sibling's return by it. Needs the sum of squared probabilities of the forward
-pass, so it runs in the trainer.
+pass, so it runs in the trainer. Where an importance weight w multiplies the gradient of a token, its energy carries w^2.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from pipelinerl.algorithms.credit.advantage import Float64
 
 
-def energies(probabilities: Float64, *, square_sums: Float64, rho_mean: float | None = None) -> Float64:
-    """[T] sum_{j<=t} (1 - 2 pi_j + sum_v pi_v^2), times rho_mean^2 where an importance weight multiplies the gradient."""
-    running = np.cumsum(1.0 - 2.0 * probabilities + square_sums)
-    return running if rho_mean is None else running * rho_mean**2
+def energies(probabilities: Float64, *, square_sums: Float64, importance: Float64 | None = None) -> Float64:
+    """[T] sum_{j<=t} w_j^2 (1 - 2 pi_j + sum_v pi_v^2). `importance` [T] are the weights w, truncated as the loss truncates them."""
+    energy = 1.0 - 2.0 * probabilities + square_sums
+    return np.cumsum(energy if importance is None else importance**2 * energy)
 
 
 def optimal_token_baseline(returns: Sequence[Float64], *, weights: Sequence[Float64]) -> list[Float64]:

@@ -60,7 +60,7 @@ def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatis
     factor = _factor(terms, aggregation=method.aggregation)
     parts = {"objective": _product(weights, *keeps.values()) * objective.values}
     if method.kl.name != "none":
-        parts["kl"] = _number(method.kl, "beta") * kl_penalty.penalty(terms, kind=method.kl.name)
+        parts["kl"] = _faded(method.kl, "beta", step=columns.trained_version) * kl_penalty.penalty(terms, kind=method.kl.name)
     parts |= {rule.name: _auxiliary(terms, rule=rule) for rule in method.auxiliary}
     sums = {name: torch.where(columns.trains, factor * values, 0).sum() for name, values in parts.items()}
     with torch.no_grad():
@@ -119,7 +119,7 @@ def _factor(terms: Terms, *, aggregation: Aggregation) -> Tensor:
 def _auxiliary(terms: Terms, *, rule: Rule) -> Tensor:
     match rule.name:
         case "entropy_bonus":
-            return -_number(rule, "coef") * terms.column("entropy")
+            return -_faded(rule, "coef", step=terms.columns.trained_version) * terms.column("entropy")
         case "squared_log_ratio":
             return _number(rule, "tau") * log_difference(terms.logprobs, terms.behaviour).square()
         case "positive_nll":
@@ -133,6 +133,12 @@ def _product(first: Tensor, *keeps: Tensor) -> Tensor:
     for keep in keeps:
         first = first * keep
     return first
+
+
+def _faded(rule: Rule, option: str, *, step: int) -> float:
+    """The coefficient at a step: on a straight line from `option` to `final`, which it has from step `fade_steps` on; 0 steps: constant."""
+    start, steps = _number(rule, option), _number(rule, "fade_steps")
+    return start + min(1.0, step / steps) * (_number(rule, "final") - start) if steps else start
 
 
 def _number(rule: Rule, option: str) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT, Segments, Terms
+from pipelinerl.algorithms.loss.kl import k3
 from pipelinerl.algorithms.loss.probability import binary_kl
 from pipelinerl.algorithms.loss.step_statistics import second_moments
 from pipelinerl.algorithms.method import Rule
@@ -37,16 +38,15 @@ def _kpop(terms: Terms, *, high: float) -> Tensor:
 
 
 def _geo_rs(terms: Terms, *, low: float, high: float) -> Tensor:
-    return _by_sequence(terms, _inside(terms.sequences.mean(terms.log_rho).exp(), low=low, high=high))
+    return _reject_sequence(terms, metric="k1", over="mean", low=low, high=high)
 
 
 def _k3_rs(terms: Terms, *, high: float) -> Tensor:
-    return _by_sequence(terms, terms.sequences.mean(_metric(terms, "k3")) <= high)
+    return _reject_sequence(terms, metric="k3", over="mean", low=0.0, high=high)
 
 
 def _product_band(terms: Terms, *, low: float, high: float) -> Tensor:
-    product = terms.sequences.sum(terms.log_rho).clamp(-LOG_LIMIT, LOG_LIMIT).exp()
-    return _by_sequence(terms, _inside(product, low=low, high=high))
+    return _reject_sequence(terms, metric="k1", over="sum", low=low, high=high)
 
 
 def _veto(terms: Terms, *, low: float) -> Tensor:
@@ -125,15 +125,16 @@ def _by_sequence(terms: Terms, keep: Tensor) -> Tensor:
 
 
 def _metric(terms: Terms, metric: str) -> Tensor:
+    """[T] k3 and the binary KL are never negative; where rounding says so, a lower bound of 0 would drop tokens that agree."""
     match metric:
         case "ratio":
             return terms.rho
         case "k2":
             return terms.log_rho.square() / 2
         case "k3":
-            return terms.log_rho.expm1() - terms.log_rho
+            return k3(terms.log_rho).clamp(min=0)
         case _:
-            return binary_kl(terms.behaviour, _anchor(terms))
+            return binary_kl(terms.behaviour, _anchor(terms)).clamp(min=0)
 
 
 def _pool(sequences: Segments, values: Tensor, *, over: str) -> Tensor:

@@ -1,0 +1,133 @@
+"""What staleness costs in seconds: whole runs of the demo at several bounds K, naive and corrected, from one warm start.
+
+Each run is the product as it ships, streaming on this machine; how old its tokens really got is measured and shown, for the bound is only
+a bound. The time is from the first span of an engine to the step at which the mean reward of five steps reaches 0.8. It needs a quiet
+machine. Every run's figures are a file, so the bench may be made in pieces: `--budget-s 500` starts no run after 500 s, and the next
+call goes on; `--again` forgets what was made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from pipelinerl.demo.settings import demo_config, make_demo_model
+from pipelinerl.metrics import read_journals
+from scripts.bench import harness
+from scripts.bench.figure import write_lines
+
+FOLDER = Path("runs/bench-staleness-runs")
+BOUNDS = (0, 1, 2, 4, 8, 16)
+OBJECTIVES = {
+    "uncorrected": '{ proximal = "current", weight = "none" }',
+    "corrected": '{ proximal = "engine", weight = "none", objective = { clip_low = 0.2, clip_high = 0.28 } }',
+}
+"""`algorithm.overrides`; corrected is the demo's own."""
+STEPS = 80
+REACHED = 0.8
+"""Mean reward of five steps that a run is timed to."""
+
+
+def main() -> None:
+    parser = harness.options(__doc__ or "")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no run after so many seconds; call again to go on")
+    parser.add_argument("--again", action="store_true", help="forget the runs made before")
+    arguments = parser.parse_args()
+    folder = FOLDER / "quick" if arguments.quick else FOLDER
+    if arguments.again or arguments.quick:
+        shutil.rmtree(folder, ignore_errors=True)
+    wanted = [("corrected", 4)] if arguments.quick else [(objective, bound) for bound in BOUNDS for objective in OBJECTIVES]
+    steps = 20 if arguments.quick else STEPS
+    end = time.monotonic() + arguments.budget_s
+    settings = _warm(folder, quick=arguments.quick)
+    for objective, bound in wanted:
+        if not _path(folder, objective, bound).exists() and time.monotonic() < end:
+            found = _run(settings, folder=folder / "runs", objective=objective, bound=bound, steps=steps)
+            _path(folder, objective, bound).write_text(json.dumps(found))
+    made = {key: json.loads(_path(folder, *key).read_text()) for key in wanted if _path(folder, *key).exists()}
+    if len(made) < len(wanted):
+        print(f"staleness_runs: {len(made)} of {len(wanted)} runs made; call again for the others", flush=True)
+        return
+    _show(made, arguments=arguments)
+
+
+def _show(made: dict[tuple[str, int], dict[str, Any]], *, arguments: Any) -> None:
+    columns = ["objective", "K", "s to reward 0.8", "s in all", "steps", "mean age", "oldest", "reward, last 5 steps", "area over seconds"]
+    names = ["reached_s", "total_s", "steps", "age_mean", "age_max", "last", "area"]
+    rows = [[objective, bound, *(found[name] for name in names)] for (objective, bound), found in made.items()]
+    goals = []
+    if not arguments.quick:
+        write_lines(
+            harness.RESULTS / "staleness-seconds.svg",
+            {f"corrected, K = {bound}": made["corrected", bound]["curve"] for bound in BOUNDS},
+            label="Mean reward over seconds at several staleness bounds",
+            x_label="seconds since the first token",
+            y_label="mean reward of five steps",
+        )
+        value = made["corrected", 4]["reached_s"] or float("inf")
+        synchronous = made["corrected", 0]["reached_s"] or float("inf")
+        goals.append(harness.Goal(name="seconds to reward 0.8 at K = 4 over K = 0", value=value / synchronous, goal=1.0, at_least=False))
+    notes = ["one run each, from one warm start; area: mean reward over the seconds of the run, from its first trained step"]
+    harness.finish("staleness-runs", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
+
+
+def _warm(folder: Path, *, quick: bool) -> Path:
+    """The config of all runs, whose model has had the demo's warm start; made once."""
+    settings = folder / "demo.toml"
+    if (folder / "warm").exists():
+        return settings
+    demo_config(folder=folder, seed=0)
+    make_demo_model(folder / "demo-model", seed=0)
+    shorter = ["sft.steps=50"] if quick else []
+    subprocess.run([sys.executable, "-m", "trainer.sft", str(settings), *shorter], check=True)
+    (folder / "warm").touch()
+    return settings
+
+
+def _run(settings: Path, *, folder: Path, objective: str, bound: int, steps: int) -> dict[str, Any]:
+    """Run once and read from its journals how fast its reward rose."""
+    overrides = [
+        f"run.folder={json.dumps(str(folder))}",
+        f"pipeline.max_staleness={bound}",
+        f"trainer.steps={steps}",
+        "evaluation.every=0",
+        f"algorithm.overrides={OBJECTIVES[objective]}",
+    ]
+    before = set(folder.glob("*"))
+    subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *overrides], check=True)
+    (run_folder,) = set(folder.glob("*")) - before
+    lines = read_journals(run_folder)
+    trained = [line for line in lines if line["kind"] == "step"]
+    began = min(line["t"] for line in lines if line["kind"] == "span" and line["lane"].startswith("engine"))
+    curve = [
+        (line["t"] - began, float(np.mean([other["reward_mean"] for other in trained[max(0, number - 4) : number + 1]])))
+        for number, line in enumerate(trained)
+    ]
+    seconds, rewards = zip(*curve, strict=True)
+    return {
+        "curve": curve,
+        "reached_s": next((at_s for at_s, reward in curve if reward >= REACHED), None),
+        "total_s": seconds[-1],
+        "steps": len(trained),
+        "age_mean": float(np.mean([line["staleness_mean"] for line in trained])),
+        "age_max": max(line["staleness_max"] for line in trained),
+        "last": rewards[-1],
+        "area": float(np.trapezoid(rewards, seconds) / (seconds[-1] - seconds[0])) if len(curve) > 1 else rewards[-1],
+    }
+
+
+def _path(folder: Path, objective: str, bound: int) -> Path:
+    return folder / f"{objective}-{bound}.json"
+
+
+if __name__ == "__main__":
+    main()
