@@ -8,7 +8,7 @@ import numpy as np
 
 from orchestrator.rules.batch import SetAside, StepRules, Survivors
 from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
 from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
@@ -71,7 +71,15 @@ class MethodCredit:
             component_weights=np.array([self._weights[name] for name in names]),
             correct=rewards >= self._correct_reward,
             trains=masks,
+            steps=_steps(survivors),
         )
+
+
+def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:
+    """Step scores of all siblings; None in a run without a process reward model."""
+    found = [member.steps for member in survivors]
+    scored = [StepScores(ends=steps.ends.astype(np.int64), scores=steps.scores.astype(np.float64)) for steps in found if steps is not None]
+    return tuple(scored) if len(scored) == len(found) else None
 
 
 def _columns(credit: Credit, *, group: ScoredGroup, survivors: Survivors) -> list[Float32]:

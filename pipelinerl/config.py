@@ -104,6 +104,22 @@ class RewardSection(Section):
     deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
 
 
+class PrmSection(Section):
+    path: Path | None = Field(None, description="process reward model, a folder vLLM's pooling engines serve; none: steps have no scores")
+    convention: Literal["qwen2.5-math-prm", "math-shepherd", "token-classification", "sigmoid-head"] = Field(
+        "token-classification", description="what stands after a step, and how its row becomes a score"
+    )
+    tag: str | None = Field(None, description="what stands after a step; default: the convention's")
+    separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
+    max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
+    chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
+    max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")
+    deadline_s: PositiveFloat = Field(120.0, description="longest batch; after it the process is killed and started again")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
+    max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
+    options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+
+
 class AlgorithmSection(Section):
     name: str = Field("grpo", description="a row of the table that `pipelinerl algorithms` prints")
     overrides: dict[str, Any] = Field({}, description="columns of that row to change")
@@ -283,6 +299,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()  # pyright: ignore[reportCallIssue]
     scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
     reward: tuple[RewardSection, ...] = Field(min_length=1)
+    prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
     batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]
     pipeline: PipelineSection = PipelineSection()  # pyright: ignore[reportCallIssue]

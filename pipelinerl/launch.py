@@ -75,8 +75,15 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             for name, part in _parts("engines", engine_nodes)
         ),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
+        *([_prm_role(run)] if config.prm.path is not None else []),
         *(Role(name=name, command=(python, *_trainer(config, part), *run, *part)) for name, part in _parts("trainer", trainer_nodes)),
     )
+
+
+def _prm_role(run: tuple[str, str]) -> Role:
+    """The process reward model is the scorer after those that run reward functions."""
+    command = (sys.executable, "-m", "pipelinerl.scorer.prm_process", *run, "--index", "1")
+    return Role(name="scorer-1", command=command, has_nothing_to_save=True)
 
 
 def _parts(role: str, num_nodes: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -92,7 +99,8 @@ def _trainer(config: Config, part: tuple[str, ...]) -> tuple[str, ...]:
 
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
-    counts = {"engine": config.engine.count, "scorer": 1, "trainer": config.trainer.layout.replicas}
+    num_scorers = 1 if config.prm.path is None else 2
+    counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))
 
 

@@ -154,6 +154,19 @@ class Generate(Message, frozen=True):
     token_ids: Int32
     """[P] int32."""
     sampling: Sampling
+    chunk_tokens: int = 0
+    """Tokens between two `Tokens` that tell of the sequence while it is being written; 0: only its `Completion` does."""
+
+
+class Tokens(Message, frozen=True):
+    """What an engine has sampled of a sequence that goes on. The `Completion` holds them once more, and those after the last chunk."""
+
+    rollout_id: Id
+    attempt: int
+    start: int
+    """Position of the first of these among the sampled tokens."""
+    token_ids: Int32
+    """int32."""
 
 
 class Cancel(Message, frozen=True):
@@ -445,6 +458,70 @@ class GroupScored(Message, frozen=True):
         return 0
 
 
+class PrmReady(Message, frozen=True):
+    """A process reward model is loaded."""
+
+    prm_id: int
+    process_id: int
+    version: Id
+    """Name of its weights: scores of different ones are never mixed within a trace."""
+
+
+class PrmLoad(Message, frozen=True):
+    """Its gauges since it started, sent every second while it is not inside a forward pass; also its sign of life."""
+
+    prm_id: int
+    num_traces: int
+    """Being followed."""
+    num_steps: int
+    """Steps scored."""
+    num_taken: int
+    """Tokens of the policy taken."""
+    num_computed: int
+    """Tokens of its own computed: a trace costs about one prefill."""
+    num_asked: int
+    """Tokens of its own that every step from scratch would have cost."""
+    busy_s: float
+
+
+class TraceTokens(Message, frozen=True):
+    """Tell a process reward model how a trace goes on."""
+
+    rollout_id: Id
+    attempt: int
+    start: int
+    """Position of the first of these among the policy's sampled tokens; 0 begins the trace, anew where it was begun before."""
+    token_ids: Int32
+    """int32, of the policy."""
+    is_last: bool
+    prompt_token_ids: Int32 | None = None
+    """[P] int32, of the policy; None but where `start` is 0."""
+
+
+class StepsScored(Message, frozen=True):
+    """A process reward model has taken tokens of a trace, and scored the steps that they complete: maybe none."""
+
+    rollout_id: Id
+    attempt: int
+    num_taken: int
+    """Tokens of the policy taken so far."""
+    first: int
+    """Index of the first of these steps in its trace."""
+    ends: Int32
+    """int32, position of each step's last token among the policy's sampled tokens; rises."""
+    scores: Float32
+    """float32, one for each step."""
+    is_last: bool
+    """The trace is complete: nothing follows."""
+    version: Id
+    outcome: Outcome = Outcome.OK
+    """Of the whole trace so far; a trace with one step that cannot be scored cannot train."""
+    error: Text = ""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "ends", "scores")
+
+
 # --- inside the orchestrator ---------------------------------------------------------------------------------------------------
 
 
@@ -496,11 +573,27 @@ class Trajectory(Message, frozen=True):
         return int(sampled.min()) if len(sampled) else None
 
 
+class TraceScores(Message, frozen=True):
+    """What a process reward model said of a trajectory."""
+
+    ends: Int32
+    """[K] int32, position of each step's last token among the tokens after the prompt; rises."""
+    scores: Float32
+    """[K] float32, finite."""
+    version: Id
+    """Of the process reward model."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "ends", "scores")
+
+
 class ScoredTrajectory(Message, frozen=True):
     """A trajectory and what the scoring stage says of it."""
 
     trajectory: Trajectory
     score: Scored
+    steps: TraceScores | None = None
+    """None in a run without a process reward model, and where it could not score the trace."""
 
 
 class Group(Message, frozen=True):
@@ -708,11 +801,11 @@ class Failed(Message, frozen=True):
     error: Text
 
 
-FromEngine = Starting | EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
+FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | Adopt | StageWeights | Stop
 """What the orchestrator may say to an engine."""
-FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | Failed
-ToScorer = Score | ScoreGroup | Cancel | Stop
+FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | PrmReady | PrmLoad | StepsScored | Failed
+ToScorer = Score | ScoreGroup | TraceTokens | Cancel | Stop
 FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
 ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop

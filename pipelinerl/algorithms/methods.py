@@ -187,13 +187,16 @@ _row("m2po", "clip around mu, without the tokens of largest second moment", "arX
 
 def method_of(config: Config) -> Method:
     """The method a run's config names, checked against what this system supplies. Raises `ConfigError` as `resolve` does."""
+    offers = ALWAYS_OFFERED | TRAINER_OFFERS
+    offers |= REFERENCE_OFFERS if config.reference.path is not None else frozenset()
+    offers |= {Need.STEP_SCORES} if config.prm.path is not None else frozenset()
     return resolve(
         config.algorithm.name,
         config.algorithm.overrides,
         group_size=config.rollout.group_size,
         max_staleness=config.pipeline.max_staleness,
         updates_per_batch=config.trainer.passes,
-        offers=ALWAYS_OFFERED | TRAINER_OFFERS | (REFERENCE_OFFERS if config.reference.path is not None else frozenset()),
+        offers=offers,
     )
 
 

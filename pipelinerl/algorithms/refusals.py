@@ -34,7 +34,7 @@ class RunFacts:
 _HOW_TO_OFFER: dict[Need, str] = {
     Need.COMPONENTS: "give the run several reward functions",
     Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout per prompt, or choose rloo",
-    Need.STEP_SCORES: "add a process reward model to the scorers",
+    Need.STEP_SCORES: "name a process reward model (prm.path)",
     Need.ANCHORS: "use an environment that names its states",
     Need.ROLES: "use an environment that names agent roles",
     Need.SUBGROUPS: "use an environment that nests groups",

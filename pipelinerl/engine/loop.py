@@ -34,6 +34,7 @@ from pipelinerl.messages import (
     Message,
     Routes,
     StageWeights,
+    Tokens,
     WeightsCommitted,
     WeightsRefused,
     WeightsStaged,
@@ -54,6 +55,8 @@ class _Running:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    num_told: int = 0
+    """Tokens told of by `Tokens`."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -203,6 +206,15 @@ class EngineLoop:
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish is not None:
             self._finish(chunk.rollout_id, chunk.finish, routes=chunk.routes)
+        elif 0 < running.request.chunk_tokens <= len(running.token_ids) - running.num_told:
+            self._tell(running)
+
+    def _tell(self, running: _Running) -> None:
+        """Tell what was sampled since it was told last. Nobody waits for an answer: a slow reader costs the loop nothing."""
+        request, start = running.request, running.num_told
+        running.num_told = len(running.token_ids)
+        token_ids = np.array(running.token_ids[start:], np.int32)
+        self.outbox.append(Tokens(rollout_id=request.rollout_id, attempt=request.attempt, start=start, token_ids=token_ids))
 
     def _finish(self, rollout_id: str, finish: Finish, *, error: str = "", routes: Routes | None = None) -> None:
         running = self._running.pop(rollout_id)
