@@ -15,6 +15,7 @@ from orchestrator.sources import PromptSource, fixed
 from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.interface import address_of
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt
 from pipelinerl.metrics import Journal
 from pipelinerl.process import ask_to_replace, end_stuck, last_words, read_config
@@ -26,24 +27,27 @@ from pipelinerl.watch import guarded
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m orchestrator", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
-    run_folder = parser.parse_args().run_folder
+    parser.add_argument("--interface", help="where to listen; default: run.interface")
+    arguments = parser.parse_args()
+    run_folder = arguments.run_folder
     with last_words(run_folder, "orchestrator"):
-        ending = asyncio.run(_run(read_config(run_folder), run_folder))
+        config = read_config(run_folder)
+        ending = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
         print(f"{ending.reason}: {ending.identity}", flush=True)
 
 
-async def _run(config: Config, run_folder: Path) -> Ending:
+async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
     hubs = [
-        ZmqHub(run_folder, "engine", accepts=FromEngine),
-        ZmqHub(run_folder, "scorer", accepts=FromScorer),
-        ZmqHub(run_folder, "trainer", accepts=FromTrainer),
+        ZmqHub(run_folder, "engine", accepts=FromEngine, interface=address),
+        ZmqHub(run_folder, "scorer", accepts=FromScorer, interface=address),
+        ZmqHub(run_folder, "trainer", accepts=FromTrainer, interface=address),
     ]
     journal = Journal(run_folder, "orchestrator")
     ledger = Ledger(run_folder / "ledger.sqlite")
     try:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
         source, held_out = _prompts(config)
-        method = method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness)
+        method = method_of(config)
         credit = MethodCredit(method, config.reward, correct_reward=config.algorithm.correct_reward)
         pipeline = Pipeline(
             config,

@@ -20,28 +20,37 @@ class Channels:
     """One for each arrow of the picture in `orchestrator.pipeline`."""
 
     prompts: Channel[Drawn]
+    written: Channel[Trajectory]
+    """The same as `trajectories` in a run without a process reward model."""
     trajectories: Channel[Trajectory]
     scored: Channel[ScoredTrajectory]
+    followed: Channel[ScoredTrajectory]
+    """The same as `scored` in a run without a process reward model."""
     compared: Channel[ScoredTrajectory]
-    """The same as `scored` in a run without rewards that compare siblings."""
+    """The same as `followed` in a run without rewards that compare siblings."""
     rows: Channel[Row | Seal]
     published: Channel[TrainerReady | PolicyPublished]
 
     @property
     def queues(self) -> list[Channel[Any]]:
         """Those that carry samples, for the gauges."""
-        return [self.prompts, self.trajectories, self.scored, *([self.compared] if self.compares else []), self.rows]
-
-    @property
-    def compares(self) -> bool:
-        """True where a stage between scoring and batching compares siblings."""
-        return self.compared is not self.scored
+        on_the_way = (self.prompts, self.written, self.trajectories, self.scored, self.followed, self.compared, self.rows)
+        return list(dict.fromkeys(on_the_way))
 
 
-def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, compares: bool = False) -> Channels:
-    """`queue_bytes` bounds each channel of tokens; `num_policies` is how many there will be, each a few bytes."""
-    scored = _scored("scored", giver="scoring", taker="comparing" if compares else "batching", watch=watch, queue_bytes=queue_bytes)
-    compared = _scored("compared", giver="comparing", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else scored
+def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, follows: bool = False, compares: bool = False) -> Channels:
+    """`queue_bytes` bounds each channel of tokens; `num_policies` is how many there will be, each a few bytes.
+
+    With `follows` and `compares` there are stages of these names, with channels between them and their neighbours.
+    """
+    last = "comparing" if compares else "batching"
+    trajectories = _written(
+        "trajectories", giver="following" if follows else "dispatch", taker="scoring", watch=watch, queue_bytes=queue_bytes
+    )
+    written = _written("written", giver="dispatch", taker="following", watch=watch, queue_bytes=queue_bytes) if follows else trajectories
+    scored = _scored("scored", giver="scoring", taker="following" if follows else last, watch=watch, queue_bytes=queue_bytes)
+    followed = _scored("followed", giver="following", taker=last, watch=watch, queue_bytes=queue_bytes) if follows else scored
+    compared = _scored("compared", giver="comparing", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else followed
     return Channels(
         prompts=Channel(
             "prompts",
@@ -51,16 +60,10 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, compares
             bound_bytes=PROMPTS_AHEAD,
             label=lambda drawn: f"prompt {drawn.prompt.prompt_id}",
         ),
-        trajectories=Channel(
-            "trajectories",
-            giver="dispatch",
-            taker="scoring",
-            watch=watch,
-            bound_bytes=queue_bytes,
-            size=_bytes_of_trajectory,
-            label=_name_of_trajectory,
-        ),
+        written=written,
+        trajectories=trajectories,
         scored=scored,
+        followed=followed,
         compared=compared,
         rows=Channel(
             "rows",
@@ -79,6 +82,18 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, compares
             bound_bytes=num_policies,
             label=lambda news: f"version {news.version}",
         ),
+    )
+
+
+def _written(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: int) -> Channel[Trajectory]:
+    return Channel(
+        name,
+        giver=giver,
+        taker=taker,
+        watch=watch,
+        bound_bytes=queue_bytes,
+        size=_bytes_of_trajectory,
+        label=_name_of_trajectory,
     )
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from orchestrator.rules.batch import SetAside, StepRules, Survivors
 from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
 from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.method import Method
+from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import Float32, ScoredTrajectory
 from pipelinerl.scorer.calls import component_names
@@ -25,10 +26,11 @@ class MethodCredit:
         names = component_names([reward.function for reward in rewards])
         self._weights = {name: reward.weight for name, reward in zip(names, rewards, strict=True)}
         self._correct_reward = correct_reward
+        self._leaves_to_trainer = makes_advantages_in_trainer(method)
 
     def step_rules(self) -> StepRules:
         """What the method asks of the cut beyond the advantages of one group."""
-        needs_step = self._method.batch.name != "none"
+        needs_step = self._method.batch.name != "none" and not self._leaves_to_trainer
         return StepRules(
             step_credit=self.over_step if needs_step else None,
             refill_batches=int(self._method.group_filter.options.get("refill", 0) or 0),
@@ -36,9 +38,13 @@ class MethodCredit:
         )
 
     def __call__(self, survivors: Survivors) -> list[Float32] | SetAside:
-        """One [L] float32 column for each survivor, or why the method's filter would set the group aside."""
+        """One [L] float32 column for each survivor, or why the method's filter would set the group aside.
+
+        Zeros where the trainer makes the advantages, which has what they are made of.
+        """
         group = self._group(survivors)
-        columns = _columns(group_advantages(group, method=self._method), group=group, survivors=survivors)
+        credit = np.zeros(len(survivors)) if self._leaves_to_trainer else group_advantages(group, method=self._method)
+        columns = _columns(credit, group=group, survivors=survivors)
         if keeps_group(group, method=self._method):
             return columns
         return SetAside(reason=self._method.group_filter.name, advantages=columns)
@@ -65,7 +71,15 @@ class MethodCredit:
             component_weights=np.array([self._weights[name] for name in names]),
             correct=rewards >= self._correct_reward,
             trains=masks,
+            steps=_steps(survivors),
         )
+
+
+def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:
+    """Step scores of all siblings; None in a run without a process reward model."""
+    found = [member.steps for member in survivors]
+    scored = [StepScores(ends=steps.ends.astype(np.int64), scores=steps.scores.astype(np.float64)) for steps in found if steps is not None]
+    return tuple(scored) if len(scored) == len(found) else None
 
 
 def _columns(credit: Credit, *, group: ScoredGroup, survivors: Survivors) -> list[Float32]:

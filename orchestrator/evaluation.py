@@ -1,88 +1,185 @@
-"""Held-out prompts, answered by the same engines and scored by the same scorers, beside the run and outside its accounts."""
+"""Held-out prompts, answered by the same engines and scored by the same scorers, beside the run and outside its accounts.
+
+An evaluation is about one version. The engines that answer are pinned to it: they finish the swap under way, take no other until the last
+answer is there, and go on sampling for training meanwhile, so nothing is drained; the other engines follow the newest policy. It is never
+fatal: where it fails, does not move any more or takes too long it is given up, and the journal says why. The ledger remembers which
+versions are done, so a run that goes on repeats none, and evaluates anew what was interrupted.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from orchestrator.rollouts.single_turn import trajectory_of
+from orchestrator.rules.pass_at_k import mean_pass_at
 from orchestrator.rules.routing import route
 from orchestrator.stages.scoring import score_request
-from orchestrator.state.engines import Engines
+from orchestrator.state.engines import Engine, Engines
+from orchestrator.state.ledger import Ledger
 from orchestrator.state.scorers import Scorers
+from pipelinerl.config import EvaluationSection
 from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Sampling, Scored
 from pipelinerl.metrics import Journal
-from pipelinerl.watch import Watch
+from pipelinerl.watch import LOOKS, Watch
 
 MAX_ATTEMPTS = 3
 """Peers that may end before they answer a prompt. 1 would blame it for its neighbours; many would let one kill as many."""
+PINNED_FRACTION = 0.25
+"""Of the engines, one at least, answer an evaluation beside training. More answer sooner, and keep more engines from new policies."""
+
+
+class Pins(Protocol):
+    """Who brings policies to engines, and can keep one where it is: the refresh stage."""
+
+    def pin(self, engine: Engine) -> None: ...
+
+    def is_settled(self, engine: Engine) -> bool: ...
+
+    def unpin(self, engine: Engine) -> None: ...
 
 
 class Evaluation:
-    """Answers every held-out prompt once and writes the mean reward to the journal.
+    """Answers every held-out prompt `samples` times and writes avg@n and pass@k to the journal.
 
-    A prompt whose answer or score failed counts as reward 0 in the mean of an evaluation (never in training), and is reported apart.
+    An answer that failed, or whose score did, counts as reward 0 in an evaluation (never in training), and is reported apart.
     """
 
     def __init__(
-        self, prompts: list[Prompt], *, engines: Engines, scorers: Scorers, sampling: Sampling, journal: Journal, watch: Watch, every: int
+        self,
+        prompts: list[Prompt],
+        *,
+        section: EvaluationSection,
+        correct_reward: float,
+        engines: Engines,
+        scorers: Scorers,
+        pins: Pins,
+        sampling: Sampling,
+        journal: Journal,
+        ledger: Ledger,
+        watch: Watch,
+        done: Sequence[tuple[int, float]] = (),
     ) -> None:
-        self.results: list[tuple[int, float]] = []
-        """(version asked for, mean reward) of every evaluation."""
-        self.every = every
-        self._prompts = prompts
+        """An answer with at least `correct_reward` is correct; `done`: (version, mean reward) of an earlier life of the run."""
+        self.results = list(done)
+        """(version, mean reward) of every evaluation."""
+        self._section = section
+        self._correct_reward = correct_reward
+        self._prompts = [prompt for prompt in prompts for _ in range(section.samples)]
+        """As often as each is answered."""
         self._engines = engines
         self._scorers = scorers
+        self._pins = pins
         self._sampling = sampling
         self._journal = journal
+        self._ledger = ledger
         self._watch = watch
 
     async def evaluate(self, version: int) -> float | None:
-        """Evaluate `version`, the newest one published; None where there are no held-out prompts, or it was evaluated before."""
-        if not self._prompts or (self.results and self.results[-1][0] == version):
+        """Evaluate a version that every engine holds and that none follows; None where there is nothing to do, or it was given up."""
+        return await self._evaluate(version, [engine.engine_id for engine in self._engines])
+
+    async def follow(self, latest_version: Callable[[], int]) -> None:
+        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest that every engine holds."""
+        every = self._section.every
+        next_version = (self._last // every + 1) * every if every else 0
+        while every and self._prompts:
+            while latest_version() < next_version:
+                await self._engines.changed.wait()
+            async with self._pinned() as (version, engine_ids):
+                await self._evaluate(version, engine_ids)
+            next_version = (version // every + 1) * every
+
+    @property
+    def _last(self) -> int:
+        return max((version for version, _ in self.results), default=0)
+
+    @contextlib.asynccontextmanager
+    async def _pinned(self) -> AsyncIterator[tuple[int, list[int]]]:
+        """Keep some engines at one version: that, and which they are."""
+        outstanding = self._engines.outstanding()
+        chosen = sorted(outstanding, key=lambda engine_id: outstanding[engine_id])[: max(1, int(PINNED_FRACTION * len(outstanding)))]
+        engines = [self._engines[engine_id] for engine_id in chosen]
+        try:
+            for engine in engines:
+                self._pins.pin(engine)
+            while any(self._engines.serves(engine) and not self._pins.is_settled(engine) for engine in engines):
+                await self._engines.changed.wait()
+            version = max((engine.version for engine in engines), default=0)
+            yield version, [engine.engine_id for engine in engines if engine.version == version]
+        finally:
+            for engine in engines:
+                self._pins.unpin(engine)
+
+    async def _evaluate(self, version: int, engine_ids: Collection[int]) -> float | None:
+        if not self._prompts or version in {done for done, _ in self.results}:
             return None
-        completions = await self._generate(version)
+        work = asyncio.create_task(self._work(version, engine_ids))
+        stuck = asyncio.create_task(self._until_nothing_moves())
+        try:
+            await asyncio.wait((work, stuck), timeout=self._section.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            why = "nothing moved any more" if stuck.done() else f"it took longer than evaluation.deadline_s = {self._section.deadline_s:g}"
+        except Exception as error:  # whatever goes wrong here is this evaluation's own failure, and costs the run nothing else
+            first = error
+            while isinstance(first, ExceptionGroup):
+                first = first.exceptions[0]
+            why = f"{type(first).__name__}: {first}"
+        finally:
+            work.cancel()
+            stuck.cancel()
+        self._journal.write("evaluation_given_up", version=version, error=why)
+        return None
+
+    async def _until_nothing_moves(self) -> None:
+        """For half of what the watchdog allows: else it would end the run."""
+        last_moves, quiet = -1, 0
+        while quiet < LOOKS // 2:
+            quiet = quiet + 1 if self._watch.num_moves == last_moves else 0
+            last_moves = self._watch.num_moves
+            await asyncio.sleep(self._watch.stall_limit_s / LOOKS)
+
+    async def _work(self, version: int, engine_ids: Collection[int]) -> float:
+        completions = await self._generate(version, engine_ids)
         scored = await self._score(completions, version)
         rewards = [score.reward if score.outcome is Outcome.OK and score.reward is not None else 0.0 for score in scored]
         versions = [int(version) for completion, _ in completions if len(completion.versions) for version in completion.versions[[0, -1]]]
-        mean = sum(rewards) / len(rewards)
+        mean, num_samples = sum(rewards) / len(rewards), self._section.samples
+        correct = [reward >= self._correct_reward for reward in rewards]
+        of_prompt = [sum(correct[first : first + num_samples]) for first in range(0, len(correct), num_samples)]
         self.results.append((version, mean))
+        self._ledger.book("evaluated", now_s=asyncio.get_running_loop().time(), step=version, reward=mean)
         self._journal.write(
             "evaluation",
             version=version,
             reward_mean=mean,
-            num_prompts=len(rewards),
+            num_prompts=len(of_prompt),
+            num_samples=num_samples,
+            pass_at={str(k): value for k, value in mean_pass_at(of_prompt, num_samples=num_samples).items()},
             num_failed=sum(score.outcome is not Outcome.OK for score in scored),
             oldest_version=min(versions, default=version),
             newest_version=max(versions, default=version),
         )
         return mean
 
-    async def follow(self, latest_version: Callable[[], int]) -> None:
-        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest one that
-        every engine holds: of a later one, some completions would still be sampled under an older.
-        """
-        next_version = self.every
-        while self.every:
-            while latest_version() < next_version:
-                await self._engines.changed.wait()
-            version = latest_version()
-            await self.evaluate(version)
-            next_version = (version // self.every + 1) * self.every
-
-    async def _generate(self, version: int) -> list[tuple[Completion, int]]:
+    async def _generate(self, version: int, engine_ids: Collection[int]) -> list[tuple[Completion, int]]:
         with self._watch.waiting("evaluation", "completions"):
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(prompt, f"evaluation-{version}/{i}")) for i, prompt in enumerate(self._prompts)]
+                tasks = [
+                    group.create_task(self._answer(prompt, f"evaluation-{version}/{number}", version=version, engine_ids=engine_ids))
+                    for number, prompt in enumerate(self._prompts)
+                ]
             return [task.result() for task in tasks]
 
-    async def _answer(self, prompt: Prompt, rollout_id: str) -> tuple[Completion, int]:
-        """Ask until an engine answers; one that ends before is followed by another, up to `MAX_ATTEMPTS`."""
+    async def _answer(self, prompt: Prompt, rollout_id: str, *, version: int, engine_ids: Collection[int]) -> tuple[Completion, int]:
+        """Ask until an engine that holds the version answers; one that ends before is followed by another, up to `MAX_ATTEMPTS`."""
         for attempt in range(MAX_ATTEMPTS):
-            while (engine_id := route(self._engines.outstanding())) is None:
+            while (engine_id := self._engine_of(version, engine_ids)) is None:
                 await self._engines.changed.wait()
             answer: asyncio.Future[tuple[Completion, int] | None] = asyncio.get_running_loop().create_future()
             request = Generate(rollout_id=rollout_id, attempt=attempt, token_ids=prompt.token_ids, sampling=self._sampling)
@@ -95,6 +192,14 @@ class Evaluation:
             if (answered := await answer) is not None:
                 return answered
         return _unanswered(rollout_id), -1
+
+    def _engine_of(self, version: int, engine_ids: Collection[int]) -> int | None:
+        """The least busy of these engines that holds the version; None where none does."""
+        outstanding = self._engines.outstanding()
+        return route({engine_id: outstanding[engine_id] for engine_id in engine_ids if self._holds(engine_id, version, outstanding)})
+
+    def _holds(self, engine_id: int, version: int, outstanding: Collection[int]) -> bool:
+        return engine_id in outstanding and self._engines[engine_id].version == version
 
     async def _score(self, completions: list[tuple[Completion, int]], version: int) -> list[Scored]:
         with self._watch.waiting("evaluation", "scores"):

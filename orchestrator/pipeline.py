@@ -1,8 +1,10 @@
 """Builds the six stages and joins them: read this first.
 
-    prompts -> dispatch -> scoring (-> comparing) -> batching -> delivery        refresh
-                 |  ^        |  ^        |  ^                      |  ^           |  ^
-                engines           scorers                         trainer        engines
+    prompts -> dispatch -> scoring -> batching -> delivery        refresh
+                 |  ^        |  ^                   |  ^           |  ^
+                engines    scorers                 trainer        engines
+
+A run with a process reward model has `following` around scoring, one whose rewards compare siblings has `comparing` after it.
 
 Everything that talks to the world is handed in (hubs, source, journal, ledger), so the live run and the simulation build the same thing.
 A ledger that holds an earlier life of the run makes it go on where that one ended: see `state.ledger`.
@@ -15,6 +17,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from orchestrator.channels import Channels, make_channels
 from orchestrator.evaluation import Evaluation
@@ -30,17 +34,19 @@ from orchestrator.stages.batching import Batching
 from orchestrator.stages.comparing import Comparing
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
+from orchestrator.stages.following import Following
 from orchestrator.stages.prompts import Prompts, Source
 from orchestrator.stages.refresh import Refresh
 from orchestrator.stages.scoring import Scoring
 from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Identity, Ledger
 from orchestrator.state.peers import Peers
+from orchestrator.state.prm import Prm
 from orchestrator.state.scorers import Scorers
 from orchestrator.state.snapshot import RecordedStep, read_snapshot
 from orchestrator.status import Status
 from pipelinerl.config import Config
-from pipelinerl.messages import LayoutFixed, Prompt, Sampling, Stop, TrainerReady
+from pipelinerl.messages import LayoutFixed, Prompt, Sampling, ScoredTrajectory, Stop, TrainerReady
 from pipelinerl.metrics import Journal
 from pipelinerl.packing import Packing
 from pipelinerl.stages import Signal, Stage
@@ -104,12 +110,16 @@ class Pipeline:
         self._build_stages(source, credit, step_rules)
         self._evaluation = Evaluation(
             held_out,
+            section=config.evaluation,
+            correct_reward=config.algorithm.correct_reward,
             engines=self._engines,
             scorers=self._scorers,
+            pins=self._refresh,
             sampling=self._sampling(temperature=config.evaluation.temperature),
             journal=journal,
+            ledger=ledger,
             watch=self.watch,
-            every=config.evaluation.every,
+            done=self._past.evaluations,
         )
 
     async def run(self) -> Ending:
@@ -171,6 +181,13 @@ class Pipeline:
         await wait_for(
             self._scorers.wait_until_ready(), peer="scorers", what="to load the rewards", deadline_s=config.engine.ready_deadline_s
         )
+        if self._prm is not None:
+            await wait_for(
+                self._prm.wait_until_ready(),
+                peer="the process reward model",
+                what="to load",
+                deadline_s=config.engine.ready_deadline_s,
+            )
         await wait_for(
             self._delivery.wait_until_ready(), peer="trainer", what="to load the model", deadline_s=config.trainer.ready_deadline_s
         )
@@ -207,7 +224,7 @@ class Pipeline:
         scorers = Peers(
             scorer_hub,
             role="scorer",
-            expected=NUM_SCORERS,
+            expected=NUM_SCORERS + (config.prm.path is not None),
             ready_deadline_s=config.engine.ready_deadline_s,
             silent_after_s=config.scorer.silent_after_s,
             replace=self._replace,
@@ -223,6 +240,7 @@ class Pipeline:
         self._peers = (engines, scorers, self._trainer)
         self._engines = Engines(engines, expected=config.engine.count, watch=self.watch, credits=self._credits)
         self._scorers = Scorers(scorers, expected=NUM_SCORERS, watch=self.watch)
+        self._prm = Prm(scorers) if config.prm.path is not None else None
 
     def _build_stages(self, source: Source, credit: Credit, step_rules: StepRules | None) -> None:
         config, watch, bound = self._config, self.watch, self._config.pipeline.queue_bytes
@@ -234,7 +252,13 @@ class Pipeline:
             max_running=config.max_running_rollouts,
         )
         credits, past = self._credits, self._past
-        channels = make_channels(watch=watch, queue_bytes=bound, num_policies=config.trainer.steps, compares=config.compares_siblings)
+        channels = make_channels(
+            watch=watch,
+            queue_bytes=bound,
+            num_policies=config.trainer.steps,
+            follows=config.prm.path is not None,
+            compares=config.compares_siblings,
+        )
         kv_span = KvSpan(limit=config.weights.kv_span, bound=config.weights.kv_kl)
         self._delivery = Delivery(
             rows=channels.rows,
@@ -264,12 +288,13 @@ class Pipeline:
         )
         cut, open_step = self._make_cut(credit, step_rules, max_staleness=pace.max_staleness)
         quarantine = Quarantine(past.deaths)
+        following = self._following = self._make_following(channels) if self._prm is not None else None
         asking = Asking(scorers=self._scorers, ledger=self._ledger, watch=watch, quarantine=quarantine)
         self._stages: tuple[Stage, ...] = (
             Prompts(source, prompts=channels.prompts),
             Dispatch(
                 prompts=channels.prompts,
-                trajectories=channels.trajectories,
+                trajectories=channels.written,
                 engines=self._engines,
                 admission=self._admission,
                 credits=credits,
@@ -277,6 +302,8 @@ class Pipeline:
                 watch=watch,
                 sampling=self._sampling(temperature=config.rollout.temperature),
                 group_size=config.rollout.group_size,
+                chunk_tokens=config.prm.chunk_tokens if following else 0,
+                brake=following.brake if following else _no_brake,
                 queue_bytes=bound,
                 quarantine=quarantine,
                 first_group_id=past.next_group_id,
@@ -290,7 +317,8 @@ class Pipeline:
                 watch=watch,
                 queue_bytes=bound,
             ),
-            *([self._make_comparing(channels, asking)] if channels.compares else []),
+            *([following] if following else []),
+            *([self._make_comparing(channels, asking)] if config.compares_siblings else []),
             Batching(
                 scored=channels.compared,
                 rows=channels.rows,
@@ -302,7 +330,7 @@ class Pipeline:
                 ledger=self._ledger,
                 progress=self._progress,
                 max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
-                restored=past.compared if channels.compares else past.scored,
+                restored=self._restored_for("batching"),
                 open_step=open_step,
             ),
             self._delivery,
@@ -320,12 +348,13 @@ class Pipeline:
             progress=self._progress,
             num_steps=config.trainer.steps,
             num_booked=lambda: self._delivery.num_booked,
+            prm=lambda: self._prm_gauges(),
         )
 
     def _make_comparing(self, channels: Channels, asking: Asking) -> Comparing:
-        config, past = self._config, self._past
+        config = self._config
         return Comparing(
-            scored=channels.scored,
+            scored=channels.followed,
             compared=channels.compared,
             asking=asking,
             ledger=self._ledger,
@@ -333,8 +362,44 @@ class Pipeline:
             grouping=self._make_grouping(),
             min_survivors=config.batch.min_survivors,
             queue_bytes=config.pipeline.queue_bytes,
-            restored=past.uncompared,
+            restored=self._restored_for("comparing"),
         )
+
+    def _make_following(self, channels: Channels) -> Following:
+        assert self._prm is not None
+        following = Following(
+            written=channels.written,
+            trajectories=channels.trajectories,
+            scored=channels.scored,
+            followed=channels.followed,
+            prm=self._prm,
+            ledger=self._ledger,
+            watch=self.watch,
+            credits=self._credits,
+            max_waiting_tokens=self._config.prm.max_waiting_tokens,
+            queue_bytes=self._config.pipeline.queue_bytes,
+            restored=self._restored_for("following"),
+        )
+        self._engines.on_tokens(following.take)
+        return following
+
+    def _restored_for(self, stage: str) -> tuple[ScoredTrajectory, ...]:
+        """What an earlier life of the run has scored and not placed, for the stage that is next to see it."""
+        past, config = self._past, self._config
+
+        def next_stage(name: str) -> str:
+            if config.compares_siblings and name in past.compared:
+                return "batching"
+            if config.prm.path is not None and name not in past.followed:
+                return "following"
+            return "comparing" if config.compares_siblings else "batching"
+
+        return tuple(one for one in past.scored if next_stage(one.trajectory.rollout_id) == stage)
+
+    def _prm_gauges(self) -> dict[str, Any] | None:
+        if self._prm is None or self._prm.load is None or self._following is None:
+            return None
+        return msgspec.structs.asdict(self._prm.load) | {"num_waiting_tokens": self._following.num_waiting_tokens}
 
     def _make_grouping(self) -> Grouping:
         past = self._past
@@ -361,6 +426,10 @@ class Pipeline:
         return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=rollout.stop_token_ids)
 
 
+def _no_brake() -> None:
+    """Nothing holds admission back but its own rule."""
+
+
 def _promises(config: Config) -> dict[str, Any]:
     """What an independent checker of the ledger needs to know of the settings."""
     return {
@@ -369,5 +438,6 @@ def _promises(config: Config) -> dict[str, Any]:
         "max_row_tokens": config.batch.max_tokens,
         "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,
         "num_steps": config.trainer.steps,
+        "follows_traces": config.prm.path is not None,
         "compares_siblings": config.compares_siblings,
     }

@@ -86,6 +86,12 @@ class Progress:
         self.journal.write("step", **fields)
         self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s)
 
+    def proven(self, number: int, samples: list[Sample], *, now_s: float) -> None:
+        """A checkpoint holds a step whose trainer had no time to say that it is done: write its line, from what the ledger knows."""
+        step = self._steps[number] = _Step(num_groups=len({sample.trajectory.group_id for sample in samples}))
+        step.samples = [(sample, sample.trajectory.finished_at) for sample in samples]
+        self.trained(StepDone(step=number, metrics={}), now_s=now_s)
+
     def _fields(self, done: StepDone, step: _Step, *, now_s: float) -> dict[str, object]:
         trajectories = [sample.trajectory for sample, _ in step.samples]
         rewards = np.array([sample.reward for sample, _ in step.samples] or [0.0])

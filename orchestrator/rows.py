@@ -1,7 +1,8 @@
 """Rows of a file, a dataset or a Python function, drawn by number: what `orchestrator.sources` makes prompts of.
 
 A table has numbered rows and an order that follows from seed and epoch; a stream can only be read one row after the other. Both give the
-row drawn as number `row` of an epoch, so a position in a source is two numbers whatever it reads.
+row drawn as number `row` of an epoch, so a position in a source is two numbers whatever it reads. A mixture of sources is one more:
+which source gives the n-th row follows from the weights and n alone, so its position needs no state of the sources.
 """
 
 from __future__ import annotations
@@ -17,17 +18,25 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from orchestrator.rules.shares import Shares
 from pipelinerl.config import DataSection
 from pipelinerl.errors import DataError
 from pipelinerl.plugin import load_plugin
 
-Draw = tuple[int, Any]
-"""Number of a row in its source, from 0, and the row."""
+Draw = tuple[int, int, Any]
+"""Epoch of a row's own source, the row's number in it, from 0, and the row."""
 
 
-def open_rows(section: DataSection, *, seed: int) -> Table | Stream:
+def open_rows(section: DataSection, *, seed: int) -> Table | Stream | Mixture:
     """The rows that `data.source` stands for. Raises `DataError` where it is no source or cannot be read."""
-    source, path = section.source, Path(section.source)
+    if isinstance(section.source, str):
+        return _open(section.source, section, seed=seed)
+    sources = [_open(source, section, seed=seed + number) for number, source in enumerate(section.source)]
+    return Mixture(sources, weights=list(section.source.values()))
+
+
+def _open(source: str, section: DataSection, *, seed: int) -> Table | Stream:
+    path = Path(source)
     options: dict[str, Any] = {"name": source, "seed": seed, "shuffle": section.shuffle, "limit": section.limit}
     if path.suffix in (".jsonl", ".ndjson"):
         lines = _JsonLines(path)
@@ -72,7 +81,7 @@ class Table:
         if row >= self._num_rows:
             return None
         number = row if self._seed is None else int(self._permutation(self._seed, epoch)[row])
-        return number, self[number]
+        return epoch, number, self[number]
 
     def _permutation(self, seed: int, epoch: int) -> Any:
         if self._order[0] != epoch:
@@ -102,7 +111,50 @@ class Stream:
             except StopIteration:
                 return None
         self._at = (epoch, row + 1)
-        return row, drawn
+        return epoch, row, drawn
+
+
+class Mixture:
+    """Rows of several sources, each as often as its weight says, in one endless epoch; each source goes through epochs of its own."""
+
+    def __init__(self, sources: list[Table | Stream], *, weights: list[float]) -> None:
+        self.name = " + ".join(source.name for source in sources)
+        self._sources = sources
+        self._shares = Shares(weights)
+        self._at = [(0, 0)] * len(sources)
+        """(epoch, row) of each source's next draw."""
+
+    def where(self, number: int) -> str:
+        row, source = divmod(number, len(self._sources))
+        return self._sources[source].where(row)
+
+    def draw(self, epoch: int, row: int) -> Draw | None:
+        """The row drawn as number `row`; one that does not follow the last is reached by reading over those before it."""
+        if row < self._shares.num_given:
+            self._shares.restart()
+            self._at = [(0, 0)] * len(self._sources)
+        while self._shares.num_given < row:
+            self._pass(self._shares.give())
+        return self._next(self._shares.give())
+
+    def _pass(self, source: int) -> None:
+        """Go past a source's next row; a table's need not be read for that."""
+        rows, (epoch, row) = self._sources[source], self._at[source]
+        if isinstance(rows, Table):
+            self._at[source] = (epoch + 1, 1) if row == len(rows) else (epoch, row + 1)
+        else:
+            self._next(source)
+
+    def _next(self, source: int) -> Draw:
+        epoch, row = self._at[source]
+        if (drawn := self._sources[source].draw(epoch, row)) is None:
+            if not row:
+                raise DataError(f"{self._sources[source].name} yields no rows")
+            epoch, row = epoch + 1, 0
+            if (drawn := self._sources[source].draw(epoch, row)) is None:
+                raise DataError(f"{self._sources[source].name} yields no rows in epoch {epoch}")
+        self._at[source] = epoch, row + 1
+        return epoch, drawn[1] * len(self._sources) + source, drawn[2]
 
 
 def _from_python(reference: str, *, seed: int) -> tuple[Any, Callable[[int], Iterator[Any]] | None]:

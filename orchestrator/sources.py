@@ -7,6 +7,9 @@
 | `path:name` of a list, a `datasets.Dataset`, or a function that returns one | its items | shuffled anew each epoch |
 | `path:name` of a generator function or another iterable | what it yields | as it yields them, never shuffled |
 
+Several sources with weights are one: `source = { "a.jsonl" = 2, "b.jsonl" = 1 }` draws two rows of the first for one of the second, each
+source through epochs of its own, in one epoch that never ends.
+
 A function is called without arguments, or with `seed=` if it takes that: the run's seed, plus the epoch for a function that makes an
 iterator, which is called anew each epoch. An iterator that never ends is one epoch that never ends. `data.limit` takes the first rows
 only, and makes a list of those an iterable yields.
@@ -23,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from orchestrator.rows import Stream, Table, open_rows
+from orchestrator.rows import Table, open_rows
 from pipelinerl.config import DataSection
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Prompt
@@ -83,8 +86,8 @@ class PromptSource:
                 self._end_epoch()
                 continue
             self._row += 1
-            number, row = drawn
-            prompt = self._build.prompt(number, row, epoch=self._epoch, where=self._rows.where(number))
+            epoch, number, row = drawn
+            prompt = self._build.prompt(number, row, epoch=epoch, where=self._rows.where(number))
             if len(prompt.token_ids) <= self._max_prompt_tokens:
                 self._num_skipped_since = 0
                 return prompt
@@ -94,7 +97,7 @@ class PromptSource:
         self.num_skipped_too_long += 1
         self._num_skipped_since += 1
         self._shortest_skipped = min(num_tokens, self._shortest_skipped or num_tokens)
-        if isinstance(self._rows, Stream) and self._num_skipped_since >= MAX_SKIPPED_OF_STREAM:
+        if not isinstance(self._rows, Table) and self._num_skipped_since >= MAX_SKIPPED_OF_STREAM:
             raise self._all_too_long()
 
     def _end_epoch(self) -> None:

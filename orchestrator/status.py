@@ -42,8 +42,9 @@ class Status:
         progress: Progress,
         num_steps: int,
         num_booked: Callable[[], int],
+        prm: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """`num_booked()` tells how many steps are done."""
+        """`num_booked()` tells how many steps are done, `prm()` the gauges of the process reward model, None where there is none."""
         self._journal = journal
         self._ledger = ledger
         self._admission = admission
@@ -55,6 +56,7 @@ class Status:
         self._progress = progress
         self._num_steps = num_steps
         self._num_booked = num_booked
+        self._prm = prm
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -81,6 +83,7 @@ class Status:
             "trained_tokens": self._progress.num_trained_tokens,
             "engines": [_plain(engine.load) for engine in self._engines if engine.load],
             "scorers": [_plain(scorer.load) for scorer in self._scorers if scorer.load],
+            "prm": self._prm(),
             "queues": {
                 channel.name: {"items": len(channel), "bytes": channel.num_bytes, "bound_bytes": channel.bound_bytes}
                 for channel in self._channels

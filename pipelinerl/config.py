@@ -45,19 +45,26 @@ class RunSection(Section):
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
     restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")
     restart_wait_s: Annotated[float, Field(ge=0)] = Field(1.0, description="wait before a restart; doubles while restarts follow quickly")
+    interface: str = Field(
+        "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"
+    )
 
 
 class ModelSection(Section):
     path: Path = Field(description="Hugging Face folder: config.json, *.safetensors, tokenizer files")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of engines and trainer")
     max_tokens: PositiveInt | None = Field(None, description="longest prompt plus completion; default: the model's own context length")
+    replay_routes: bool = Field(False, description="mixtures of experts: the trainer sends each token to the experts its engine chose")
 
 
 class DataSection(Section):
-    source: str = Field(description="JSONL or Parquet file, or `path:name` of a Python function or datasets.Dataset that yields rows")
+    source: str | dict[str, PositiveFloat] = Field(
+        description="JSONL or Parquet file, or `path:name` of a Python function or datasets.Dataset that yields rows; or several, each with"
+        " its weight: { 'a.jsonl' = 2, 'b.jsonl' = 1 }"
+    )
     prompt_column: str = Field("prompt", description="text, or a list of chat messages, which then go through the chat template")
     shuffle: bool = Field(True, description="a new seeded order every epoch")
-    limit: PositiveInt | None = Field(None, description="use only the first rows of the source")
+    limit: PositiveInt | None = Field(None, description="use only the first rows of the source, or of each")
 
 
 class RolloutSection(Section):
@@ -95,6 +102,22 @@ class RewardSection(Section):
     per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
     retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
     deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
+
+
+class PrmSection(Section):
+    path: Path | None = Field(None, description="process reward model, a folder vLLM's pooling engines serve; none: steps have no scores")
+    convention: Literal["qwen2.5-math-prm", "math-shepherd", "token-classification", "sigmoid-head"] = Field(
+        "token-classification", description="what stands after a step, and how its row becomes a score"
+    )
+    tag: str | None = Field(None, description="what stands after a step; default: the convention's")
+    separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
+    max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
+    chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
+    max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")
+    deadline_s: PositiveFloat = Field(120.0, description="longest batch; after it the process is killed and started again")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
+    max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
+    options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
 
 
 class AlgorithmSection(Section):
@@ -140,6 +163,7 @@ class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
+    passes: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
     learning_rate: PositiveFloat = Field(1e-6)
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
@@ -165,11 +189,34 @@ class TrainerSection(Section):
         return Layout(ranks=self.ranks, **self.parallel.model_dump())
 
 
+class ReferenceSection(Section):
+    path: Path | None = Field(
+        None, description="Hugging Face folder of a frozen model whose log-probabilities a method reads: a reference, or a teacher"
+    )
+    offload: bool = Field(False, description="keep its weights on the host, and bring them to the device for each row")
+
+
+class CriticSection(Section):
+    path: Path | None = Field(None, description="Hugging Face folder the value model starts from; default: model.path, and values of 0")
+    learning_rate: PositiveFloat = Field(1e-5, description="its schedule is the policy's, with this peak")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="first steps of the run that train the critic alone")
+
+
+class LoraSection(Section):
+    rank: Annotated[int, Field(ge=0)] = Field(0, description="of the adapters that are trained; 0 trains all weights")
+    alpha: PositiveFloat = Field(32.0, description="adapters are multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), description="names of the matrices that get one"
+    )
+
+
 class EvaluationSection(Section):
     source: str | None = Field(None, description="held-out prompts, as data.source; none: no evaluation")
     every: Annotated[int, Field(ge=0)] = Field(0, description="versions between evaluations; 0: only the first and the last policy")
     limit: PositiveInt = Field(256, description="prompts of one evaluation")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
+    samples: PositiveInt = Field(1, description="answers to each prompt, n: avg@n, and pass@k for k up to n")
+    deadline_s: PositiveFloat = Field(1800.0, description="an evaluation that takes longer is given up; the run goes on")
 
 
 class WeightsSection(Section):
@@ -177,8 +224,8 @@ class WeightsSection(Section):
         "auto",
         description="how a policy travels from trainer to engines; auto: cuda_ipc or shared memory on one machine, else nccl or gloo",
     )
-    address: str = Field(
-        "127.0.0.1", description="address of the trainer's machine that engines on other machines reach (roads gloo and nccl)"
+    address: str | None = Field(
+        None, description="the trainer's address towards engines (roads gloo and nccl); default: the one on its way to the orchestrator"
     )
     delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
     kv_span: Annotated[int, Field(ge=0)] | None = Field(
@@ -217,7 +264,8 @@ class SlurmSection(Section):
         "requeue", description="after the limit: requeue this job; leave it to the next job of this name (chain); or end"
     )
     save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
-    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they share the trainer's")
+    trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")
+    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they are on the first")
     scorer_nodes: Annotated[int, Field(ge=0)] = Field(
         0, description="nodes without GPUs for scorers, in a heterogeneous job; 0: on the first node"
     )
@@ -251,10 +299,14 @@ class Config(Section):
     engine: EngineSection = EngineSection()  # pyright: ignore[reportCallIssue]
     scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
     reward: tuple[RewardSection, ...] = Field(min_length=1)
+    prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
     batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]
     pipeline: PipelineSection = PipelineSection()  # pyright: ignore[reportCallIssue]
     trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
+    reference: ReferenceSection = ReferenceSection()  # pyright: ignore[reportCallIssue]
+    critic: CriticSection = CriticSection()  # pyright: ignore[reportCallIssue]
+    lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
     weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.layout import Schedule, nearest, problems_of
 
 if TYPE_CHECKING:
-    from pipelinerl.config import AlgorithmSection, BatchSection, EngineSection, ModelSection, RolloutSection, TrainerSection
+    from pipelinerl.config import (
+        AlgorithmSection,
+        BatchSection,
+        EngineSection,
+        EvaluationSection,
+        LoraSection,
+        ModelSection,
+        ReferenceSection,
+        RolloutSection,
+        SlurmSection,
+        TrainerSection,
+    )
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
 """Last words of settings that must not be settings."""
@@ -57,6 +68,30 @@ def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[
                 )
 
 
+def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:
+    if reference.offload and trainer.layout.ranks > trainer.layout.copies:
+        yield (
+            f"reference.offload keeps whole weights on the host, and trainer.{trainer.layout} spreads them over ranks. Set it to false: a"
+            " rank then holds its part only."
+        )
+
+
+def _adapters_can_be_spread(trainer: TrainerSection, lora: LoraSection) -> Iterator[str]:
+    if lora.rank and trainer.parallel.tensor * trainer.parallel.pipeline > 1:
+        yield (
+            f"lora.rank is {lora.rank}, and trainer.{trainer.layout} cuts matrices or layers apart, which adapters cannot follow yet. Use"
+            " parallel.shard in its place."
+        )
+
+
+def _routes_can_be_replayed(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
+    if model.replay_routes and trainer.parallel.pipeline > 1:
+        yield (
+            "model.replay_routes keeps the record of one row at a time, and trainer.parallel.pipeline works on several. Set one of them to"
+            " its default."
+        )
+
+
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
@@ -70,6 +105,23 @@ def _zero_bubble_adds_up_in_float32(model: ModelSection, trainer: TrainerSection
         )
 
 
+def _samples_differ(evaluation: EvaluationSection) -> Iterator[str]:
+    if evaluation.samples > 1 and not evaluation.temperature:
+        yield (
+            f"evaluation.samples is {evaluation.samples} and evaluation.temperature is 0: all answers to a prompt would be the same."
+            " Raise evaluation.temperature, or leave evaluation.samples at 1."
+        )
+
+
+def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: SlurmSection) -> Iterator[str]:
+    if slurm.engine_nodes > engine.count:
+        yield f"slurm.engine_nodes is {slurm.engine_nodes} but engine.count is {engine.count}: nodes would idle. Raise engine.count."
+    if slurm.scorer_nodes > 1:
+        yield f"slurm.scorer_nodes is {slurm.scorer_nodes}, but a run has one scorer, with scorer.slots processes. Set it to 1."
+    if trainer.ranks % slurm.trainer_nodes:
+        yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide: each has as many."
+
+
 _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
@@ -77,5 +129,10 @@ _CHECKS = (
     _no_secrets,
     _layout_works,
     _zero_bubble_adds_up_in_float32,
+    _samples_differ,
+    _nodes_have_work,
+    _reference_can_be_offloaded,
+    _adapters_can_be_spread,
+    _routes_can_be_replayed,
 )
 """Each takes the sections it is about, by name."""

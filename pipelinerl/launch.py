@@ -65,21 +65,42 @@ class Role:
         return f"{self.name:<13} {shlex.join(self.command)}"
 
 
-def roles_of(config: Config, run_folder: Path) -> tuple[Role, ...]:
-    """The processes of a run, as command lines; the orchestrator first."""
+def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine_nodes: int = 1) -> tuple[Role, ...]:
+    """The processes of a run, as command lines; the orchestrator first. Over several nodes, engines and trainer are one process on each."""
     python, run = sys.executable, ("--run-folder", str(run_folder))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer")
     return (
         Role(name="orchestrator", command=(python, "-m", "orchestrator", *run)),
-        Role(name="engines", command=(python, "-m", "pipelinerl.engine", *run), has_nothing_to_save=True),
+        *(
+            Role(name=name, command=(python, "-m", "pipelinerl.engine", *run, *part), has_nothing_to_save=True)
+            for name, part in _parts("engines", engine_nodes)
+        ),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
-        Role(name="trainer", command=(python, *torchrun, *run)),
+        *([_prm_role(run)] if config.prm.path is not None else []),
+        *(Role(name=name, command=(python, *_trainer(config, part), *run, *part)) for name, part in _parts("trainer", trainer_nodes)),
     )
+
+
+def _prm_role(run: tuple[str, str]) -> Role:
+    """The process reward model is the scorer after those that run reward functions."""
+    command = (sys.executable, "-m", "pipelinerl.scorer.prm_process", *run, "--index", "1")
+    return Role(name="scorer-1", command=command, has_nothing_to_save=True)
+
+
+def _parts(role: str, num_nodes: int) -> list[tuple[str, tuple[str, ...]]]:
+    """(name, what tells it which part is its own) of the role's process on each node."""
+    return [(role, ())] if num_nodes == 1 else [(f"{role}-{node}", ("--part", f"{node}/{num_nodes}")) for node in range(num_nodes)]
+
+
+def _trainer(config: Config, part: tuple[str, ...]) -> tuple[str, ...]:
+    if part:
+        return ("-m", "trainer.rendezvous")
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer")
 
 
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
-    counts = {"engine": config.engine.count, "scorer": 1, "trainer": config.trainer.layout.replicas}
+    num_scorers = 1 if config.prm.path is None else 2
+    counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))
 
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
+UInt8 = npt.NDArray[np.uint8]
 
 MAX_DEPTH = 32
 """Lists and objects within one another in a prompt's columns. Deeper ones could exhaust the stack of whoever walks them."""
@@ -153,6 +154,19 @@ class Generate(Message, frozen=True):
     token_ids: Int32
     """[P] int32."""
     sampling: Sampling
+    chunk_tokens: int = 0
+    """Tokens between two `Tokens` that tell of the sequence while it is being written; 0: only its `Completion` does."""
+
+
+class Tokens(Message, frozen=True):
+    """What an engine has sampled of a sequence that goes on. The `Completion` holds them once more, and those after the last chunk."""
+
+    rollout_id: Id
+    attempt: int
+    start: int
+    """Position of the first of these among the sampled tokens."""
+    token_ids: Int32
+    """int32."""
 
 
 class Cancel(Message, frozen=True):
@@ -160,6 +174,28 @@ class Cancel(Message, frozen=True):
 
     rollout_id: Id
     attempt: int
+
+
+class Routes(Message, frozen=True):
+    """Which experts of a mixture each token was sent to, layer by layer; `pipelinerl.routes` makes tables of it."""
+
+    num_layers: int
+    top_k: int
+    width: int
+    """Bytes of one expert's number: 1, or 2 where the model has more than 255. All bits set: not known."""
+    experts: UInt8
+    """[rows * num_layers * top_k * width], a row for each token."""
+
+    def __post_init__(self) -> None:
+        row = self.num_layers * self.top_k * self.width
+        if self.width not in (1, 2) or row <= 0 or len(self.experts) % row:
+            raise ValueError(
+                f"Routes: {len(self.experts)} bytes are no rows of {self.num_layers} x {self.top_k} numbers of {self.width} bytes"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.experts) // (self.num_layers * self.top_k * self.width)
 
 
 class Completion(Message, frozen=True):
@@ -176,6 +212,8 @@ class Completion(Message, frozen=True):
     finish: Finish
     error: Text = ""
     """The engine's own words where `finish` is `ERROR`, else empty."""
+    routes: Routes | None = None
+    """[P + T - 1] rows, the last token was sent nowhere; None where the model has no experts, or they are not replayed."""
     started_at: float = 0.0
     """Unix seconds: when the engine took the request."""
     finished_at: float = 0.0
@@ -420,6 +458,70 @@ class GroupScored(Message, frozen=True):
         return 0
 
 
+class PrmReady(Message, frozen=True):
+    """A process reward model is loaded."""
+
+    prm_id: int
+    process_id: int
+    version: Id
+    """Name of its weights: scores of different ones are never mixed within a trace."""
+
+
+class PrmLoad(Message, frozen=True):
+    """Its gauges since it started, sent every second while it is not inside a forward pass; also its sign of life."""
+
+    prm_id: int
+    num_traces: int
+    """Being followed."""
+    num_steps: int
+    """Steps scored."""
+    num_taken: int
+    """Tokens of the policy taken."""
+    num_computed: int
+    """Tokens of its own computed: a trace costs about one prefill."""
+    num_asked: int
+    """Tokens of its own that every step from scratch would have cost."""
+    busy_s: float
+
+
+class TraceTokens(Message, frozen=True):
+    """Tell a process reward model how a trace goes on."""
+
+    rollout_id: Id
+    attempt: int
+    start: int
+    """Position of the first of these among the policy's sampled tokens; 0 begins the trace, anew where it was begun before."""
+    token_ids: Int32
+    """int32, of the policy."""
+    is_last: bool
+    prompt_token_ids: Int32 | None = None
+    """[P] int32, of the policy; None but where `start` is 0."""
+
+
+class StepsScored(Message, frozen=True):
+    """A process reward model has taken tokens of a trace, and scored the steps that they complete: maybe none."""
+
+    rollout_id: Id
+    attempt: int
+    num_taken: int
+    """Tokens of the policy taken so far."""
+    first: int
+    """Index of the first of these steps in its trace."""
+    ends: Int32
+    """int32, position of each step's last token among the policy's sampled tokens; rises."""
+    scores: Float32
+    """float32, one for each step."""
+    is_last: bool
+    """The trace is complete: nothing follows."""
+    version: Id
+    outcome: Outcome = Outcome.OK
+    """Of the whole trace so far; a trace with one step that cannot be scored cannot train."""
+    error: Text = ""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "ends", "scores")
+
+
 # --- inside the orchestrator ---------------------------------------------------------------------------------------------------
 
 
@@ -447,9 +549,14 @@ class Trajectory(Message, frozen=True):
     """Seconds on the run's clock."""
     finished_at: float = 0.0
     """Seconds on the run's clock."""
+    routes: Routes | None = None
+    """[L - 1] rows; as in `Completion`."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "trains", "logprobs", "versions")
+        if self.routes is not None and self.routes.num_rows != len(self.token_ids) - 1:
+            rows, expected = self.routes.num_rows, len(self.token_ids) - 1
+            raise ValueError(f"Trajectory {self.rollout_id}: routes of {rows} tokens, expected {expected}, all but the last")
 
     @property
     def num_tokens(self) -> int:
@@ -466,11 +573,27 @@ class Trajectory(Message, frozen=True):
         return int(sampled.min()) if len(sampled) else None
 
 
+class TraceScores(Message, frozen=True):
+    """What a process reward model said of a trajectory."""
+
+    ends: Int32
+    """[K] int32, position of each step's last token among the tokens after the prompt; rises."""
+    scores: Float32
+    """[K] float32, finite."""
+    version: Id
+    """Of the process reward model."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "ends", "scores")
+
+
 class ScoredTrajectory(Message, frozen=True):
     """A trajectory and what the scoring stage says of it."""
 
     trajectory: Trajectory
     score: Scored
+    steps: TraceScores | None = None
+    """None in a run without a process reward model, and where it could not score the trace."""
 
 
 class Group(Message, frozen=True):
@@ -563,6 +686,10 @@ class MicroBatch(Message, frozen=True):
     """[N] float32, for rules that read which samples are correct; None only where nobody scored them."""
     truncated: Mask | None = None
     """[N] bool, true where the completion reached its longest length; None only where no engine made the samples."""
+    group_ids: Int32 | None = None
+    """[N] int32, equal for siblings, for advantages that the trainer makes; None only where nobody grouped the samples."""
+    routes: Routes | None = None
+    """[R] rows; None where nothing is known of any token."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -571,7 +698,9 @@ class MicroBatch(Message, frozen=True):
             raise ValueError(
                 f"{name}: lengths {self.lengths.tolist()} must sum to {len(self.token_ids)} tokens and name {len(self.rollout_ids)} samples"
             )
-        for column in (self.rewards, self.truncated):
+        if self.routes is not None and self.routes.num_rows != len(self.token_ids):
+            raise ValueError(f"{name}: routes of {self.routes.num_rows} tokens, expected {len(self.token_ids)}")
+        for column in (self.rewards, self.truncated, self.group_ids):
             if column is not None and len(column) != len(self.lengths):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 
@@ -672,11 +801,11 @@ class Failed(Message, frozen=True):
     error: Text
 
 
-FromEngine = Starting | EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
+FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | Adopt | StageWeights | Stop
 """What the orchestrator may say to an engine."""
-FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | Failed
-ToScorer = Score | ScoreGroup | Cancel | Stop
+FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | PrmReady | PrmLoad | StepsScored | Failed
+ToScorer = Score | ScoreGroup | TraceTokens | Cancel | Stop
 FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
 ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop

@@ -51,7 +51,7 @@ def _layout(config: Config) -> None:
 
 
 def _method(config: Config) -> None:
-    method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness)
+    method_of(config)
 
 
 def _rewards(config: Config) -> None:
@@ -61,7 +61,8 @@ def _rewards(config: Config) -> None:
 
 
 def _sources(config: Config) -> None:
-    for key, source in (("data.source", config.data.source), ("evaluation.source", config.evaluation.source)):
+    sources = [config.data.source] if isinstance(config.data.source, str) else list(config.data.source)
+    for key, source in (*(("data.source", source) for source in sources), ("evaluation.source", config.evaluation.source)):
         if source is None:
             continue
         if source.endswith((".jsonl", ".parquet")):

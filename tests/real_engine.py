@@ -32,6 +32,7 @@ def vllm_engine(
     weights: WeightsSection | None = None,
     policies: Path = Path("weights"),
     adapters: AdapterShape | None = None,
+    replay_routes: bool = False,
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself."""
     gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
@@ -43,7 +44,7 @@ def vllm_engine(
 
     try:
         yield VllmEngine(
-            model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens),
+            model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routes=replay_routes),
             engine=EngineSection(max_running=max_running),  # pyright: ignore[reportCallIssue]
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,

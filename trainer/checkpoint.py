@@ -1,10 +1,11 @@
-"""The trained model as a Hugging Face folder: what transformers and vLLM load, tokenizer included."""
+"""The trained model as a Hugging Face folder: what transformers and vLLM load, tokenizer included; and its adapter as one of PEFT's."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+from trainer.lora import Adapters, write_adapter
 from trainer.model import Model
 
 _WRITTEN_BY_MODEL = {".safetensors", ".bin", ".pt", ".pth"}
@@ -39,3 +40,10 @@ def save_model(model: Model, folder: Path, *, source: Path) -> None:
         shutil.rmtree(old)
     else:
         draft.rename(folder)
+
+
+def save_adapter(model: Model, folder: Path, *, adapters: Adapters, source: Path) -> None:
+    """Save the present adapters alone, to be loaded over the model in `source`. Every rank that holds a part calls this."""
+    tensors = model.adapter_state()
+    if model.writes:
+        write_adapter(tensors, folder, adapters=adapters, base=source)

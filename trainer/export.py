@@ -16,26 +16,36 @@ import torch.distributed.checkpoint as dcp
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.process import read_config
-from trainer.checkpoint import save_model
+from trainer.build import adapters_of
+from trainer.checkpoint import save_adapter, save_model
 from trainer.checkpoints import newest, read_manifest
 from trainer.model import Model
 from trainer.portable import portable
 
 
-def export(config: Config, run_folder: Path, output: Path) -> int:
-    """Write the newest checkpoint's model, with the tokenizer of `model.path`, to `output`; return its version. Raises `ConfigError`."""
+def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool = False) -> int:
+    """Write the newest checkpoint's model, with the tokenizer of `model.path`, to `output`; return its version. Raises `ConfigError`.
+
+    Adapters are merged into it; `adapter_only` writes them by themselves, as PEFT and vLLM load them.
+    """
+    adapters = adapters_of(config)
+    if adapter_only and adapters is None:
+        raise ConfigError(f"{run_folder} trained all weights (lora.rank is 0): it has no adapter to export")
     checkpoint = newest(run_folder / "checkpoints")
     if checkpoint is None:
         raise ConfigError(
             f"{run_folder / 'checkpoints'} holds no whole checkpoint (yet): one is written every {config.checkpoint.every} steps"
         )
     manifest = read_manifest(checkpoint)
-    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=torch.device("cpu"))
+    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=torch.device("cpu"), adapters=adapters)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters().items()}
         dcp.load({"model": portable(weights, model=model)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-    save_model(model, output, source=config.model.path)
+    if adapters is not None and adapter_only:
+        save_adapter(model, output, adapters=adapters, source=config.model.path)
+    else:
+        save_model(model, output, source=config.model.path)
     return manifest.version
 
 
@@ -44,9 +54,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapter by itself, not merged")
     arguments = parser.parse_args()
     try:
-        version = export(read_config(arguments.run_folder), arguments.run_folder, arguments.output)
+        version = export(read_config(arguments.run_folder), arguments.run_folder, arguments.output, adapter_only=arguments.adapter)
     except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"version {version}: {arguments.output}")

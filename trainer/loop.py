@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipelinerl.algorithms.methods import method_of
-from pipelinerl.config import Config, Offload
+from pipelinerl.config import Config
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
@@ -29,23 +28,17 @@ from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.receivers import device_roads
 from pipelinerl.weights.slots import machine
-from trainer.checkpoint import save_model
+from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
+from trainer.checkpoint import save_adapter, save_model
 from trainer.checkpoints import Checkpoints
 from trainer.feed import Feed
 from trainer.lineage import Lineage
-from trainer.model import Model
-from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
-from trainer.portable import state_of
 from trainer.publish import Publisher
 from trainer.spread_weights import SpreadWeights
 from trainer.step import Step
-from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves
-
-MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
-"""Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
 
 
 def train(config: Config, run_folder: Path) -> None:
@@ -53,36 +46,28 @@ def train(config: Config, run_folder: Path) -> None:
     layout = config.trainer.layout
     check_layout(layout, config.model.path)
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=layout)
-    model = Model(
-        config.model.path,
-        dtype=config.model.dtype,
-        temperature=config.rollout.temperature,
-        device=replicas.device,
-        replicas=replicas,
-        recomputes=config.trainer.recompute,
-        has_float32_head=config.trainer.float32_head,
-        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
-    )
-    optimizer = _make_optimizer(config, model=model, replicas=replicas)
+    policy, critic = build_policy(config, replicas=replicas), build_critic(config, replicas=replicas)
     checkpoints = Checkpoints(
         run_folder / "checkpoints",
-        state=lambda: state_of(model, optimizer),
+        state=lambda: state_of(policy, critic),
         rank=replicas.rank,
         num_ranks=replicas.size,
         keep=config.checkpoint.keep,
     )
     restored, lineage = checkpoints.restore(), Lineage()
     if restored is not None:
-        optimizer.round()
+        for trained in (policy, critic):
+            if trained is not None:
+                trained.optimizer.round()
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
-    step = _make_step(config, model=model, optimizer=optimizer, replicas=replicas, first_step=first)
-    spread = SpreadWeights(model, replicas=replicas) if model.is_spread else None
+    step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first)
+    spread = SpreadWeights(policy.model, replicas=replicas) if policy.model.is_spread else None
     publisher = None
     if replicas.rank == 0:
         publisher = Publisher(
-            model.tensors if spread is None else spread.described,
-            tied_names=model.tied_names(),
+            policy.model.tensors if spread is None else spread.described,
+            tied_names=policy.model.tied_names(),
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
@@ -130,7 +115,11 @@ def train(config: Config, run_folder: Path) -> None:
         )
         loop.run(first, config.trainer.steps)
         checkpoints.wait()
-        save_model(model, run_folder / "model", source=config.model.path)
+        save_model(policy.model, run_folder / "model", source=config.model.path)
+        if (adapters := adapters_of(config)) is not None:
+            save_adapter(policy.model, run_folder / "adapter", adapters=adapters, source=config.model.path)
+        if critic is not None:
+            save_model(critic.model, run_folder / "critic", source=config.model.path)
         loop.tell_news()
         # Engines may still have to attach the last policy: its buffer stays until the orchestrator says that the run is over.
         waves.wait_for_stop(config.trainer.silent_after_s)
@@ -168,7 +157,7 @@ class Loop:
                     self.checkpoint(number, commit)
                 return
             with self.phases("forward_backward"):
-                self.step.train_held()
+                self.step.train_held(sealed)
             with self.phases("optimizer"):
                 metrics = self.step.finish(sealed)
             self.lineage.finish_step()
@@ -234,36 +223,4 @@ def _make_feed(config: Config, run_folder: Path, *, ready: TrainerReady, publish
         num_steps=config.trainer.steps,
         silent_after_s=config.trainer.silent_after_s,
         publisher=publisher,
-    )
-
-
-def _make_optimizer(config: Config, *, model: Model, replicas: Replicas) -> Optimizer:
-    section = config.trainer
-    return Optimizer(
-        model.parameters(),
-        schedule=Schedule(
-            learning_rate=section.learning_rate,
-            num_steps=section.steps,
-            warmup_steps=section.warmup_steps,
-            final_fraction=section.final_learning_rate_fraction,
-        ),
-        betas=section.betas,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-        holdings=model.holdings,
-        replicas=replicas,
-        is_offloaded=config.trainer.offload is Offload.OPTIMIZER,
-    )
-
-
-def _make_step(config: Config, *, model: Model, optimizer: Optimizer, replicas: Replicas, first_step: int) -> Step:
-    return Step(
-        TorchEngine(model, optimizer=optimizer, replicas=replicas),
-        method=method_of(config.algorithm, group_size=config.rollout.group_size, max_staleness=config.pipeline.max_staleness),
-        replicas=replicas,
-        max_completion_tokens=config.rollout.max_tokens,
-        max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
-        max_mismatch_kl=config.trainer.max_mismatch_kl,
-        correct_reward=config.algorithm.correct_reward,
-        first_step=first_step,
     )

@@ -1,13 +1,13 @@
-"""The model being trained: loaded from a Hugging Face folder, run on packed rows, named as Hugging Face names it.
+"""A model of the trainer: loaded from a Hugging Face folder, run on packed rows, named as Hugging Face names it.
 
 Log-probabilities come out as the engine defines them, so that the two can be compared token by token: logits divided by the sampling
 temperature, softmax in float32 over the whole vocabulary, natural logarithm. Logits exist only for the tokens that predict a trained one,
-and never all at once.
+and never all at once. A value model is the same without an output embedding: one number per hidden state instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,24 @@ import torch.nn.functional as F
 import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import ConfigError
 from trainer import attention
 from trainer.context import gather_outputs
 from trainer.head import linear_logprobs
+from trainer.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.parallel import Replicas
 from trainer.pipeline import Pipeline
+from trainer.replay import Replay
 from trainer.row import Row
 from trainer.sharding import Holding, check_head, local, spread
 from trainer.stages import stage_of_weights
 
 
 class Model:
-    """This rank's share of a causal language model. What computes or gathers is called by all ranks of a replica, in the same order."""
+    """This rank's share of a language model. What computes or gathers is called by all ranks of a replica, in the same order."""
 
     def __init__(
         self,
@@ -44,11 +46,17 @@ class Model:
         recomputes: bool = False,
         has_float32_head: bool = False,
         is_offloaded: bool = False,
+        gives_values: bool = False,
+        is_frozen: bool = False,
+        adapters: Adapters | None = None,
+        replays_routes: bool = False,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
         `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `is_offloaded`, weights
-        that are sharded stay on the host but for the layer that computes.
+        that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value model, of values 0 where the
+        folder holds a language model only. With `adapters` those are trained, and nothing else. `replays_routes` sends tokens to the
+        experts that their row names.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -64,19 +72,26 @@ class Model:
         self.holdings: list[Holding] = []
         """How each of `parameters` is spread over the ranks."""
         self._replicas = replicas
+        self._has_adapters = adapters is not None
         self._stages: list[_Stage] = []
         for index in replicas.stages:
-            module = _load(folder, dtype=torch.float32 if layout.shard > 1 else self.dtype)
-            check_head(module)
+            held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
+            module = _load_values(folder, dtype=held_dtype) if gives_values else _load(folder, dtype=held_dtype)
+            module.requires_grad_(not is_frozen)
+            if adapters is not None:
+                add_adapters(module, adapters)
+            if not gives_values:
+                check_head(module)
             # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
             module.eval()
             if recomputes:
                 _recompute_layers(module)
             self._tied_names = _tied_names(module)
             self._stage_of = stage_of_weights(module, num_stages=layout.num_stages) if layout.pipeline > 1 else {}
-            self.shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-            """Of every tensor, whole, by the name transformers' module has for it."""
+            self.shapes = {name: tensor.shape for name, tensor in module.state_dict().items() if not is_adapter(name)}
+            """Of all weights of the model, by the name transformers' module has for them."""
             stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
+            stage.replay = Replay(module) if replays_routes else None
             self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
             if is_offloaded:
                 for buffer in module.buffers():
@@ -97,6 +112,15 @@ class Model:
 
         Where a pipeline shares the layers, only without: gradients are those of `Pipeline.train`.
         """
+        logprobs, entropy = self._run(row)
+        return logprobs, entropy
+
+    def values(self, row: Row) -> torch.Tensor:
+        """Return [K] float32, a value model's value of the state before every trained token, with gradient."""
+        (values,) = self._run(row)
+        return values
+
+    def _run(self, row: Row) -> tuple[torch.Tensor, ...]:
         if self.pipeline is not None:
             assert not torch.is_grad_enabled(), "a row by itself is no work for a pipeline"
             outputs = self.pipeline.outputs(row)
@@ -128,33 +152,44 @@ class Model:
         for name, tensor in self.state():
             yield from revert_weight_conversion(self.module, {name: tensor}).items()
 
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The present weights by the name transformers' module has for them, whole, in the dtype the model computes in."""
-        pieces = self.pieces()
-        for name in self.shapes:
-            yield name, self.whole(name, pieces)
+    def state(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The present weights by the name transformers' module has for them (by default all `shapes`), whole, adapters merged into them.
+
+        In the dtype the model computes in. All ranks gather them together.
+        """
+        held = self._held()
+        for name in self.shapes if names is None else names:
+            yield name, self._whole(name, held)
 
     def pieces(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the weights, in use, by the names of `shapes`: whole, or its piece of a `DTensor`."""
-        place = self._replicas.place("pipeline")
-        here = {name: tensor.detach() for stage in self._stages for name, tensor in stage.module.state_dict().items()}
-        return {name: here[name] for name in self.shapes if self._owner_of(name) == place}
+        """What this rank holds of the present weights, by the same names; adapters are apart from them."""
+        return {name: tensor for name, tensor in self._held().items() if not is_adapter(name)}
 
-    def whole(self, name: str, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One tensor whole, on every rank of a replica, in the dtype the model computes in; `pieces` are those of `pieces`."""
-        if name in pieces:
-            tensor = pieces[name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            whole = whole.to(self.dtype) if whole.is_floating_point() else whole
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for stage in self._stages for name, tensor in stage.module.state_dict().items()}
+
+    def _whole(self, name: str, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        owner = self._stage_of.get(name, 0) % self._replicas.layout.pipeline
+        if owner == self._replicas.place("pipeline"):
+            weight = _whole(held[name])
+            if self.is_adapted(name):
+                prefix = name.removesuffix("weight")
+                layer = adapted(self.module)[prefix.removesuffix(".")]
+                weight = layer.merged(weight, _whole(held[prefix + "lora_A"]), _whole(held[prefix + "lora_B"]))
+            weight = weight.to(self.dtype) if weight.is_floating_point() else weight
         else:
-            whole = torch.empty(self.shapes[name], dtype=self.dtype, device=self.device)
+            weight = torch.empty(self.shapes[name], dtype=self.dtype, device=self.device)
         if self.pipeline is not None:
-            self.pipeline.send_to_all(whole, owner=self._owner_of(name))
-        return whole
+            self.pipeline.send_to_all(weight, owner=owner)
+        return weight
 
-    def _owner_of(self, name: str) -> int:
-        """Place along the pipeline of the ranks that hold a tensor."""
-        return self._stage_of.get(name, 0) % self._replicas.layout.pipeline
+    def is_adapted(self, name: str) -> bool:
+        """Whether an adapter is merged into this weight."""
+        return self._has_adapters and name.endswith(".weight") and name.removesuffix(".weight") in adapted(self.module)
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """The adapters alone, whole; empty where all weights are trained."""
+        return {name: _whole(tensor).to(self.dtype) for name, tensor in self.module.state_dict().items() if is_adapter(name)}
 
     def tied_names(self) -> frozenset[str]:
         """Names that are another name for a parameter already named: a published policy may leave them out."""
@@ -168,12 +203,14 @@ class _Stage(torch.nn.Module):
         super().__init__()
         self.rows: Sequence[Row] = ()
         self.length = 0
+        self.replay: Replay | None = None
         self._is_first = index == 0
         self._is_last = index == replicas.layout.num_stages - 1
         self._has_float32_head = has_float32_head
         self.module = module
         self._temperature = temperature
-        self._vocabulary = self._head_weight().shape[0]
+        self._gives_values = module.get_output_embeddings() is None
+        self._vocabulary = 0 if self._gives_values else self._head_weight().shape[0]
         self._tensor = replicas.layout.tensor
         self._place = replicas.place("tensor")
         self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
@@ -197,26 +234,41 @@ class _Stage(torch.nn.Module):
 
     def _run_layers(self, row: Row, **given: torch.Tensor) -> torch.Tensor:
         """[1, I, H] hidden states."""
+        if self.replay is not None:
+            self.replay.routes = row.routes
         return self.module.base_model(
             **given, position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
         ).last_hidden_state
 
-    def _outputs(self, row: Row, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, weight = hidden[0, row.sources], local(self._head_weight())
+    def _outputs(self, row: Row, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = hidden[0, row.sources]
+        outputs = (self._values(hidden),) if self._gives_values else self._logprobs(hidden, row.targets)
+        if self._context is None:
+            return outputs
+        columns = gather_outputs(torch.stack(outputs, 1), self._context)[row.order]
+        return tuple(column.clone() for column in columns.unbind(1))  # not views: FSDP hangs the start of the backward pass on them
+
+    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight = local(self._head_weight())
         if self._has_float32_head:
             hidden, weight = hidden.float(), weight.float()
-        logprobs, entropy = linear_logprobs(
+        return linear_logprobs(
             hidden,
             weight,
-            row.targets,
+            targets,
             temperature=self._temperature,
             first_id=-(-self._vocabulary // self._tensor) * self._place,
             group=self._group,
         )
-        if self._context is None:
-            return logprobs, entropy
-        columns = gather_outputs(torch.stack((logprobs, entropy), 1), self._context)[row.order]
-        return columns[:, 0].clone(), columns[:, 1].clone()  # not views: FSDP hangs the start of the backward pass on these tensors
+
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
+        score: Any = self.module.score
+        return hidden.float() @ local(score.weight).float()[0] + local(score.bias).float()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _tied_names(module: PreTrainedModel) -> frozenset[str]:
@@ -234,10 +286,34 @@ def _recompute_layers(module: PreTrainedModel) -> None:
 
 
 def _load(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    return _from_folder(AutoModelForCausalLM, folder, dtype=dtype)[0]
+
+
+def _load_values(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder with one output per token, named `score`; 0 for every state until it is trained."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # that a language model lacks the weights of a score is known
+    try:
+        module, missing = _from_folder(AutoModelForTokenClassification, folder, dtype=dtype, num_labels=1)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    score: Any = module.score
+    with torch.no_grad():
+        for name, parameter in score.named_parameters():
+            if f"score.{name}" in missing:
+                parameter.zero_()
+    return module
+
+
+def _from_folder(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, set[str]]:
+    """The model, and the names of its parameters that the folder does not hold."""
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path {folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
+        raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
     transformers.logging.disable_progress_bar()  # one line in a log for every shard of every model tells nobody anything
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True)
+        module, loading = kind.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True, **options
+        )
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"model.path {folder} cannot be loaded as a causal language model: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"model folder {folder} cannot be loaded as a language model: {type(error).__name__}: {error}") from error
+    return module, set(loading["missing_keys"])

@@ -14,6 +14,7 @@ import torch
 
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
+from pipelinerl.transport.zmq import own_address
 from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.baseline import Baseline, fill
@@ -39,7 +40,7 @@ class Publisher:
         tied_names: frozenset[str],
         run_folder: Path,
         deadline_s: float,
-        address: str = "127.0.0.1",
+        address: str | None = None,
         sends_changes: bool = False,
         write: Write | None = None,
     ) -> None:
@@ -47,8 +48,9 @@ class Publisher:
 
         `write` writes them where they are spread over ranks; `tensors` then need have shapes only.
 
-        `address` is this machine's, where policies are offered that travel over the network. `sends_changes`: what changed since the
-        oldest policy that any engine holds is sent instead of the whole, where it is less; that keeps two more copies of the policy.
+        `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
+        `sends_changes`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
+        keeps two more copies of the policy.
         """
         self._tensors = tensors
         self._write_together = write
@@ -139,15 +141,18 @@ class Publisher:
             case "files":
                 return Files(self._run_folder / "weights")
             case "gloo":
-                return gloo.host(self._address)
+                return gloo.host(self._own_address())
             case "nccl":
-                return nccl.host(address=self._address)
+                return nccl.host(address=self._own_address())
             case "cuda_ipc":
                 return CudaIpc(run_token(self._run_folder))
             case _:
                 raise WeightsError(
                     f"the orchestrator asks for the road {road!r}; this trainer knows shared_memory, cuda_ipc, files, gloo, nccl"
                 )
+
+    def _own_address(self) -> str:
+        return self._address or own_address(self._run_folder, "trainer")
 
     def release(self, slot: str) -> None:
         """Note that no engine reads a slot any more. Raises `WeightsError` for one that was not published."""

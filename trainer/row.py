@@ -25,6 +25,7 @@ import torch
 
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Int32, Mask
+from pipelinerl.routes import Table, unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ class Row:
     """[J] int64, position in the layout of the token before each target: the target's log-probability is computed from its output."""
     trained: torch.Tensor
     """[K] int64, position of each token with a loss in the packed row, to pick its other columns."""
+    routes: torch.Tensor | None = None
+    """[I, layers, k] int16, the experts each token was sent to in the engine, -1 where that is not known; None where nothing is."""
     order: torch.Tensor | None = None
     """[K] int64, where each is among the targets of all ranks that share the row, joined; None for a whole row, where J is K."""
 
@@ -98,8 +101,11 @@ def arrange(
     names: Sequence[str],
     device: torch.device | str = "cpu",
     part: Part = Part(),
+    routes: Table | None = None,
 ) -> Row | None:
     """Lay out a packed row of samples of these `lengths`, or a part of it; None where no token of the whole row has a loss.
+
+    A shared prompt is computed by the `routes` ([R, layers, k]) of the first sample that has it.
 
     Raises `DataError` naming the sample whose first token has a loss: nothing stands before it that could predict it.
     """
@@ -133,6 +139,7 @@ def arrange(
         sources=on_device(targets[1]),
         trained=on_device(trained),
         order=None if order is None else on_device(order),
+        routes=None if routes is None else torch.from_numpy(_laid_out_routes(routes, columns)).to(device, non_blocking=True),
     )
 
 
@@ -142,6 +149,13 @@ def empty_row(device: torch.device | str = "cpu", *, part: Part = Part()) -> Row
     block = Block(start=0, num=1, length=1, trunk_length=0, trunk=None)
     targets, order = (nothing, None) if part.num == 1 else (zero, nothing)
     return Row(token_ids=zero, positions=zero, blocks=(block,), targets=targets, sources=targets, trained=nothing, order=order)
+
+
+def _laid_out_routes(routes: Table, columns: np.ndarray) -> np.ndarray:
+    """[I, layers, k] int16 of the tokens at `columns` of the row, -1 for padding and where a token's experts are not known."""
+    chosen = routes[columns].astype(np.int16)
+    chosen[unknown(routes)[columns] | (columns < 0)] = -1
+    return chosen
 
 
 def _cut(token_ids: Int32, *, starts: np.ndarray, trained: np.ndarray) -> tuple[list[_Piece], np.ndarray]:

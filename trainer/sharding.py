@@ -113,11 +113,10 @@ def _cut_matrices(module: PreTrainedModel, *, replicas: Replicas, cuts_experts: 
     """Tensor parallelism; return the names of parameters whose gradient each rank knows in part."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     assert isinstance(embedding, torch.nn.Embedding)
-    assert isinstance(head, torch.nn.Linear)
-    is_tied = head.weight is embedding.weight
+    is_tied = isinstance(head, torch.nn.Linear) and head.weight is embedding.weight
     module.init_parallel_plans()
     names = {child: name for name, child in module.named_modules()}
-    plan = {name: style for name, style in module.tp_plan.items() if name != names[head]}
+    plan = {name: style for name, style in module.tp_plan.items() if name != names.get(head)}
     if not plan:
         raise ConfigError(f"{type(module).__name__} comes with no plan for tensor parallelism: set trainer.parallel.tensor to 1")
     if not cuts_experts:
@@ -126,9 +125,9 @@ def _cut_matrices(module: PreTrainedModel, *, replicas: Replicas, cuts_experts: 
     plan = {name: style for name, style in plan.items() if name not in norms} | {names[embedding]: _BY_WORDS}
     mesh = replicas.mesh("tensor")
     apply_tensor_parallelism(module, mesh, plan)
-    ALL_PARALLEL_STYLES["colwise"].shard_param(head, "weight", mesh)  # its product is taken by `trainer.head`
-    if is_tied:
-        head.weight = embedding.weight
+    if isinstance(head, torch.nn.Linear):  # a value model has none
+        ALL_PARALLEL_STYLES["colwise"].shard_param(head, "weight", mesh)  # its product is taken by `trainer.head`
+        head.weight = embedding.weight if is_tied else head.weight
     wanted = re.compile("|".join(re.escape(name).replace(r"\*", r"\d+") + r"\.\w+" for name in norms) or r"(?!)")
     return {name for name, _ in module.named_parameters() if wanted.fullmatch(name)}
 

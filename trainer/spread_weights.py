@@ -87,23 +87,21 @@ class SpreadWeights:
         targets = views(buffer, layout) if buffer is not None else {}
         for move in self._moves or () if is_shared else ():
             targets[move.name][move.target_slices].copy_(local(pieces[move.name])[move.source_slices].to(self._model.dtype))
-        for name in self._model.shapes:
-            if not is_shared or name in self._gathered:
-                self._gather(name, pieces, targets if self._replicas.rank == 0 else {})
+        for name, tensor in self._model.state([name for name in self._model.shapes if not is_shared or name in self._gathered]):
+            if self._replicas.rank == 0:
+                self._put(name, tensor, targets)
         if not self._replicas.all_agree(True, what="to write a policy together"):
             raise WeightsError("a rank could not write its part of the policy; its own error is in the run folder's failures")
 
-    def _gather(self, name: str, pieces: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-        whole_one = self._model.whole(name, pieces)
-        for published, part in revert_weight_conversion(self._model.module, {name: whole_one}).items() if targets else ():
+    def _put(self, name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
+        for published, part in revert_weight_conversion(self._model.module, {name: tensor}).items():
             if published in targets:
                 targets[published].copy_(part)
 
     def _plan(self, pieces: Mapping[str, torch.Tensor], wanted: set[str]) -> tuple[list[Move], frozenset[str]]:
         """This rank's share of the writing, and what must be gathered."""
-        shapes = {
-            name: shape for name, shape in self._model.shapes.items() if shape and name in wanted and [*self._names_of(name)] == [name]
-        }
+        plain = [name for name in self._model.shapes if name in wanted and list(self._names_of(name)) == [name]]
+        shapes = {name: tuple(self._model.shapes[name]) for name in plain if not self._model.is_adapted(name)}
         by_rank = self._all_boxes({name: _box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
         whole_ones = {name for name, shape in shapes.items() if _is_covered([boxes[name] for boxes in by_rank], shape)}
         moves = index_map(
@@ -144,7 +142,7 @@ class SpreadWeights:
 
 
 def _box_of(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> Box:
-    """Which part of the whole this rank holds; an empty one where that is nothing, or not one box."""
+    """Which part of the whole this rank holds; an empty one where it holds none, or not one box."""
     if tensor is None:
         return tuple((0, 0) for _ in shape)
     if not isinstance(tensor, DTensor):

@@ -24,6 +24,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import CheckpointFailed
 from pipelinerl.packing import Packing
+from trainer.build import adapters_of
 from trainer.checkpoint import save_model
 from trainer.checkpoints import Checkpoints, newest, read_manifest
 from trainer.demonstrations import Demonstration, Demonstrations
@@ -111,6 +112,7 @@ def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
         recomputes=config.trainer.recompute,
         has_float32_head=config.trainer.float32_head,
         is_offloaded=config.trainer.offload is Offload.WEIGHTS,
+        adapters=adapters_of(config),
     )
     optimizer = Optimizer(
         model.parameters(),
@@ -210,7 +212,7 @@ class _Resumable:
         """Begin to write a version, where one is due; say where an earlier one failed."""
         self._tell_failures()
         if version % self._every == 0:
-            self._checkpoints.begin(version, commit=self._settings, num_samples=0, samples="")
+            self._checkpoints.begin(version, commit=self._settings, num_samples=0, samples="0")
 
     def wait(self) -> None:
         """Wait for what is being written; say where that failed."""

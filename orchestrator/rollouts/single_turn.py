@@ -26,6 +26,7 @@ def trajectory_of(
         versions=np.concatenate((np.full(num_prompt, UNSAMPLED, np.int32), completion.versions)),
         finish=completion.finish,
         error=completion.error,
+        routes=completion.routes,
         engine_id=engine_id,
         admitted_at=admitted_at,
         finished_at=finished_at,

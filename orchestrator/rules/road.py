@@ -14,16 +14,16 @@ BETWEEN_DEVICES = {"cuda_ipc", "nccl"}
 
 
 def choose_road(
-    wanted: str, *, trainer: str, engines: Mapping[str, str], address: str, device_roads: Collection[str] = ()
+    wanted: str, *, trainer: str, engines: Mapping[str, str], address: str | None, device_roads: Collection[str] = ()
 ) -> tuple[str, str]:
     """The road, and a sentence that says why. `trainer` and the values of `engines` (by peer) differ only where they share no memory.
 
     `device_roads` are those between devices that every process could take. Raises `ConfigError` for a road that does not reach every engine
-    from the trainer, whose address towards others is `address`.
+    from the trainer, whose address towards others is `address`; None: the one on its way to the orchestrator, which the engines reach too.
     """
     remote = sorted(peer for peer, machine in engines.items() if machine and trainer and machine != trainer)
     apart = f"{len(remote)} of {len(engines)} engines run on another machine than the trainer ({remote[0]})" if remote else ""
-    is_reachable = not address.startswith("127.")
+    is_reachable = address is None or not address.startswith("127.")
     road = wanted if wanted != "auto" else _shortest(is_apart=bool(remote), device_roads=device_roads)
     if road in BETWEEN_DEVICES and road not in device_roads:
         raise ConfigError(
@@ -33,8 +33,8 @@ def choose_road(
         raise ConfigError(f"weights.road = {road} cannot reach {', '.join(remote)}: {apart}. Set weights.road to gloo, nccl or files")
     if road in ("gloo", "nccl") and remote and not is_reachable:
         raise ConfigError(
-            f"{apart}, and weights.address is {address}, which only this machine reaches. Set it to the trainer's address on their"
-            " network, or share the run folder and set weights.road to files"
+            f"{apart}, and weights.address is {address}, which only this machine reaches. Leave it out, set it to the trainer's address"
+            " on their network, or share the run folder and set weights.road to files"
         )
     why = "weights.road says so" if wanted != "auto" else apart or "the engines run on the trainer's machine"
     if wanted == "auto" and road in BETWEEN_DEVICES:

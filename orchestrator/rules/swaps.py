@@ -44,6 +44,8 @@ class Swap:
     """It refused a policy and has taken none since: changes might not fit over what it holds."""
     is_late: bool = False
     """Its open order has lasted too long."""
+    is_pinned: bool = False
+    """It keeps the policy it holds, for an evaluation, and is told of no other meanwhile."""
 
     @property
     def is_hopeless(self) -> bool:
@@ -88,12 +90,22 @@ class Swaps:
         self._swaps[engine_id] = Swap(held=held)
 
     def next_order(self, engine_id: int) -> Policy | None:
-        """What the engine should be told to fetch now; None while an order is open, it holds the newest, or refused it too often."""
+        """What the engine should be told to fetch now; None while it has one, is pinned, holds the newest, or refused it too often."""
         swap = self[engine_id]
-        if self.newest is None or swap.ordered is not None or swap.held >= self.newest.age or swap.num_refusals > MAX_REFILLS:
+        if (
+            self.newest is None
+            or swap.is_pinned
+            or swap.ordered is not None
+            or swap.held >= self.newest.age
+            or swap.num_refusals > MAX_REFILLS
+        ):
             return None
         swap.ordered = self.newest.age
         return self.newest
+
+    def pin(self, engine_id: int, *, is_pinned: bool) -> None:
+        """Have an engine keep what it holds once its open order has ended; or have it follow again."""
+        self[engine_id].is_pinned = is_pinned
 
     def not_sent(self, engine_id: int) -> None:
         """The order could not be sent; the next policy, or the engine that follows, is a new chance."""

@@ -87,7 +87,7 @@ class Comparing:
         self._answer((*plan.done, *join_comparison(plan.compared, answer)))
 
     def _answer(self, members: tuple[ScoredTrajectory, ...]) -> None:
-        self._ledger.compare(members, now_s=asyncio.get_running_loop().time())
+        self._ledger.amend("compared", members, now_s=asyncio.get_running_loop().time())
         self._answers.put_now(members)  # bounded by the scorers' room
 
     async def _collect(self) -> None:

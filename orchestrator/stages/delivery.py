@@ -30,6 +30,7 @@ from pipelinerl.messages import (
     TakeMicroBatch,
     TrainerReady,
 )
+from pipelinerl.routes import joined
 from pipelinerl.stages import Channel, Signal
 from pipelinerl.watch import Watch
 
@@ -179,6 +180,8 @@ class Delivery:
                 recorded = await loop.run_in_executor(None, functools.partial(read_steps, self._ledger, first=ready.version, end=end))
                 self._steps |= {number: _step_of(number, step) for number, step in recorded.items()}
             for step in range(self.num_booked, ready.version):  # its weights prove what their trainer had no time to say
+                samples = [sample for row in self._steps[step].rows for sample in row.samples]
+                self._progress.proven(step, samples, now_s=loop.time())
                 self._book(step, now_s=loop.time())
             self._last_checkpoint = ready.version if ready.saved is None else ready.saved
             if self._last_checkpoint and not is_saved(self._ledger, self._last_checkpoint):
@@ -326,6 +329,8 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> Mic
         rollout_ids=tuple(trajectory.rollout_id for trajectory in trajectories),
         rewards=np.array([sample.reward for sample in samples], np.float32),
         truncated=np.array([trajectory.finish is Finish.LENGTH for trajectory in trajectories], np.bool_),
+        group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int32),
+        routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
     )
 
 

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -68,12 +69,17 @@ class Dispatch:
         watch: Watch,
         sampling: Sampling,
         group_size: int,
+        chunk_tokens: int = 0,
+        brake: Callable[[], str | None] = lambda: None,
         queue_bytes: int,
         quarantine: Quarantine,
         first_group_id: int = 0,
         interrupted: tuple[InterruptedGroup, ...] = (),
     ) -> None:
-        """`interrupted` groups, of an earlier life of the run, are issued before anything new, as far as no engine still has them."""
+        """`interrupted` groups, of an earlier life of the run, are issued before anything new, as far as no engine still has them.
+
+        `brake()` names what no group is admitted for, if anything; `credits` is set when that may have changed.
+        """
         self._prompts = prompts
         self._trajectories = trajectories
         self._engines = engines
@@ -83,6 +89,8 @@ class Dispatch:
         self._watch = watch
         self._sampling = sampling
         self._group_size = group_size
+        self._chunk_tokens = chunk_tokens
+        self._brake = brake
         self._quarantine = quarantine
         self._group_ids = itertools.count(first_group_id)
         self._again: dict[int, list[Rollout]] = {group.group_id: _rollouts_of(group) for group in interrupted}
@@ -141,7 +149,7 @@ class Dispatch:
         version = self._engines.newest_version() if version is None else version
         if version is None:
             return NO_ENGINE
-        return self._admission.holds_back(
+        return self._brake() or self._admission.holds_back(
             version=version,
             num_generating=self._engines.num_outstanding,
             engines_are_current=self._engines.all_hold(self._admission.version),
@@ -163,7 +171,11 @@ class Dispatch:
 
     def _ask(self, rollout: Rollout, engine_id: int) -> None:
         request = Generate(
-            rollout_id=rollout.rollout_id, attempt=rollout.attempt, token_ids=rollout.prompt.token_ids, sampling=self._sampling
+            rollout_id=rollout.rollout_id,
+            attempt=rollout.attempt,
+            token_ids=rollout.prompt.token_ids,
+            sampling=self._sampling,
+            chunk_tokens=self._chunk_tokens,
         )
         version = self._engines[engine_id].version
         self._ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())

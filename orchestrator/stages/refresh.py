@@ -170,6 +170,22 @@ class Refresh:
         except TimeoutError:
             raise error from None
 
+    # --- for evaluations ---
+
+    def pin(self, engine: Engine) -> None:
+        """Have an engine keep its version, once it has ended the swap that is under way; the others go on."""
+        self._swaps.pin(engine.engine_id, is_pinned=True)
+
+    def is_settled(self, engine: Engine) -> bool:
+        """True where an engine has no swap under way."""
+        return self._swaps[engine.engine_id].ordered is None
+
+    def unpin(self, engine: Engine) -> None:
+        """Have an engine follow the newest policy again."""
+        if self._engines.serves(engine):
+            self._swaps.pin(engine.engine_id, is_pinned=False)
+            self._order(engine)
+
     # --- what engines say ---
 
     def _on_joined(self, engine: Engine) -> None:

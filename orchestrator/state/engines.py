@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from orchestrator.rules.routing import Loads
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Adopt, Completion, EngineLoad, EngineReady, Generate, Starting, Tensor
+from pipelinerl.messages import Adopt, Completion, EngineLoad, EngineReady, Generate, Starting, Tensor, Tokens
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
@@ -20,6 +20,8 @@ Sink = Callable[[Completion, int], None]
 """Takes a completion and the id of the engine that made it."""
 Lost = Callable[[int], None]
 """Is told that the engine of this id will not answer."""
+Follower = Callable[[Generate, Tokens], None]
+"""Takes a request and what an engine has sampled for it meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class _Asked:
 
     engine_id: int
     attempt: int
+    request: Generate | None
+    """None for one that the orchestrator before had asked for."""
     sink: Sink
     lost: Lost
 
@@ -69,11 +73,13 @@ class Engines:
         self._layout: tuple[Tensor, ...] | None = None
         self._joined: list[Callable[[Engine], None]] = []
         self._died: list[Callable[[int], None]] = []
+        self._followers: list[Follower] = []
         watch.explain(self._owed)
         peers.on(Starting, self._on_starting)
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
         peers.on(Completion, self._on_completion)
+        peers.on(Tokens, self._on_tokens)
 
     def __iter__(self):
         return iter(self._engines.values())
@@ -163,6 +169,10 @@ class Engines:
         """Have `handler` called with the id of every engine that is lost, after its requests were given back."""
         self._died.append(handler)
 
+    def on_tokens(self, handler: Follower) -> None:
+        """Have `handler` called with what engines tell of sequences that go on."""
+        self._followers.append(handler)
+
     def layout(self) -> tuple[Tensor, ...]:
         """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
         layouts = {engine.ready.tensors for engine in self} | ({self._layout} if self._layout is not None else set())
@@ -179,17 +189,17 @@ class Engines:
         if not self.peers.send(engine.peer, request):
             lost(engine_id)
             return
-        self._await(request.rollout_id, request.attempt, engine, sink=sink, lost=lost)
+        self._await(request.rollout_id, request.attempt, engine, request=request, sink=sink, lost=lost)
 
     def adopt(self, rollouts: Mapping[str, int], engine_id: int, *, sink: Callable[[str], Sink], lost: Callable[[str], Lost]) -> None:
         """Of what an engine announced as running, await these answers (attempts by rollout id), and have it drop the rest."""
         engine = self._engines[engine_id]
         self.peers.send(engine.peer, Adopt(rollouts=dict(rollouts)))
         for rollout_id, attempt in rollouts.items():
-            self._await(rollout_id, attempt, engine, sink=sink(rollout_id), lost=lost(rollout_id))
+            self._await(rollout_id, attempt, engine, request=None, sink=sink(rollout_id), lost=lost(rollout_id))
 
-    def _await(self, rollout_id: str, attempt: int, engine: Engine, *, sink: Sink, lost: Lost) -> None:
-        self._asked[rollout_id] = _Asked(engine_id=engine.engine_id, attempt=attempt, sink=sink, lost=lost)
+    def _await(self, rollout_id: str, attempt: int, engine: Engine, *, request: Generate | None, sink: Sink, lost: Lost) -> None:
+        self._asked[rollout_id] = _Asked(engine_id=engine.engine_id, attempt=attempt, request=request, sink=sink, lost=lost)
         engine.num_outstanding += 1
         self._note(engine)
 
@@ -245,6 +255,16 @@ class Engines:
         self._note(engine)
         self._credits.set()
         asked.sink(completion, asked.engine_id)
+
+    def _on_tokens(self, peer: str, tokens: Tokens) -> None:
+        asked = self._asked.get(tokens.rollout_id)
+        if asked is None or asked.attempt != tokens.attempt:
+            self.num_fenced += 1
+            return
+        if asked.request is None:
+            return  # its first tokens went to an orchestrator that is gone: it is followed once it is whole
+        for handler in self._followers:
+            handler(asked.request, tokens)
 
     def _owed(self) -> str | None:
         """What engines were asked for and have not answered: for the verdict on a stall."""

@@ -36,8 +36,9 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     began       a life of the run; `reason` is its settings and its clock in Unix seconds, as JSON
     admitted    a rollout, its group and prompt                     issued      an attempt of it, of `peer` at version `newest`
     lost        the attempt, and why                                generated   the attempt: tokens, versions, how it finished
-    scored      the attempt: outcome and reward                     compared    with its siblings: the outcome and reward that count
-    placed      in a step                                           packed      in a row and place of it
+    scored      the attempt: outcome and reward                     followed    its steps have scores, or it cannot train
+    compared    with its siblings: outcome and reward that count    placed      in a step
+    packed      in a row and place of it
     trained, filtered, stale, failed, cancelled: its fate           revived     cancelled when the run ended, which goes on
     sealed      a step: rows (`row`), samples (`place`), tokens     done        a step is in the policy
     replayed    it is once more, after a restart from a checkpoint  restarted   the trainer, from version `step`
@@ -45,7 +46,7 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     suspected   a prompt was there when `peer` died                 cleared     it came through
     quarantined it was there twice: it is not sampled again         skipped     a quarantined prompt was drawn
     outlived    the trainer, at `step`, the orchestrator before     adopted     an attempt that an engine had outlive it
-    ended       the run: why, and the counts, as JSON
+    ended       the run: why, and the counts, as JSON               evaluated   a version (`step`), with the mean `reward`
 """
 
 from __future__ import annotations
@@ -210,12 +211,12 @@ class Ledger:
             self.book("scored", now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
             self.store.put("INSERT INTO samples (rollout_id, group_id, scored) VALUES (?, ?, ?)", name, group_id, _without_prompt(scored))
 
-    def compare(self, members: Sequence[ScoredTrajectory], *, now_s: float) -> None:
-        """All siblings of a group have their final scores: a scorer has compared them, or there were too few to compare."""
+    def amend(self, kind: str, members: Sequence[ScoredTrajectory], *, now_s: float) -> None:
+        """Scores have changed: by `followed`, each has its step scores, or by `compared`, its part of what compares siblings."""
         with self.together():
             for member in members:
                 name, attempt, score = member.trajectory.rollout_id, member.trajectory.attempt, member.score
-                self.book("compared", now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
+                self.book(kind, now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
                 self.store.put("UPDATE samples SET scored = ? WHERE rollout_id = ?", _without_prompt(member), name)
 
     def place(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:

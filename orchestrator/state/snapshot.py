@@ -70,10 +70,10 @@ class Snapshot:
     interrupted: tuple[InterruptedGroup, ...]
     scored: tuple[ScoredTrajectory, ...]
     """Scored, and not placed in a step."""
-    compared: tuple[ScoredTrajectory, ...]
-    """Those of `scored` that were compared with their siblings."""
-    uncompared: tuple[ScoredTrajectory, ...]
-    """The others."""
+    compared: frozenset[str]
+    """Rollouts that were compared with their siblings."""
+    followed: frozenset[str]
+    """Rollouts whose steps have scores."""
     steps: dict[int, RecordedStep]
     """Steps from `num_done` on; the last one may be open."""
     num_placed_groups: int
@@ -82,6 +82,9 @@ class Snapshot:
     """Groups admitted and neither placed nor given up."""
     deaths: dict[str, dict[str, int]]
     """By role, by prompt: how often it was there when a peer died, and has not come through since."""
+
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """(version, mean reward) of those that are done."""
 
     @property
     def open_step(self) -> int:
@@ -105,7 +108,7 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
     last = read("SELECT group_id, epoch, row FROM groups ORDER BY group_id DESC LIMIT 1")
     steps = _read_steps(ledger, first=num_done, end=None)
     scored = _scored(ledger, "step IS NULL")
-    compared = {name for (name,) in read("SELECT rollout_id FROM events WHERE kind = 'compared' AND rollout_id IS NOT NULL")}
+    amended = read("SELECT kind, rollout_id FROM events WHERE kind IN ('compared', 'followed') AND rollout_id IS NOT NULL")
     interrupted = _interrupted(ledger)
     running = {scored_one.trajectory.group_id for scored_one in scored} | {group.group_id for group in interrupted}
     return Snapshot(
@@ -114,12 +117,13 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
         position=tuple(last[0][1:]) if last else (0, 0),
         interrupted=interrupted,
         scored=scored,
-        compared=tuple(one for one in scored if one.trajectory.rollout_id in compared),
-        uncompared=tuple(one for one in scored if one.trajectory.rollout_id not in compared),
+        compared=frozenset(name for kind, name in amended if kind == "compared"),
+        followed=frozenset(name for kind, name in amended if kind == "followed"),
         steps=steps,
         num_placed_groups=read("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0][0],
         running_groups=frozenset(running),
         deaths=_deaths(ledger),
+        evaluations=tuple(read("SELECT step, reward FROM events WHERE kind = 'evaluated' AND rollout_id IS NULL ORDER BY seq")),
     )
 
 

@@ -40,11 +40,11 @@ class Need(enum.StrEnum):
     ROLLOUT_TOKENS = "rollout_tokens"
     """Trained tokens of each whole rollout, where one fans out into several rows."""
     TOKEN_KL = "token_kl"
-    """Per token log mu - log ref, from a reference prefill, on the orchestrator's side."""
+    """Per token log mu - log ref, for advantages with a KL in the reward; these are then made in the trainer, which has a reference."""
     REFERENCE_LOGPROBS = "reference_logprobs"
     """Reference or teacher log-probability per token, on the trainer's side."""
     OLD_LOGPROBS = "old_logprobs"
-    """Log-probabilities of the policy at the start of the step: one more forward pass of the trainer."""
+    """Log-probabilities of the policy at the start of the step: one more forward pass of the trainer where it trains a step twice."""
     TOKEN_VERSIONS = "token_versions"
     """The version that sampled each token."""
     ENTROPY = "entropy"
@@ -63,14 +63,23 @@ class Need(enum.StrEnum):
 
 ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.WHOLE_BATCH})
 """What wire and orchestrator supply in every run."""
-TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP})
-"""What the trainer computes where a method asks for it. A step makes one update, so the policy at its start is the one being trained."""
+TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP, Need.CRITIC})
+"""What the trainer computes where a method asks for it."""
+REFERENCE_OFFERS = frozenset({Need.REFERENCE_LOGPROBS, Need.TOKEN_KL})
+"""What it computes where it is given a reference or teacher model, too."""
+ORCHESTRATOR_KNOWS = frozenset(
+    {Need.COMPONENTS, Need.GREEDY_REWARD, Need.STEP_SCORES, Need.ANCHORS, Need.ROLES, Need.SUBGROUPS, Need.PREDICTIONS}
+)
+"""What an advantage made in the trainer cannot read."""
 
 COSTS: dict[Need, str] = {
     Need.ENTROPY: "the entropy's gradient keeps one more table of logits",
     Need.WHOLE_BATCH: "rows leave only when all groups of their step are in: training hides only inside the generation of later steps",
     Need.WHOLE_STEP: "the trainer holds a step's rows until the seal, and computes forward and backward only then",
-    Need.OLD_LOGPROBS: "with whole_step, one more forward pass of every row, as it arrives; else nothing: a step makes one update",
+    Need.OLD_LOGPROBS: "with whole_step or trainer.passes above 1, one more forward pass of every row, as it arrives; else nothing",
+    Need.CRITIC: "a second model of the policy's size, with gradients and optimizer state, and two more passes of every row",
+    Need.REFERENCE_LOGPROBS: "a third model, frozen (reference.path), and one more forward pass of every row",
+    Need.TOKEN_KL: "the same model; advantages are then made in the trainer",
 }
 """What a supplied need costs the run."""
 
@@ -132,7 +141,7 @@ class RuleSpec:
     aggregations: frozenset[Aggregation] = frozenset()
     """Aggregations under which the rule means what its name says; empty: any."""
     on_trainer: bool = False
-    """An advantage rule whose inputs exist only in the trainer."""
+    """An advantage rule whose inputs exist only in the trainer, once the step is whole."""
     per_token: bool = False
     """An advantage rule that gives each token a number of its own, not one to the whole sequence."""
     reads_advantages: bool = True

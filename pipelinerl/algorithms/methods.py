@@ -3,9 +3,9 @@
 A row changes columns of `START`; everything else stays as there. A new method is one more `_row`. Where a rule of that name does not
 exist yet, it is one entry in `orchestrator_rules` or `trainer_rules` and one function on the side that runs it.
 
-Rows whose trust region is drawn around `prox` mostly choose proximal "engine": this trainer makes one update per batch, so around the
-current policy the region would be a point, the ratio 1, and the clip inert. The `grpo` row keeps "current" and corrects with an
-importance weight, which is exact and costs no forward pass.
+Rows whose trust region is drawn around `prox` mostly choose proximal "engine": with one update per batch (`trainer.passes`), the region
+around the current policy would be a point, the ratio 1, and the clip inert. The `grpo` row keeps "current" and corrects with an
+importance weight, which is exact and costs no forward pass; with several updates it takes "recomputed".
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, TRAINER_OFFERS, Method, Need
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, REFERENCE_OFFERS, TRAINER_OFFERS, Method, Need
 from pipelinerl.algorithms.refusals import RunFacts, problems_of
 from pipelinerl.algorithms.rules import nearest, with_columns
-from pipelinerl.config import AlgorithmSection
+from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 
 METHODS: dict[str, Method] = {}
@@ -185,10 +185,19 @@ _row("opsm", "drop bad answers the policy has already left", "slime; DeepSeek-V3
 _row("m2po", "clip around mu, without the tokens of largest second moment", "arXiv:2510.01161", masks="m2po", **_ENGINE)
 
 
-def method_of(algorithm: AlgorithmSection, *, group_size: int, max_staleness: int) -> Method:
+def method_of(config: Config) -> Method:
     """The method a run's config names, checked against what this system supplies. Raises `ConfigError` as `resolve` does."""
     offers = ALWAYS_OFFERED | TRAINER_OFFERS
-    return resolve(algorithm.name, algorithm.overrides, group_size=group_size, max_staleness=max_staleness, offers=offers)
+    offers |= REFERENCE_OFFERS if config.reference.path is not None else frozenset()
+    offers |= {Need.STEP_SCORES} if config.prm.path is not None else frozenset()
+    return resolve(
+        config.algorithm.name,
+        config.algorithm.overrides,
+        group_size=config.rollout.group_size,
+        max_staleness=config.pipeline.max_staleness,
+        updates_per_batch=config.trainer.passes,
+        offers=offers,
+    )
 
 
 def resolve(
@@ -243,6 +252,6 @@ def render_table() -> str:
 
 
 def _cost(method: Method) -> str:
-    missing = sorted(need.value for need in method.needs - ALWAYS_OFFERED - TRAINER_OFFERS)
+    missing = sorted(need.value for need in method.needs - ALWAYS_OFFERED - TRAINER_OFFERS - REFERENCE_OFFERS)
     costs = sorted(need.value for need in method.needs if need in COSTS)
     return "; ".join([*costs, *(f"needs {need}" for need in missing)])

@@ -64,6 +64,10 @@ _STD = {"eps": 1e-6, "ddof": 1}
 _PARTS = {"process_coef": 1.0, "outcome_coef": 1.0}
 _STEPS = frozenset({Need.STEP_SCORES})
 
+_KL_IN_REWARD = {"kl_coef": 0.0}
+"""Taken from the reward of every token: kl_coef (log mu - log ref)."""
+_NEEDS_KL = {"kl_coef": Need.TOKEN_KL}
+
 ADVANTAGE: dict[str, RuleSpec] = {
     "none": RuleSpec(formula="A = 0: the objective brings its own signal"),
     "grpo": RuleSpec(formula="(R - mean_g) / (std_g + eps)", source="DeepSeekMath arXiv:2402.03300", options=_STD, min_group=2),
@@ -113,7 +117,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
         formula="A_t = sum_{k>=t} gamma^(k-t) r_k; r = -kl_coef (log mu - log ref), + R at the last token",
         source="REINFORCE++ arXiv:2501.03262",
         options={"gamma": 1.0, "kl_coef": 0.001},
-        needs_if={"kl_coef": Need.TOKEN_KL},
+        needs_if=_NEEDS_KL,
         per_token=True,
     ),
     "step_difference": RuleSpec(
@@ -155,24 +159,27 @@ ADVANTAGE: dict[str, RuleSpec] = {
     "gae": RuleSpec(
         formula="A_t = delta_t + gamma lam A_{t+1}, carried through masked tokens",
         source="arXiv:1506.02438",
-        options={"gamma": 1.0, "lam": 0.95},
+        options={"gamma": 1.0, "lam": 0.95, **_KL_IN_REWARD},
         needs=frozenset({Need.CRITIC}),
+        needs_if=_NEEDS_KL,
         on_trainer=True,
         per_token=True,
     ),
     "vapo_gae": RuleSpec(
         formula="GAE with lam = 1 - 1/(alpha L); returns with lam 1",
         source="VAPO arXiv:2504.05118",
-        options={"gamma": 1.0, "alpha": 0.05},
+        options={"gamma": 1.0, "alpha": 0.05, **_KL_IN_REWARD},
         needs=frozenset({Need.CRITIC}),
+        needs_if=_NEEDS_KL,
         on_trainer=True,
         per_token=True,
     ),
     "turn_gae": RuleSpec(
-        formula="GAE over turn boundaries, constant inside a turn",
+        formula="GAE over turn boundaries, constant inside a turn, whose value is that of its first token",
         source="AReaL",
-        options={"gamma": 1.0, "lam": 0.95},
-        needs=_STEPS | {Need.CRITIC},
+        options={"gamma": 1.0, "lam": 0.95, **_KL_IN_REWARD},
+        needs=frozenset({Need.CRITIC}),
+        needs_if=_NEEDS_KL,
         on_trainer=True,
         per_token=True,
     ),

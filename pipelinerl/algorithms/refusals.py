@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipelinerl.algorithms.method import Aggregation, Method, Need, Option, Rule
-from pipelinerl.algorithms.rules import specs_of
+from pipelinerl.algorithms.method import ORCHESTRATOR_KNOWS, Aggregation, Method, Need, Option, Rule
+from pipelinerl.algorithms.rules import makes_advantages_in_trainer, specs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class RunFacts:
 _HOW_TO_OFFER: dict[Need, str] = {
     Need.COMPONENTS: "give the run several reward functions",
     Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout per prompt, or choose rloo",
-    Need.STEP_SCORES: "add a process reward model to the scorers",
+    Need.STEP_SCORES: "name a process reward model (prm.path)",
     Need.ANCHORS: "use an environment that names its states",
     Need.ROLES: "use an environment that names agent roles",
     Need.SUBGROUPS: "use an environment that nests groups",
     Need.PREDICTIONS: "switch unbiased early stopping on, or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
     Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",
-    Need.TOKEN_KL: "score reference log-probabilities in a prefill stage, or set kl_coef to 0",
-    Need.REFERENCE_LOGPROBS: "give the trainer a reference model, or set kl to none",
+    Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
+    Need.REFERENCE_LOGPROBS: "set reference.path, to model.path for the policy the run starts from or to a teacher's folder, or kl to none",
     Need.OLD_LOGPROBS: "let the trainer run a forward pass before each step, or set proximal to current or engine",
     Need.TOKEN_VERSIONS: "use an engine that tags every token with its version",
     Need.ENTROPY: "let the trainer compute entropies",
@@ -66,6 +66,7 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _unread,
         _unlike,
         _bounds,
+        _made_in_trainer,
         _withheld,
         _sampling,
     )
@@ -169,6 +170,17 @@ def _bounds(method: Method, run: RunFacts) -> Iterator[str]:
         if _is_number(low) and _is_number(high) and low >= high:  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
             yield f"{column} {rule.name} keeps nothing: got low {low} and high {high}, expected low below high."
     yield from _dual_clip(method.objective)
+
+
+def _made_in_trainer(method: Method, run: RunFacts) -> Iterator[str]:
+    if not makes_advantages_in_trainer(method):
+        return
+    for column, rule, spec in specs_of(method):
+        for need in sorted(spec.needs & run.offers & ORCHESTRATOR_KNOWS if column in ("shaping", "advantage") else ()):
+            yield (
+                f"{column} {rule.name} needs {need.value}, which only the orchestrator knows, and this method's advantages are made in the"
+                " trainer, which alone has critic and reference. Choose another advantage, or no KL in the reward."
+            )
 
 
 def _withheld(method: Method, run: RunFacts) -> Iterator[str]:

@@ -69,7 +69,14 @@ def needs_of(method: Method) -> frozenset[Need]:
     for _, rule, spec in specs_of(method):
         needs |= spec.needs
         needs |= {need for option, need in spec.needs_if.items() if rule.options[option]}
+    if COLUMNS["advantage"][method.advantage.name].on_trainer or Need.TOKEN_KL in needs:  # see `makes_advantages_in_trainer`
+        needs = needs - {Need.WHOLE_BATCH} | {Need.WHOLE_STEP}
     return frozenset(needs)
+
+
+def makes_advantages_in_trainer(method: Method) -> bool:
+    """Whether advantages, and the rule over the whole step after them, are made in the trainer: the orchestrator then sends zeros."""
+    return COLUMNS["advantage"][method.advantage.name].on_trainer or Need.TOKEN_KL in method.needs
 
 
 def with_columns(method: Method, columns: Mapping[str, Any]) -> Method:

@@ -2,6 +2,7 @@
 
 conservation   a rollout is admitted once and ends once; what ended stays ended, but what was cancelled with its run may be revived
 attempts       count up from 0; the next one only once the last is lost; an answer counts only for the attempt that is out
+steps          where steps are scored, a sample's are so once, after its own score, and before it is compared or placed
 comparison     where siblings are compared, each is so once, after its own score, and none is placed before
 exactly once   a sample is placed in one step, packed in one place of one row, and trained in that step; a step is done once and in turn,
                and is done again only after the trainer started from a checkpoint that does not hold it; a trainer that outlives the
@@ -36,6 +37,7 @@ class Rollout:
     """Its attempt was issued, and neither lost nor scored."""
     is_generated: bool = False
     is_scored: bool = False
+    is_followed: bool = False
     is_compared: bool = False
     has_reward: bool = False
     oldest: int | None = None
@@ -83,6 +85,7 @@ class Trial:
         self._open_step = 0
         self._deaths: collections.Counter[tuple[str, str]] = collections.Counter()
         self._quarantined: dict[str, int] = {}
+        self._evaluated: set[int] = set()
         """By row of the source: number of the entry."""
 
     def play(self, entries: Iterable[Entry]) -> None:
@@ -171,6 +174,14 @@ class Trial:
         self._demand((entry.reason == "ok") == (entry.reward is not None), entry, f"is {entry.reason} with the reward {entry.reward}")
         rollout.is_out, rollout.is_scored, rollout.has_reward = False, True, entry.reward is not None
 
+    def _on_followed(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(bool(self._promises.get("follows_traces")), entry, "is followed in a run without a process reward model")
+        self._demand(rollout.is_scored and not rollout.is_followed, entry, "is followed before its own score, or twice")
+        self._demand(rollout.step is None and not rollout.fate, entry, "is followed after it was placed, or after its end")
+        self._demand(entry.attempt == rollout.attempt, entry, f"follows attempt {entry.attempt}, scored was {rollout.attempt}")
+        self._demand(rollout.has_reward or entry.reward is None, entry, "has a reward by its steps, and none of its own")
+        rollout.is_followed, rollout.has_reward = True, entry.reward is not None
+
     def _on_compared(self, entry: Entry, rollout: Rollout) -> None:
         self._demand(bool(self._promises.get("compares_siblings")), entry, "is compared in a run that compares nothing")
         self._demand(rollout.is_scored and not rollout.is_compared, entry, "is compared before its own score, or twice")
@@ -183,6 +194,7 @@ class Trial:
     def _on_placed(self, entry: Entry, rollout: Rollout) -> None:
         assert entry.step is not None
         self._demand(rollout.has_reward and not rollout.fate, entry, "is placed without a reward, or after its end")
+        self._demand(rollout.is_followed or not self._promises.get("follows_traces"), entry, "is placed before its steps were scored")
         self._demand(rollout.is_compared or not self._promises.get("compares_siblings"), entry, "is placed before it was compared")
         self._demand(rollout.step is None, entry, f"is placed in step {entry.step}, and was in {rollout.step}")
         self._demand(entry.step == self._open_step, entry, f"is placed in step {entry.step}, but {self._open_step} is being filled")
@@ -312,6 +324,10 @@ class Trial:
 
     def _on_skipped(self, entry: Entry) -> None:
         self._demand(_row(entry.prompt_id or "") in self._quarantined, entry, "skips a prompt that is not quarantined")
+
+    def _on_evaluated(self, entry: Entry) -> None:
+        self._demand((entry.step or 0) not in self._evaluated, entry, f"evaluates version {entry.step} a second time")
+        self._evaluated.add(entry.step or 0)
 
     def _refuse_quarantined(self, entry: Entry, prompt_id: str) -> None:
         self._demand(_row(prompt_id) not in self._quarantined, entry, f"asks for the quarantined prompt {prompt_id}")

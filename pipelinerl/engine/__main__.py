@@ -22,15 +22,24 @@ from pipelinerl.restarts import Restarts
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.engine", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
-    run_folder = parser.parse_args().run_folder
-    with last_words(run_folder, "engines"):
+    parser.add_argument("--part", help="K/N: the engines of this machine, one of N; default: all of them")
+    arguments = parser.parse_args()
+    run_folder = arguments.run_folder
+    with last_words(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
         config = read_config(run_folder)
         set_environment()
         if config.engine.kind == "vllm":
             from pipelinerl.engine.vllm_engine import import_everything
 
             import_everything()
-        sys.exit(_Parent(config, run_folder).run())
+        sys.exit(_Parent(config, run_folder, engine_ids=engines_of_part(arguments.part, count=config.engine.count)).run())
+
+
+def engines_of_part(part: str | None, *, count: int) -> range:
+    """The engines of part `K/N` of `count`: consecutive ones, as many in each part, or one more."""
+    number, _, num_parts = (part or "0/1").partition("/")
+    bounds = [count * index // int(num_parts) for index in (int(number), int(number) + 1)]
+    return range(*bounds)
 
 
 def set_environment() -> None:
@@ -52,17 +61,18 @@ def set_environment() -> None:
 class _Parent:
     """Forks the engines, and those that are killed once more."""
 
-    def __init__(self, config: Config, run_folder: Path) -> None:
+    def __init__(self, config: Config, run_folder: Path, *, engine_ids: range) -> None:
         self._config = config
+        self._engine_ids = engine_ids
         self._run_folder = run_folder
         self._children: dict[int, tuple[int, float]] = {}
         """By process id: engine id, and when it was forked."""
         budget = {"budget": config.run.restarts, "first_wait_s": config.run.restart_wait_s}
-        self._restarts = [Restarts(**budget) for _ in range(config.engine.count)]
+        self._restarts = {engine_id: Restarts(**budget) for engine_id in engine_ids}
 
     def run(self) -> int:
         """Wait for every child; where one fails, write down how and end all. Returns 1 then, else 0."""
-        for engine_id in range(self._config.engine.count):
+        for engine_id in self._engine_ids:
             self._fork(engine_id, wait_s=None)
         verdict = 0
         while self._children:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Protocol
 
-from pipelinerl.messages import Finish, Generate, StageWeights, Tensor
+from pipelinerl.messages import Finish, Generate, Routes, StageWeights, Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,8 @@ class Chunk:
     """None while the sequence goes on."""
     version: int | None = None
     """The policy that sampled these tokens, where an engine serves several side by side; None: the one it committed last."""
+    routes: Routes | None = None
+    """With a finish, where experts are recorded: those of every token but the last."""
 
 
 class Engine(Protocol):

@@ -32,7 +32,9 @@ from pipelinerl.messages import (
     Finish,
     Generate,
     Message,
+    Routes,
     StageWeights,
+    Tokens,
     WeightsCommitted,
     WeightsRefused,
     WeightsStaged,
@@ -53,6 +55,8 @@ class _Running:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    num_told: int = 0
+    """Tokens told of by `Tokens`."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -201,9 +205,18 @@ class EngineLoop:
         running.versions += [self.version if chunk.version is None else chunk.version] * len(chunk.token_ids)
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish is not None:
-            self._finish(chunk.rollout_id, chunk.finish)
+            self._finish(chunk.rollout_id, chunk.finish, routes=chunk.routes)
+        elif 0 < running.request.chunk_tokens <= len(running.token_ids) - running.num_told:
+            self._tell(running)
 
-    def _finish(self, rollout_id: str, finish: Finish, *, error: str = "") -> None:
+    def _tell(self, running: _Running) -> None:
+        """Tell what was sampled since it was told last. Nobody waits for an answer: a slow reader costs the loop nothing."""
+        request, start = running.request, running.num_told
+        running.num_told = len(running.token_ids)
+        token_ids = np.array(running.token_ids[start:], np.int32)
+        self.outbox.append(Tokens(rollout_id=request.rollout_id, attempt=request.attempt, start=start, token_ids=token_ids))
+
+    def _finish(self, rollout_id: str, finish: Finish, *, error: str = "", routes: Routes | None = None) -> None:
         running = self._running.pop(rollout_id)
         into = self._withheld if rollout_id in self._orphans else self.outbox
         self._orphans.discard(rollout_id)
@@ -216,6 +229,7 @@ class EngineLoop:
                 versions=np.array(running.versions, np.int32),
                 finish=finish,
                 error=error,
+                routes=routes,
                 started_at=running.started_at,
                 finished_at=self._clock(),
             )

@@ -26,6 +26,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.engine.vllm_adapters import Adapters, AdapterShape, adapter_layout
+from pipelinerl.engine.vllm_routes import RouteRecorder
 from pipelinerl.engine.vllm_weights import keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
@@ -70,6 +71,7 @@ class VllmEngine:
         self._adapters: Adapters | None = None
         commit, layout, choice = self._taker(Path(model.path), adapters, weights)
         self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
+        self._routes = self._recorder() if model.replay_routes else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}
@@ -111,6 +113,8 @@ class VllmEngine:
             del self._rollouts[request_id]
             self._core.abort_requests([request_id])
             self._forget_adapter(rollout_id)
+            if self._routes is not None:
+                self._routes.forget(request_id)
 
     def step(self) -> list[Chunk]:
         try:
@@ -121,6 +125,8 @@ class VllmEngine:
                 self._forget_adapter(rollout_id)
             self._requests.clear()
             self._rollouts.clear()
+            if self._routes is not None:
+                self._routes.forget()
             self._llm.reset_prefix_cache()
             raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
         return [chunk for output in outputs if (chunk := self._chunk(output)) is not None]
@@ -163,6 +169,7 @@ class VllmEngine:
             logprobs=[] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist(),
             finish=None if output.finish_reason is None else _FINISHES[output.finish_reason],
             version=version,
+            routes=self._routes.take(output.request_id) if self._routes is not None and output.finish_reason is not None else None,
         )
 
     def _taker(self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection) -> tuple[Commit, tuple[Tensor, ...], str]:
@@ -176,6 +183,12 @@ class VllmEngine:
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
         way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
         return make(way, parameters, gathers=not captures_graphs), layout, choice
+
+    def _recorder(self) -> RouteRecorder:
+        settings: Any = self._llm.model_config.hf_text_config
+        num_experts = getattr(settings, "num_experts", None) or getattr(settings, "num_local_experts", 0)
+        is_eager = self._llm.vllm_config.model_config.enforce_eager
+        return RouteRecorder(self._runner, model=self.model, num_experts=num_experts, is_eager=is_eager)
 
     def _forget_adapter(self, rollout_id: str) -> None:
         if self._adapters is not None:

@@ -132,7 +132,8 @@ def _verdict(measures: Measures, limiter: Limiter, factor: float | None) -> str:
         case Limiter.GENERATION:
             return f"Generation is the limit: {trainer}, while {engines}. The trainer could take more{gain}."
         case Limiter.TRAINING:
-            return f"Training is the limit: {trainer}, while {engines}. {_room_of_engines(measures, gain)}"
+            room = _room_of_engines(measures, gain)
+            return f"{'Training is the limit' if room else 'The halves are nearly in balance'}: {trainer}, while {engines}. {room}".rstrip()
         case Limiter.SCORING:
             busy = percent(measures.scoring_fraction)
             slots = f"its slots were inside reward calls for {busy} of the time"
@@ -151,6 +152,7 @@ def _verdict(measures: Measures, limiter: Limiter, factor: float | None) -> str:
 
 
 def _room_of_engines(measures: Measures, gain: str) -> str:
+    """What engines could give beside a trainer that hardly waits; empty where they have nothing to spare either."""
     if measures.engine_idle_s is None:
         return "What the engines could give is not recorded."
     if gain:
@@ -158,7 +160,7 @@ def _room_of_engines(measures: Measures, gain: str) -> str:
     used, slots = measures.mean_running, measures.num_sequence_slots
     if used is not None and slots and used < 0.7 * slots:
         return f"They had room left: on average they decoded {quantity(used)} of {slots} sequences."
-    return "The two halves are nearly in balance."
+    return ""
 
 
 def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: Tables) -> str:

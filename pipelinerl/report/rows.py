@@ -147,6 +147,10 @@ class EvaluationRow:
     version: float | None = None
     reward_mean: float | None = None
     num_prompts: float | None = None
+    num_samples: float | None = None
+    """Answers to each prompt."""
+    pass_at: dict[str, float] = dataclasses.field(default_factory=dict)
+    """By k: the chance that one of k answers is correct."""
     oldest_version: float | None = None
 
 
@@ -225,7 +229,7 @@ def swap_row(line: Line) -> SwapRow:
 
 def evaluation_row(line: Line) -> EvaluationRow:
     """A line of kind `evaluation`."""
-    return EvaluationRow(**_scalars(EvaluationRow, line))
+    return EvaluationRow(**_scalars(EvaluationRow, line), pass_at=numbers(line.get("pass_at")))
 
 
 def end_row(line: Line) -> EndRow:

@@ -135,6 +135,8 @@ class Trace:
         """The model's tokens up to and with the last tag."""
         self.pending: list[tuple[Step, int]] = []
         """Steps without a score, and the position of their tag among `token_ids`."""
+        self.num_told = 0
+        """Steps whose scores were handed on."""
         self._splitter = splitter
         self._tag = convention.tag
         self._encode = encode

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
+from vllm.platforms import current_platform
 
 from pipelinerl.scorer.prm import Rows
 
 BLOCK_TOKENS = 32
 """Of the prefix cache: a new step computes at most so many tokens again. The smallest that vLLM's CPU attention takes; the default there,
 128, would cost more than most steps."""
+
+_ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+"""vLLM's own default cache there takes seconds to zero."""
 
 
 class VllmPrm:
@@ -32,7 +36,7 @@ class VllmPrm:
             block_size=BLOCK_TOKENS,
             pooler_config=PoolerConfig(tok_pooling_type="ALL"),
             disable_log_stats=True,
-            **(options or {}),
+            **(_ON_CPU if current_platform.is_cpu() else {}) | (options or {}),
         )
         self._tokenizer = self._llm.get_tokenizer()
         self.max_tokens: int = self._llm.model_config.max_model_len

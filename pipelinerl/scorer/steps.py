@@ -37,8 +37,12 @@ class Step:
 class Splitter:
     """The steps of one trace. Steps that would end in one and the same token are one."""
 
-    def __init__(self, decode: Callable[[list[int]], str], *, max_steps: int) -> None:
-        """The rest of a trace that has more than `max_steps` steps is its last step: a thousand one-word steps cannot flood a stage."""
+    def __init__(self, decode: Callable[[list[int]], str], *, max_steps: int, separator: str | None = None) -> None:
+        """The rest of a trace that has more than `max_steps` steps is its last step: a thousand one-word steps cannot flood a stage.
+
+        `separator` is what stands between steps; None: a blank line.
+        """
+        self._between = _BLANK_LINE if separator is None else re.compile(re.escape(separator))
         self._decode = decode
         self._max_steps = max_steps
         self._token_ids: list[int] = []
@@ -85,7 +89,7 @@ class Splitter:
     def _cut(self) -> list[Step]:
         steps: list[Step] = []
         position = max(self._start, self._searched)
-        while self._num_steps < self._max_steps - 1 and (blank := _BLANK_LINE.search(self._text, position)):
+        while self._num_steps < self._max_steps - 1 and (blank := self._between.search(self._text, position)):
             position = blank.end()
             if position == len(self._text):
                 position = blank.start()

@@ -2,6 +2,7 @@
 
 placement  which process runs on which node
 script     config -> a readable sbatch script
+address    where the first node is to listen, so that the others reach it
 submit     run folder, script and process list on disk; sbatch
 __main__   `python -m pipelinerl.slurm`, the supervisor of one node, as srun starts it
 

@@ -16,12 +16,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from pipelinerl.config import Config
+from pipelinerl.config import Config, RunSection
 from pipelinerl.errors import PipelineError
 from pipelinerl.launch import Launcher, Role, limits_of
 from pipelinerl.process import read_config, record_failure
 from pipelinerl.slurm import AGAIN
+from pipelinerl.slurm.address import address_towards_others
 from pipelinerl.slurm.placement import nodes_of, roles_on
 from pipelinerl.tracking.beside import trackers
 
@@ -55,7 +57,14 @@ class Supervisor:
         self._title = f"attempt {attempt}, restart {os.environ.get('SLURM_RESTART_COUNT', '0')}, job {os.environ.get('SLURM_JOB_ID', '-')}"
         recorded = json.loads((run_folder / "roles.json").read_text())
         names = roles_on(node, [role["name"] for role in recorded], nodes)
-        self._roles = tuple(Role(**role | {"command": tuple(role["command"])}) for role in recorded if role["name"] in names)
+        self._roles = tuple(Role(**role | {"command": self._command(role)}) for role in recorded if role["name"] in names)
+
+    def _command(self, role: dict[str, Any]) -> tuple[str, ...]:
+        """The orchestrator of a run over several nodes listens where the others reach it, unless the settings say where."""
+        is_reached = self._num_nodes == 1 or self._config.run.interface != RunSection().interface  # pyright: ignore[reportCallIssue]
+        if role["name"] != "orchestrator" or is_reached:
+            return tuple(role["command"])
+        return (*role["command"], "--interface", address_towards_others())
 
     async def run(self, *, until: float) -> int:
         """Run this node's processes to their end and return the exit code."""

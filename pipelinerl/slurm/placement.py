@@ -1,4 +1,4 @@
-"""Which process of a run goes to which node: the orchestrator and the trainer on the first, unless engines or scorers have their own."""
+"""Which process of a run goes to which node: all on the first, unless more ranks, engines or scorers have nodes of their own."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ class Nodes:
 
 
 def nodes_of(section: SlurmSection) -> Nodes:
-    """The first node is the trainer's and the orchestrator's; then those of engines, then those of scorers."""
-    first_scorer = 1 + section.engine_nodes
+    """The trainer's nodes come first, the orchestrator being on the first of them; then those of engines, then those of scorers."""
+    first_engine = section.trainer_nodes
+    first_scorer = first_engine + section.engine_nodes
     return Nodes(
-        trainers=(0,),
-        engines=tuple(range(1, first_scorer)) or (0,),
+        trainers=tuple(range(first_engine)),
+        engines=tuple(range(first_engine, first_scorer)) or (0,),
         scorers=tuple(range(first_scorer, first_scorer + section.scorer_nodes)) or (0,),
     )
 
 
 def node_of(role: str, nodes: Nodes) -> int:
-    """The node of a process; `engines-3` and `scorer-3` are dealt out in turn."""
+    """The node of a process; `engines-3`, `trainer-3` and `scorer-3` are dealt out in turn."""
     kind, _, number = role.partition("-")
     homes = {"engines": nodes.engines, "scorer": nodes.scorers, "trainer": nodes.trainers}.get(kind, (0,))
     return homes[int(number) % len(homes)] if number.isdigit() else homes[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from pipelinerl import launch
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerRefused
+from pipelinerl.slurm.placement import nodes_of
 from pipelinerl.slurm.script import render
 
 
@@ -19,7 +20,7 @@ def prepare(config: Config) -> Path:
     render(config, run_folder=config.run.folder, python=sys.executable)  # what is refused leaves no folder behind
     run_folder = launch.make_run_folder(config).absolute()
     (run_folder / "logs").mkdir()
-    roles = [dataclasses.asdict(role) for role in launch.roles_of(config, run_folder)]
+    roles = [dataclasses.asdict(role) for role in _roles(config, run_folder)]
     (run_folder / "roles.json").write_text(json.dumps(roles, indent=1) + "\n")
     script = run_folder / "job.sbatch"
     script.write_text(render(config, run_folder=run_folder, python=sys.executable))
@@ -37,10 +38,6 @@ def submit(script: Path) -> str:
     return told.stdout.strip().partition(";")[0]
 
 
-def check_reach(config: Config) -> None:
-    """Raise `ConfigError` where nodes are asked for that the run cannot yet use: weights and messages stay on one machine."""
-    if config.slurm.engine_nodes or config.slurm.scorer_nodes:
-        raise ConfigError(
-            f"slurm.engine_nodes is {config.slurm.engine_nodes} and slurm.scorer_nodes is {config.slurm.scorer_nodes}, but messages are"
-            " bound to loopback and weights travel over shared memory: one machine. Set both to 0, or submit the rendered script yourself."
-        )
+def _roles(config: Config, run_folder: Path) -> tuple[launch.Role, ...]:
+    nodes = nodes_of(config.slurm)
+    return launch.roles_of(config, run_folder, trainer_nodes=len(nodes.trainers), engine_nodes=len(nodes.engines))

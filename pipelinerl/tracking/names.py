@@ -95,7 +95,8 @@ class Namer:
                 yield from self._point(number, line["t"], SECONDS, line["t"] - self._began, self._gauges(rows.status_row(line)))
             case "evaluation":
                 row = rows.evaluation_row(line)
-                values = {"eval/all/avg@1": row.reward_mean, "eval/num_prompts": row.num_prompts, "eval/oldest_version": row.oldest_version}
+                values = {f"eval/all/avg@{row.num_samples or 1:.0f}": row.reward_mean, "eval/num_prompts": row.num_prompts}
+                values |= {f"eval/all/pass@{k}": value for k, value in row.pass_at.items()} | {"eval/oldest_version": row.oldest_version}
                 if row.version is not None:
                     yield from self._point(number, row.t, VERSION, row.version, values)
 

@@ -19,6 +19,7 @@ import zmq
 import zmq.auth.thread
 
 from pipelinerl.errors import ConfigError, PeerSilent
+from pipelinerl.interface import address_towards
 from pipelinerl.messages import Message
 from pipelinerl.stages import Signal
 from pipelinerl.transport.base import Introduction
@@ -302,6 +303,12 @@ class ZmqLink:
             self._socket.send(frame, _NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
         except zmq.Again:  # without a connection; what is kept is sent again once there is one
             pass
+
+
+def own_address(run_folder: Path, role: str) -> str:
+    """This machine's address on the way to the orchestrator, which has published its own."""
+    endpoint = _read_endpoint(run_folder / "endpoints" / f"{role}.json", deadline_s=60.0)
+    return address_towards(endpoint.address.removeprefix("tcp://").rpartition(":")[0])
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:

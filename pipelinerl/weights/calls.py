@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
+from pipelinerl.interface import address_towards
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.road import Arrival, Slot
 
@@ -159,7 +160,7 @@ class Guest:
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._deadline)
         caller = secrets.token_hex(8)
         store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
-        pair = self._connect(store, f"{token}/{caller}", ENGINE, address=_own_address(address, port), deadline=self._deadline)
+        pair = self._connect(store, f"{token}/{caller}", ENGINE, address=address_towards(address, port), deadline=self._deadline)
         try:
             return _receive(pair, digest=digest, slot=slot, spare=spare)
         except BaseException:
@@ -188,13 +189,6 @@ def _receive(pair: Pair, *, digest: str, slot: str, spare: Callable[[Manifest], 
 def _calls(token: str) -> str:
     """The queue in the store to which engines call; who does not know the token talks to nobody."""
     return f"{token}/calls"
-
-
-def _own_address(address: str, port: int) -> str:
-    """This machine's address on the way to another one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing: it only asks which way a packet would leave
-        return probe.getsockname()[0]
 
 
 def _sizes(first: int, second: int) -> torch.Tensor:

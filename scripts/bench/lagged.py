@@ -158,9 +158,9 @@ def learn(job: Job) -> Curve:
         rows = [next(prompts) for _ in range(task.groups)]
         batch = _sample(rows, sampler=sampler, policies=policies, where=job.where, step=number, method=method, task=task)
         step.add(batch)
-        step.train_held()
         num_tokens = int(batch.trains.sum())
         sealed = StepSealed(step=number, num_micro_batches=1, num_tokens=num_tokens, num_samples=len(batch.lengths))
+        step.train_held(sealed)
         metrics = step.finish(sealed)
         policies.append(_copy(model))
         if number >= task.steps // 2:

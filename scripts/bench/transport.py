@@ -385,7 +385,7 @@ def _pipeline(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger)
         trainer_hub=hubs[2],
         source=Prompts(),
         held_out=[],
-        credit=MethodCredit(method_of(config.algorithm, group_size=GROUP_SIZE), config.reward),
+        credit=MethodCredit(method_of(config), config.reward),
         journal=journal,
         ledger=ledger,
     )

@@ -10,6 +10,7 @@ _MODULES = {
     "orchestrator": "orchestrator",
     "pipelinerl.engine": "engine",
     "pipelinerl.scorer": "scorer",
+    "pipelinerl.scorer.prm_process": "prm",
     "scripts.chaos.trainer": "trainer",
     "trainer": "trainer",
 }

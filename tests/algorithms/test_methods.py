@@ -16,14 +16,20 @@ from pipelinerl.algorithms.loss import objective
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, Aggregation, Method, Need, Rule
 from pipelinerl.algorithms.methods import METHODS, render_table, resolve, table_rows
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
-from pipelinerl.algorithms.rules import COLUMNS, specs_of
-from pipelinerl.config import AlgorithmSection
+from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
+from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 from tests.algorithms.rows import EVERYTHING, method_of
 
 
 def stated_options(method: Method) -> list[Any]:
     return [value for _, rule, _ in specs_of(method) for value in rule.options.values()]
+
+
+def run_with(name: str, *, reference: str | None = None, passes: int = 1, overrides: dict[str, Any] | None = None) -> Config:
+    sections = {"model": {"path": "m"}, "data": {"source": "s"}, "reward": [{"function": "a:b"}], "trainer": {"passes": passes}}
+    algorithm = {"name": name, "overrides": overrides or {}}
+    return Config.model_validate(sections | {"algorithm": algorithm, "reference": {"path": reference}})
 
 
 def refused(name: str, match: str, /, *, group_size: int = 8, overrides: dict[str, Any] | None = None, **run: Any) -> None:
@@ -64,7 +70,7 @@ def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weigh
         ("clip_cov", "objective", {"clip_low": 0.2, "clip_high": 0.2, "fraction": 2e-4, "low": 1.0, "high": 5.0}),
         ("kl_cov", "objective", {"fraction": 2e-4, "beta": 0.1}),
         ("ppo", "critic", {"clip": 0.5}),
-        ("ppo", "advantage", {"gamma": 1.0, "lam": 0.95}),
+        ("ppo", "advantage", {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.0}),
         ("gigpo", "advantage", {"weight": 1.0, "gamma": 0.95, "divide_by_std": True, "eps": 1e-6, "ddof": 1}),
     ],
 )
@@ -117,7 +123,8 @@ def test_the_table_says_what_a_method_costs_and_what_it_waits_for() -> None:
     assert costs["grpo"] == ""
     assert costs["gdpo"] == "whole_batch"
     assert costs["m2po"] == "old_logprobs; whole_step"
-    assert costs["ppo"] == "whole_batch; needs critic"
+    assert costs["ppo"] == "critic; whole_step"
+    assert costs["prime"].endswith("; needs implicit_prm")
     assert "whole_batch: rows leave only when all groups of their step are in" in render_table()
 
 
@@ -126,13 +133,41 @@ RUNS_AS_IT_STANDS = [name for name, _, cost, _ in table_rows() if "needs" not in
 
 @pytest.mark.parametrize("name", RUNS_AS_IT_STANDS)
 def test_what_the_table_does_not_refuse_a_run_accepts(name: str) -> None:
-    assert supplied_method_of(AlgorithmSection(name=name), group_size=8, max_staleness=4).name == name
+    assert supplied_method_of(run_with(name, reference="models/base")).name == name
 
 
-@pytest.mark.parametrize(("name", "need"), [("ppo", "critic"), ("vapo", "critic"), ("otb", "square_sum"), ("prime", "implicit_prm")])
+def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None:
+    for name, way_out in {"opd": "set reference.path, to model.path", "reinforce_pp": "set reference.path, usually to model.path"}.items():
+        with pytest.raises(ConfigError, match=way_out):
+            supplied_method_of(run_with(name))
+    assert supplied_method_of(run_with("reinforce_pp", overrides={"advantage": {"kl_coef": 0.0}})).name == "reinforce_pp"
+
+
+@pytest.mark.parametrize(("name", "need"), [("otb", "square_sum"), ("prime", "implicit_prm")])
 def test_a_method_whose_model_this_trainer_does_not_have_is_refused_with_what_would_supply_it(name: str, need: str) -> None:
     with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: "):
-        supplied_method_of(AlgorithmSection(name=name), group_size=8, max_staleness=4)
+        supplied_method_of(run_with(name, reference="models/base"))
+
+
+def test_several_passes_over_a_step_want_a_policy_that_stays() -> None:
+    with pytest.raises(ConfigError, match="exact for one update per batch only: got 2"):
+        supplied_method_of(run_with("grpo", passes=2))
+    assert supplied_method_of(run_with("decoupled_ppo", passes=2)).proximal.name == "recomputed"
+
+
+def test_an_advantage_made_in_the_trainer_leaves_no_rule_over_the_step_to_the_orchestrator() -> None:
+    with_kl = method_of("reinforce_pp")
+    assert makes_advantages_in_trainer(with_kl)
+    assert Need.WHOLE_STEP in with_kl.needs
+    assert Need.WHOLE_BATCH not in with_kl.needs
+    without = method_of("reinforce_pp", advantage={"kl_coef": 0.0})
+    assert not makes_advantages_in_trainer(without)
+    assert without.needs == {Need.WHOLE_BATCH}
+    assert makes_advantages_in_trainer(method_of("rloo", shaping={"name": "minus_token_kl", "coef": 0.1}))
+
+
+def test_refuses_what_the_orchestrator_alone_knows_where_the_trainer_makes_the_advantages() -> None:
+    refused("gdpo", "advantage gdpo needs components, which only", overrides={"shaping": {"name": "minus_token_kl", "coef": 0.1}})
 
 
 def test_refuses_to_withhold_only_tokens_older_than_the_run_lets_train() -> None:
@@ -146,8 +181,7 @@ def test_every_name_in_the_tables_has_its_function() -> None:
     assert set(objective.OBJECTIVES) == set(COLUMNS["objective"])
     assert set(correction_module._WEIGHTS) == set(COLUMNS["weight"])
     assert set(mask_module._MASKS) == set(COLUMNS["masks"])
-    made_here = {name for name, spec in orchestrator_rules.ADVANTAGE.items() if not spec.on_trainer}
-    assert set(credit._ADVANTAGE) | {"rae"} == made_here
+    assert set(credit._ADVANTAGE) | {"rae", "otb", "prime"} == set(orchestrator_rules.ADVANTAGE)
     assert set(credit._BATCH) | {"none"} == set(COLUMNS["batch"])
     assert set(credit._SHAPING) == set(COLUMNS["shaping"])
     assert set(credit._FILTER) | {"none"} == set(COLUMNS["group_filter"])
@@ -249,7 +283,7 @@ def test_refuses_the_loglinear_proxy_without_versions_per_token(monkeypatch: pyt
 
 
 def test_a_critic_makes_ppo_possible() -> None:
-    offers = frozenset({Need.WHOLE_BATCH})
+    offers = frozenset({Need.WHOLE_STEP, Need.WHOLE_BATCH})
     assert resolve("ppo", group_size=1, offers=offers, has_critic=True).critic.name == "clipped"
 
 

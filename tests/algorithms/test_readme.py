@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelinerl.algorithms import methods
 from pipelinerl.algorithms.methods import method_of, table_rows
-from pipelinerl.config import AlgorithmSection
+from pipelinerl.config import Config
+from pipelinerl.config_file import parse
 from tests.algorithms import reference
 from tests.algorithms.every_method import sample
 from tests.algorithms.rows import loss_and_gradient
@@ -30,7 +32,7 @@ def test_a_method_is_added_by_the_lines_the_readme_shows_and_trains(monkeypatch:
     monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
     exec(lines, dict(vars(methods)))
     assert table_rows()[-1][0] == "my_method"
-    method = method_of(AlgorithmSection(name="my_method"), group_size=8, max_staleness=4)
+    method = method_of(run_with({"name": "my_method"}))
     assert (method.advantage.name, method.objective.options["clip_high"], method.proximal.name) == ("rloo", 0.28, "engine")
     sequences = sample(1)
     loss, gradient, _ = loss_and_gradient(sequences, method=method)
@@ -41,5 +43,10 @@ def test_a_method_is_added_by_the_lines_the_readme_shows_and_trains(monkeypatch:
 
 def test_a_column_is_changed_by_the_lines_the_readme_shows() -> None:
     section = tomllib.loads(block("toml", holding="[algorithm]"))["algorithm"]
-    method = method_of(AlgorithmSection(**section), group_size=8, max_staleness=4)
+    method = method_of(run_with(section))
     assert (method.advantage.name, method.weight.options) == ("rloo", {"low": 0.5, "high": 5.0})
+
+
+def run_with(algorithm: dict[str, Any]) -> Config:
+    tree = {"model": {"path": "m"}, "data": {"source": "d"}, "reward": [{"function": "r:r"}], "algorithm": algorithm}
+    return parse(tree, origin="a test")

@@ -367,6 +367,8 @@ def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path)
     assert ledger.identity().trained == 2
     kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted') ORDER BY seq")
     assert kinds == [("done", 0), ("done", 1), ("saved", 2), ("restarted", 2)]
+    steps = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
+    assert [(line["step"], line["num_samples"]) for line in steps] == [(0, 0), (1, 1)], "no step is without its line"
 
 
 def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_samples_stay(tmp_path: Path):

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from orchestrator.evaluation import Evaluation
-from orchestrator.state.engines import Engines
+from orchestrator.state.engines import Engine, Engines
+from orchestrator.state.ledger import Ledger
 from orchestrator.state.peers import Peers
 from orchestrator.state.scorers import Scorers
+from pipelinerl.config import EvaluationSection
 from pipelinerl.messages import (
     Completion,
     EngineReady,
@@ -23,6 +25,7 @@ from pipelinerl.messages import (
     FromScorer,
     Generate,
     Outcome,
+    Prompt,
     Sampling,
     Score,
     Scored,
@@ -38,6 +41,23 @@ from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 
 
+class Pins:
+    """Who brings policies to engines, as far as an evaluation sees it."""
+
+    def __init__(self) -> None:
+        self.pinned: list[int] = []
+        self.swapping: set[int] = set()
+
+    def pin(self, engine: Engine) -> None:
+        self.pinned.append(engine.engine_id)
+
+    def is_settled(self, engine: Engine) -> bool:
+        return engine.engine_id not in self.swapping
+
+    def unpin(self, engine: Engine) -> None:
+        self.pinned.remove(engine.engine_id)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Bench:
     """An evaluation with a hand on two engines and a scorer."""
@@ -46,6 +66,14 @@ class Bench:
     engines: Engines
     engine_links: list[MemoryLink]
     scorer_link: MemoryLink
+    pins: Pins
+    ledger: Ledger
+
+    def commit(self, version: int, *engine_ids: int) -> None:
+        """Engines sample under `version` from now on; by default all."""
+        for engine_id in engine_ids or (0, 1):
+            self.engines.committed(self.engines[engine_id], version)
+        self.engines.changed.set()
 
     async def asked(self) -> list[tuple[int, Generate]]:
         """What the engines were asked since the last look, with the engine's number."""
@@ -85,21 +113,27 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench(folder: Path, *, num_prompts: int = 4, every: int = 0) -> AsyncIterator[Bench]:
+async def bench(
+    folder: Path, *, num_prompts: int = 4, every: int = 0, samples: int = 1, done: tuple[tuple[int, float], ...] = ()
+) -> AsyncIterator[Bench]:
     engine_hub, scorer_hub = MemoryHub(accepts=FromEngine), MemoryHub(accepts=FromScorer)
     engine_peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
     scorer_peers = Peers(scorer_hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
-    journal, watch = Journal(folder, "orchestrator"), Watch(stall_limit_s=1000.0)
+    journal, watch, ledger = Journal(folder, "orchestrator"), Watch(stall_limit_s=1000.0), Ledger(None)
     engines = Engines(engine_peers, expected=2, watch=watch, credits=Signal())
     scorers = Scorers(scorer_peers, expected=1, watch=watch)
     evaluation = Evaluation(
         [handmade.prompt(3, prompt_id=f"held:{number}") for number in range(num_prompts)],
+        section=EvaluationSection(every=every, samples=samples, deadline_s=700.0),  # pyright: ignore[reportCallIssue]
+        correct_reward=1.0,
         engines=engines,
         scorers=scorers,
+        pins=(pins := Pins()),
         sampling=Sampling(max_tokens=7, temperature=0.0),
         journal=journal,
+        ledger=ledger,
         watch=watch,
-        every=every,
+        done=done,
     )
     links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
     scorer_link = scorer_hub.connect("scorer-0", accepts=ToScorer)
@@ -110,7 +144,7 @@ async def bench(folder: Path, *, num_prompts: int = 4, every: int = 0) -> AsyncI
                 link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
             scorer_link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=1))
             await asyncio.sleep(0.01)
-            yield Bench(evaluation=evaluation, engines=engines, engine_links=links, scorer_link=scorer_link)
+            yield Bench(evaluation=evaluation, engines=engines, engine_links=links, scorer_link=scorer_link, pins=pins, ledger=ledger)
             for task in tasks:
                 task.cancel()
     finally:
@@ -119,6 +153,7 @@ async def bench(folder: Path, *, num_prompts: int = 4, every: int = 0) -> AsyncI
 
 async def evaluate(it: Bench, rewards: list[float | None], *, version: int = 0) -> float | None:
     """Run one evaluation to its end; rewards go to the prompts in order, None is a timeout."""
+    it.commit(version)
     running = asyncio.create_task(it.evaluation.evaluate(version))
     for engine_id, request in await it.asked():
         it.answer(engine_id, request)
@@ -156,6 +191,7 @@ def test_every_prompt_is_answered_once_spread_over_the_engines_and_scored_once(t
 def test_failures_count_as_zero_in_the_mean_and_are_reported_apart(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
+            it.commit(3)
             running = asyncio.create_task(it.evaluation.evaluate(3))
             for number, (engine_id, request) in enumerate(sorted(await it.asked(), key=lambda item: item[1].rollout_id)):
                 failed = number == 3
@@ -172,7 +208,7 @@ def test_failures_count_as_zero_in_the_mean_and_are_reported_apart(tmp_path: Pat
     assert (line["oldest_version"], line["newest_version"]) == (2, 3)
 
 
-def test_a_version_is_evaluated_once_in_a_row(tmp_path: Path):
+def test_a_version_is_evaluated_once(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path, num_prompts=1) as it:
             assert await evaluate(it, [1.0], version=2) == 1.0
@@ -200,7 +236,7 @@ def test_it_follows_the_newest_version_at_every_multiple_or_the_first_after_it(t
             following = asyncio.create_task(it.evaluation.follow(lambda: version))
             for published in (1, 3, 4, 5):
                 version = published
-                it.engines.changed.set()
+                it.commit(version)
                 for engine_id, request in await it.asked():
                     it.answer(engine_id, request)
                 for request in await it.to_score():
@@ -218,6 +254,7 @@ def test_answers_that_come_after_an_evaluation_was_stopped_harm_nobody(tmp_path:
 
     async def program() -> float | None:
         async with bench(tmp_path) as it:
+            it.commit(1)
             running = asyncio.create_task(it.evaluation.evaluate(1))
             asked = await it.asked()
             if stopped_while == "generating":
@@ -240,6 +277,7 @@ def test_answers_that_come_after_an_evaluation_was_stopped_harm_nobody(tmp_path:
 def test_a_stopped_evaluation_of_the_last_policy_is_repeated_whole(tmp_path: Path):
     async def program() -> float | None:
         async with bench(tmp_path) as it:
+            it.commit(9)
             running = asyncio.create_task(it.evaluation.evaluate(9))
             asked = await it.asked()
             running.cancel()
@@ -252,3 +290,91 @@ def test_a_stopped_evaluation_of_the_last_policy_is_repeated_whole(tmp_path: Pat
             return await asyncio.wait_for(again, 10.0)
 
     assert simulate(program()) == 1.0
+
+
+def test_it_is_pinned_to_the_version_of_the_engines_that_answer_and_lets_them_go_afterwards(tmp_path: Path):
+    """One of two engines is pinned while it swaps to version 2: that is what is evaluated, whatever the other comes to hold meanwhile."""
+
+    async def program() -> list[tuple[int, float]]:
+        async with bench(tmp_path, num_prompts=2, every=1) as it:
+            it.pins.swapping = {0}
+            it.commit(1)
+            following = asyncio.create_task(it.evaluation.follow(it.engines.oldest_version))
+            assert await it.asked() == []
+            assert it.pins.pinned == [0]
+            it.pins.swapping = set()
+            it.commit(2, 0)
+            asked = await it.asked()
+            assert [engine_id for engine_id, _ in asked] == [0, 0]
+            it.commit(3, 1)
+            for engine_id, request in asked:
+                it.answer(engine_id, request, versions=(2, 2))
+            for request in await it.to_score():
+                it.score(request, 1.0)
+            await asyncio.sleep(0.01)
+            following.cancel()
+            assert it.pins.pinned == []
+            return it.evaluation.results
+
+    assert simulate(program()) == [(2, 1.0)]
+    (line,) = lines(tmp_path)
+    assert (line["version"], line["oldest_version"], line["newest_version"]) == (2, 2, 2)
+
+
+def test_several_answers_to_each_prompt_give_avg_at_n_and_pass_at_k(tmp_path: Path):
+    """Prompts with 1 and 3 correct answers of 4: pass@1 = (1/4 + 3/4)/2, pass@2 = (1 - 3/6 + 1)/2, pass@4 = 1."""
+
+    async def program() -> float | None:
+        async with bench(tmp_path, num_prompts=2, samples=4) as it:
+            return await evaluate(it, [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0, 1.0])
+
+    assert simulate(program()) == 4.5 / 8
+    (line,) = lines(tmp_path)
+    assert (line["num_prompts"], line["num_samples"]) == (2, 4)
+    assert line["pass_at"] == {"1": 0.5, "2": 0.75, "4": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("moves", "why"), [(False, "nothing moved any more"), (True, "it took longer than evaluation.deadline_s = 700")], ids=["stuck", "slow"]
+)
+def test_an_evaluation_that_gets_no_answers_is_given_up_with_the_reason_and_is_no_stall(tmp_path: Path, moves: bool, why: str):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            running = asyncio.create_task(it.evaluation.evaluate(0))
+            while not running.done():
+                await asyncio.sleep(10.0)
+                if moves:
+                    it.engines.watch.moved()
+            assert running.result() is None
+            assert it.evaluation.results == []
+            assert it.ledger.store.read("SELECT count(*) FROM events WHERE kind = 'evaluated'") == [(0,)]
+
+    simulate(program())
+    (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "evaluation_given_up"]
+    assert (line["version"], line["error"]) == (0, why)
+
+
+def test_what_goes_wrong_in_an_evaluation_costs_the_run_nothing_else(tmp_path: Path):
+    """A prompt that nothing can be asked for: its tokens cannot be encoded."""
+
+    async def program() -> None:
+        async with bench(tmp_path, num_prompts=0) as it:
+            it.evaluation._prompts = [Prompt(prompt_id="held:0", text="", token_ids=object())]  # type: ignore[arg-type]
+            assert await it.evaluation.evaluate(0) is None
+
+    simulate(program())
+    (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "evaluation_given_up"]
+    assert "Error" in str(line["error"])
+
+
+def test_what_an_earlier_life_has_evaluated_is_not_evaluated_again(tmp_path: Path):
+    async def program() -> list[int]:
+        async with bench(tmp_path, num_prompts=1, every=3, done=((0, 0.1), (3, 0.2))) as it:
+            it.commit(4)
+            following = asyncio.create_task(it.evaluation.follow(it.engines.oldest_version))
+            assert await it.asked() == [], "3 is done, and 6 is not yet due"
+            assert await evaluate(it, [1.0], version=6) == 1.0
+            following.cancel()
+            return [version for version, _ in it.evaluation.results]
+
+    assert simulate(program()) == [0, 3, 6]

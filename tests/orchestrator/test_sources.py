@@ -34,8 +34,9 @@ class Characters:
         return "".join(f"<{message['role']}>{message['content']}" for message in conversation) + "<assistant>" * add_generation_prompt
 
 
-def make_source(source: str | Path, *, seed: int = 0, max_prompt_tokens: int = 100, **section: Any) -> PromptSource:
-    return PromptSource(DataSection(source=str(source), **section), tokenizer=Characters(), seed=seed, max_prompt_tokens=max_prompt_tokens)
+def make_source(source: str | Path | dict[str, float], *, seed: int = 0, max_prompt_tokens: int = 100, **section: Any) -> PromptSource:
+    named = source if isinstance(source, dict) else str(source)
+    return PromptSource(DataSection(source=named, **section), tokenizer=Characters(), seed=seed, max_prompt_tokens=max_prompt_tokens)
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -416,3 +417,37 @@ def test_fixed_prompt_that_is_too_long_is_an_error_not_a_smaller_set(tmp_path: P
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "a" * 10}])
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has 11 tokens, at most 10 are allowed"):
         fixed(str(path), limit=2, prompt_column="prompt", tokenizer=Characters(), max_prompt_tokens=10)
+
+
+# --- several sources --------------------------------------------------------------------------------------------------------------
+
+
+def mixture(tmp_path: Path, plugin: Callable[[str], str]) -> dict[str, float]:
+    """Three rows of file a for two of file b and one of a generator with epochs of two rows."""
+    for name, count in (("a", 4), ("b", 3)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"{name}{n}"}) + "\n" for n in range(count)))
+    stream = plugin('def rows():\n    yield {"prompt": "c0"}\n    yield {"prompt": "c1"}')
+    return {str(tmp_path / "a.jsonl"): 3, str(tmp_path / "b.jsonl"): 2, stream: 1}
+
+
+def test_of_several_sources_each_gives_its_share_through_epochs_of_its_own(tmp_path: Path, plugin: Callable[[str], str]) -> None:
+    source = make_source(mixture(tmp_path, plugin), shuffle=False)
+    prompts = [source.next() for _ in range(24)]
+    texts = [prompt.text for prompt in prompts]
+    assert texts[:12] == ["a0", "b0", "a1", "c0", "b1", "a2", "a3", "b2", "a0", "c1", "b0", "a1"]
+    assert [sum(text.startswith(name) for text in texts) for name in "abc"] == [12, 8, 4]
+    assert len({prompt.prompt_id for prompt in prompts}) == 24, "a row that comes again has another epoch"
+    assert len({prompt.prompt_id.partition(":")[2] for prompt in prompts}) == 4 + 3 + 2, "and the same number"
+
+
+def test_a_mixture_resumed_at_any_position_goes_on_exactly(tmp_path: Path, plugin: Callable[[str], str]) -> None:
+    sources = mixture(tmp_path, plugin)
+    whole = make_source(sources)
+    seen = [(whole.position, whole.next()) for _ in range(30)]
+    for start in (0, 1, 7, 20):
+        resumed = make_source(sources)
+        resumed.position = seen[start][0]
+        again = [resumed.next() for _ in range(10)]
+        assert [(one.prompt_id, one.text) for one in again] == [(one.prompt_id, one.text) for _, one in seen[start : start + 10]]
+    whole.position = seen[3][0]
+    assert whole.next().prompt_id == seen[3][1].prompt_id, "and backwards"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.pipeline import Ending, Pipeline
+from orchestrator.rules.batch import Credit
 from orchestrator.state.ledger import Ledger
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.laws import Trial, try_history
@@ -59,6 +60,7 @@ class Faults:
     seed: int = 0
     engine_s: float = 0.0
     scorer_s: float = 0.0
+    prm_s: float = 0.0
     trainer_s: float = 0.0
     orchestrator_s: float = 0.0
     until_s: float = 60.0
@@ -119,9 +121,11 @@ def survive(
     weather: Weather = CALM,
     checkpoint_every: int = 3,
     limit_s: float = 1e5,
+    credit: Credit = mean_baseline,
 ) -> Survived:
     """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs."""
     chaos = _Chaos(settings, folder, faults, world or peers.World(), weather, checkpoint_every)
+    chaos.credit = credit
 
     async def program() -> Survived:
         async with asyncio.timeout(limit_s):
@@ -138,6 +142,7 @@ class _Chaos:
         self.world = world
         self.weather = weather
         self.checkpoint_every = checkpoint_every
+        self.credit: Credit = mean_baseline
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(faults.seed)
@@ -178,7 +183,7 @@ class _Chaos:
             trainer_hub=self.hubs[2],
             source=Prompts(self.world.seed),
             held_out=[],
-            credit=mean_baseline,
+            credit=self.credit,
             journal=journal,
             ledger=ledger,
         )
@@ -221,7 +226,15 @@ class _Chaos:
             connect=lambda name: self.hubs[2].connect(name, accepts=ToTrainer),
             serve=self._trainer,
         )
-        return [*engines, scorer, trainer]
+        if self.settings.prm.path is None:
+            return [*engines, scorer, trainer]
+        prm = self._kept_alive(
+            "prm-0",
+            every_s=self.faults.prm_s,
+            connect=lambda name: self.hubs[1].connect("scorer-1", accepts=ToScorer),
+            serve=lambda link: peers.prm(link, world=self.world),
+        )
+        return [*engines, scorer, prm, trainer]
 
     async def _kept_alive(
         self,

@@ -22,6 +22,7 @@ from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
     Alive,
+    Cancel,
     CheckpointSaved,
     FunctionLoad,
     GroupScored,
@@ -30,6 +31,8 @@ from pipelinerl.messages import (
     MicroBatch,
     Outcome,
     PolicyPublished,
+    PrmLoad,
+    PrmReady,
     Score,
     Scored,
     ScoreGroup,
@@ -39,8 +42,10 @@ from pipelinerl.messages import (
     StageWeights,
     StepDone,
     StepSealed,
+    StepsScored,
     Stop,
     TakeMicroBatch,
+    TraceTokens,
     TrainerReady,
 )
 from pipelinerl.transport.memory import MemoryLink
@@ -61,6 +66,8 @@ class World:
     """One forward pass of an engine."""
     stage_s: float = 0.05
     score_s: float = 0.02
+    prm_s: float = 0.01
+    """One batch of the process reward model."""
     token_s: float = 2e-5
     """Training one token."""
     mean_tokens: int = 24
@@ -189,6 +196,73 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
         )
         calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, answer))
     heartbeat.cancel()
+
+
+STEP_TOKENS = 5
+"""Every so many tokens the simulated process reward model sees a step end; the last one may be shorter."""
+
+
+def step_scores(token_ids: np.ndarray) -> tuple[list[int], list[float]]:
+    """(ends, scores) of a whole completion: what the simulated model must have said of it, chunk by chunk."""
+    ends = [min(start + STEP_TOKENS, len(token_ids)) - 1 for start in range(0, len(token_ids), STEP_TOKENS)]
+    return ends, [float(token_ids[: end + 1].sum() % 97) / 97 for end in ends]
+
+
+async def prm(link: MemoryLink, *, world: World) -> None:
+    """Follow traces until told to stop, all that has come in one batch of `score_s` seconds; a trace's scores depend on all before."""
+    traces: dict[str, list[int]] = {}
+    attempts: dict[str, int] = {}
+    told: dict[str, int] = {}
+    ready = PrmReady(prm_id=1, process_id=next(process_ids), version="simulated")
+
+    def introduce(kept: Sequence[bytes]) -> list[Message]:
+        for known in (traces, attempts, told):
+            known.clear()
+        return [ready]
+
+    await asyncio.sleep(world.start_s)
+    link.introduce(introduce)
+    while True:
+        link.send(PrmLoad(prm_id=1, num_traces=len(traces), num_steps=0, num_taken=0, num_computed=0, num_asked=0, busy_s=0.0))
+        message = await _message_within(link, seconds=1.0)
+        touched: dict[str, bool] = {}
+        while message is not None:
+            if isinstance(message, Stop):
+                return
+            if isinstance(message, Cancel) and attempts.get(message.rollout_id, message.attempt + 1) <= message.attempt:
+                touched.pop(message.rollout_id, None)
+                del traces[message.rollout_id], attempts[message.rollout_id]
+            if isinstance(message, TraceTokens):
+                if message.prompt_token_ids is not None:
+                    traces[message.rollout_id], told[message.rollout_id] = [], 0
+                    attempts[message.rollout_id] = message.attempt
+                if attempts.get(message.rollout_id) == message.attempt:
+                    assert message.start == len(traces[message.rollout_id]), "a gap, or tokens told twice"
+                    traces[message.rollout_id] += message.token_ids.tolist()
+                    touched[message.rollout_id] = message.is_last
+            message = link.receive(0)
+        if touched:
+            await asyncio.sleep(world.prm_s)
+        for rollout_id, is_last in touched.items():
+            if rollout_id not in traces:
+                continue  # what an orchestrator sent that is gone
+            ends, scores = step_scores(np.array(traces[rollout_id]))
+            num_whole = len(ends) if is_last else len(traces[rollout_id]) // STEP_TOKENS
+            first, told[rollout_id] = told[rollout_id], num_whole
+            link.send(
+                StepsScored(
+                    rollout_id=rollout_id,
+                    attempt=attempts[rollout_id],
+                    num_taken=len(traces[rollout_id]),
+                    first=first,
+                    ends=np.array(ends[first:num_whole], np.int32),
+                    scores=np.array(scores[first:num_whole], np.float32),
+                    is_last=is_last,
+                    version="simulated",
+                )
+            )
+            if is_last:
+                del traces[rollout_id], attempts[rollout_id]
 
 
 async def beat(link: MemoryLink) -> None:

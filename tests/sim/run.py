@@ -78,6 +78,7 @@ class Cast:
     engine: Callable[..., Coroutine[Any, Any, None]] = peers.engine
     scorer: Callable[..., Coroutine[Any, Any, None]] = peers.scorer
     trainer: Callable[..., Coroutine[Any, Any, None]] = peers.trainer
+    prm: Callable[..., Coroutine[Any, Any, None]] = peers.prm
 
 
 class Prompts:
@@ -162,5 +163,7 @@ def _peers(
         link = hubs[0].connect(f"engine-{engine_id}", accepts=ToEngine)
         yield cast.engine(link, engine_id=engine_id, max_running=settings.engine.max_running, world=world)
     yield cast.scorer(hubs[1].connect("scorer-0", accepts=ToScorer), num_slots=4, world=world)
+    if settings.prm.path is not None:
+        yield cast.prm(hubs[1].connect("scorer-1", accepts=ToScorer), world=world)
     link = hubs[2].connect("trainer-0", accepts=ToTrainer)
     yield cast.trainer(link, num_steps=settings.trainer.steps, world=world, record=record)

@@ -424,7 +424,11 @@ def test_evaluations_cover_the_first_and_the_last_policy_and_stay_out_of_the_acc
     lines = [line for line in simulated.lines if line["kind"] == "evaluation"]
     assert [(line["version"], line["reward_mean"]) for line in lines] == list(simulated.ending.evaluations)
     assert (lines[-1]["oldest_version"], lines[-1]["newest_version"], lines[-1]["num_prompts"]) == (10, 10, 12)
-    assert identity(simulated)["admitted"] == 320
+    for line in lines:
+        assert line["oldest_version"] == line["newest_version"] == line["version"], "whatever was published meanwhile"
+    counts = identity(simulated)
+    assert counts["trained"] == 320
+    assert counts["admitted"] - counts["trained"] == counts["stale"] <= 8, "what a pinned engine samples may be overtaken now and then"
     assert not any(row[0].startswith("evaluation") for row in simulated.rows)
 
 
@@ -564,10 +568,10 @@ MISBEHAVIOUR: dict[str, tuple[dict[str, Any], type[PipelineError], str]] = {
     "no engine commits": ({"cast": Cast(engine=no_engine_commits)}, PeerSilent, r"for engine-[01] \(.*\) to commit policy 1"),
     "an engine falls silent": ({"cast": Cast(engine=engine_1_falls_silent)}, PeerSilent, "engine-1 was last heard"),
     "scorer never answers": ({"cast": Cast(scorer=scorer_that_never_answers)}, Stalled, "scor"),
-    "scorer never answers an evaluation": (
+    "scorer never answers an evaluation": (  # that is given up, and then nor does it answer anything else
         {"cast": Cast(scorer=scorer_that_never_answers), "held_out": HELD_OUT},
         Stalled,
-        "evaluation waits for scores",
+        "scoring waits for room in a scorer",
     ),
     "scorer falls silent": ({"cast": Cast(scorer=scorer_that_falls_silent)}, PeerSilent, "scorer-0 was last heard"),
     "every score fails": ({"world": World(bad_score_fraction=1.0)}, Stalled, "failed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -10,6 +11,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.slurm import far
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
@@ -39,8 +42,19 @@ class Cluster:
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
 
-def cluster(folder: Path, *, nodes: int = 2) -> Iterator[Cluster]:
-    """Start a Slurm of so many nodes, all on this machine, and end it."""
+@contextlib.contextmanager
+def cluster(folder: Path, *, nodes: int = 2, is_apart: bool = False) -> Iterator[Cluster]:
+    """Start a Slurm of so many nodes, all on this machine, and end it. `is_apart`: of two nodes, the second on a machine of its own."""
+    with far.machine() if is_apart else contextlib.nullcontext([]) as inside:
+        places = [(socket.gethostname(), far.HERE if is_apart else "127.0.0.1", [])] * nodes
+        if is_apart:
+            places[1] = (far.NAME, far.THERE, inside)
+        yield from _cluster(folder, places)
+
+
+def _cluster(folder: Path, places: list[tuple[str, str, list[str]]]) -> Iterator[Cluster]:
+    """`places`: host name, address and what to put before a command, of each node."""
+    nodes = len(places)
     ports = _free_ports(nodes + 1)
     for name in ("state", "spool", "munge"):
         (folder / name).mkdir(mode=0o711)
@@ -49,7 +63,7 @@ def cluster(folder: Path, *, nodes: int = 2) -> Iterator[Cluster]:
     key.chmod(0o400)
     lines = [
         "ClusterName=test",
-        f"SlurmctldHost={socket.gethostname()}(127.0.0.1)",
+        f"SlurmctldHost={places[0][0]}({places[0][1]})",
         f"SlurmctldPort={ports[0]}",
         f"AuthInfo=socket={socket_path},cred_expire=5",
         "SlurmUser=root",
@@ -73,7 +87,10 @@ def cluster(folder: Path, *, nodes: int = 2) -> Iterator[Cluster]:
         "KillWait=5",
         "InactiveLimit=0",
         "UnkillableStepTimeout=60",
-        *(f"NodeName=node{n} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[n + 1]} CPUs=4" for n in range(nodes)),
+        *(
+            f"NodeName=node{n} NodeHostname={host} NodeAddr={address} Port={ports[n + 1]} CPUs=4"
+            for n, (host, address, _) in enumerate(places)
+        ),
         f"PartitionName=test Nodes=node[0-{nodes - 1}] Default=YES MaxTime=INFINITE State=UP",
     ]
     config = folder / "slurm.conf"
@@ -82,7 +99,7 @@ def cluster(folder: Path, *, nodes: int = 2) -> Iterator[Cluster]:
     commands = [
         ["munged", "--foreground", "--force", f"--socket={socket_path}", f"--key-file={key}", *_munge_files(folder)],
         ["slurmctld", "-D", "-f", str(config)],
-        *(["slurmd", "-D", "-f", str(config), "-N", f"node{n}"] for n in range(nodes)),
+        *([*inside, "slurmd", "-D", "-f", str(config), "-N", f"node{n}"] for n, (_, _, inside) in enumerate(places)),
     ]
     started: list[subprocess.Popen[bytes]] = []
     with open(folder / "daemons.log", "ab") as log:

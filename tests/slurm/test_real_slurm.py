@@ -1,11 +1,16 @@
 """A real Slurm on this machine: submit, hit the limit, save, requeue, go on, finish; one W&B run; nobody exits before the others.
 
-Two slurmd stand for two nodes. The run is a stand-in (`stand_in`): what is tested is Slurm's side, from the script to the supervisors.
+Two slurmd stand for two nodes, the second on a machine of its own where one can be made (`far`). But for one test the run is a stand-in
+(`stand_in`): what is tested is Slurm's side, from the script to the supervisors. That one is a real run without a model: real orchestrator,
+scorer and transport, fake engines on the far machine, and the trainer of the chaos rehearsals.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,21 +19,25 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config_file import parse
+from pipelinerl.config_file import load, parse
+from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.metrics import read_journals
 from pipelinerl.slurm.submit import prepare
+from scripts.chaos import victims
 from tests.slurm import cluster as slurm
+from tests.slurm import far
 from tests.tracking.wandb_file import history
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.skipif(slurm.why_not() is not None, reason=str(slurm.why_not()))]
 
+ROOT = Path(__file__).parents[2]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
-    folder = tmp_path_factory.mktemp("slurm")
-    yield from slurm.cluster(folder)
+    with slurm.cluster(tmp_path_factory.mktemp("slurm"), is_apart=far.why_not() is None) as found:
+        yield found
 
 
 def job(folder: Path, *, steps: int, pace_s: float, breaks: str = "", tracking: tuple[str, ...] = (), **settings: Any) -> Path:
@@ -38,6 +47,7 @@ def job(folder: Path, *, steps: int, pace_s: float, breaks: str = "", tracking: 
         "data": {"source": "p.jsonl"},
         "reward": [{"function": "r:f"}],
         "run": {"folder": str(folder), "name": "stand-in"},
+        "engine": {"count": 2},
         "tracking": {"to": tracking},
         "slurm": {"cpus_per_node": 1, "time": "2", "save_s": 20, **settings},
     }
@@ -46,6 +56,23 @@ def job(folder: Path, *, steps: int, pace_s: float, breaks: str = "", tracking: 
     stand_in = [sys.executable, "-m", "tests.slurm.stand_in", str(run_folder)]
     (run_folder / "roles.json").write_text(json.dumps([{"name": name, "command": [*stand_in, name]} for name in names]))
     (run_folder / "stand_in.json").write_text(json.dumps({"steps": steps, "pace_s": pace_s, "break": breaks}))
+    return run_folder
+
+
+def rehearsal(folder: Path) -> Path:
+    """A prepared run folder of the demo, with fake engines on a node of their own and a trainer without a model."""
+    settings = demo_config(folder=folder, seed=0)
+    make_demo_model(folder / "demo-model", seed=0)
+    source = ROOT / "scripts" / "chaos" / "plugins.py"
+    overrides = ["run.name=rehearsal", "trainer.steps=1000000", "batch.groups_per_step=4", "checkpoint.every=5", "evaluation.every=0"]
+    overrides += ["evaluation.limit=4", 'engine.kind="fake"', "engine.count=2", "engine.cores=[]", "engine.max_running=16"]
+    overrides += [f'data.source="{source}:prompts"', f'reward=[{{function = "{source}:reward"}}]']
+    overrides += ["slurm.cpus_per_node=1", "slurm.save_s=20", "slurm.time=5", "slurm.engine_nodes=1"]
+    run_folder = prepare(load(settings, overrides=overrides)).parent
+    roles = json.loads((run_folder / "roles.json").read_text())
+    trainer = next(role for role in roles if role["name"] == "trainer")
+    trainer["command"] = [sys.executable, "-m", "scripts.chaos.trainer", "--run-folder", str(run_folder)]
+    (run_folder / "roles.json").write_text(json.dumps(roles))
     return run_folder
 
 
@@ -149,3 +176,34 @@ def test_scorers_on_nodes_of_their_own_belong_to_the_same_job(cluster: slurm.Clu
     assert wait(cluster, number, *ENDED)["JobState"] == "COMPLETED", said(run_folder, number)
     assert (run_folder / "logs" / "attempt-0" / "scorer-0.log").read_text().startswith(f"attempt 0, restart 0, job {int(number)}")
     assert "node 1: scorer-0" in supervisors(run_folder, 0)
+
+
+def wait_for_steps(run_folder: Path, number: int) -> None:
+    journal, end = run_folder / "journal" / "orchestrator.jsonl", time.monotonic() + 60
+    while not journal.exists() or len(steps_of(run_folder)) < number:
+        assert time.monotonic() < end, supervisors(run_folder, 0)
+        time.sleep(0.1)
+
+
+def test_a_real_run_over_two_machines_outlives_its_orchestrator_is_requeued_and_keeps_every_promise(cluster: slurm.Cluster, tmp_path: Path):
+    run_folder = rehearsal(tmp_path)
+    number = submit(cluster, run_folder)
+    wait_for_steps(run_folder, 3)
+    (orchestrator,) = victims.find("orchestrator", run_folder)
+    os.kill(orchestrator, signal.SIGKILL)
+    time.sleep(0.5)
+    wait_for_steps(run_folder, len(steps_of(run_folder)) + 3)
+    listening = json.loads((run_folder / "endpoints" / "engine.json").read_text())["address"]
+    settings = json.loads((run_folder / "config.json").read_text())
+    num_steps = settings["trainer"]["steps"] = len(steps_of(run_folder)) + 20
+    (run_folder / "config.json").write_text(json.dumps(settings))  # as `--resume trainer.steps=...` would
+    cluster.run("scancel", "--batch", "--signal=USR1", number)
+    wait(cluster, number, "PENDING")
+    assert wait(cluster, number, *ENDED)["JobState"] == "COMPLETED", said(run_folder, number) + supervisors(run_folder, 1)
+    assert said(run_folder, number).count("saved; requeue") == 1
+    verdict = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
+    assert "every promise was kept" in verdict.stdout, verdict.stdout
+    assert f"3 lives, {num_steps} steps" in verdict.stdout
+    if far.why_not() is None:
+        assert listening.startswith(f"tcp://{far.HERE}:"), "where the far machine reaches it, and nowhere else"
+        assert f"node 1 ({far.NAME})" in (run_folder / "logs" / "attempt-0" / "engines.log").read_text()

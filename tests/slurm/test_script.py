@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -11,17 +12,19 @@ import pytest
 
 from pipelinerl.config import Config
 from pipelinerl.config_file import load, parse
+from pipelinerl.engine.__main__ import engines_of_part
 from pipelinerl.errors import ConfigError
+from pipelinerl.process import read_config
 from pipelinerl.slurm.placement import nodes_of, roles_on
 from pipelinerl.slurm.script import OWNED, render
-from pipelinerl.slurm.submit import check_reach
+from pipelinerl.slurm.submit import prepare
 
 TEMPLATES = Path(__file__).parents[2] / "scripts" / "slurm"
 ROLES = ["orchestrator", "engines", "scorer-0", "trainer"]
 
 
 def config(**slurm: Any) -> Config:
-    tree = {"model": {"path": "m"}, "data": {"source": "p.jsonl"}, "reward": [{"function": "r:f"}], "slurm": slurm}
+    tree = {"model": {"path": "m"}, "data": {"source": "p.jsonl"}, "reward": [{"function": "r:f"}], "engine": {"count": 4}, "slurm": slurm}
     return parse(tree, origin="test")
 
 
@@ -91,7 +94,24 @@ def test_numbered_processes_are_dealt_out_over_their_nodes():
     assert [roles_on(node, names, nodes) for node in (1, 2)] == [["engines-0", "engines-2"], ["engines-1", "engines-3"]]
 
 
-def test_nodes_that_a_run_cannot_reach_yet_are_refused_at_submission():
-    check_reach(config())
-    with pytest.raises(ConfigError, match=r"engine_nodes is 2 .* one machine"):
-        check_reach(config(engine_nodes=2))
+def test_nodes_without_work_and_ranks_that_do_not_spread_evenly_are_refused():
+    tree = {"model": {"path": "m"}, "data": {"source": "p.jsonl"}, "reward": [{"function": "r:f"}]}
+    for section, words in (({"engine_nodes": 2}, "engine.count is 1: nodes would idle"), ({"trainer_nodes": 2}, "trainer.ranks is 1")):
+        with pytest.raises(ConfigError, match=words):
+            parse(tree | {"slurm": section}, origin="test")
+
+
+def test_over_several_nodes_engines_and_ranks_are_split_and_each_node_starts_its_part(tmp_path: Path):
+    tree = {"model": {"path": "m"}, "data": {"source": "p.jsonl"}, "reward": [{"function": "r:f"}], "run": {"folder": str(tmp_path)}}
+    tree |= {"engine": {"count": 5}, "trainer": {"ranks": 4}, "slurm": {"trainer_nodes": 2, "engine_nodes": 2}}
+    run_folder = prepare(parse(tree, origin="test")).parent
+    roles = {role["name"]: role["command"] for role in json.loads((run_folder / "roles.json").read_text())}
+    nodes = nodes_of(read_config(run_folder).slurm)
+    assert [roles_on(node, list(roles), nodes) for node in range(nodes.count)] == [
+        ["orchestrator", "scorer-0", "trainer-0"],
+        ["trainer-1"],
+        ["engines-0"],
+        ["engines-1"],
+    ]
+    assert roles["engines-1"][-2:] == roles["trainer-1"][-2:] == ["--part", "1/2"]
+    assert [list(engines_of_part(part, count=5)) for part in ("0/2", "1/2", None)] == [[0, 1], [2, 3, 4], [0, 1, 2, 3, 4]]

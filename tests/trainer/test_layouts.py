@@ -134,8 +134,9 @@ def train(
             for wave in range(num_waves):
                 index = wave * replicas.layout.replicas + replicas.number
                 step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=wave))
-            step.train_held()
-        metrics = step.finish(make_seal(samples, step=number, num_micro_batches=len(rows)))
+            seal = make_seal(samples, step=number, num_micro_batches=len(rows))
+            step.train_held(seal)
+        metrics = step.finish(seal)
     weights = {name: tensor.clone() for name, tensor in model.tensors().items()}
     pieces = [local(parameter.detach()) for parameter in model.parameters() if isinstance(parameter, DTensor)]
     used, held = sum(piece.nbytes for piece in pieces), sum(piece.untyped_storage().nbytes() for piece in pieces)

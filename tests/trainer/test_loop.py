@@ -24,6 +24,7 @@ from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from pipelinerl.weights.slots import FOLDER, run_token
 from tests.keys import PEERS
 from tests.trainer.conductor import ROWS_PER_STEP, Conductor, make_config
+from tests.trainer.tiny import make_model
 from trainer.__main__ import main
 from trainer.feed import Feed
 from trainer.loop import train
@@ -111,6 +112,30 @@ def test_a_run_trains_publishes_and_ends_by_stop(folders: dict[str, Path], tmp_p
 def test_a_run_in_one_process_reports_every_step(folders: dict[str, Path], tmp_path: Path) -> None:
     conductor = _run(_in_this_process, tmp_path, make_config(folders["llama"]))
     _check_whole_run(conductor, tmp_path)
+
+
+def _with(config: Config, **sections: dict[str, Any]) -> Config:
+    return Config.model_validate(config.model_dump() | sections)
+
+
+def test_a_run_of_adapters_publishes_them_merged_and_saves_them_apart(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The conductor's engine samples with what was published: the gaps that `_check_whole_run` bounds judge the merging."""
+    conductor = _run(_in_this_process, tmp_path, _with(make_config(folders["qwen3"]), lora={"rank": 4}))
+    _check_whole_run(conductor, tmp_path)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_a_run_with_a_critic_and_a_reference_saves_both_models_it_trained(folders: dict[str, Path], tmp_path: Path) -> None:
+    algorithm = {"name": "ppo", "overrides": {"advantage": {"kl_coef": 0.01}}}
+    config = _with(make_config(folders["llama"]), algorithm=algorithm, reference={"path": folders["llama"]}, critic={"warmup_steps": 1})
+    conductor = _run(_in_this_process, tmp_path, config)
+    assert [policy.version for policy in conductor.published] == [1, 2, 3]
+    first, *_, last = (done.metrics for done in conductor.done)
+    assert first["value"] == 0 != last["value"]
+    assert "grad_norm" not in first
+    assert last["grad_norm"] > 0
+    assert last["reference_kl_k3"] > 0
+    assert make_model(tmp_path / "critic", gives_values=True).module.score.weight.any()
 
 
 def test_two_rows_are_asked_for_ahead_and_none_twice(folders: dict[str, Path], tmp_path: Path) -> None:

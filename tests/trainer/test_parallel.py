@@ -44,7 +44,7 @@ def _train(folder: Path, rows: list[Samples], replicas: Replicas, method: str) -
     for number in range(2):
         for index, row in enumerate(rows):
             step.add(make_batch(row, step=number, index=index))
-        step.train_held()
+        step.train_held(make_seal(samples, step=number))
         metrics = step.finish(make_seal(samples, step=number))
     return {"metrics": metrics, "weights": [parameter.detach() for parameter in model.parameters()]}
 

@@ -68,8 +68,9 @@ def _train(step: Step, replicas: Replicas, *, version: int) -> None:
     generator = np.random.default_rng(version)
     samples = [make_sample(generator, prompt=4, completion=int(generator.integers(1, 8))) for _ in range(8)]
     step.add(make_batch(samples[replicas.number :: replicas.layout.replicas], step=version))
-    step.train_held()
-    step.finish(make_seal(samples, step=version))
+    seal = make_seal(samples, step=version)
+    step.train_held(seal)
+    step.finish(seal)
 
 
 def _whole(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import MicroBatch, StepSealed
+from trainer.critic import Critic
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
+from trainer.reference import Reference
 from trainer.row import arrange
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
@@ -52,7 +54,7 @@ def make_folder(folder: Path, *, family: str, seed: int = 0, **overrides: Any) -
 
 
 def make_model(
-    folder: Path, *, dtype: str = "float32", temperature: float = 1.0, replicas: Replicas | None = None, **options: bool
+    folder: Path, *, dtype: str = "float32", temperature: float = 1.0, replicas: Replicas | None = None, **options: Any
 ) -> Model:
     return Model(folder, dtype=dtype, temperature=temperature, device=CPU, replicas=replicas, **options)
 
@@ -84,6 +86,7 @@ def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index
         rollout_ids=tuple(f"rollout-{first_id + number}" for number in range(len(samples))),
         rewards=np.array([sample["reward"] for sample in samples], np.float32),
         truncated=np.array([sample["truncated"] for sample in samples], np.bool_),
+        group_ids=np.array([sample.get("group", 0) for sample in samples], np.int32),
         **columns,
     )
 
@@ -104,27 +107,37 @@ def make_step(
     method: str = "grpo",
     overrides: dict[str, Any] | None = None,
     is_offloaded: bool = False,
+    reference: Model | None = None,
+    critic: Model | None = None,
+    **options: Any,
 ) -> tuple[Step, Optimizer]:
-    """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter."""
+    """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter. The critic learns at the same rate."""
     replicas = replicas or Replicas(ranks=1, deadline_s=60)
-    optimizer = Optimizer(
-        model.parameters(),
-        schedule=Schedule(learning_rate=learning_rate, num_steps=10),
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        max_grad_norm=max_grad_norm,
-        holdings=model.holdings,
-        replicas=replicas,
-        is_offloaded=is_offloaded,
-    )
+    optimizer, *of_critic = [
+        Optimizer(
+            trained.parameters(),
+            schedule=Schedule(learning_rate=learning_rate, num_steps=10),
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            max_grad_norm=max_grad_norm,
+            holdings=trained.holdings,
+            replicas=replicas,
+            is_offloaded=is_offloaded,
+        )
+        for trained in (model, critic)
+        if trained is not None
+    ]
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
     step = Step(
         TorchEngine(model, optimizer=optimizer, replicas=replicas),
-        method=resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS),
+        method=resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS),
         replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
         max_mismatch_kl=max_mismatch_kl,
+        reference=None if reference is None else Reference(reference, replicas=replicas),
+        critic=None if critic is None else Critic(critic, optimizer=of_critic[0], replicas=replicas, clip=0.5),
+        **options,
     )
     return step, optimizer
 

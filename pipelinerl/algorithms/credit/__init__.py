@@ -1,6 +1,7 @@
 """The orchestrator's two calls: `group_advantages` when a group closes, `step_advantages` when a batch is cut.
 
-Names of the method table meet their numpy functions here. Advantages of rules marked `on_trainer` are not made here.
+Names of the method table meet their numpy functions here. Where a rule reads what only the trainer has, the trainer makes the same two
+calls over a whole step, and `value_returns` for its critic (`rules.makes_advantages_in_trainer`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.algorithms.credit import advantage, batch_rule, roulette, selection, shaping, step_credit, token_advantage
+from pipelinerl.algorithms.credit import advantage, batch_rule, roulette, selection, shaping, step_credit, token_advantage, value_advantage
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
@@ -35,6 +36,9 @@ _ADVANTAGE: dict[str, Callable[..., Credit]] = {
     "step_grpo": step_credit.step_grpo,
     "step_reinforce": step_credit.step_reinforce,
     "gigpo": step_credit.gigpo,
+    "gae": value_advantage.gae,
+    "vapo_gae": value_advantage.vapo_gae,
+    "turn_gae": value_advantage.turn_gae,
 }
 
 _BATCH: dict[str, Callable[..., list[Credit]]] = {
@@ -61,19 +65,23 @@ def keeps_group(group: ScoredGroup, *, method: Method) -> bool:
 def group_advantages(group: ScoredGroup, *, method: Method, baselines: RoleBaselines | None = None) -> Credit:
     """Advantages of one group, [N], or N arrays [P] for rules per token, after the method's reward shaping.
 
-    Raises `ValueError` where the group lacks a column the rule reads, where `baselines` is missing for rule "rae", and for rules
-    whose inputs exist only in the trainer.
+    Raises `ValueError` where the group lacks a column the rule reads, and where `baselines` is missing for rule "rae".
     """
     rule = method.advantage
     options: dict[str, Any] = dict(rule.options)
-    shaped = reduce(lambda held, step: _SHAPING[step.name](held, **step.options), method.shaping, group)
+    shaped = _shaped(group, method)
     if rule.name == "rae":
         if baselines is None:
             raise ValueError("advantage rae: got no baselines; keep one RoleBaselines per run, snapshot it, and pass it")
         return baselines.advantages(shaped)
     if rule.name not in _ADVANTAGE:
-        raise ValueError(f"advantage {rule.name} is made in the trainer, from what only the trainer has; the orchestrator sends rewards")
+        raise ValueError(f"advantage {rule.name} reads what nothing here supplies; `resolve` refuses it")
     return _ADVANTAGE[rule.name](shaped, **options)
+
+
+def value_returns(group: ScoredGroup, *, method: Method) -> list[Float64]:
+    """N arrays [P]: what a critic's values of the group are trained towards, under an advantage rule that has values."""
+    return value_advantage.RETURNS[method.advantage.name](_shaped(group, method), **method.advantage.options)
 
 
 def step_advantages(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, method: Method) -> list[Credit]:
@@ -87,3 +95,7 @@ def token_columns(credit: Credit, *, group: ScoredGroup) -> list[Float64]:
     masks = group.masks()
     rows = credit if isinstance(credit, list) else [np.full(len(trains), value) for value, trains in zip(credit, masks, strict=True)]
     return [np.where(trains, row, 0.0) for row, trains in zip(rows, masks, strict=True)]
+
+
+def _shaped(group: ScoredGroup, method: Method) -> ScoredGroup:
+    return reduce(lambda held, step: _SHAPING[step.name](held, **step.options), method.shaping, group)

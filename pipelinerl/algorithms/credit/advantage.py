@@ -40,7 +40,20 @@ class StepScores:
             raise ValueError(f"StepScores: scores {self.scores.tolist()} must be finite; leave a step without a score out")
 
 
-_PER_SIBLING = ("lengths", "components", "correct", "roles", "subgroups", "predictions", "sample_weights", "trains", "token_kl", "steps")
+_PER_SIBLING = (
+    "lengths",
+    "components",
+    "correct",
+    "roles",
+    "subgroups",
+    "predictions",
+    "sample_weights",
+    "trains",
+    "token_kl",
+    "steps",
+    "values",
+    "turns",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +86,10 @@ class ScoredGroup:
     """N arrays [P], log mu - log ref per token."""
     steps: tuple[StepScores, ...] | None = None
     """N."""
+    values: tuple[Float64, ...] | None = None
+    """N arrays [P], a critic's value of the state before each token; in the trainer only."""
+    turns: tuple[Int64, ...] | None = None
+    """N arrays, the last position of each turn; in the trainer only."""
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.rewards).all():

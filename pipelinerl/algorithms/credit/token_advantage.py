@@ -17,13 +17,15 @@ def gae(rewards: Float64, *, values: Float64, trains: Mask, gamma: float, lam: f
     Rewards at positions that do not train are not read. Returns for the critic are advantages + values.
     """
     advantages = np.zeros_like(values)
+    places = np.flatnonzero(trains)
+    steps = zip(rewards[places].tolist()[::-1], values[places].tolist()[::-1], strict=True)  # plain numbers: several times as fast
     next_value = running = 0.0
-    for t in range(len(values) - 1, -1, -1):
-        if trains[t]:
-            delta = rewards[t] + gamma * next_value - values[t]
-            running = delta + gamma * lam * running
-            next_value = float(values[t])
-            advantages[t] = running
+    backwards = []
+    for reward, value in steps:
+        running = reward + gamma * next_value - value + gamma * lam * running
+        next_value = value
+        backwards.append(running)
+    advantages[places] = backwards[::-1]
     return advantages
 
 
@@ -60,13 +62,19 @@ def spread(per_step: Float64, *, ends: Int64, num_positions: int) -> Float64:
     return np.append(per_step, 0.0)[steps]
 
 
-def reinforce_pp(group: ScoredGroup, *, gamma: float, kl_coef: float) -> list[Float64]:
-    """N arrays [P]: returns of a per-token KL penalty with the outcome at the last trained token (arXiv:2501.03262)."""
-    credits = []
+def token_rewards(group: ScoredGroup, *, kl_coef: float) -> list[Float64]:
+    """N arrays [P]: -kl_coef (log mu - log ref) at every position, and the outcome at the last trained one."""
+    rows = []
     for sibling, trains in enumerate(group.masks()):
         rewards = -kl_coef * group.required("token_kl")[sibling] if kl_coef else np.zeros(len(trains))
         sampled = np.flatnonzero(trains)
         if len(sampled):
             rewards[sampled[-1]] += group.rewards[sibling]
-        credits.append(discounted_returns(rewards, trains=trains, gamma=gamma))
-    return credits
+        rows.append(rewards)
+    return rows
+
+
+def reinforce_pp(group: ScoredGroup, *, gamma: float, kl_coef: float) -> list[Float64]:
+    """N arrays [P]: returns of a per-token KL penalty with the outcome at the last trained token (arXiv:2501.03262)."""
+    rewards = token_rewards(group, kl_coef=kl_coef)
+    return [discounted_returns(row, trains=trains, gamma=gamma) for row, trains in zip(rewards, group.masks(), strict=True)]

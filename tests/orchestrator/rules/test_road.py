@@ -30,6 +30,10 @@ def test_a_road_that_does_not_reach_every_engine_is_refused_with_what_to_do():
             choose_road(wanted, trainer="a", engines=APART, address="127.0.0.1")
 
 
+def test_without_an_address_the_trainer_uses_the_one_that_engines_reach_anyway():
+    assert choose_road("auto", trainer="a", engines=APART, address=None)[0] == "gloo"
+
+
 def test_gloo_on_one_machine_may_use_the_loopback():
     assert choose_road("gloo", trainer="a", engines=HERE, address="127.0.0.1")[0] == "gloo"
 

@@ -1,0 +1,272 @@
+"""Around scoring, in runs with a process reward model: it follows every rollout while it is being written, and scores its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import msgspec
+import numpy as np
+
+from orchestrator.state.ledger import Ledger
+from orchestrator.state.prm import Prm
+from pipelinerl.messages import (
+    Cancel,
+    Finish,
+    Generate,
+    Int32,
+    Outcome,
+    ScoredTrajectory,
+    StepsScored,
+    Tokens,
+    TraceScores,
+    TraceTokens,
+    Trajectory,
+)
+from pipelinerl.stages import Channel, Signal
+from pipelinerl.watch import Watch
+
+MAX_DEATHS = 3
+"""Deaths of the process reward model over tokens of one trace before that trace fails: what it then is not, is innocent."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Trace:
+    """One attempt of a rollout, as far as it is known here, and what the model said of it."""
+
+    attempt: int
+    prompt_token_ids: Int32
+    token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """Sampled and sent."""
+    is_whole: bool = False
+    """Its last token was sent."""
+    num_taken: int = 0
+    """Tokens that the model has answered for."""
+    ends: list[int] = dataclasses.field(default_factory=list)
+    scores: list[float] = dataclasses.field(default_factory=list)
+    version: str = ""
+    is_done: bool = False
+    """Nothing more will be said of it."""
+    outcome: Outcome = Outcome.OK
+    error: str = ""
+    num_deaths: int = 0
+    waiting: ScoredTrajectory | None = None
+    """Has its reward, and waits for its steps."""
+
+
+class Following:
+    """Sends engines' tokens on as they come, and joins step scores with rewards: by rollout, attempt and step, never by order of arrival.
+
+    Engines are never held up: what waits for the model slows admission alone, see `brake`.
+
+    takes     Tokens, from engines; Trajectory, from dispatch; ScoredTrajectory, from scoring; StepsScored, from the process reward model
+    gives     TraceTokens and Cancel, to that; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
+    waits for room towards scoring, comparing or batching
+    woken by  engines, dispatch, scoring, the process reward model
+    fails     never: a trace that cannot be scored is an outcome; what a model that dies had is sent again, and names a trace it dies of
+    ends      when the run does
+    """
+
+    name = "following"
+
+    def __init__(
+        self,
+        *,
+        written: Channel[Trajectory],
+        trajectories: Channel[Trajectory],
+        scored: Channel[ScoredTrajectory],
+        followed: Channel[ScoredTrajectory],
+        prm: Prm,
+        ledger: Ledger,
+        watch: Watch,
+        credits: Signal,
+        max_waiting_tokens: int,
+        queue_bytes: int,
+        restored: tuple[ScoredTrajectory, ...] = (),
+    ) -> None:
+        """`credits` is set when `brake` lets go; of an earlier life of the run, `restored` was scored and its steps were not."""
+        self.num_waiting_tokens = 0
+        """Sent, and not answered for."""
+        self.num_fenced = 0
+        self._written = written
+        self._trajectories = trajectories
+        self._scored = scored
+        self._followed = followed
+        self._prm = prm
+        self._ledger = ledger
+        self._watch = watch
+        self._credits = credits
+        self._max_waiting_tokens = max_waiting_tokens
+        self._restored = restored
+        self._traces: dict[str, _Trace] = {}
+        self._answers: Channel[ScoredTrajectory] = Channel(
+            "step scores",
+            giver="the process reward model",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
+        )
+        watch.explain(self._owed)
+        prm.on_scored(self._on_scored)
+        prm.on_lost(self._on_lost)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._pass_on())
+            group.create_task(self._join())
+            group.create_task(self._collect())
+
+    def brake(self) -> str | None:
+        """What admission has to wait for: the model, while more tokens wait for it than may."""
+        return "the process reward model" if self.num_waiting_tokens > self._max_waiting_tokens else None
+
+    def take(self, request: Generate, tokens: Tokens) -> None:
+        """An engine tells how a sequence goes on."""
+        trace = self._trace(request.rollout_id, request.attempt, request.token_ids)
+        if trace.is_done or tokens.start != len(trace.token_ids):
+            return
+        self._send(request.rollout_id, trace, tokens.token_ids, is_last=False)
+
+    async def _pass_on(self) -> None:
+        async for trajectory in self._written:
+            if trajectory.finish is Finish.ERROR:
+                self._forget(trajectory.rollout_id)
+            else:
+                self._complete(trajectory)
+            await self._trajectories.put(trajectory)
+
+    async def _join(self) -> None:
+        for scored in self._restored:
+            self._take_scored(scored)
+        async for scored in self._scored:
+            self._take_scored(scored)
+
+    async def _collect(self) -> None:
+        async for scored in self._answers:
+            await self._followed.put(scored)
+
+    def _take_scored(self, scored: ScoredTrajectory) -> None:
+        if scored.score.outcome is not Outcome.OK:
+            self._forget(scored.trajectory.rollout_id)
+            self._answer(scored)
+            return
+        trace = self._complete(scored.trajectory)
+        trace.waiting = scored
+        self._finish(scored.trajectory.rollout_id, trace)
+
+    def _complete(self, trajectory: Trajectory) -> _Trace:
+        """Send what is left of a finished trajectory."""
+        num_prompt = len(trajectory.prompt.token_ids)
+        trace = self._trace(trajectory.rollout_id, trajectory.attempt, trajectory.token_ids[:num_prompt])
+        if not trace.is_whole:
+            rest = trajectory.token_ids[num_prompt + len(trace.token_ids) :]
+            trace.is_whole = True
+            self._send(trajectory.rollout_id, trace, rest, is_last=True)
+        return trace
+
+    def _trace(self, rollout_id: str, attempt: int, prompt_token_ids: Int32) -> _Trace:
+        """The trace of an attempt; one of an older attempt is given up for it."""
+        trace = self._traces.get(rollout_id)
+        if trace is None or trace.attempt < attempt:
+            self._forget(rollout_id)
+            trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids)
+        return trace
+
+    def _send(self, rollout_id: str, trace: _Trace, token_ids: Int32, *, is_last: bool) -> None:
+        if trace.is_done:
+            return
+        start = len(trace.token_ids)
+        trace.token_ids = np.concatenate((trace.token_ids, token_ids))
+        self.num_waiting_tokens += len(token_ids)
+        self._prm.send(
+            TraceTokens(
+                rollout_id=rollout_id,
+                attempt=trace.attempt,
+                start=start,
+                token_ids=token_ids,
+                is_last=is_last,
+                prompt_token_ids=None if start else trace.prompt_token_ids,
+            )
+        )
+
+    def _forget(self, rollout_id: str) -> None:
+        trace = self._traces.pop(rollout_id, None)
+        if trace is not None:
+            self._took(trace, len(trace.token_ids))
+            if not trace.is_done:
+                self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+
+    def _took(self, trace: _Trace, num_taken: int) -> None:
+        was_held = self.brake()
+        self.num_waiting_tokens -= num_taken - trace.num_taken
+        trace.num_taken = num_taken
+        if was_held and not self.brake():
+            self._credits.set()
+
+    def _on_scored(self, said: StepsScored) -> None:
+        trace = self._traces.get(said.rollout_id)
+        if trace is None or trace.attempt != said.attempt or trace.is_done or said.first != len(trace.ends):
+            self.num_fenced += 1
+            return
+        self._watch.moved()
+        self._took(trace, said.num_taken)
+        trace.ends += said.ends.tolist()
+        trace.scores += said.scores.tolist()
+        if said.outcome is not Outcome.OK:
+            self._fail(said.rollout_id, trace, said.outcome, said.error)
+            return
+        if trace.version not in ("", said.version):
+            error = f"the process reward model changed from {trace.version} to {said.version} within the trace"
+            self._fail(said.rollout_id, trace, Outcome.INVALID, error)
+            return
+        trace.version = said.version
+        trace.is_done = said.is_last
+        self._finish(said.rollout_id, trace)
+
+    def _on_lost(self) -> None:
+        """The model has to be told everything again."""
+        for rollout_id, trace in list(self._traces.items()):
+            if trace.is_done:
+                continue
+            trace.num_deaths += trace.num_taken < len(trace.token_ids)
+            if trace.num_deaths >= MAX_DEATHS:
+                error = f"the process reward model died {trace.num_deaths} times with tokens of this trace"
+                self._fail(rollout_id, trace, Outcome.ERROR, error)
+                continue
+            token_ids, trace.token_ids = trace.token_ids, trace.token_ids[:0]
+            self.num_waiting_tokens -= len(token_ids) - trace.num_taken
+            trace.num_taken, trace.ends, trace.scores, trace.version = 0, [], [], ""
+            self._send(rollout_id, trace, token_ids, is_last=trace.is_whole)
+
+    def _fail(self, rollout_id: str, trace: _Trace, outcome: Outcome, error: str) -> None:
+        self._took(trace, len(trace.token_ids))
+        self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+        trace.outcome, trace.error, trace.is_done = outcome, error, True
+        self._finish(rollout_id, trace)
+
+    def _finish(self, rollout_id: str, trace: _Trace) -> None:
+        """Join, where both the reward and the last step are there."""
+        scored = trace.waiting
+        if scored is None or not trace.is_done:
+            return
+        del self._traces[rollout_id]
+        if trace.outcome is Outcome.OK:
+            steps = TraceScores(ends=np.array(trace.ends, np.int32), scores=np.array(trace.scores, np.float32), version=trace.version)
+            self._answer(msgspec.structs.replace(scored, steps=steps))
+            return
+        error = f"process reward model: {trace.error}"
+        score = msgspec.structs.replace(scored.score, outcome=trace.outcome, reward=None, components={}, error=error)
+        self._answer(msgspec.structs.replace(scored, score=score))
+
+    def _answer(self, scored: ScoredTrajectory) -> None:
+        self._ledger.amend("followed", (scored,), now_s=asyncio.get_running_loop().time())
+        self._answers.put_now(scored)  # bounded by admission: one for each rollout
+
+    def _owed(self) -> str | None:
+        """What the model has not answered for: for the verdict on a stall."""
+        for rollout_id, trace in self._traces.items():
+            if trace.num_taken < len(trace.token_ids):
+                owed = f"{self.num_waiting_tokens} tokens, the first of rollout {rollout_id}, attempt {trace.attempt}"
+                return f"the process reward model owes an answer for {owed}"
+        return None

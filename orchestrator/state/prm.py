@@ -1,0 +1,61 @@
+"""The process reward model as the orchestrator knows it: one process on the scorers' hub, asked in chunks, replaced when it is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orchestrator.state.peers import Peers
+from pipelinerl.messages import Cancel, PrmLoad, PrmReady, StepsScored, TraceTokens
+from pipelinerl.stages import Signal
+
+
+class Prm:
+    """Sends it what traces it shall follow, and tells when what it was sent is gone: then all of it is to be sent again."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.load: PrmLoad | None = None
+        """Its last gauges; None before the first."""
+        self._peers = peers
+        self._peer = ""
+        self._process_id: int | None = None
+        self._changed = Signal()
+        self._is_behind = False
+        """Something could not be sent."""
+        self._lost: list[Callable[[], None]] = []
+        peers.on(PrmReady, self._on_ready)
+        peers.on(PrmLoad, self._on_load)
+
+    async def wait_until_ready(self) -> None:
+        """Wait until it has announced itself."""
+        while self._process_id is None:
+            await self._changed.wait()
+
+    def on_scored(self, handler: Callable[[StepsScored], None]) -> None:
+        """Have `handler` called with every answer."""
+        self._peers.on(StepsScored, lambda peer, scored: handler(scored))
+
+    def on_lost(self, handler: Callable[[], None]) -> None:
+        """Have `handler` called when it knows no trace any more, and can be asked."""
+        self._lost.append(handler)
+
+    def send(self, message: TraceTokens | Cancel) -> None:
+        """Send, or remember that it could not be: then it counts as lost once it is heard of again."""
+        if not self._peers.send(self._peer, message):
+            self._is_behind = True
+
+    def _on_ready(self, peer: str, ready: PrmReady) -> None:
+        is_new = self._process_id is not None and self._process_id != ready.process_id
+        self._peer, self._process_id = peer, ready.process_id
+        self._changed.set()
+        if is_new:
+            self._tell_lost()
+
+    def _on_load(self, peer: str, load: PrmLoad) -> None:
+        self.load = load
+        if self._is_behind:
+            self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        self._is_behind = False
+        for handler in self._lost:
+            handler()

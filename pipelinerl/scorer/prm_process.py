@@ -1,0 +1,89 @@
+"""`python -m pipelinerl.scorer.prm_process --run-folder RUN --index I`: the process reward model of a run, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelinerl.config import PrmSection
+from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import ToScorer
+from pipelinerl.metrics import Journal
+from pipelinerl.process import last_words, read_config
+from pipelinerl.scorer.prm_server import PrmServer
+from pipelinerl.tokenizer import load_tokenizer
+from pipelinerl.transport.zmq import ZmqLink
+
+
+def main() -> None:
+    """Load the model, connect as `scorer-I` and serve."""
+    parser = argparse.ArgumentParser(prog="pipelinerl.scorer.prm_process", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
+    parser.add_argument("--index", type=int, required=True, help="number of this process among the scorers")
+    arguments = parser.parse_args()
+    name = f"scorer-{arguments.index}"
+    with last_words(arguments.run_folder, name):
+        config = read_config(arguments.run_folder)
+        set_environment()
+        engine = _load(config.prm)
+        tokenizer = load_tokenizer(config.model.path)
+        journal = Journal(arguments.run_folder, name)
+        link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
+        try:
+            server = PrmServer(
+                engine,
+                config.prm,
+                decode=tokenizer.decode,
+                link=link,
+                journal=journal,
+                prm_id=arguments.index,
+                version=str(config.prm.path),
+                limit=lambda: _killed_after(config.prm.deadline_s, name),
+            )
+            server.run()
+        finally:
+            link.close()
+            journal.close()
+
+
+def _load(section: PrmSection):
+    if section.path is None:
+        raise ConfigError("prm.path is not set: a process reward model needs a folder to load")
+    from pipelinerl.scorer.prm_vllm import VllmPrm
+
+    try:
+        return VllmPrm(section.path, dtype=section.dtype, max_tokens=section.max_tokens, options=section.options)
+    except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
+        raise ConfigError(f"vLLM cannot serve the process reward model {section.path}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _killed_after(seconds: float, name: str) -> Iterator[None]:
+    """Kill this process when the block takes longer: a forward pass that hangs gives no thread a chance to stop it otherwise.
+
+    By a signal, so that the launcher starts it again and what it had is sent again.
+    """
+
+    def kill() -> None:
+        print(f"{name}: a batch took more than {seconds:g} s (prm.deadline_s); this process ends, and is started again", file=sys.stderr)
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+#!/usr/bin/env python
+"""Does a run live through its allocations? The demo as a job of a real Slurm, which meets its limit again and again.
+
+A Slurm of its own (Debian's slurm-wlm and munge, all on this machine; takes root) runs what `pipelinerl slurm` wrote: real vLLM, the real
+trainer, one W&B run, offline. In every attempt, once `STEPS` more steps are trained, the job's time limit is lowered, so that Slurm itself
+finds it due and sends its USR1: the run saves, the script requeues it, and the next attempt goes on. The last one runs to the end. Then the
+run is judged from outside: journal, checkpoints, W&B's own files, and the checker's verdict on the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pipelinerl.config_file import load
+from pipelinerl.demo.settings import demo_config, make_demo_model
+from pipelinerl.metrics import read_journal
+from pipelinerl.slurm.submit import prepare
+from scripts.bench import harness
+from tests.slurm import cluster as slurm
+from tests.tracking.wandb_file import history
+
+STEPS = 5
+"""Trained in an attempt before its limit comes near. More only takes longer."""
+SAVE_S = 60
+LONG_MIN = 600
+"""The limit until it is lowered."""
+PATIENCE_S = 900.0
+
+
+def main() -> None:
+    parser = harness.options(__doc__ or "")
+    parser.add_argument("--requeues", type=int, help="default 20, with --quick 2")
+    parser.add_argument(
+        "--limits", type=int, default=LONG_MIN, help="so many requeues by the limit itself, the others by a USR1 sent at once"
+    )
+    parser.add_argument("--apart", action="store_true", help="the engine on a machine of its own (network namespaces)")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_args()
+    requeues = arguments.requeues or (2 if arguments.quick else 20)
+    with tempfile.TemporaryDirectory() as folder:
+        apart = ["slurm.engine_nodes=1"] if arguments.apart else []
+        run_folder = _job(Path(folder) / "runs", [*apart, *arguments.overrides])
+        with slurm.cluster(_made(Path(folder) / "slurm"), nodes=2 if arguments.apart else 1, is_apart=arguments.apart) as machine:
+            attempts = _run(machine, run_folder, requeues=requeues, limits=arguments.limits)
+        _report(arguments, run_folder, attempts, requeues=requeues)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    folder.parent.chmod(0o755)
+    return folder
+
+
+def _job(folder: Path, overrides: list[str]) -> Path:
+    """The demo, prepared as a job; as it has no last step yet, a checkpoint comes only from a wish to save."""
+    settings = demo_config(folder=folder, seed=0)
+    make_demo_model(folder / "demo-model", seed=0)
+    subprocess.run([sys.executable, "-m", "trainer.sft", str(settings), "sft.steps=100"], check=True)
+    job = ["trainer.steps=1000000", "checkpoint.every=1000000", "evaluation.every=0", "evaluation.limit=32", 'tracking.to=["wandb"]']
+    job += [f"slurm.time={LONG_MIN}", f"slurm.save_s={SAVE_S}", "slurm.cpus_per_node=2", "run.name=requeued"]
+    return prepare(load(settings, overrides=[*job, *overrides])).parent
+
+
+def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int, limits: int = LONG_MIN) -> list[list[Any]]:
+    """Requeue so often, `limits` of them by the limit, then let it finish. One row for each attempt."""
+    number = machine.run("sbatch", "--parsable", str(run_folder / "job.sbatch"))
+    attempts = []
+    for attempt in range(requeues + 1):
+        before = len(_steps(run_folder))
+        _wait(lambda: machine.state(number)["JobState"] == "RUNNING", f"attempt {attempt} to start")
+        started = time.monotonic()
+        if attempt == requeues:
+            _end_soon(run_folder, steps=before + STEPS)
+        _wait(lambda before=before: len(_steps(run_folder)) > before or _is_over(machine, number), f"a step of attempt {attempt}")
+        first_step_s = time.monotonic() - started
+        if attempt < requeues:
+            _wait(lambda before=before: len(_steps(run_folder)) >= before + STEPS or _is_over(machine, number), "more steps")
+            if not _is_over(machine, number):
+                _warn(machine, number, is_at_limit=attempt < limits)
+        _wait(lambda: machine.state(number)["JobState"] != "RUNNING", f"attempt {attempt} to end")
+        ended = time.time()
+        last = [*_lines(run_folder)][-1]
+        save_s = ended - _wished(run_folder, attempt, default=ended)
+        attempts.append([attempt, before, len(_steps(run_folder)), _saved(run_folder), first_step_s, save_s, last.get("reason", "?")])
+        print(attempts[-1], flush=True)
+        if attempt < requeues:
+            _wait(lambda: machine.state(number)["JobState"] in ("PENDING", "RUNNING", *slurm_ends()), "the requeue")
+            if machine.state(number)["JobState"] in slurm_ends():
+                break
+            machine.run("scontrol", "update", f"JobId={number}", f"TimeLimit={LONG_MIN}")
+    _wait(lambda: machine.state(number)["JobState"] in slurm_ends(), "the end")
+    state = machine.state(number)
+    print(f"job {number}: {state['JobState']}, {state['Restarts']} restarts", flush=True)
+    return attempts
+
+
+def _warn(machine: slurm.Cluster, number: str, *, is_at_limit: bool) -> None:
+    """Have Slurm send its USR1: because the limit is near, which it looks for twice a minute, or at once."""
+    if is_at_limit:
+        minutes = (_seconds(machine.state(number)["RunTime"]) + SAVE_S + 30) // 60 + 1
+        machine.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+    else:
+        machine.run("scancel", "--batch", "--signal=USR1", number)
+
+
+def _report(arguments: Any, run_folder: Path, attempts: list[list[Any]], *, requeues: int) -> None:
+    checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
+    steps = _steps(run_folder)
+    rows = [row["progress/step"] for row in history(run_folder) if "reward/all/mean" in row]
+    ids = {path.name.rpartition("-")[2] for path in run_folder.glob("tracking/wandb/offline-run-*")}
+    replayed = re.search(r"(\d+) of them trained again", checked.stdout)
+    saved = sum(row[3] >= row[2] for row in attempts[:requeues])
+    log = "".join(path.read_text() for path in (run_folder / "logs").glob("slurm-*.log"))
+    goals = [
+        harness.Goal(name="requeued", value=log.count("saved; requeue"), goal=requeues),
+        harness.Goal(name="checkpoint holds every step", value=saved, goal=requeues),
+        harness.Goal(
+            name="steps out of order or twice", value=len(steps) - len(set(steps) & set(range(len(steps)))), goal=0, at_least=False
+        ),
+        harness.Goal(name="steps trained again", value=int(replayed[1]) if replayed else -1, goal=0, at_least=False),
+        harness.Goal(name="W&B runs", value=len(ids), goal=1, at_least=False),
+        harness.Goal(name="steps missing in W&B or twice there", value=float(rows != steps), goal=0, at_least=False),
+        harness.Goal(name="promises broken", value=float(checked.returncode), goal=0, at_least=False),
+        harness.Goal(name="ended by itself", value=float(attempts[-1][-1] == "finished"), goal=1),
+        harness.Goal(name="slowest save and exit, s", value=max(row[5] for row in attempts[:requeues]), goal=SAVE_S, at_least=False),
+    ]
+    columns = ["attempt", "steps before", "steps after", "checkpoint", "first step s", "wish to exit s", "ended"]
+    notes = [*checked.stdout.splitlines(), f"{len(rows)} steps in W&B's files, ids {', '.join(sorted(ids))}"]
+    harness.finish("requeue", arguments=arguments, columns=columns, rows=attempts, goals=goals, notes=notes)
+
+
+def _wait(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s for {what}"
+        time.sleep(0.5)
+
+
+def slurm_ends() -> tuple[str, ...]:
+    return ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def _is_over(machine: slurm.Cluster, number: str) -> bool:
+    return machine.state(number)["JobState"] != "RUNNING"
+
+
+def _lines(run_folder: Path) -> list[dict[str, Any]]:
+    journal = run_folder / "journal" / "orchestrator.jsonl"
+    return list(read_journal(journal)) if journal.exists() else []
+
+
+def _steps(run_folder: Path) -> list[int]:
+    return [line["step"] for line in _lines(run_folder) if line["kind"] == "step"]
+
+
+def _saved(run_folder: Path) -> int:
+    """Steps in the newest checkpoint."""
+    found = [int(path.name.removeprefix("step-")) for path in (run_folder / "checkpoints").glob("step-*") if "." not in path.name]
+    return max(found, default=0)
+
+
+def _wished(run_folder: Path, attempt: int, *, default: float) -> float:
+    wish = run_folder / "logs" / f"attempt-{attempt}" / "save"
+    return wish.stat().st_mtime if wish.exists() else default
+
+
+def _end_soon(run_folder: Path, *, steps: int) -> None:
+    """What `--resume trainer.steps=…` would do: settings that may change are read anew at every start."""
+    path = run_folder / "config.json"
+    settings = json.loads(path.read_text())
+    settings["trainer"]["steps"] = steps
+    path.write_text(json.dumps(settings))
+
+
+def _seconds(clock: str) -> int:
+    total = 0
+    for part in clock.replace("-", ":").split(":"):
+        total = total * 60 + int(part)
+    return total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A run with a real process reward model: vLLM writes, vLLM's pooling engine scores steps meanwhile, and the trainer trains on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.demo.settings import demo_config, make_demo_model
+from pipelinerl.metrics import read_journals
+from scripts.chaos import victims
+from tests.tiny_models import make_prm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_steps_are_scored_while_they_are_written_for_about_one_prefill_also_when_the_model_is_killed(tmp_path: Path) -> None:
+    settings = demo_config(folder=tmp_path, seed=0)
+    make_demo_model(tmp_path / "demo-model", seed=0)
+    make_prm(tmp_path / "prm")
+    overrides = ("run.name=prm", "trainer.steps=12", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=4")
+    overrides += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]', "run.restart_wait_s=0.0")
+    overrides += ("model.max_tokens=104", "rollout.max_tokens=96", "algorithm.name=process_grpo", "checkpoint.every=100")
+    overrides += (f"prm.path={tmp_path / 'prm'}", "prm.tag=#", "prm.separator=5", "prm.chunk_tokens=8", "prm.dtype=float32")
+    run = subprocess.Popen([sys.executable, "-m", "pipelinerl", "run", str(settings), *overrides], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 150
+    while not (found := [*tmp_path.glob("prm-2*/journal/orchestrator.jsonl")]) or found[0].read_text().count('"kind": "step"') < 4:
+        assert time.monotonic() < deadline, "4 steps were not trained within 150 s"
+        assert run.poll() is None
+        time.sleep(0.1)
+    run_folder = found[0].parent.parent
+    (process_id,) = victims.find("prm", run_folder)
+    os.kill(process_id, signal.SIGKILL)
+    output, _ = run.communicate(timeout=150)
+    assert run.returncode == 0, output
+    lines = read_journals(run_folder)
+    assert sum(line["kind"] == "step" for line in lines) == 12
+    subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], check=True)
+    loads = [line for line in lines if line["kind"] == "load" and "num_taken" in line]
+    best = max(loads, key=lambda line: line["num_asked"])
+    print(f"tokens taken {best['num_taken']}, computed {best['num_computed']}, every step from scratch {best['num_asked']}")
+    assert best["num_steps"] > 0
+    assert best["num_computed"] < best["num_asked"] / 2
+    scored = [line for line in lines if line["kind"] == "span" and line["lane"] == "scorer-1"]
+    passes = [line for line in lines if line["kind"] == "span" and line["lane"] == "engine-0"]
+    assert any(one["start"] < other["start"] < one["end"] for one in scored for other in passes), "engines went on meanwhile"

@@ -1,0 +1,114 @@
+"""A mixture of experts on real vLLM: which experts it chose, and what the trainer computes with that known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from orchestrator.rollouts.single_turn import trajectory_of
+from orchestrator.stages.delivery import micro_batch_of
+from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.engine.staging import StagingThread
+from pipelinerl.messages import Completion, Generate, MicroBatch, Prompt, Sample, Sampling, Tensor
+from pipelinerl.routes import table_of, unknown
+from tests.real_engine import vllm_engine
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipelinerl.weights.commit import Placed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_TOKENS = 24
+NUM_ROLLOUTS = 12
+LAYERS, EXPERTS, TOP_K = 2, 16, 4
+
+
+def _sample(folder: Path) -> tuple[dict[str, Generate], list[Completion]]:
+    chance = np.random.default_rng(3)
+    shared = chance.integers(3, 60, 40, dtype=np.int32)
+    asked: dict[str, Generate] = {}
+    for number in range(NUM_ROLLOUTS):
+        prompt = shared if number < 4 else chance.integers(3, 60, chance.integers(2, 20), dtype=np.int32)
+        sampling = Sampling(max_tokens=NUM_TOKENS, stop_token_ids=(), seed=number)
+        asked[f"{number}"] = Generate(rollout_id=f"{number}", attempt=0, token_ids=prompt, sampling=sampling)
+    with vllm_engine(folder, dtype="bfloat16", max_tokens=128, replay_routes=True) as engine:
+        loop = EngineLoop(engine, engine_id=0, stager=StagingThread(engine))
+        for request in asked.values():
+            loop.handle(request)
+        while loop.has_work:
+            loop.advance()
+        assert engine._routes is not None
+        assert not engine._routes._parts, "nothing is kept of finished requests"
+        return asked, [message for message in loop.outbox if isinstance(message, Completion)]
+
+
+def _plan_of_the_norm(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
+    """A plan for one parameter; making that of all loads the checkpoint once more, over the repacked experts."""
+    from pipelinerl.weights.commit import Placed
+
+    norm = model.get_parameter("model.norm.weight")
+    placed = Placed(parameter=norm, offset_bytes=0, num_bytes=norm.nbytes)
+    tensor = Tensor(name="model.norm.weight", shape=tuple(norm.shape), dtype="bfloat16", offset_bytes=0, num_bytes=norm.nbytes)
+    return [placed], (tensor,)
+
+
+def _row(asked: dict[str, Generate], completions: list[Completion]) -> MicroBatch:
+    samples = []
+    for number, completion in enumerate(sorted(completions, key=lambda completion: int(completion.rollout_id))):
+        prompt = Prompt(prompt_id=f"0:{number}", text="", token_ids=asked[completion.rollout_id].token_ids)
+        times = {"engine_id": 0, "admitted_at": 0.0, "finished_at": 1.0}
+        trajectory = trajectory_of(completion, prompt=prompt, group_id=number, sibling=0, **times)
+        samples.append(Sample(trajectory=trajectory, reward=0.0, advantages=np.ones(trajectory.num_tokens, np.float32)))
+    return micro_batch_of(tuple(samples), step=0, index=0)
+
+
+def test_replayed_routes_bring_engine_and_trainer_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    # On a CPU vLLM repacks experts: an engine of them can take no new weights and refuses to start. This one is never asked to take any.
+    monkeypatch.setattr("pipelinerl.engine.vllm_engine.obstacles_of", lambda model, **_: {})
+    monkeypatch.setattr("pipelinerl.engine.vllm_engine.plan_of", _plan_of_the_norm)
+
+    from tests.trainer.tiny import make_folder, make_model, make_seal, make_step
+
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+    }
+    folder = make_folder(tmp_path / "moe", family="qwen3_moe", **sizes)
+    batch = _row(*_sample(folder))
+    assert batch.routes is not None
+    table = table_of(batch.routes)
+    assert (table.dtype, table.shape) == (np.uint8, (len(batch.token_ids), LAYERS, TOP_K))
+    lasts = np.cumsum(batch.lengths) - 1
+    known = ~unknown(table)
+    assert not known[lasts].any()
+    assert (table[known] < EXPERTS).all()
+    assert all(len(set(chosen)) == TOP_K for chosen in table[known].reshape(-1, TOP_K).tolist())
+    num_unknown = int((~known).sum()) - NUM_ROLLOUTS
+    assert num_unknown in (0, 3 * 32, 3 * 40), "at most what the prefix cache spared of the prompt that four share"
+
+    gaps: dict[str, torch.Tensor] = {}
+    theirs = torch.from_numpy(batch.logprobs[batch.trains])
+    for name, row in {"replayed": batch, "native": msgspec.structs.replace(batch, routes=None)}.items():
+        model = make_model(folder, dtype="bfloat16", replays_routes=True)
+        step, _ = make_step(model, replays_routes=True)
+        laid_out = step.lay_out(row)
+        assert laid_out is not None
+        with torch.no_grad():
+            gaps[name] = (model.logprobs(laid_out)[0] - theirs).abs()
+        step.add(row)
+        expected = num_unknown if name == "replayed" else len(batch.token_ids) - NUM_ROLLOUTS
+        assert step.finish(make_seal([{"trains": batch.trains}]))["num_unrouted_tokens"] == expected
+    assert float(gaps["replayed"].mean()) < 0.85 * float(gaps["native"].mean())
+    assert float(gaps["replayed"].max()) < 0.6 * float(gaps["native"].max())

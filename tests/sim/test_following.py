@@ -1,0 +1,121 @@
+"""A process reward model in whole simulated runs: every sample trains with the scores of its own steps, whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.rules.batch import Survivors
+from pipelinerl.config import Config
+from pipelinerl.messages import Outcome, StepsScored
+from pipelinerl.transport.memory import MemoryLink
+from tests.sim import peers
+from tests.sim.chaos import Faults, survive
+from tests.sim.peers import World
+from tests.sim.run import Cast, config, mean_baseline, run
+
+WORLD = World(token_s=1e-3, bad_score_fraction=0.02)
+
+
+def followed(**sections: dict[str, Any]) -> Config:
+    return config(**{"prm": {"path": "unused", "chunk_tokens": 3}, "trainer": {"steps": 6}} | sections)
+
+
+def credit(survivors: Survivors):
+    """A mean baseline that looks whether the steps are those of the very tokens."""
+    for member in survivors:
+        assert member.steps is not None
+        ends, scores = peers.step_scores(member.trajectory.token_ids[len(member.trajectory.prompt.token_ids) :])
+        assert member.steps.ends.tolist() == ends
+        assert member.steps.scores == pytest.approx(scores)
+        assert member.steps.version == "simulated"
+    return mean_baseline(survivors)
+
+
+def test_every_sample_trains_with_the_scores_of_its_own_steps(tmp_path: Path) -> None:
+    simulated = run(followed(), folder=tmp_path, world=WORLD, credit=credit)
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
+
+
+KILLS = {
+    "prm": Faults(seed=1, prm_s=2.0),
+    "engine": Faults(seed=2, engine_s=2.0),
+    "orchestrator": Faults(seed=3, orchestrator_s=3.0),
+    "everything": Faults(seed=4, engine_s=6.0, scorer_s=5.0, prm_s=5.0, trainer_s=6.0, orchestrator_s=8.0),
+}
+
+
+@pytest.mark.parametrize("who", KILLS)
+def test_step_scores_survive_whoever_is_killed_and_count_once(tmp_path: Path, who: str) -> None:
+    world = World(token_s=1e-3)
+    survived = survive(followed(trainer={"steps": 20}), folder=tmp_path, faults=KILLS[who], world=world, credit=credit)
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    assert who != "prm" or not survived.ending.identity.failed, "all is told again at once: no trace waits until it counts as the killer"
+    assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 5, survived.kills
+
+
+def test_steps_and_comparisons_go_together(tmp_path: Path) -> None:
+    settings = followed()
+    rewards = tuple(settings.reward[0].model_copy(update={"function": f"unused:{per}", "per": per}) for per in ("sample", "group"))
+    faults = KILLS["everything"]
+    survived = survive(settings.model_copy(update={"reward": rewards}), folder=tmp_path, faults=faults, world=WORLD, credit=credit)
+    assert survived.problems() == []
+
+
+def test_a_slow_model_slows_admission_and_never_an_engine(tmp_path: Path) -> None:
+    """Its 3 s a batch are 300 forward passes: engines go on meanwhile, and no more is admitted than may wait for it."""
+    bound = 200
+    settings = followed(prm={"path": "unused", "chunk_tokens": 3, "max_waiting_tokens": bound})
+    simulated = run(settings, folder=tmp_path, world=dataclasses.replace(WORLD, prm_s=3.0), credit=credit)
+    assert simulated.problems() == []
+    lines = [line for line in simulated.lines if line["kind"] == "status"]
+    held = [wait for line in lines for wait in line["waits"] if wait == wait | {"stage": "dispatch", "what": "the process reward model"}]
+    assert held, "admission waited for it by name"
+    waiting = [line["prm"]["num_waiting_tokens"] for line in lines if line["prm"]]
+    in_flight = settings.max_running_rollouts * settings.rollout.max_tokens
+    assert bound < max(waiting) <= bound + in_flight
+    assert waiting[-1] == 0
+
+
+async def over_length_prm(link: MemoryLink, *, world: World) -> None:
+    """Cannot take traces of more than 30 tokens, which it says of the whole trace."""
+
+    class Link:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(link, name)
+
+        def send(self, message: Any) -> None:
+            if isinstance(message, StepsScored) and message.num_taken > 30:
+                nothing = np.zeros(0)
+                message = StepsScored(
+                    rollout_id=message.rollout_id,
+                    attempt=message.attempt,
+                    num_taken=message.num_taken,
+                    first=message.first,
+                    ends=nothing.astype(np.int32),
+                    scores=nothing.astype(np.float32),
+                    is_last=message.is_last,
+                    version=message.version,
+                    outcome=Outcome.INVALID,
+                    error="too long",
+                )
+            link.send(message)
+
+    await peers.prm(Link(), world=world)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_trace_that_cannot_be_scored_fails_with_its_reason_and_trains_nothing(tmp_path: Path) -> None:
+    def short_ones(survivors: Survivors):
+        assert all(member.trajectory.num_trained_tokens <= 30 for member in survivors)
+        return credit(survivors)
+
+    simulated = run(followed(), folder=tmp_path, world=WORLD, cast=Cast(prm=over_length_prm), credit=short_ones)
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
+    assert simulated.ending.identity.failed > 0

@@ -1,0 +1,167 @@
+"""What a rank of the trainer is made of, from the config: the policy, the models beside it, their optimizers, and the step over them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from pipelinerl.algorithms.method import REFERENCE_OFFERS, Method, Need
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.config import Config, Offload
+from pipelinerl.errors import ConfigError
+from pipelinerl.tokenizer import load_tokenizer
+from trainer import portable
+from trainer.critic import Critic
+from trainer.lora import Adapters
+from trainer.model import Model
+from trainer.optimizer import Optimizer, Schedule
+from trainer.parallel import Replicas
+from trainer.reference import Reference
+from trainer.step import Step
+from trainer.torch_engine import TorchEngine
+
+MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
+"""Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A model that is trained, and its optimizer."""
+
+    model: Model
+    optimizer: Optimizer
+
+
+def build_policy(config: Config, *, replicas: Replicas) -> Trained:
+    """Load the policy. Raises `ConfigError`."""
+    model = Model(
+        config.model.path,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        device=replicas.device,
+        replicas=replicas,
+        recomputes=config.trainer.recompute,
+        has_float32_head=config.trainer.float32_head,
+        adapters=adapters_of(config),
+        replays_routes=config.model.replay_routes,
+        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
+    )
+    return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.trainer.learning_rate))
+
+
+def adapters_of(config: Config) -> Adapters | None:
+    """What is trained in place of all weights; None where all are."""
+    section = config.lora
+    return Adapters(rank=section.rank, alpha=section.alpha, targets=section.targets, seed=config.run.seed) if section.rank else None
+
+
+def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
+    """Load the value model where the method reads one. Raises `ConfigError`."""
+    if Need.CRITIC not in method_of(config).needs:
+        return None
+    if config.trainer.parallel.pipeline > 1:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name} trains a critic, and trainer.{config.trainer.layout} shares the layers, which a critic's"
+            " cannot be yet. Use parallel.shard or parallel.tensor in place of parallel.pipeline"
+        )
+    model = Model(
+        config.critic.path or config.model.path,
+        dtype=config.model.dtype,
+        temperature=1.0,
+        device=replicas.device,
+        replicas=replicas,
+        recomputes=config.trainer.recompute,
+        gives_values=True,
+        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
+    )
+    return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.critic.learning_rate))
+
+
+def build_step(config: Config, *, policy: Trained, critic: Trained | None, replicas: Replicas, first_step: int) -> Step:
+    """Join the models to what trains them, step by step, from `first_step` on."""
+    method = method_of(config)
+    return Step(
+        TorchEngine(policy.model, optimizer=policy.optimizer, replicas=replicas),
+        method=method,
+        replicas=replicas,
+        max_completion_tokens=config.rollout.max_tokens,
+        max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
+        max_mismatch_kl=config.trainer.max_mismatch_kl,
+        correct_reward=config.algorithm.correct_reward,
+        first_step=first_step,
+        passes=config.trainer.passes,
+        reference=_reference(config, policy=policy.model, method=method, replicas=replicas),
+        critic=None if critic is None else _critic(critic, method=method, replicas=replicas),
+        critic_alone_until=config.critic.warmup_steps if critic is not None else 0,
+        replays_routes=config.model.replay_routes,
+    )
+
+
+def state_of(policy: Trained, critic: Trained | None = None) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint, see `trainer.portable`. `Optimizer.round` is due once they are loaded."""
+    state = portable.state_of(policy.model, policy.optimizer)
+    if critic is None:
+        return state
+    return state | {f"critic_{part}": tensors for part, tensors in portable.state_of(critic.model, critic.optimizer).items()}
+
+
+def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rate: float) -> Optimizer:
+    section = config.trainer
+    return Optimizer(
+        model.parameters(),
+        schedule=Schedule(
+            learning_rate=learning_rate,
+            num_steps=section.steps,
+            warmup_steps=section.warmup_steps,
+            final_fraction=section.final_learning_rate_fraction,
+        ),
+        betas=section.betas,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        holdings=model.holdings,
+        replicas=replicas,
+        is_offloaded=section.offload is Offload.OPTIMIZER,
+    )
+
+
+def _critic(trained: Trained, *, method: Method, replicas: Replicas) -> Critic:
+    return Critic(trained.model, optimizer=trained.optimizer, replicas=replicas, clip=float(method.critic.options["clip"] or 0.0))
+
+
+def _reference(config: Config, *, policy: Model, method: Method, replicas: Replicas) -> Reference | None:
+    """The frozen model where the method reads one; a run whose method reads none loads none."""
+    folder = config.reference.path
+    if folder is None or not method.needs & REFERENCE_OFFERS:
+        return None
+    if folder == config.model.path and config.lora.rank:
+        return Reference(policy, replicas=replicas)  # what the adapters were put on
+    model = Model(
+        folder,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        device=replicas.device,
+        replicas=replicas,
+        has_float32_head=config.trainer.float32_head,
+        is_frozen=True,
+    )
+    _check_words(model, policy=policy, folder=folder, own=config.model.path)
+    return Reference(model, replicas=replicas, offloads=config.reference.offload)
+
+
+def _check_words(reference: Model, *, policy: Model, folder: Path, own: Path) -> None:
+    """Raise `ConfigError` where a token id means another word to the reference, as far as that can be known."""
+    if folder == own:
+        return
+    words = [model.module.config.get_text_config().vocab_size for model in (policy, reference)]
+    vocabularies = [_vocabulary(path) for path in (own, folder)]
+    if vocabularies[0] != vocabularies[1] if None not in vocabularies else words[0] != words[1]:
+        raise ConfigError(
+            f"reference.path {folder} has other words than model.path {own} ({words[1]} and {words[0]} token ids): log-probabilities of the"
+            " same ids would be of different texts. Choose a reference or teacher with the policy's tokenizer"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    return load_tokenizer(folder).get_vocab() if (folder / "tokenizer.json").is_file() else None

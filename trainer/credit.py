@@ -1,0 +1,129 @@
+"""Advantages that only the trainer can make, because a critic's values or a reference's log-probabilities enter them.
+
+The rules are the orchestrator's (`pipelinerl.algorithms.credit`), called here once a step is whole: over all groups of all replicas, which
+every replica gathers, so that baselines and whitening are those of one process. That is a few numbers per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pipelinerl.algorithms.credit import group_advantages, step_advantages, token_columns, value_returns
+from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.loss import TokenColumns
+from pipelinerl.algorithms.method import Method, Need
+from pipelinerl.errors import DataError
+from pipelinerl.messages import MicroBatch
+from trainer.parallel import Replicas
+from trainer.row import Row
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A row that waits for its step to be whole, with what was computed of it meanwhile, without gradient.
+
+    A zero-loss row has none of it. Legend: `K` trained tokens.
+    """
+
+    batch: MicroBatch
+    row: Row | None
+    columns: TokenColumns | None
+    values: torch.Tensor | None = None
+    """[K] float32, where there is a critic."""
+    returns: torch.Tensor | None = None
+    """[K] float32, what the critic is trained towards."""
+
+
+def credited(held: Sequence[Held], *, method: Method, replicas: Replicas, correct_reward: float) -> list[Held]:
+    """The rows of this replica with their advantages, and returns where there is a critic. Every rank calls this."""
+    samples = np.concatenate([np.zeros((0, 3)), *(_sample_facts(one) for one in held)])
+    tokens = np.concatenate([np.zeros((0, 3)), *(_token_facts(one) for one in held)])
+    all_samples, _ = _gathered(samples, replicas=replicas)
+    all_tokens, first_token = _gathered(tokens, replicas=replicas)
+    advantages, returns = _step_credit(all_samples, all_tokens, method=method, correct_reward=correct_reward)
+    mine = slice(first_token, first_token + len(tokens))
+    counts = np.cumsum([0 if one.columns is None else len(one.columns.trains) for one in held])[:-1]
+    parts = zip(held, np.split(advantages[mine], counts), np.split(returns[mine], counts), strict=True)
+    return [_with_credit(one, advantages=a, returns=g) for one, a, g in parts]
+
+
+def _sample_facts(held: Held) -> np.ndarray:
+    """[N, 3] group, reward and trained tokens of each sample."""
+    batch = held.batch
+    if not len(batch.lengths):
+        return np.zeros((0, 3))
+    if batch.group_ids is None or batch.rewards is None:
+        raise DataError(f"row {batch.index} of step {batch.step} says neither group nor reward of its samples, and advantages need them")
+    sample_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+    counts = np.bincount(sample_of[batch.trains], minlength=len(batch.lengths))
+    return np.stack((batch.group_ids, batch.rewards, counts), 1).astype(np.float64)
+
+
+def _token_facts(held: Held) -> np.ndarray:
+    """[K, 3] log mu - log ref, value and whether a turn ends there; zeros where the run has no such thing."""
+    columns = held.columns
+    if columns is None:
+        return np.zeros((0, 3))
+    nothing = torch.zeros_like(columns.behaviour_logprobs)
+    kl = nothing if columns.reference_logprobs is None else columns.behaviour_logprobs - columns.reference_logprobs
+    places, sequences = columns.required("positions"), columns.sequence_ids
+    ends = torch.ones_like(places, dtype=torch.bool)
+    ends[:-1] = (places[1:] != places[:-1] + 1) | (sequences[1:] != sequences[:-1])
+    facts = (kl, nothing if held.values is None else held.values, ends)
+    return torch.stack([fact.double() for fact in facts], 1).cpu().numpy()
+
+
+def _gathered(table: np.ndarray, *, replicas: Replicas) -> tuple[np.ndarray, int]:
+    """The tables of all replicas one below the other, and where this one's begins; made of sums, the one thing replicas do."""
+    counts = torch.zeros(replicas.layout.replicas, dtype=torch.float64, device=replicas.device)
+    counts[replicas.number] = len(table)
+    replicas.sum(counts, what="to count the samples and tokens of the step")
+    ends = counts.cpu().numpy().cumsum().astype(int)
+    first = int(ends[replicas.number]) - len(table)
+    whole = torch.zeros(int(ends[-1]), table.shape[1], dtype=torch.float64, device=replicas.device)
+    whole[first : first + len(table)] = torch.from_numpy(table)
+    replicas.sum(whole, what="to gather what advantages are made of")
+    return whole.cpu().numpy(), first
+
+
+def _step_credit(samples: np.ndarray, tokens: np.ndarray, *, method: Method, correct_reward: float) -> tuple[Float64, Float64]:
+    """([tokens] advantages, [tokens] returns) of the whole step; returns are zeros without a critic."""
+    lengths = samples[:, 2].astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    members = [np.flatnonzero(samples[:, 0] == group) for group in np.unique(samples[:, 0])]
+    groups = [_group(samples[chosen], tokens, starts=starts[chosen], correct_reward=correct_reward) for chosen in members]
+    credits = step_advantages([group_advantages(group, method=method) for group in groups], groups, method=method)
+    advantages, returns = np.zeros(len(tokens)), np.zeros(len(tokens))
+    for chosen, group, credit in zip(members, groups, credits, strict=True):
+        targets = value_returns(group, method=method) if Need.CRITIC in method.needs else [None] * len(chosen)
+        for sample, column, target in zip(chosen, token_columns(credit, group=group), targets, strict=True):
+            place = slice(starts[sample], starts[sample] + lengths[sample])
+            advantages[place] = column
+            returns[place] = 0.0 if target is None else target
+    return advantages, returns
+
+
+def _group(samples: np.ndarray, tokens: np.ndarray, *, starts: np.ndarray, correct_reward: float) -> ScoredGroup:
+    """Siblings as the rules take them; positions are trained tokens only, which is what values are carried between."""
+    lengths = samples[:, 2].astype(np.int64)
+    rows = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return ScoredGroup(
+        rewards=samples[:, 1],
+        lengths=lengths,
+        correct=samples[:, 1] >= correct_reward,
+        token_kl=tuple(row[:, 0] for row in rows),
+        values=tuple(row[:, 1] for row in rows),
+        turns=tuple(np.flatnonzero(row[:, 2]) for row in rows),
+    )
+
+
+def _with_credit(held: Held, *, advantages: Float64, returns: Float64) -> Held:
+    if held.columns is None:
+        return held
+    like = held.columns.advantages
+    columns = dataclasses.replace(held.columns, advantages=torch.from_numpy(advantages).to(like))
+    return dataclasses.replace(held, columns=columns, returns=torch.from_numpy(returns).to(like) if held.values is not None else None)

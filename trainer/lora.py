@@ -1,0 +1,123 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): chosen matrices become W + alpha / rank * B A, W frozen, A and B trained.
+
+A matrix keeps its place and name in the model, so that sharding, checkpoints and export see a model like any other with two more tensors in
+some layers. `peft` is not used: it renames every matrix it touches, which plans for parallelism and the names that engines load go by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from pipelinerl.errors import ConfigError
+
+_TENSORS = (".lora_A", ".lora_B")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Which matrices get an adapter, and how large."""
+
+    rank: int
+    alpha: float
+    """What B A is multiplied with, times `rank`: doubling the rank then leaves the size of an update as it was."""
+    targets: tuple[str, ...]
+    """Last part of the names of the matrices."""
+    seed: int = 0
+    """Of the random A; B starts at 0, so that the first policy is the model as it was."""
+
+
+class LoraLinear(torch.nn.Linear):
+    """A linear layer with an adapter, in the place of one without."""
+
+    def __init__(self, base: torch.nn.Linear, *, rank: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        bound = 1 / math.sqrt(base.in_features)
+        start = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
+        self.lora_A = torch.nn.Parameter(start.to(base.weight))
+        self.lora_B = torch.nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        self.scale = alpha / rank
+        self.is_on = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As `torch.nn.Linear`, with the adapter's part added where it is on."""
+        output = super().forward(input)
+        return output + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale if self.is_on else output
+
+    def merged(self, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """W + scale B A of whole tensors, computed in float32, in W's dtype."""
+        return torch.addmm(weight.float(), second.float(), first.float(), alpha=self.scale).to(weight.dtype)
+
+
+def add_adapters(module: torch.nn.Module, adapters: Adapters) -> None:
+    """Give every matrix of the targets an adapter, and freeze all else. Raises `ConfigError` for a target that names no matrix."""
+    generator = torch.Generator().manual_seed(adapters.seed)
+    module.requires_grad_(False)
+    chosen = [
+        (name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear) and _last(name) in adapters.targets
+    ]
+    missing = set(adapters.targets) - {_last(name) for name, _ in chosen}
+    if missing:
+        known = sorted({_last(name) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)})
+        raise ConfigError(
+            f"lora.targets: {type(module).__name__} has no linear layer {', '.join(sorted(missing))}; it has {', '.join(known)}"
+        )
+    for name, part in chosen:
+        parent = module.get_submodule(name.rpartition(".")[0])
+        setattr(parent, _last(name), LoraLinear(part, rank=adapters.rank, alpha=adapters.alpha, generator=generator))
+
+
+def adapted(module: torch.nn.Module) -> dict[str, LoraLinear]:
+    """The layers with an adapter, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of this name is part of an adapter."""
+    return name.endswith(_TENSORS)
+
+
+@contextlib.contextmanager
+def switched_off(module: torch.nn.Module) -> Iterator[None]:
+    """Compute with the model as it was before its adapters."""
+    layers = adapted(module).values()
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
+
+
+def write_adapter(tensors: dict[str, torch.Tensor], folder: Path, *, adapters: Adapters, base: Path) -> None:
+    """Write a folder that PEFT and vLLM load over the model in `base`; `tensors` are the whole A and B by this module's names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {name: f"base_model.model.{name}.weight" for name in tensors}
+    save_file({names[name]: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapters.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
