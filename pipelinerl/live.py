@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -109,6 +109,7 @@ def render(state: RunState) -> RenderableType:
         ("staleness", _staleness(state)),
         ("trainer", _gauge(state.trainer_wait_fraction, "waited for a batch")),
         ("engines", _engines(state)),
+        *([("steps", _steps(state.status.prm))] if state.status and state.status.prm else []),
         ("rollouts", Text(identity_words(state))),
         ("queues", _queues(state)),
     ):
@@ -194,6 +195,16 @@ def _staleness(state: RunState) -> RenderableType:
     last = state.steps[-1] if state.steps else None
     mean, oldest = (_short(last.staleness_mean), _count(last.staleness_max)) if last else ("–", "–")
     return Text(f"mean {mean}, oldest {oldest} versions   last swap paused {_milliseconds(state.last_pause_s)}")
+
+
+def _steps(prm: Mapping[str, float]) -> RenderableType:
+    """What the process reward model has done, and what waits for it."""
+    taken, computed, asked = (prm.get(name, 0.0) for name in ("num_taken", "num_computed", "num_asked"))
+    cost = (
+        f"{computed / taken:.2f} of its tokens for each of the policy's, {asked / taken:.2f} without a cache" if taken else "no token yet"
+    )
+    waiting = units.whole(prm.get("num_waiting_tokens", 0))
+    return Text(f"{units.whole(prm.get('num_steps', 0))} scored by the process reward model   {cost}   {waiting} tokens wait for it")
 
 
 def _engines(state: RunState) -> RenderableType:

@@ -91,6 +91,8 @@ class StatusRow:
     """Waits under way, longest first: `stage: what` and seconds."""
     engines: tuple[EngineGauge, ...] = ()
     scorers: tuple[ScorerGauge, ...] = ()
+    prm: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Gauges of the process reward model; empty in a run without one."""
     queues: dict[str, QueueGauge] = dataclasses.field(default_factory=dict)
 
 
@@ -207,6 +209,7 @@ def status_row(line: Line) -> StatusRow:
         waits=tuple((f"{wait.get('stage')}: {wait.get('what')}", number(wait.get("seconds")) or 0.0) for wait in _list(line, "waits")),
         engines=tuple(EngineGauge(**_scalars(EngineGauge, entry)) for entry in _list(line, "engines") if "engine_id" in entry),
         scorers=tuple(ScorerGauge(**_scalars(ScorerGauge, entry)) for entry in _list(line, "scorers") if "scorer_id" in entry),
+        prm=numbers(line.get("prm")),
         queues={name: QueueGauge(**_scalars(QueueGauge, entry)) for name, entry in queues.items()},
     )
 
