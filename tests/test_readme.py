@@ -26,5 +26,5 @@ def named(section: str) -> dict[str, Any]:
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: "+".join(block))
 def test_settings_of_the_readme_are_taken_as_they_are_printed(block: dict[str, Any]) -> None:
     config = parse(named("data") | block, origin="README.md")
-    method = method_of(config.algorithm, group_size=8, max_staleness=4, scores_steps=config.prm.path is not None)
+    method = method_of(config)
     assert method.name in block.get("algorithm", {"name": "grpo"})["name"]

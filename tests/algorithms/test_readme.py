@@ -42,7 +42,7 @@ def test_a_method_is_added_by_the_lines_the_readme_shows_and_trains(monkeypatch:
 
 
 def test_a_column_is_changed_by_the_lines_the_readme_shows() -> None:
-    section = tomllib.loads(block("toml", holding="[algorithm]"))["algorithm"]
+    section = tomllib.loads(block("toml", holding="overrides = {"))["algorithm"]
     method = method_of(run_with(section))
     assert (method.advantage.name, method.weight.options) == ("rloo", {"low": 0.5, "high": 5.0})
 

@@ -6,6 +6,7 @@ Like NCCL, the stand-in never says that a peer is gone: what is under way is the
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import queue
@@ -58,7 +59,7 @@ class _Communicator:
         line.settimeout(None)
         self._line = line
         self._work: queue.Queue[tuple[Any, torch.Tensor, threading.Event] | None] = queue.Queue()
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=_serve, args=(line, self._work), daemon=True).start()  # of a function: it must not keep `self` alive
 
     def bucket(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -67,7 +68,7 @@ class _Communicator:
         return self._begin(self._line.sendall, part)
 
     def receive(self, part: torch.Tensor) -> threading.Event:
-        return self._begin(self._fill, part)
+        return self._begin(functools.partial(_fill, self._line), part)
 
     def is_done(self, work: threading.Event) -> bool:
         return work.is_set()
@@ -85,19 +86,21 @@ class _Communicator:
         self._work.put((call, part, done))
         return done
 
-    def _fill(self, into: memoryview) -> None:
-        while into:
-            count = self._line.recv_into(into)
-            if not count:
-                raise ConnectionError
-            into = into[count:]
 
-    def _run(self) -> None:
-        with self._line, contextlib.suppress(OSError):
-            while (work := self._work.get()) is not None:
-                call, part, done = work
-                call(memoryview(part.numpy()))
-                done.set()
+def _fill(line: socket.socket, into: memoryview) -> None:
+    while into:
+        count = line.recv_into(into)
+        if not count:
+            raise ConnectionError
+        into = into[count:]
+
+
+def _serve(line: socket.socket, queued: queue.Queue[tuple[Any, torch.Tensor, threading.Event] | None]) -> None:
+    with line, contextlib.suppress(OSError):
+        while (work := queued.get()) is not None:
+            call, part, done = work
+            call(memoryview(part.numpy()))
+            done.set()
 
 
 class StandInMemory:

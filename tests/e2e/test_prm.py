@@ -26,7 +26,7 @@ def test_steps_are_scored_while_they_are_written_for_about_one_prefill_also_when
     overrides = ("run.name=prm", "trainer.steps=12", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=4")
     overrides += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]', "run.restart_wait_s=0.0")
     overrides += ("model.max_tokens=104", "rollout.max_tokens=96", "algorithm.name=process_grpo", "checkpoint.every=100")
-    overrides += (f"prm.path={tmp_path / 'prm'}", "prm.tag=#", "prm.separator=5", "prm.chunk_tokens=8", "prm.dtype=float32")
+    overrides += (f"prm.path={tmp_path / 'prm'}", "prm.tag=#", 'prm.separator="5"', "prm.chunk_tokens=8", "prm.dtype=float32")
     run = subprocess.Popen([sys.executable, "-m", "pipelinerl", "run", str(settings), *overrides], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 150
     while not (found := [*tmp_path.glob("prm-2*/journal/orchestrator.jsonl")]) or found[0].read_text().count('"kind": "step"') < 4:
