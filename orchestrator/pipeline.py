@@ -21,7 +21,6 @@ from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
 from orchestrator.rules.grouping import Grouping
-from orchestrator.rules.packing import Packing
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
 from orchestrator.stages.asking import Asking
@@ -41,6 +40,7 @@ from orchestrator.status import Status
 from pipelinerl.config import Config
 from pipelinerl.messages import LayoutFixed, Prompt, Sampling, Stop, TrainerReady
 from pipelinerl.metrics import Journal
+from pipelinerl.packing import Packing
 from pipelinerl.stages import Signal, Stage
 from pipelinerl.transport.base import Hub
 from pipelinerl.watch import Watch, wait_for

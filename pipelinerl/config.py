@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.contradictions import contradictions
-from pipelinerl.layout import Layout
+from pipelinerl.layout import Layout, Schedule
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -118,11 +118,22 @@ class PipelineSection(Section):
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
 
+class Offload(enum.StrEnum):
+    """What of the trainer's state is on the host and not on the device."""
+
+    NOTHING = "nothing"
+    OPTIMIZER = "optimizer"
+    """Moments and, where the model computes in another dtype, the weights that take the updates; updates are computed on the host."""
+    WEIGHTS = "weights"
+    """These and all weights, but for those of the layer that computes. They have to be sharded."""
+
+
 class ParallelSection(Section):
     shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
     context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
     tensor: PositiveInt = Field(1, description="ranks that share every matrix")
-    pipeline: PositiveInt = Field(1, description="ranks that share the layers; only 1 so far")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers")
+    schedule: Schedule = Field(Schedule.ONE_FORWARD_ONE_BACKWARD, description="of a pipeline: 1f1b, interleaved or zero_bubble")
     expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
 
 
@@ -144,6 +155,7 @@ class TrainerSection(Section):
         0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"
     )
     recompute: bool = Field(False, description="compute every layer again in the backward pass: less memory, a third more work")
+    offload: Offload = Field(Offload.NOTHING, description="what the trainer keeps on the host: nothing, optimizer or weights")
     float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")

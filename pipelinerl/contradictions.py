@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.layout import nearest, problems_of
+from pipelinerl.layout import Schedule, nearest, problems_of
 
 if TYPE_CHECKING:
     from pipelinerl.config import (
@@ -95,12 +95,21 @@ def _layout_works(trainer: TrainerSection) -> Iterator[str]:
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
 
 
+def _zero_bubble_adds_up_in_float32(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
+    if trainer.layout.pipeline > 1 and trainer.layout.schedule is Schedule.ZERO_BUBBLE and model.dtype != "float32":
+        yield (
+            f'trainer.parallel.schedule = "zero_bubble" adds up the gradients of rows in model.dtype, and {model.dtype} is too coarse for'
+            ' that. The nearest that works: trainer.parallel.schedule = "interleaved"'
+        )
+
+
 _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
     _one_core_for_each_process,
     _no_secrets,
     _layout_works,
+    _zero_bubble_adds_up_in_float32,
     _reference_can_be_offloaded,
     _adapters_can_be_spread,
     _routes_can_be_replayed,

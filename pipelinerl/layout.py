@@ -1,7 +1,8 @@
 """How the trainer's ranks share one model: which layouts there are, which of them fit a model, and which is nearest to one that does not.
 
-Ranks are numbered with tensor parallelism fastest, then context, shard, and copy slowest, so that those who talk most are neighbours.
-Expert parallelism takes the same ranks in another order: neighbours hold different experts, whatever else they share.
+Ranks are numbered with tensor parallelism fastest, then context, shard, copy, and pipeline slowest, so that those who talk most are
+neighbours. Expert parallelism takes the ranks of one place in the pipeline in another order: neighbours hold different experts, whatever
+else they share.
 
 Imports no torch: a head node can refuse a layout before anything runs.
 """
@@ -13,10 +14,25 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import ConfigError
+
+
+class Schedule(StrEnum):
+    """In which order the ranks of a pipeline compute the rows they hold."""
+
+    ONE_FORWARD_ONE_BACKWARD = "1f1b"
+    """One stage per rank, which after a start computes one row forward and one backward in turns (arXiv 1806.03377)."""
+    INTERLEAVED = "interleaved"
+    """Two stages per rank, so that a rank starts and ends with half as much work (arXiv 2104.04473)."""
+    ZERO_BUBBLE = "zero_bubble"
+    """The same, and the gradients of weights are computed where a rank would wait (ZB1P of arXiv 2401.10241)."""
+
+
+STAGES_PER_RANK = {Schedule.ONE_FORWARD_ONE_BACKWARD: 1, Schedule.INTERLEAVED: 2, Schedule.ZERO_BUBBLE: 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +47,16 @@ class Layout:
     tensor: int = 1
     """Ranks that share every matrix."""
     pipeline: int = 1
-    """Ranks that share the layers. Not built: anything but 1 is refused."""
+    """Ranks that share the layers."""
+    schedule: Schedule = Schedule.ONE_FORWARD_ONE_BACKWARD
+    """In which order a pipeline computes."""
     expert: int = 1
     """Ranks that share the experts; no factor of `ranks`, they are the same ranks seen another way."""
+
+    @property
+    def num_stages(self) -> int:
+        """Runs of layers that a pipeline is cut into; the i-th is on its rank i modulo `pipeline`."""
+        return self.pipeline * STAGES_PER_RANK[self.schedule] if self.pipeline > 1 else 1
 
     @property
     def ranks_per_replica(self) -> int:
@@ -51,7 +74,9 @@ class Layout:
         return self.replicas // self.shard
 
     def __str__(self) -> str:
-        chosen = {name: getattr(self, name) for name in _KINDS if getattr(self, name) > 1}
+        chosen: dict[str, object] = {name: getattr(self, name) for name in _KINDS if getattr(self, name) > 1}
+        if self.pipeline > 1:
+            chosen["schedule"] = f'"{self.schedule}"'
         return ", ".join([f"ranks = {self.ranks}", *(f"parallel.{name} = {size}" for name, size in chosen.items())])
 
 
@@ -66,6 +91,7 @@ class ModelShape:
     num_heads: int
     num_key_heads: int
     intermediate_size: int
+    num_layers: int
     num_experts: int | None = None
     expert_size: int | None = None
     """Inner size of one expert."""
@@ -82,6 +108,7 @@ class ModelShape:
                 num_heads=num_heads,
                 num_key_heads=int(tree.get("num_key_value_heads") or num_heads),
                 intermediate_size=int(tree["intermediate_size"]),
+                num_layers=int(tree["num_hidden_layers"]),
                 num_experts=_optional(tree, "num_experts", "num_local_experts"),
                 expert_size=_optional(tree, "moe_intermediate_size"),
             )
@@ -100,12 +127,9 @@ def problems_of(layout: Layout, *, shape: ModelShape | None = None) -> list[str]
         )
     elif layout.replicas % layout.shard:
         found.append(f"parallel.shard = {layout.shard} does not divide the {layout.replicas} replicas that {layout.ranks} ranks make")
-    if layout.ranks % layout.expert:
-        found.append(f"parallel.expert = {layout.expert} does not divide the {layout.ranks} ranks")
-    if layout.pipeline > 1:
-        found.append(
-            f"parallel.pipeline = {layout.pipeline}: the layers of a model cannot be spread over ranks yet, only every layer's matrices"
-        )
+    if layout.ranks % layout.pipeline == 0 and layout.ranks // layout.pipeline % layout.expert:
+        whose = f" of one of {layout.pipeline} places in the pipeline" if layout.pipeline > 1 else ""
+        found.append(f"parallel.expert = {layout.expert} does not divide the {layout.ranks // layout.pipeline} ranks{whose}")
     return found if shape is None else found + list(_problems_of_model(layout, shape))
 
 
@@ -121,14 +145,21 @@ def check_layout(layout: Layout, folder: Path) -> None:
 
 
 def nearest(layout: Layout, *, shape: ModelShape | None = None) -> Layout:
-    """The valid layout of as many ranks whose sizes are the fewest doublings and halvings away; plain copies are always one."""
+    """The valid layout of as many ranks whose sizes are the fewest doublings and halvings away; plain copies are always one.
+
+    Another schedule is half as far as another size.
+    """
 
     def distance(other: Layout) -> float:
-        return sum(abs(math.log2(getattr(layout, kind) / getattr(other, kind))) for kind in _KINDS)
+        return sum(abs(math.log2(getattr(layout, kind) / getattr(other, kind))) for kind in _KINDS) + 0.5 * (
+            other.schedule is not layout.schedule
+        )
 
     sizes = [size for size in range(1, layout.ranks + 1) if layout.ranks % size == 0]
     candidates = (
-        Layout(ranks=layout.ranks, **dict(zip(_KINDS, choice, strict=True))) for choice in itertools.product(sizes, repeat=len(_KINDS))
+        dataclasses.replace(layout, **dict(zip(_KINDS, choice, strict=True)), schedule=schedule)
+        for choice in itertools.product(sizes, repeat=len(_KINDS))
+        for schedule in dict.fromkeys((layout.schedule, Schedule.ONE_FORWARD_ONE_BACKWARD))
     )
     return min((other for other in candidates if not problems_of(other, shape=shape)), key=distance)
 
@@ -142,6 +173,11 @@ def _problems_of_model(layout: Layout, shape: ModelShape) -> Iterator[str]:
     ):
         if size is not None and size % layout.tensor:
             yield f"parallel.tensor = {layout.tensor} does not divide the model's {size} {what}"
+    if layout.num_stages > shape.num_layers:
+        yield (
+            f'parallel.pipeline = {layout.pipeline} with schedule = "{layout.schedule}" makes {layout.num_stages} stages, and the model has'
+            f" {shape.num_layers} layers"
+        )
     if layout.expert > 1 and shape.num_experts is None:
         yield f"parallel.expert = {layout.expert}, but a {shape.model_type} has no experts"
     elif layout.expert > 1 and shape.num_experts is not None and shape.num_experts % layout.expert:

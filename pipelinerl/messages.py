@@ -502,6 +502,11 @@ class Sample(Message, frozen=True):
             got, expected = len(self.advantages), self.trajectory.num_tokens
             raise ValueError(f"Sample {self.trajectory.rollout_id}: {got} advantages for {expected} tokens; expected one for each")
 
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return self.trajectory.num_tokens
+
 
 # --- orchestrator <-> trainer --------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.layout import Layout, ModelShape, check_layout, nearest, problems_of
+from pipelinerl.layout import Layout, ModelShape, Schedule, check_layout, nearest, problems_of
 
-SHAPE = ModelShape(model_type="qwen3_moe", num_heads=8, num_key_heads=2, intermediate_size=48, num_experts=6, expert_size=30)
+SHAPE = ModelShape(model_type="qwen3_moe", num_heads=8, num_key_heads=2, intermediate_size=48, num_layers=6, num_experts=6, expert_size=30)
 
 
 def test_what_the_other_kinds_leave_of_the_ranks_are_copies() -> None:
@@ -26,9 +26,10 @@ def test_what_the_other_kinds_leave_of_the_ranks_are_copies() -> None:
         (Layout(ranks=4, tensor=4), "parallel.tensor = 4 does not divide the model's 2 heads of keys"),
         (Layout(ranks=4, expert=4), "parallel.expert = 4 does not divide the model's 6 experts"),
         (
-            Layout(ranks=8, pipeline=8),
-            "parallel.pipeline = 8: the layers of a model cannot be spread over ranks yet, only every layer's matrices",
+            Layout(ranks=4, pipeline=4, schedule=Schedule.INTERLEAVED),
+            'parallel.pipeline = 4 with schedule = "interleaved" makes 8 stages, and the model has 6 layers',
         ),
+        (Layout(ranks=8, pipeline=2, expert=3), "parallel.expert = 3 does not divide the 4 ranks of one of 2 places in the pipeline"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_reason(layout: Layout, problem: str) -> None:
@@ -36,7 +37,9 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_reason(layout: Layout, p
 
 
 def test_experts_of_a_width_that_tensor_parallelism_does_not_divide_may_be_kept_whole() -> None:
-    shape = ModelShape(model_type="qwen3_moe", num_heads=8, num_key_heads=4, intermediate_size=48, num_experts=8, expert_size=30)
+    shape = ModelShape(
+        model_type="qwen3_moe", num_heads=8, num_key_heads=4, intermediate_size=48, num_layers=6, num_experts=8, expert_size=30
+    )
     assert problems_of(Layout(ranks=4, tensor=4), shape=shape) == [
         "parallel.tensor = 4 does not divide the model's 30 columns of an expert"
     ]
@@ -44,7 +47,7 @@ def test_experts_of_a_width_that_tensor_parallelism_does_not_divide_may_be_kept_
 
 
 def test_a_dense_model_has_no_experts_to_share() -> None:
-    shape = ModelShape(model_type="gemma", num_heads=8, num_key_heads=4, intermediate_size=48)
+    shape = ModelShape(model_type="gemma", num_heads=8, num_key_heads=4, intermediate_size=48, num_layers=6)
     assert problems_of(Layout(ranks=2, expert=2), shape=shape) == ["parallel.expert = 2, but a gemma has no experts"]
 
 
@@ -52,10 +55,21 @@ def test_the_nearest_layout_of_as_many_ranks_is_proposed() -> None:
     assert nearest(Layout(ranks=6, tensor=4)) == Layout(ranks=6, tensor=3)
     assert nearest(Layout(ranks=8, tensor=4), shape=SHAPE) == Layout(ranks=8, tensor=2)
     assert nearest(Layout(ranks=7, shard=2, tensor=2)) == Layout(ranks=7)
+    assert nearest(Layout(ranks=8, pipeline=8), shape=SHAPE) == Layout(ranks=8, pipeline=4)
+
+
+def test_a_pipeline_too_fine_for_the_model_is_offered_the_plain_schedule() -> None:
+    assert nearest(Layout(ranks=4, pipeline=4, schedule=Schedule.ZERO_BUBBLE), shape=SHAPE) == Layout(ranks=4, pipeline=4)
+
+
+def test_a_finer_schedule_makes_two_stages_per_rank() -> None:
+    layout = Layout(ranks=4, pipeline=2, tensor=2, schedule=Schedule.INTERLEAVED)
+    assert (layout.num_stages, layout.replicas, layout.copies) == (4, 1, 1)
+    assert str(layout) == 'ranks = 4, parallel.tensor = 2, parallel.pipeline = 2, parallel.schedule = "interleaved"'
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_nearest_that_does(tmp_path: Path) -> None:
-    tree = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 8}
+    tree = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 8, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(tree))
     check_layout(Layout(ranks=4, tensor=2), tmp_path)
     with pytest.raises(ConfigError, match=r"trainer\.ranks = 4, parallel\.tensor = 4: .* that works: ranks = 4, parallel\.tensor = 2$"):
@@ -64,9 +78,9 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_nearest_that_d
 
 
 def test_the_shape_is_read_from_the_model_folder(tmp_path: Path) -> None:
-    tree = {"model_type": "llama", "num_attention_heads": 4, "intermediate_size": 8}
+    tree = {"model_type": "llama", "num_attention_heads": 4, "intermediate_size": 8, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(tree))
-    assert ModelShape.read(tmp_path) == ModelShape(model_type="llama", num_heads=4, num_key_heads=4, intermediate_size=8)
+    assert ModelShape.read(tmp_path) == ModelShape(model_type="llama", num_heads=4, num_key_heads=4, intermediate_size=8, num_layers=2)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="KeyError 'num_attention_heads'"):
         ModelShape.read(tmp_path)

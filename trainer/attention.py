@@ -50,9 +50,14 @@ def packed_attention(
             f"{type(module).__name__} does not hand its keyword arguments on to attention: this model cannot train packed rows"
         )
     _refuse_unknown(type(module).__name__, blocks, options)
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    everywhere = rows[1:] if group is None else gather(torch.stack(rows[1:], 1), group).unbind(1)
-    outputs = [_attend(*_pieces(block, *rows, everywhere=everywhere), scaling=scaling).flatten(0, 1) for block in blocks]
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    everywhere: Sequence[torch.Tensor] = (keys, values)
+    if group is not None:
+        everywhere = gather(torch.stack((keys, values), 1), group).unbind(1)
+        # This rank's own are taken from there, too: its gradient then passes the gathering on every rank, also on one whose tokens see no
+        # other rank's. A rank that skipped it would leave the others waiting for its part in the backward pass.
+        keys, values = (tensor[group.rank() * len(queries) :][: len(queries)] for tensor in everywhere)
+    outputs = [_attend(*_pieces(block, queries, keys, values, everywhere=everywhere), scaling=scaling).flatten(0, 1) for block in blocks]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 

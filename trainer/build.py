@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipelinerl.algorithms.method import REFERENCE_OFFERS, Method, Need
 from pipelinerl.algorithms.methods import method_of
-from pipelinerl.config import Config
+from pipelinerl.config import Config, Offload
 from pipelinerl.errors import ConfigError
 from pipelinerl.tokenizer import load_tokenizer
 from trainer.critic import Critic
@@ -18,6 +17,7 @@ from trainer.lora import Adapters
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
+from trainer.portable import state_of
 from trainer.reference import Reference
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
@@ -44,6 +44,7 @@ def build_policy(config: Config, *, replicas: Replicas) -> Trained:
         replicas=replicas,
         recomputes=config.trainer.recompute,
         has_float32_head=config.trainer.float32_head,
+        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
         adapters=adapters_of(config),
         replays_routes=config.model.replay_routes,
     )
@@ -60,6 +61,11 @@ def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
     """Load the value model where the method reads one. Raises `ConfigError`."""
     if Need.CRITIC not in method_of(config).needs:
         return None
+    if config.trainer.layout.pipeline > 1:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name} trains a critic, which takes no pipeline: set trainer.parallel.pipeline to 1, or"
+            " choose parallel.shard or parallel.tensor in its place"
+        )
     model = Model(
         config.critic.path or config.model.path,
         dtype=config.model.dtype,
@@ -67,6 +73,7 @@ def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
         device=replicas.device,
         replicas=replicas,
         recomputes=config.trainer.recompute,
+        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
         gives_values=True,
     )
     return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.critic.learning_rate))
@@ -92,24 +99,11 @@ def build_step(config: Config, *, policy: Trained, critic: Trained | None, repli
     )
 
 
-def state_of(policy: Trained, critic: Trained | None = None, *, rank: int) -> dict[str, Any]:
-    """The tensors of a checkpoint: those in use, so that loading one writes into them."""
-    state = _state_of(policy, rank=rank)
-    return state if critic is None else state | {f"critic_{part}": tensors for part, tensors in _state_of(critic, rank=rank).items()}
-
-
-def parameters_of(model: Model) -> dict[str, torch.Tensor]:
-    """The trained weights in use, by name, in the order in which the optimizer has them."""
-    return {name: parameter.detach() for name, parameter in model.module.named_parameters() if parameter.requires_grad}
-
-
-def _state_of(trained: Trained, *, rank: int) -> dict[str, Any]:
-    """Of a model that is spread over ranks, each rank has its own pieces of the optimizer's tensors: it goes on in the same layout."""
-    parameters = parameters_of(trained.model)
-    moments = trained.optimizer.tensors(list(parameters))
-    if trained.model.is_spread:
-        moments = {f"rank-{rank}.{name}": tensor for name, tensor in moments.items()}
-    return {"model": parameters, "optimizer": moments}
+def state_of_all(policy: Trained, critic: Trained | None = None) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint of all models that are trained; see `trainer.portable.state_of`."""
+    state = state_of(policy.model, policy.optimizer)
+    of_critic = {} if critic is None else state_of(critic.model, critic.optimizer)
+    return state | {f"critic_{part}": tensors for part, tensors in of_critic.items()}
 
 
 def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rate: float) -> Optimizer:
@@ -127,6 +121,7 @@ def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rat
         max_grad_norm=section.max_grad_norm,
         holdings=model.holdings,
         replicas=replicas,
+        is_offloaded=config.trainer.offload is Offload.OPTIMIZER,
     )
 
 

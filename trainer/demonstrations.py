@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -20,8 +20,19 @@ from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import Int32
 from pipelinerl.plugin import load_plugin
 
-Demonstration = tuple[Int32, int]
-"""[L] token ids of prompt, completion and end of sequence; tokens of the prompt, which have no loss."""
+
+class Demonstration(NamedTuple):
+    """One sample to train on."""
+
+    token_ids: Int32
+    """[L] of prompt, completion and end of sequence."""
+    num_prompt: int
+    """Tokens of the prompt, which have no loss."""
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return len(self.token_ids)
 
 
 class Demonstrations:
@@ -70,7 +81,7 @@ class Demonstrations:
                     f"{self._source}, row {number}: {len(prompt)} tokens of prompt, {len(token_ids)} in all; expected at least one of"
                     f" prompt and at most {self._max_tokens} in all (model.max_tokens, batch.max_tokens)"
                 )
-            encoded.append((token_ids, len(prompt)))
+            encoded.append(Demonstration(token_ids, len(prompt)))
         return encoded
 
     def _prompt(self, number: int) -> str:

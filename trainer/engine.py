@@ -7,7 +7,7 @@ is the one engine there is; Megatron-Core, on GPUs, would be another.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -36,9 +36,13 @@ class Engine(Protocol):
     def train(self, row: Row | None, loss: Loss) -> None:
         """Add the gradient of `loss` over one row, not divided; None is the zero-loss row, whose loss is never asked for.
 
-        The row may be computed later, together with others, but before `update` returns. `loss` is called with the same outputs on every
+        The row may be computed later, together with others, but before `complete` returns. `loss` is called with the same outputs on every
         rank of a replica.
         """
+        ...
+
+    def complete(self) -> None:
+        """Compute the rows that were put off."""
         ...
 
     def logprobs(self, row: Row | None) -> Outputs | None:
@@ -51,8 +55,4 @@ class Engine(Protocol):
 
     def drop(self) -> None:
         """Forget the rows since the last update."""
-        ...
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The present weights by Hugging Face name, whole, one after the other."""
         ...

@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.process import read_config
-from trainer.build import adapters_of, parameters_of
+from trainer.build import adapters_of
 from trainer.checkpoint import save_adapter, save_model
 from trainer.checkpoints import newest, read_manifest
 from trainer.model import Model
+from trainer.portable import portable
 
 
 def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool = False) -> int:
@@ -39,7 +40,8 @@ def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool
     model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=torch.device("cpu"), adapters=adapters)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        dcp.load({"model": parameters_of(model)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters().items()}
+        dcp.load({"model": portable(weights, model=model)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     if adapters is not None and adapter_only:
         save_adapter(model, output, adapters=adapters, source=config.model.path)
     else:

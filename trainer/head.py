@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-MAX_LOGITS = 1 << 24
-"""Numbers of one piece of the table: 64 MiB in float32. A larger one saves no time worth speaking of, a smaller one makes thin products."""
+MAX_LOGITS = 1 << 23
+"""Numbers of one piece of the table: 32 MiB in float32. A larger one saves no time worth speaking of, a smaller one makes thin products."""
 
 
 def linear_logprobs(
@@ -44,12 +44,14 @@ class _LinearLogprobs(torch.autograd.Function):
         is_here = (targets >= 0) & (targets < words)
         columns = targets.clamp(0, words - 1)
         peak, total, energy, chosen = torch.empty(4, num, device=hidden.device)
-        for piece in _pieces(num, words):
-            logits = _logits(hidden[piece], weight, temperature)
+        tables = _Tables(num, words, count=2, device=hidden.device)
+        for piece in tables.pieces:
+            logits, powers = tables.of(piece)
+            _logits(hidden[piece], weight, temperature, out=logits)
             peak[piece] = logits.amax(-1)
             logits -= peak[piece, None]  # so that the differences below are between small numbers
             chosen[piece] = logits.gather(-1, columns[piece, None])[:, 0]
-            powers = logits.exp()
+            torch.exp(logits, out=powers)
             total[piece] = powers.sum(-1)
             energy[piece] = torch.bmm(powers[:, None], logits[:, :, None])[:, 0, 0]
         if group is not None:
@@ -76,11 +78,14 @@ class _LinearLogprobs(torch.autograd.Function):
         to_logprobs = torch.zeros_like(normaliser) if to_logprobs is None else to_logprobs
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for piece in _pieces(len(hidden), len(weight)):
-            logprobs = _logits(hidden[piece], weight, ctx.temperature).sub_(normaliser[piece, None])
+        tables = _Tables(len(hidden), len(weight), count=1 if to_entropy is None else 2, device=hidden.device)
+        for piece in tables.pieces:
+            logprobs, *others = tables.of(piece)
+            _logits(hidden[piece], weight, ctx.temperature, out=logprobs).sub_(normaliser[piece, None])
             slope = to_logprobs[piece, None].expand_as(logprobs)
             if to_entropy is not None:  # d entropy / d logit = -p (log p + entropy)
-                slope = (logprobs + entropy[piece, None]).mul_(to_entropy[piece, None]).add_(to_logprobs[piece, None])
+                slope = torch.add(logprobs, entropy[piece, None], out=others[0])
+                slope.mul_(to_entropy[piece, None]).add_(to_logprobs[piece, None])
             to_logits = logprobs.exp_().mul_(slope).neg_()
             to_logits.scatter_add_(-1, columns[piece, None], (to_logprobs[piece] * is_here[piece])[:, None])
             to_logits = to_logits.div_(ctx.temperature).to(hidden.dtype)
@@ -92,9 +97,26 @@ class _LinearLogprobs(torch.autograd.Function):
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[piece, V] float32, a table of its own."""
-    return (hidden @ weight.t()).float().div_(temperature)
+class _Tables:
+    """The tables a piece needs, made once and used again for every piece: making them anew would hold the last piece's beside the next."""
+
+    def __init__(self, num: int, words: int, *, count: int, device: torch.device) -> None:
+        length = min(max(1, MAX_LOGITS // max(1, words)), num)
+        self.pieces = [slice(start, min(start + length, num)) for start in range(0, num, length)] if num else []
+        self._tables = torch.empty(count, length, words, device=device)
+
+    def of(self, piece: slice) -> tuple[torch.Tensor, ...]:
+        """[piece, V] float32, each."""
+        return self._tables[:, : piece.stop - piece.start].unbind()
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, *, out: torch.Tensor) -> torch.Tensor:
+    """Fill the table `out` [piece, V]."""
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        out.copy_(hidden @ weight.t())
+    return out.div_(temperature)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -103,8 +125,3 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _pieces(num: int, words: int) -> list[slice]:
-    length = max(1, MAX_LOGITS // max(1, words))
-    return [slice(start, min(start + length, num)) for start in range(0, num, length)]

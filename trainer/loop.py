@@ -27,7 +27,7 @@ from pipelinerl.messages import (
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.slots import machine
-from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
+from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of_all
 from trainer.checkpoint import save_adapter, save_model
 from trainer.checkpoints import Checkpoints
 from trainer.feed import Feed
@@ -48,13 +48,15 @@ def train(config: Config, run_folder: Path) -> None:
     policy, critic = build_policy(config, replicas=replicas), build_critic(config, replicas=replicas)
     checkpoints = Checkpoints(
         run_folder / "checkpoints",
-        state=lambda: state_of(policy, critic, rank=replicas.rank),
+        state=lambda: state_of_all(policy, critic),
         rank=replicas.rank,
         num_ranks=replicas.size,
         keep=config.checkpoint.keep,
     )
     restored, lineage = checkpoints.restore(), Lineage()
     if restored is not None:
+        for trained in (policy, critic) if critic is not None else (policy,):
+            trained.optimizer.round()
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first)

@@ -7,11 +7,12 @@ and never all at once. A value model is the same without an output embedding: on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,9 +25,11 @@ from trainer.context import gather_outputs
 from trainer.head import linear_logprobs
 from trainer.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.parallel import Replicas
+from trainer.pipeline import Pipeline
 from trainer.replay import Replay
 from trainer.row import Row
-from trainer.sharding import check_head, local, spread
+from trainer.sharding import Holding, check_head, local, spread
+from trainer.stages import stage_of_weights
 
 
 class Model:
@@ -42,6 +45,7 @@ class Model:
         replicas: Replicas | None = None,
         recomputes: bool = False,
         has_float32_head: bool = False,
+        is_offloaded: bool = False,
         gives_values: bool = False,
         is_frozen: bool = False,
         adapters: Adapters | None = None,
@@ -49,44 +53,63 @@ class Model:
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
-        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `gives_values` this is
-        a value model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
-        `replays_routes` sends tokens to the experts that their row names.
+        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `is_offloaded`, weights
+        that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value model, of values 0 where the
+        folder holds a language model only. With `adapters` those are trained, and nothing else. `replays_routes` sends tokens to the
+        experts that their row names.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
         replicas = replicas or Replicas(ranks=1, deadline_s=0.0)
-        is_sharded = replicas.layout.shard > 1
+        layout = replicas.layout
         self.dtype = getattr(torch, dtype)
-        held_dtype = torch.float32 if is_sharded and not is_frozen else self.dtype
-        self.module = _load_values(folder, dtype=held_dtype) if gives_values else _load(folder, dtype=held_dtype)
-        self.module.requires_grad_(not is_frozen)
-        if adapters is not None:
-            add_adapters(self.module, adapters)
-        if not gives_values:
-            check_head(self.module)
-        # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
-        self.module.eval()
-        if recomputes:
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})
-            layers: Any = self.module.base_model.layers
-            for layer in layers:
-                layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still
         self.device = device
         self.temperature = temperature
-        self.is_spread = replicas.layout.ranks > replicas.layout.copies
+        self.is_spread = layout.ranks > layout.copies
         """True where no rank holds all the weights."""
         self.writes = replicas.rank == 0
         """True on the rank that writes the model down."""
-        self._tied_names = _tied_names(self.module)
-        self._stage = _Stage(self.module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas)
-        self._stage.replay = Replay(self.module) if replays_routes else None
-        self.holdings = spread(self.module, self._stage, replicas=replicas, dtype=self.dtype)
+        self.holdings: list[Holding] = []
         """How each of `parameters` is spread over the ranks."""
-        self.module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
+        self._replicas = replicas
+        self._stages: list[_Stage] = []
+        for index in replicas.stages:
+            held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
+            module = _load_values(folder, dtype=held_dtype) if gives_values else _load(folder, dtype=held_dtype)
+            module.requires_grad_(not is_frozen)
+            if adapters is not None:
+                add_adapters(module, adapters)
+            if not gives_values:
+                check_head(module)
+            # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
+            module.eval()
+            if recomputes:
+                _recompute_layers(module)
+            self._tied_names = _tied_names(module)
+            self._stage_of = stage_of_weights(module, num_stages=layout.num_stages) if layout.pipeline > 1 else {}
+            self._shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+            stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
+            self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
+            if is_offloaded:
+                for buffer in module.buffers():
+                    buffer.data = buffer.to(device)
+            else:
+                module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
+            stage.replay = Replay(module) if replays_routes else None
+            self._stages.append(stage)
+        self.module = self._stages[0].module
+        """The model of transformers, or, of a pipeline, this rank's first stage of it."""
+        self.pipeline: Pipeline | None = None
+        """How rows go through the ranks that share the layers; None where none do."""
+        if layout.pipeline > 1:
+            hidden_size = int(self.module.config.hidden_size)
+            self.pipeline = Pipeline(self._stages, hidden_size=hidden_size, dtype=self.dtype, replicas=replicas)
 
     def logprobs(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([K] float32 log-probability of every trained token, [K] float32 entropy in nats), both with gradient."""
+        """Return ([K] float32 log-probability of every trained token, [K] float32 entropy in nats), both with gradient.
+
+        Where a pipeline shares the layers, only without: gradients are those of `Pipeline.train`.
+        """
         logprobs, entropy = self._run(row)
         return logprobs, entropy
 
@@ -95,15 +118,25 @@ class Model:
         (values,) = self._run(row)
         return values
 
-    def _run(self, row: Row) -> tuple[torch.Tensor, ...]:
-        outputs = self._stage(row)
-        if not torch.is_grad_enabled() and isinstance(self._stage, FSDPModule):
-            self._stage.reshard()  # no backward pass will
-        return outputs
-
     def parameters(self) -> list[torch.nn.Parameter]:
         """This rank's piece of every parameter once, tied ones too."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The same by transformers' name."""
+        return {name: parameter for stage in self._stages for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
+
+    def _run(self, row: Row) -> tuple[torch.Tensor, ...]:
+        if self.pipeline is not None:
+            assert not torch.is_grad_enabled(), "a row by itself is no work for a pipeline"
+            outputs = self.pipeline.outputs(row)
+        else:
+            outputs = self._stages[0](row)
+        if not torch.is_grad_enabled():
+            for stage in self._stages:
+                if isinstance(stage, FSDPModule):
+                    stage.reshard()  # no backward pass will
+        return outputs
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The present weights by Hugging Face name, tied ones under each of their names; whole ones, gathered where they are spread.
@@ -122,16 +155,22 @@ class Model:
 
         Adapters are merged into the matrices they belong to.
         """
-        layers, tensors = adapted(self.module), self.module.state_dict()
-        for name, tensor in tensors.items():
-            layer = layers.get(name.removesuffix(".weight"))
+        layers = adapted(self.module)
+        here = {name: tensor.detach() for stage in self._stages for name, tensor in stage.module.state_dict().items()}
+        for name, shape in self._shapes.items():
             if is_adapter(name):
                 continue
-            whole = _whole(tensor)
-            if layer is not None and name.endswith(".weight"):
-                prefix = name.removesuffix("weight")
-                whole = layer.merged(whole, _whole(tensors[prefix + "lora_A"]), _whole(tensors[prefix + "lora_B"]))
-            yield name, whole.to(self.dtype) if whole.is_floating_point() else whole
+            owner = self._stage_of.get(name, 0) % self._replicas.layout.pipeline
+            if owner == self._replicas.place("pipeline"):
+                whole, prefix = _whole(here[name]), name.removesuffix(".weight")
+                if prefix in layers and prefix != name:
+                    whole = layers[prefix].merged(whole, _whole(here[f"{prefix}.lora_A"]), _whole(here[f"{prefix}.lora_B"]))
+                whole = whole.to(self.dtype) if whole.is_floating_point() else whole
+            else:
+                whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if self.pipeline is not None:
+                self.pipeline.send_to_all(whole, owner=owner)
+            yield name, whole
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapters alone, whole; empty where all weights are trained."""
@@ -166,9 +205,13 @@ class Weights:
 class _Stage(torch.nn.Module):
     """What one forward pass runs: one call, so that sharded weights are there for the whole of it."""
 
-    def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas) -> None:
+    def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas, index: int) -> None:
         super().__init__()
+        self.rows: Sequence[Row] = ()
+        self.length = 0
         self.replay: Replay | None = None
+        self._is_first = index == 0
+        self._is_last = index == replicas.layout.num_stages - 1
         self._has_float32_head = has_float32_head
         self.module = module
         self._temperature = temperature
@@ -183,12 +226,27 @@ class _Stage(torch.nn.Module):
         head: Any = self.module.get_output_embeddings()  # `check_head` has seen it
         return head.weight
 
-    def forward(self, row: Row) -> tuple[torch.Tensor, ...]:
-        if self.replay is not None:
-            self.replay.routes = row.routes
-        hidden = self.module.base_model(
-            input_ids=row.token_ids[None], position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
+    def forward(self, given: Row | torch.Tensor, number: torch.Tensor | None = None) -> Any:
+        """Of a whole model, the outputs of the row `given`; of a stage of a pipeline, as `trainer.pipeline` says."""
+        if isinstance(given, Row):
+            if self.replay is not None:
+                self.replay.routes = given.routes
+            return self._outputs(given, self._run_layers(given, input_ids=given.token_ids[None]))
+        assert number is not None
+        row = self.rows[int(number)]
+        if self._is_first:
+            hidden = self._run_layers(row, input_ids=row.token_ids[None])
+        else:
+            hidden = self._run_layers(row, inputs_embeds=given[:, : len(row.token_ids)])
+        return self._outputs(row, hidden) if self._is_last else F.pad(hidden, (0, 0, 0, self.length - hidden.shape[1]))
+
+    def _run_layers(self, row: Row, **given: torch.Tensor) -> torch.Tensor:
+        """[1, I, H] hidden states."""
+        return self.module.base_model(
+            **given, position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
         ).last_hidden_state
+
+    def _outputs(self, row: Row, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = hidden[0, row.sources]
         outputs = (self._values(hidden),) if self._gives_values else self._logprobs(hidden, row.targets)
         if self._context is None:
@@ -224,6 +282,13 @@ def _tied_names(module: PreTrainedModel) -> frozenset[str]:
     named = {parameter.data_ptr() for parameter in module.parameters()}
     tensors = revert_weight_conversion(module, {name: tensor.detach() for name, tensor in module.state_dict().items()})
     return frozenset(name for name, tensor in tensors.items() if name not in owners and tensor.data_ptr() in named)
+
+
+def _recompute_layers(module: PreTrainedModel) -> None:
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    layers: Any = module.base_model.layers
+    for layer in layers:
+        layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still
 
 
 def _load(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import PipelineError
 from trainer.parallel import Replicas
-from trainer.sharding import Holding, local
+from trainer.sharding import Holding, local, whole_of
 
 _Key = TypeVar("_Key")
 
@@ -64,24 +64,40 @@ class Optimizer:
         max_grad_norm: float,
         holdings: Sequence[Holding] | None = None,
         replicas: Replicas | None = None,
+        is_offloaded: bool = False,
     ) -> None:
-        """`holdings` say how each parameter is spread over the ranks of `replicas`; by default each is this process's own."""
+        """`holdings` say how each parameter is spread over the ranks of `replicas`; by default each is this process's own.
+
+        With `is_offloaded`, the weights that take the updates and their moments are on the host, and updates are computed there: of 16
+        bytes a weight, the device keeps the 4 of its gradient and those that the model computes with.
+        """
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._replicas = replicas
         self._rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pieces of parameters that are a rounded copy of their master."""
+        self._in_place: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """Parameters whose gradient autograd adds up in a part of `gradient` by itself."""
         holdings = [Holding()] * len(parameters) if holdings is None else holdings
-        # Pieces that are summed over the same ranks lie side by side, so that each sum is one collective.
+        # Pieces that are summed over the same ranks lie side by side, so that each sum is one collective; the order of the sums is that of
+        # the parameters, so that all ranks keep to the same.
         pairs = list(zip(parameters, holdings, strict=True))
-        self._order = sorted(range(len(pairs)), key=lambda index: [group.group_name for group in pairs[index][1].sums])
+        kinds: dict[tuple[dist.ProcessGroup, ...], int] = {}
+        places = [kinds.setdefault(holding.sums, len(kinds)) for holding in holdings]
+        self._order = sorted(range(len(pairs)), key=places.__getitem__)
         """Which parameter is the first of the buffer, which the next."""
         held = [pairs[index] for index in self._order]
         sizes = [local(parameter.detach()).numel() for parameter, _ in held]
         self.gradient = torch.zeros(sum(sizes), device=local(held[0][0].detach()).device)
         """[weights of this rank] float32: raw sums, over the rows since the last `step`."""
         parts = self.gradient.split(sizes)
-        masters = [self._collect(parameter, part) for (parameter, _), part in zip(held, parts, strict=True)]
+        self._on_host = torch.zeros_like(self.gradient, device="cpu", pin_memory=self.gradient.is_cuda) if is_offloaded else None
+        """The same, once a step, where updates are computed on the host."""
+        updates_from = self.gradient if self._on_host is None else self._on_host
+        masters = [
+            self._collect(parameter, part, update_from)
+            for (parameter, _), part, update_from in zip(held, parts, updates_from.split(sizes), strict=True)
+        ]
         self._sums = _alike(parts, [holding.sums for _, holding in held])
         self._holders = _alike(parts, [holding.num_holders for _, holding in held])
         # Decay acts on matrices only: pulling norms and biases towards 0 does not regularise, it changes the function.
@@ -105,25 +121,39 @@ class Optimizer:
             )
         learning_rate = self._schedule.at(index)
         self.gradient.mul_(min(1.0, self._max_grad_norm / norm if norm else 1.0) / denominator)
+        if self._on_host is not None:
+            self._on_host.copy_(self.gradient)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
-        with torch.no_grad():
-            for piece, master in self._rounded:
-                piece.copy_(master)
+        self.round()
         self.drop()
         return Update(grad_norm=norm, learning_rate=learning_rate)
 
-    def tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The tensors in use, for a checkpoint to save and to load into, given the parameters' names: moments, step counts, masters."""
-        tensors: dict[str, torch.Tensor] = {}
-        rounded = {id(master) for _, master in self._rounded}
-        for index, master in zip(self._order, self._masters, strict=True):
-            name = names[index]
-            tensors |= {f"{name}.{kind}": tensor for kind, tensor in self._adamw.state[master].items()}
-            if id(master) in rounded:
-                tensors[f"{name}.master"] = master.detach()
-        return tensors
+    def state(self) -> list[dict[str, torch.Tensor]]:
+        """For every parameter, in the order in which they were given, the tensors in use, for a checkpoint to save and to load into.
+
+        They are this rank's pieces: `weight`, which takes the updates, float32; `exp_avg`, `exp_avg_sq`, and `step`, a scalar.
+        """
+        states = {
+            index: {"weight": master.detach(), **self._adamw.state[master]}
+            for index, master in zip(self._order, self._masters, strict=True)
+        }
+        return [states[index] for index in sorted(states)]
+
+    def round(self) -> None:
+        """Have the weights that are a rounded copy of those that take the updates be one again."""
+        with torch.no_grad():
+            for piece, master in self._rounded:
+                piece.copy_(master)
+
+    def collect(self) -> None:
+        """Add up gradients that came another way than autograd's adding in place, which a pipeline over sharded weights takes from them."""
+        for parameter, gradient in self._in_place:
+            if parameter.grad is not gradient:
+                if parameter.grad is not None:
+                    local(gradient).add_(local(parameter.grad))
+                parameter.grad = gradient
 
     def drop(self) -> None:
         """Forget the gradient collected so far."""
@@ -141,18 +171,19 @@ class Optimizer:
             self._replicas.reduce(square, dist.ReduceOp.SUM, what=what)
         return float(square.sqrt())
 
-    def _collect(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        """Have a parameter's gradients add up in `part`; return the float32 piece that takes the updates."""
+    def _collect(self, parameter: torch.nn.Parameter, part: torch.Tensor, update_from: torch.Tensor) -> torch.Tensor:
+        """Have a parameter's gradients add up in `part`; return the float32 piece that takes the updates, from `update_from`."""
         piece = local(parameter.detach())
-        part = part.view(piece.shape)
         if parameter.dtype == torch.float32:
-            parameter.grad = _like(parameter, part)  # autograd adds to a gradient that is there, in place
-            master = piece
+            parameter.grad = _like(parameter, part.view(piece.shape))  # autograd adds to a gradient that is there, in place
+            self._in_place.append((parameter, parameter.grad))
         else:
-            parameter.register_post_accumulate_grad_hook(_add_to(part))
-            master = piece.float()
+            parameter.register_post_accumulate_grad_hook(_add_to(part.view(piece.shape)))
+        master = piece
+        if parameter.dtype != torch.float32 or self._on_host is not None:
+            master = torch.empty_like(piece, dtype=torch.float32, device=update_from.device).copy_(piece)
             self._rounded.append((piece, master))
-        master.requires_grad_().grad = part
+        master.requires_grad_().grad = update_from.view(piece.shape)
         return master
 
 
@@ -169,9 +200,7 @@ def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter whose piece on this rank is `part`."""
     if not isinstance(parameter, DTensor):
         return part
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    return whole_of(part, mesh=parameter.device_mesh, placements=parameter.placements, shape=parameter.shape)
 
 
 def _add_to(part: torch.Tensor) -> Callable[[torch.Tensor], None]:

@@ -9,6 +9,7 @@ import datetime
 import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ class Replicas:
 
     def __init__(self, *, ranks: int, deadline_s: float, layout: Layout | None = None) -> None:
         """Join the group that the launcher's environment describes; `deadline_s` bounds every collective. Default layout: `ranks` copies.
+
+        A process that has joined before stays in its group: torch remembers a mesh by its shape, and its groups must then be there.
 
         Raises `ConfigError` where it started another number of processes than `ranks`.
         """
@@ -41,9 +44,12 @@ class Replicas:
         self._peers: dist.ProcessGroup | None = None
         if self.size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
+            if not dist.is_initialized():
+                dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
             self._mesh = _mesh_of(self.layout, self.device.type)
             self._peers = self.mesh("copy", "shard").get_group()
+        self.ends = self._ends_of_pipeline()
+        """The first and the last rank of this one's pipeline, where this is one of them: both hold embeddings that are tied."""
 
     @property
     def number(self) -> int:
@@ -53,7 +59,19 @@ class Replicas:
     @property
     def is_leader(self) -> bool:
         """True on one rank of every replica: it takes the replica's rows off the wire."""
-        return not (self.place("context") or self.place("tensor"))
+        return not (self.place("pipeline") or self.place("context") or self.place("tensor"))
+
+    @property
+    def stages(self) -> range:
+        """Which stages of its pipeline are this rank's; the one and only without a pipeline."""
+        return range(self.place("pipeline"), self.layout.num_stages, self.layout.pipeline)
+
+    @functools.cached_property
+    def ranks_of_replicas(self) -> list[list[int]]:
+        """For every replica, the ranks that work on its rows, its leader first."""
+        layout = self.layout
+        ranks = torch.arange(layout.ranks).view(layout.pipeline, layout.replicas, -1)
+        return ranks.transpose(0, 1).reshape(layout.replicas, -1).tolist()
 
     @property
     def part(self) -> Part:
@@ -74,8 +92,8 @@ class Replicas:
     def expert_mesh(self) -> DeviceMesh:
         """The same ranks seen from their experts: `expert` are those that hold different ones, `rest` those that hold the same."""
         layout = self.layout
-        sizes = {"rest": layout.ranks // layout.expert, "expert": layout.expert}
-        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sizes = {"pipeline": layout.pipeline, "rest": layout.ranks // layout.pipeline // layout.expert, "expert": layout.expert}
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))["rest", "expert"]
 
     def place(self, name: str) -> int:
         """This rank's place along one dimension of the mesh."""
@@ -100,9 +118,15 @@ class Replicas:
     def reduce(
         self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, *, what: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Reduce `tensor` in place over `group`, by default over all ranks. Raises `PeerSilent` where one of them is lost or late."""
+        """Reduce `tensor` in place over `group`, by default over all ranks, by way of the device.
+
+        Raises `PeerSilent` where one of them is lost or late.
+        """
         if self.size > 1:
-            self.bounded(lambda: dist.all_reduce(tensor, operation, group=group), what)
+            on_device = tensor.to(self.device)
+            self.bounded(lambda: dist.all_reduce(on_device, operation, group=group), what)
+            if on_device is not tensor:
+                tensor.copy_(on_device)
 
     def bounded(self, collective: Callable[[], object], what: str) -> None:
         """Run a collective; turn what torch raises for a lost or late rank, whatever the backend, into `PeerSilent`."""
@@ -119,9 +143,18 @@ class Replicas:
         if self.size > 1:
             dist.destroy_process_group()
 
+    def _ends_of_pipeline(self) -> dist.ProcessGroup | None:
+        layout = self.layout
+        if layout.pipeline < 3:
+            return self.mesh("pipeline").get_group() if layout.pipeline == 2 else None
+        columns = torch.arange(layout.ranks).view(layout.pipeline, -1)[[0, -1]].t().tolist()
+        groups: list[Any] = [dist.new_group(ends) for ends in columns]
+        return next((group for group, ends in zip(groups, columns, strict=True) if self.rank in ends), None)
+
 
 def _mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     sizes = {
+        "pipeline": layout.pipeline,
         "copy": layout.copies,
         "shard": layout.shard,
         "context": layout.context,

@@ -1,8 +1,9 @@
-"""`python -m trainer.sft CONFIG [section.key=value ...]`: supervised fine-tuning of `model.path` on `sft.source`."""
+"""`python -m trainer.sft CONFIG [section.key=value ...]`: fine-tunes `model.path` on `sft.source`, in `trainer.ranks` processes."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -22,11 +23,15 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         config = load(arguments.config, overrides=arguments.overrides)
-        set_threads(())
+        if config.trainer.ranks > 1 and "RANK" not in os.environ:
+            torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer.sft")
+            os.execv(sys.executable, (sys.executable, *torchrun, *sys.argv[1:]))
+        is_first = os.environ.get("RANK", "0") == "0"
+        set_threads(config.trainer.cores if config.trainer.ranks > 1 else (), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         from trainer.supervised import SftProgress, train_sft  # after the threads are set: torch reads their settings once
 
         def show(progress: SftProgress) -> None:
-            if progress.step % max(1, progress.num_steps // LINES) == 0:
+            if is_first and progress.step % max(1, progress.num_steps // LINES) == 0:
                 print(
                     f"step {progress.step:>{len(str(progress.num_steps))}}/{progress.num_steps}   loss {progress.loss:.3f} nats/token"
                     f"   {progress.tokens_per_s:,.0f} tokens/s",
@@ -36,7 +41,8 @@ def main() -> None:
         report = train_sft(config, on_progress=show)
     except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    print(f"{report.num_tokens:,} tokens in {report.elapsed_s:.1f} s; saved to {report.folder}")
+    if is_first:
+        print(f"{report.num_tokens:,} tokens in {report.elapsed_s:.1f} s; saved to {report.folder}")
 
 
 if __name__ == "__main__":

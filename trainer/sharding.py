@@ -14,18 +14,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_expert_parallelism, apply_tensor_parallelism
 
 from pipelinerl.errors import ConfigError
 from trainer.parallel import Replicas
+from trainer.stages import Elsewhere, has_tied_embeddings, keep_stage
 
 _SUMMED_BY_STEP = "replicated_with_grad_allreduce"
 _BY_WORDS = "embedding_rowwise"
@@ -51,10 +54,13 @@ def check_head(module: PreTrainedModel) -> None:
         raise ConfigError(f"{type(module).__name__} computes logits in a way that is not trained here: {reason}. Choose another model")
 
 
-def spread(module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replicas, dtype: torch.dtype) -> list[Holding]:
+def spread(
+    module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replicas, dtype: torch.dtype, index: int = 0, is_offloaded: bool = False
+) -> list[Holding]:
     """Cut `module`, which `stage` runs, down to this rank's share; return how each of its trainable parameters is held.
 
-    Where the weights are sharded, every piece stays in float32 and computes in `dtype`.
+    `index` is the stage's place in the pipeline. Where the weights are sharded, every piece stays in float32 and computes in `dtype`; with
+    `is_offloaded`, it stays on the host, and is on the device while its layer computes.
     """
     layout = replicas.layout
     if replicas.size == 1:
@@ -65,27 +71,42 @@ def spread(module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replica
         summed_by_step = _cut_matrices(module, replicas=replicas, cuts_experts=layout.expert == 1)
     if layout.expert > 1:
         experts = _cut_experts(module, replicas=replicas)
+    at_both_ends = ""
+    if layout.pipeline > 1:
+        if has_tied_embeddings(module) and index in (0, layout.num_stages - 1):
+            at_both_ends = next(name for name, tensor in module.named_parameters() if tensor is module.get_input_embeddings().weight)
+        keep_stage(module, stage=index, num_stages=layout.num_stages)
+        here = {name for name, _ in module.named_modules()}
+        experts = tuple(prefix for prefix in experts if prefix.removesuffix(".") in here)
     if layout.shard > 1:
-        _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype)
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype, is_offloaded=is_offloaded)
     dense = _group(replicas, "copy") if layout.shard > 1 else _group(replicas, "copy", "shard", "context")
     partial = dense + _group(replicas, "tensor")
-    expert = (
-        () if layout.shard > 1 or not experts or replicas.expert_mesh["rest"].size() == 1 else (replicas.expert_mesh["rest"].get_group(),)
-    )
-    return [
-        Holding(
-            sums=expert if name.startswith(experts) and experts else partial if name in summed_by_step else dense,
-            num_holders=_num_holders(parameter, ranks=replicas.size),
-        )
-        for name, parameter in zip(names, parameters, strict=True)
-    ]
+    expert = ()
+    if experts and layout.shard == 1 and replicas.expert_mesh["rest"].size() > 1:
+        expert = (replicas.expert_mesh["rest"].get_group(),)
+
+    def holding(name: str, parameter: torch.Tensor) -> Holding:
+        sums = expert if name.startswith(experts) and experts else partial if name in summed_by_step else dense
+        num_holders = _num_holders(parameter, ranks=replicas.size // layout.pipeline)
+        if name == at_both_ends:
+            assert replicas.ends is not None
+            return Holding(sums=(*sums, replicas.ends), num_holders=2 * num_holders)
+        return Holding(sums=sums, num_holders=num_holders)
+
+    return [holding(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece of a tensor, sharing its memory; a tensor that is not spread is its own piece."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_of(piece: torch.Tensor, *, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """The tensor of which `piece` is this rank's, in the same memory, also on the host: `DTensor.from_local` would copy to the device."""
+    meta = torch.empty(shape, dtype=piece.dtype, device="meta")
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype))
+    return DTensor(piece, spec, requires_grad=False)
 
 
 def _cut_matrices(module: PreTrainedModel, *, replicas: Replicas, cuts_experts: bool) -> set[str]:
@@ -121,18 +142,31 @@ def _cut_experts(module: PreTrainedModel, *, replicas: Replicas) -> tuple[str, .
     return tuple(f"{name}." for name, _ in module.named_modules() if any(pattern.fullmatch(name) for pattern in patterns))
 
 
-def _shard(module: PreTrainedModel, stage: torch.nn.Module, *, experts: tuple[str, ...], replicas: Replicas, dtype: torch.dtype) -> None:
+def _shard(
+    module: PreTrainedModel,
+    stage: torch.nn.Module,
+    *,
+    experts: tuple[str, ...],
+    replicas: Replicas,
+    dtype: torch.dtype,
+    is_offloaded: bool,
+) -> None:
     """Fully sharded data parallelism, layer by layer; experts over the ranks that hold the same ones."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    settings: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    if is_offloaded:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=replicas.device.type == "cuda")
+    # A pipeline meets its layers again at once, with the next row.
+    part_settings: dict[str, Any] = settings | {"reshard_after_forward": replicas.layout.pipeline == 1}
     mesh = replicas.mesh("shard", "context")
     for name in experts:
         part = module.get_submodule(name.removesuffix("."))
         part.forward = _without_views(part.forward)
-        fully_shard(part, mesh=replicas.expert_mesh["rest"], mp_policy=policy)
+        fully_shard(part, mesh=replicas.expert_mesh["rest"], **part_settings)
     layers: Any = module.base_model.layers
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        if not isinstance(layer, Elsewhere):
+            fully_shard(layer, mesh=mesh, **part_settings)
+    fully_shard(stage, mesh=mesh, **settings, reshard_after_forward=False)
     for part in stage.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)

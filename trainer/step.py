@@ -139,18 +139,19 @@ class Step:
         self._held.append(Held(batch=batch, row=row, columns=None if outputs is None else columns(outputs), values=values))
 
     def train_held(self, sealed: StepSealed) -> None:
-        """Train the rows held for the whole step, pass after pass; nothing where rows are trained as they come. Every rank calls it."""
+        """Train the rows held for the whole step, pass after pass, or put off by the engine; comes before `finish`, on every rank."""
         held, self._held = self._held, []
         if makes_advantages_in_trainer(self._method):
             held = credited(held, method=self._method, replicas=self._replicas, correct_reward=self._correct_reward)
         measured = [one.columns for one in held if one.columns is not None]
         statistics = measure_step(measured, method=self._method, reduce=self._summed)
-        for number in range(self._passes if self._holds else 0):
+        for number in range(self._passes):
             if number:
                 numbers = self._update(sealed)
                 self._first_pass = self._first_pass or numbers
             for one in held:
                 self._train(one, statistics=statistics, rests=sealed.step < self._critic_alone_until)
+            self._engine.complete()
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank."""

@@ -1,23 +1,40 @@
-"""Supervised fine-tuning with the model, the packed rows and the optimizer of RL: a warm start before it, or training by itself."""
+"""Supervised fine-tuning with the trainer of RL: its model in any layout, its packing, its optimizer, its checkpoints.
+
+A fine-tuning that was interrupted goes on from its newest checkpoint when it is started again; what it was trained on is drawn by the seed,
+so the steps after it are those that would have been.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
+import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pipelinerl.config import Config
+from pipelinerl.config import Config, Offload
+from pipelinerl.errors import ConfigError
+from pipelinerl.layout import check_layout
+from pipelinerl.messages import CheckpointFailed
+from pipelinerl.packing import Packing
 from trainer.build import adapters_of
 from trainer.checkpoint import save_model
+from trainer.checkpoints import Checkpoints, newest, read_manifest
 from trainer.demonstrations import Demonstration, Demonstrations
+from trainer.engine import Outputs
 from trainer.model import Model
-from trainer.optimizer import Optimizer, Schedule
+from trainer.optimizer import Optimizer, Schedule, Update
 from trainer.parallel import Replicas
-from trainer.row import arrange
+from trainer.portable import state_of
+from trainer.row import Row, arrange
+from trainer.torch_engine import TorchEngine
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,67 +67,164 @@ class SftReport:
 
 
 def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = lambda progress: None) -> SftReport:
-    """Train `model.path` on `sft.source` in this process, and save it to `sft.output` (default: over `model.path`).
+    """Train `model.path` on `sft.source`, and save it to `sft.output` (default: over `model.path`); every rank of `trainer.ranks` calls it.
 
-    The same config and seed give the same weights, bit by bit, on the same machine with the same number of threads. Raises `ConfigError`
-    and `DataError`.
+    The same config and seed give the same weights, bit by bit, on the same machine with the same number of threads, interrupted or not.
+    Raises `ConfigError` and `DataError`.
     """
     section = config.sft
     demonstrations = Demonstrations(config)
-    replicas = Replicas(ranks=1, deadline_s=0.0)
-    model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=replicas.device, adapters=adapters_of(config))
+    check_layout(config.trainer.layout, config.model.path)
+    replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=config.trainer.layout)
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(replicas.close)
+        model, optimizer = _build(config, replicas=replicas)
+        tuning = _Tuning(TorchEngine(model, optimizer=optimizer, replicas=replicas), replicas=replicas, max_tokens=config.batch.max_tokens)
+        folder = section.output or config.model.path
+        checkpoints = _Resumable(config, folder, model=model, optimizer=optimizer, replicas=replicas)
+        first = checkpoints.restore()
+        losses: list[float] = []
+        num_tokens = 0
+        started = time.perf_counter()
+        for step, batch in zip(range(section.steps), demonstrations.batches(), strict=False):
+            if step < first:
+                continue
+            loss, update = tuning.step(step, batch)
+            losses.append(loss)
+            num_tokens += sum(one.num_tokens for one in batch)
+            speed = num_tokens / (time.perf_counter() - started)
+            on_progress(SftProgress(step=step + 1, num_steps=section.steps, loss=loss, grad_norm=update.grad_norm, tokens_per_s=speed))
+            checkpoints.begin_if_due(step + 1)
+        elapsed_s = time.perf_counter() - started
+        checkpoints.wait()
+        save_model(model, folder, source=config.model.path)
+        checkpoints.remove()
+    return SftReport(losses=tuple(losses), num_tokens=num_tokens, elapsed_s=elapsed_s, folder=folder)
+
+
+def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
+    model = Model(
+        config.model.path,
+        dtype=config.model.dtype,
+        temperature=1.0,
+        device=replicas.device,
+        replicas=replicas,
+        recomputes=config.trainer.recompute,
+        has_float32_head=config.trainer.float32_head,
+        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
+        adapters=adapters_of(config),
+    )
     optimizer = Optimizer(
         model.parameters(),
         schedule=Schedule(
-            learning_rate=section.learning_rate,
-            num_steps=section.steps,
-            warmup_steps=section.warmup_steps,
-            final_fraction=section.final_learning_rate_fraction,
+            learning_rate=config.sft.learning_rate,
+            num_steps=config.sft.steps,
+            warmup_steps=config.sft.warmup_steps,
+            final_fraction=config.sft.final_learning_rate_fraction,
         ),
         betas=config.trainer.betas,
         weight_decay=config.trainer.weight_decay,
         max_grad_norm=config.trainer.max_grad_norm,
+        holdings=model.holdings,
+        replicas=replicas,
+        is_offloaded=config.trainer.offload is Offload.OPTIMIZER,
     )
-    losses: list[float] = []
-    num_tokens = 0
-    started = time.perf_counter()
-    for step, batch in zip(range(section.steps), demonstrations.batches(), strict=False):
-        num_trained = sum(len(token_ids) - num_prompt for token_ids, num_prompt in batch)
-        total = sum(_add_row(model, row) for row in _rows(batch, max_tokens=config.batch.max_tokens))
-        update = optimizer.step(step, denominator=num_trained)
-        losses.append(total / num_trained)
-        num_tokens += sum(len(token_ids) for token_ids, _ in batch)
-        speed = num_tokens / (time.perf_counter() - started)
-        on_progress(SftProgress(step=step + 1, num_steps=section.steps, loss=losses[-1], grad_norm=update.grad_norm, tokens_per_s=speed))
-    elapsed_s = time.perf_counter() - started
-    folder = section.output or config.model.path
-    save_model(model, folder, source=config.model.path)
-    return SftReport(losses=tuple(losses), num_tokens=num_tokens, elapsed_s=elapsed_s, folder=folder)
+    return model, optimizer
 
 
-def _rows(batch: list[Demonstration], *, max_tokens: int) -> Iterator[list[Demonstration]]:
-    """Split a batch into rows of at most `max_tokens`."""
-    row: list[Demonstration] = []
-    num_tokens = 0
-    for demonstration in batch:
-        if row and num_tokens + len(demonstration[0]) > max_tokens:
-            yield row
-            row, num_tokens = [], 0
-        row.append(demonstration)
-        num_tokens += len(demonstration[0])
-    yield row
+class _Tuning:
+    """Trains batches: each packed into rows, one row per replica at a time."""
+
+    def __init__(self, engine: TorchEngine, *, replicas: Replicas, max_tokens: int) -> None:
+        self._engine = engine
+        self._replicas = replicas
+        self._max_tokens = max_tokens
+
+    def step(self, number: int, batch: Sequence[Demonstration]) -> tuple[float, Update]:
+        """Train one batch; return the mean loss over its completion tokens, nats, and the update."""
+        total = torch.zeros((), device=self._replicas.device)
+
+        def loss(outputs: Outputs) -> torch.Tensor:
+            negative = -outputs.logprobs.sum()
+            total.add_(negative.detach())
+            return negative
+
+        rows = self._rows(batch)
+        num_replicas = self._replicas.layout.replicas
+        for start in range(0, len(rows), num_replicas):
+            mine = start + self._replicas.number
+            self._engine.train(self._lay_out(rows[mine]) if mine < len(rows) else None, loss)
+        self._engine.complete()
+        num_trained = sum(one.num_tokens - one.num_prompt for one in batch)
+        self._replicas.sum(total, what=f"to add up the loss of step {number}")
+        return float(total) / num_trained, self._engine.update(number, denominator=num_trained)
+
+    def _rows(self, batch: Sequence[Demonstration]) -> list[list[Demonstration]]:
+        """The same on every rank."""
+        packing: Packing[Demonstration] = Packing(max_tokens=self._max_tokens, num_replicas=self._replicas.layout.replicas)
+        full = [row for one in batch for row in packing.add(one)]
+        return full + packing.flush()
+
+    def _lay_out(self, row: Sequence[Demonstration]) -> Row | None:
+        return arrange(
+            np.concatenate([one.token_ids for one in row]),
+            trains=np.concatenate([np.arange(one.num_tokens) >= one.num_prompt for one in row]),
+            lengths=np.array([one.num_tokens for one in row], np.int32),
+            names=[f"sample {index} of the row" for index in range(len(row))],
+            device=self._replicas.device,
+            part=self._replicas.part,
+        )
 
 
-def _add_row(model: Model, row: list[Demonstration]) -> float:
-    """Add the gradient of a row's summed negative log-probabilities; return the sum."""
-    arranged = arrange(
-        np.concatenate([token_ids for token_ids, _ in row]),
-        trains=np.concatenate([np.arange(len(token_ids)) >= num_prompt for token_ids, num_prompt in row]),
-        lengths=np.array([len(token_ids) for token_ids, _ in row], np.int32),
-        names=[f"sample {index} of the row" for index in range(len(row))],
-        device=model.device,
-    )
-    assert arranged is not None, "a demonstration ends with an end-of-sequence token, which has a loss"
-    loss = -torch.sum(model.logprobs(arranged)[0])
-    loss.backward()
-    return loss.item()
+class _Resumable:
+    """The checkpoints of one fine-tuning, beside its output, until it is done."""
+
+    def __init__(self, config: Config, folder: Path, *, model: Model, optimizer: Optimizer, replicas: Replicas) -> None:
+        self._folder = folder.with_name(folder.name + ".checkpoints")
+        self._every = config.checkpoint.every
+        self._is_first = replicas.rank == 0
+        self._optimizer = optimizer
+        settings = json.dumps([config.sft.model_dump(mode="json"), config.run.seed, str(config.model.path), config.batch.max_tokens])
+        self._settings = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+        self._checkpoints = Checkpoints(
+            self._folder,
+            state=lambda: state_of(model, optimizer),
+            rank=replicas.rank,
+            num_ranks=replicas.size,
+            keep=config.checkpoint.keep,
+        )
+
+    def restore(self) -> int:
+        """Load the newest; return how many steps it holds. Raises `ConfigError` where they were trained with other settings."""
+        found = newest(self._folder)
+        if found is None:
+            return 0
+        if read_manifest(found).commit != self._settings:
+            raise ConfigError(
+                f"{self._folder} holds a fine-tuning that was interrupted, with other settings than these (sft, run.seed, model.path or"
+                " batch.max_tokens): set them as they were to go on with it, or remove the folder to begin anew"
+            )
+        restored = self._checkpoints.restore()
+        self._optimizer.round()
+        return restored.version if restored is not None else 0
+
+    def begin_if_due(self, version: int) -> None:
+        """Begin to write a version, where one is due; say where an earlier one failed."""
+        self._tell_failures()
+        if version % self._every == 0:
+            self._checkpoints.begin(version, commit=self._settings, num_samples=0, samples="")
+
+    def wait(self) -> None:
+        """Wait for what is being written; say where that failed."""
+        self._checkpoints.wait()
+        self._tell_failures()
+
+    def remove(self) -> None:
+        """Remove them: the model is saved."""
+        if self._is_first:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _tell_failures(self) -> None:
+        for news in self._checkpoints.take_news():
+            if isinstance(news, CheckpointFailed):
+                print(news.error, file=sys.stderr, flush=True)

@@ -140,9 +140,7 @@ _DECODER: Decoder[MicroBatch | StepSealed] = Decoder(MicroBatch | StepSealed)
 
 def _group_of_replica(replicas: Replicas, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
     """The ranks that work on the same rows as this one, its leader first; None where it works alone."""
-    layout = replicas.layout
-    if layout.ranks_per_replica == 1:
+    if replicas.layout.ranks_per_replica == 1:
         return None
-    ranks = torch.arange(layout.ranks).view(layout.replicas, -1).tolist()
-    groups: list[Any] = [dist.new_group(members, backend="gloo", timeout=timeout) for members in ranks]
+    groups: list[Any] = [dist.new_group(members, backend="gloo", timeout=timeout) for members in replicas.ranks_of_replicas]
     return groups[replicas.number]

@@ -10,11 +10,11 @@ from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.batch import BatchCut, Verdict
 from orchestrator.rules.grouping import Grouping
-from orchestrator.rules.packing import Packing
 from orchestrator.state.ledger import Ledger, facts_of
 from orchestrator.state.snapshot import RecordedStep
 from pipelinerl.errors import Stalled
 from pipelinerl.messages import Sample, ScoredTrajectory
+from pipelinerl.packing import Packing
 from pipelinerl.stages import Channel, Signal
 
 

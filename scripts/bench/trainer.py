@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from orchestrator.rules.packing import Packing
 from orchestrator.stages.delivery import micro_batch_of
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import (
@@ -44,12 +43,14 @@ from pipelinerl.messages import (
     Trajectory,
 )
 from pipelinerl.metrics import Journal
+from pipelinerl.packing import Packing
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
 from trainer.feed import Feed
 from trainer.head import linear_logprobs
-from trainer.loop import run_steps
+from trainer.lineage import Lineage
+from trainer.loop import Loop
 from trainer.model import Model, Weights
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
@@ -165,16 +166,19 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
         while waves._ready.empty():  # the first row has to be made and sent; every later one could be there
             time.sleep(0.001)
         start = time.perf_counter()
-        run_steps(
-            len(work.steps),
+        loop = Loop(
             waves=waves,
             step=step,
             weights=Weights(_model(), is_wanted=False),
             publisher=None,
             send=seen.append,
             phases=phases,
-            save=lambda: None,
+            lineage=Lineage(),
+            checkpoint=lambda version, commit: None,
+            take_news=lambda: (),
+            checkpoint_every=len(work.steps),
         )
+        loop.run(0, len(work.steps))
         seconds = time.perf_counter() - start
         for done in seen:
             feed.send(done)

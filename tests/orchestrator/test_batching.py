@@ -14,13 +14,13 @@ from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
-from orchestrator.rules.packing import Packing
 from orchestrator.stages.batching import Batching, Row, Seal
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.snapshot import RecordedStep, commit_of
 from pipelinerl.config import Mode
 from pipelinerl.messages import ScoredTrajectory
 from pipelinerl.metrics import Journal
+from pipelinerl.packing import Packing
 from pipelinerl.stages import Channel, Signal
 from pipelinerl.watch import Watch
 from tests.orchestrator import handmade

@@ -33,25 +33,25 @@ def be_rank(rank: int, *, size: int, port: int) -> None:
 
 
 def run_jobs(jobs: Sequence[tuple[Layout, Job]], folder: Path) -> list[list[Any]]:
-    """For each job, the result of every rank; all jobs take as many ranks.
+    """For each job, the result of every rank; all jobs take as many ranks, and all find each other once.
 
     Forked, because importing torch and transformers again in each takes far longer than the tests; with one thread each that is safe.
     """
     size = jobs[0][0].ranks
-    stores = [open_store() for _ in jobs]  # one each: what an earlier group left in a store would mislead the next
-    torch.multiprocessing.start_processes(
-        _run_rank, args=(jobs, folder, [store.port for store in stores]), nprocs=size, start_method="fork"
-    )
+    store = open_store()
+    torch.multiprocessing.start_processes(_run_rank, args=(jobs, folder, store.port), nprocs=size, start_method="fork")
     return [[torch.load(_path(folder, number, rank), weights_only=True) for rank in range(size)] for number in range(len(jobs))]
 
 
-def _run_rank(rank: int, jobs: Sequence[tuple[Layout, Job]], folder: Path, ports: list[int]) -> None:
+def _run_rank(rank: int, jobs: Sequence[tuple[Layout, Job]], folder: Path, port: int) -> None:
     torch.set_num_threads(1)
-    for number, ((layout, job), port) in enumerate(zip(jobs, ports, strict=True)):
-        be_rank(rank, size=layout.ranks, port=port)
-        replicas = Replicas(ranks=layout.ranks, deadline_s=60, layout=layout)
-        torch.save(job(replicas), _path(folder, number, rank))
-        replicas.close()
+    be_rank(rank, size=jobs[0][0].ranks, port=port)
+    known: dict[Layout, Replicas] = {}
+    for number, (layout, job) in enumerate(jobs):
+        if layout not in known:
+            known[layout] = Replicas(ranks=layout.ranks, deadline_s=30, layout=layout)
+        torch.save(job(known[layout]), _path(folder, number, rank))
+    known[layout].close()
 
 
 def _path(folder: Path, number: int, rank: int) -> Path:

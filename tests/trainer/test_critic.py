@@ -12,7 +12,7 @@ import torch
 from pipelinerl.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
-from trainer.build import Trained, state_of
+from trainer.build import Trained, state_of_all
 from trainer.checkpoint import save_model
 from trainer.checkpoints import Checkpoints
 from trainer.model import Model
@@ -174,8 +174,8 @@ def _restored(folder: Path, run_folder: Path) -> tuple[Step, Checkpoints, dict[s
     step, optimizer = make_step(policy, method="ppo", overrides={}, critic=critic, learning_rate=1e-2)
     assert step._critic is not None
     both = Trained(model=policy, optimizer=optimizer), Trained(model=critic, optimizer=step._critic._optimizer)
-    state = state_of(*both, rank=0)
-    checkpoints = Checkpoints(run_folder / "checkpoints", state=lambda: state_of(*both, rank=0), rank=0, num_ranks=1, keep=1)
+    state = state_of_all(*both)
+    checkpoints = Checkpoints(run_folder / "checkpoints", state=lambda: state_of_all(*both), rank=0, num_ranks=1, keep=1)
     checkpoints.restore()
     return step, checkpoints, state
 

@@ -13,7 +13,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
-from trainer.build import Trained, state_of
+from trainer.build import Trained, state_of_all
 from trainer.checkpoint import save_adapter, save_model
 from trainer.checkpoints import Checkpoints
 from trainer.lora import Adapters, LoraLinear
@@ -89,9 +89,9 @@ def test_a_checkpoint_holds_the_adapters_alone_and_training_goes_on_bit_by_bit(f
         model = make_model(folders["qwen3"], adapters=ADAPTERS)
         step, optimizer = make_step(model, learning_rate=1e-2)
         both = Trained(model=model, optimizer=optimizer)
-        checkpoints = Checkpoints(run_folder / "checkpoints", state=lambda: state_of(both, rank=0), rank=0, num_ranks=1, keep=1)
+        checkpoints = Checkpoints(run_folder / "checkpoints", state=lambda: state_of_all(both), rank=0, num_ranks=1, keep=1)
         checkpoints.restore()
-        return step, checkpoints, state_of(both, rank=0)
+        return step, checkpoints, state_of_all(both)
 
     straight, _, expected = start(tmp_path / "straight")
     _train(straight, numbers=range(4))

@@ -84,8 +84,16 @@ def _run_trainer_rank(rank: int, run_folder: Path, port: int) -> None:
 
 @pytest.mark.parametrize(
     ("stop_after", "starved", "parallel"),
-    [(None, None, {}), (0, None, {}), (0, 1, {}), (None, None, {"tensor": 2}), (0, None, {"tensor": 2}), (None, None, {"shard": 2})],
-    ids=["copies", "copies stopped", "copies stopped apart", "tensor", "tensor stopped", "shard"],
+    [
+        (None, None, {}),
+        (0, None, {}),
+        (0, 1, {}),
+        (None, None, {"tensor": 2}),
+        (0, None, {"tensor": 2}),
+        (None, None, {"shard": 2}),
+        (None, None, {"pipeline": 2}),
+    ],
+    ids=["copies", "copies stopped", "copies stopped apart", "tensor", "tensor stopped", "shard", "pipeline"],
 )
 def test_two_ranks_go_through_a_run_and_end_together(
     folders: dict[str, Path], tmp_path: Path, stop_after: int | None, starved: int | None, parallel: dict[str, int]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.config import Config
@@ -15,6 +16,7 @@ from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config
 from pipelinerl.demo.sort_digits import BEHAVIOURS, demonstrations, held_out_prompts, make_model, reward, train_prompts
 from pipelinerl.errors import ConfigError, DataError
+from tests.trainer.ranks import be_rank, open_store
 from trainer.demonstrations import Demonstrations
 from trainer.sft import main
 from trainer.supervised import SftProgress, train_sft
@@ -93,6 +95,56 @@ def test_the_split_into_rows_does_not_change_the_loss(demo_model: Path, tmp_path
     config = _config(demo_model, tmp_path / "out", steps=2)
     wide = config.model_copy(update={"batch": config.batch.model_copy(update={"max_tokens": 100_000})})
     assert train_sft(config).losses == pytest.approx(train_sft(wide).losses, rel=1e-5)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_fine_tuning_goes_on_where_it_was_bit_by_bit(demo_model: Path, tmp_path: Path) -> None:
+    def config(name: str, **sft: Any) -> Config:
+        config = _config(demo_model, tmp_path / name, steps=6, **sft)
+        return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 2})})
+
+    def interrupt(progress: SftProgress) -> None:
+        if progress.step == 5:
+            raise Interrupted
+
+    whole = train_sft(config("whole"))
+    with pytest.raises(Interrupted):
+        train_sft(config("again"), on_progress=interrupt)
+    with pytest.raises(ConfigError, match="was interrupted, with other settings"):
+        train_sft(config("again", learning_rate=1e-4))
+    seen: list[SftProgress] = []
+    again = train_sft(config("again"), on_progress=seen.append)
+    steps = [progress.step for progress in seen]
+    assert steps in ([3, 4, 5, 6], [5, 6])  # the checkpoint of step 4 may have been under way
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(_weights(whole.folder), _weights(again.folder), strict=True))
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".checkpoints"] == []
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}], ids=["copies", "pipeline"])
+def test_two_ranks_fine_tune_as_one(demo_model: Path, tmp_path: Path, parallel: dict[str, int]) -> None:
+    config = _config(demo_model, tmp_path / "one", steps=3)
+    alone = train_sft(config)
+    trainer = config.trainer.model_copy(update={"ranks": 2, "parallel": config.trainer.parallel.model_copy(update=parallel)})
+    sft = config.sft.model_copy(update={"output": tmp_path / "two"})
+    store = open_store()
+    torch.multiprocessing.start_processes(
+        _fine_tune_rank,
+        args=(config.model_copy(update={"trainer": trainer, "sft": sft}), store.port, tmp_path),
+        nprocs=2,
+        start_method="fork",
+    )
+    for rank in range(2):
+        assert json.loads((tmp_path / f"losses-{rank}.json").read_text()) == pytest.approx(alone.losses, rel=1e-5)
+    for ours, theirs in zip(_weights(alone.folder), _weights(tmp_path / "two"), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def _fine_tune_rank(rank: int, config: Config, port: int, folder: Path) -> None:
+    be_rank(rank, size=2, port=port)
+    (folder / f"losses-{rank}.json").write_text(json.dumps(train_sft(config).losses))
 
 
 def _batch(config: Config) -> list[tuple[list[int], int]]:

@@ -359,6 +359,23 @@ def test_gradients_of_many_bfloat16_rows_add_up_in_float32() -> None:
     assert optimizer.gradient.tolist() == [1000.0, 1000.0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_offloaded_optimizer_makes_the_same_updates(folders: dict[str, Path], dtype: str) -> None:
+    generator = np.random.default_rng(0)
+    samples = [make_sample(generator, prompt=3, completion=5) for _ in range(4)]
+    weights: list[list[torch.Tensor]] = []
+    for is_offloaded in (False, True):
+        model = make_model(folders["qwen2"], dtype=dtype)
+        step, optimizer = make_step(model, learning_rate=1e-2, max_grad_norm=0.1, is_offloaded=is_offloaded)
+        for number in range(2):
+            step.add(make_batch(samples, step=number))
+            step.finish(make_seal(samples, step=number))
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        held = {state["weight"].data_ptr() for state in optimizer.state()} & {parameter.data_ptr() for parameter in model.parameters()}
+        assert bool(held) == (dtype == "float32" and not is_offloaded)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
+
+
 def test_updates_smaller_than_bfloat16_are_not_lost(folders: dict[str, Path]) -> None:
     """Updates of 1e-5 on weights of 0.2 vanish one by one in bfloat16, whose neighbours there are 1e-3 apart."""
     samples = _samples()

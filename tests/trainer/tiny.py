@@ -108,6 +108,7 @@ def make_step(
     overrides: dict[str, Any] | None = None,
     reference: Model | None = None,
     critic: Model | None = None,
+    is_offloaded: bool = False,
     **options: Any,
 ) -> tuple[Step, Optimizer]:
     """A step whose importance ratios are pi / mu, so that the engine's log-probabilities matter. The critic learns at the same rate."""
@@ -121,6 +122,7 @@ def make_step(
             max_grad_norm=max_grad_norm,
             holdings=trained.holdings,
             replicas=replicas,
+            is_offloaded=is_offloaded,
         )
         for trained in (model, critic)
         if trained is not None

@@ -5,11 +5,13 @@ full, when no open row has room for the next sample (the fullest leaves), or whe
 
 Replicas train waves of one row each, and a wave lasts as long as its costliest row. Rows that are full cost about the same; the last ones
 of a step are not, so their samples are dealt anew, by cost, over as many rows as make the last wave whole.
+
+Reinforcement learning and supervised fine-tuning pack by the same rule. No asyncio, no clock, no socket.
 """
 
 from __future__ import annotations
 
-from pipelinerl.messages import Sample
+from typing import Generic, Protocol, TypeVar
 
 OPEN_ROWS = 8
 """Rows being filled at once: 8 keeps fullness at 0.97 and more on long-tailed lengths, where 4 gives 0.96 and 1 gives 0.78; 64 adds nothing
@@ -19,7 +21,19 @@ ATTENTION_TOKENS = 32_768
 deals long samples apart more eagerly."""
 
 
-class Packing:
+class Sized(Protocol):
+    """What fills rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it takes of a row."""
+        ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+class Packing(Generic[S]):
     """Fills rows with samples; returns each row once, when it leaves."""
 
     def __init__(self, *, max_tokens: int, open_rows: int = OPEN_ROWS, num_replicas: int = 1) -> None:
@@ -28,17 +42,17 @@ class Packing:
         self._num_left = 0
         """Rows of this step that have left."""
         self._open_rows = open_rows
-        self._rows: list[list[Sample]] = []
+        self._rows: list[list[S]] = []
         self._room: list[int] = []
         self._shortest = max_tokens
 
-    def add(self, sample: Sample) -> list[list[Sample]]:
+    def add(self, sample: S) -> list[list[S]]:
         """Place a sample; return the rows that leave now. Raises `ValueError` for a sample longer than a row: our own mistake."""
-        size = sample.trajectory.num_tokens
+        size = sample.num_tokens
         if size > self._max_tokens:
-            raise ValueError(f"sample {sample.trajectory.rollout_id} of {size} tokens does not fit a row of {self._max_tokens}")
+            raise ValueError(f"a sample of {size} tokens does not fit a row of {self._max_tokens}")
         self._shortest = min(self._shortest, size)
-        leaving: list[list[Sample]] = []
+        leaving: list[list[S]] = []
         fits = [index for index, room in enumerate(self._room) if room >= size]
         if fits:
             index = min(fits, key=lambda candidate: self._room[candidate])
@@ -55,7 +69,7 @@ class Packing:
         self._num_left += len(leaving)
         return leaving
 
-    def flush(self) -> list[list[Sample]]:
+    def flush(self) -> list[list[S]]:
         """Return every row still open, evened out over the last wave: the step closes."""
         rows, self._rows, self._room = self._rows, [], []
         num_missing = -(self._num_left + len(rows)) % self._num_replicas
@@ -64,12 +78,12 @@ class Packing:
             return rows
         return self._dealt([sample for row in rows for sample in row], num_rows=len(rows) + num_missing) or rows
 
-    def _dealt(self, samples: list[Sample], *, num_rows: int) -> list[list[Sample]] | None:
+    def _dealt(self, samples: list[S], *, num_rows: int) -> list[list[S]] | None:
         """Deal samples to `num_rows`, the costliest first, each to the cheapest row so far; None where one then finds no room."""
-        rows: list[list[Sample]] = [[] for _ in range(min(num_rows, len(samples)))]
+        rows: list[list[S]] = [[] for _ in range(min(num_rows, len(samples)))]
         room, costs = [self._max_tokens] * len(rows), [0.0] * len(rows)
-        for sample in sorted(samples, key=lambda sample: -sample.trajectory.num_tokens):
-            size = sample.trajectory.num_tokens
+        for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
+            size = sample.num_tokens
             index = min((index for index in range(len(rows)) if room[index] >= size), key=costs.__getitem__, default=None)
             if index is None:
                 return None
@@ -78,7 +92,7 @@ class Packing:
             costs[index] += cost_of(size)
         return rows
 
-    def _take(self, index: int) -> list[Sample]:
+    def _take(self, index: int) -> list[S]:
         self._room.pop(index)
         return self._rows.pop(index)
 
