@@ -17,7 +17,7 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt
 from pipelinerl.metrics import Journal
-from pipelinerl.process import end_stuck, last_words, read_config
+from pipelinerl.process import ask_to_replace, end_stuck, last_words, read_config
 from pipelinerl.tokenizer import load_tokenizer
 from pipelinerl.transport.zmq import ZmqHub
 from pipelinerl.watch import guarded
@@ -56,6 +56,7 @@ async def _run(config: Config, run_folder: Path) -> Ending:
             step_rules=credit.step_rules(),
             journal=journal,
             ledger=ledger,
+            replace=functools.partial(ask_to_replace, run_folder),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator.channels import Channels, make_channels
@@ -81,7 +82,10 @@ class Pipeline:
         journal: Journal,
         ledger: Ledger,
         step_rules: StepRules | None = None,
+        replace: Callable[[str, int], None] | None = None,
     ) -> None:
+        """`replace`: see `Peers`."""
+        self._replace = replace
         self.watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
         self._config = config
         self._journal = journal
@@ -196,6 +200,7 @@ class Pipeline:
             expected=config.engine.count,
             ready_deadline_s=config.engine.ready_deadline_s,
             silent_after_s=config.engine.silent_after_s,
+            replace=self._replace,
         )
         scorers = Peers(
             scorer_hub,
@@ -203,6 +208,7 @@ class Pipeline:
             expected=NUM_SCORERS,
             ready_deadline_s=config.engine.ready_deadline_s,
             silent_after_s=config.scorer.silent_after_s,
+            replace=self._replace,
         )
         self._trainer = Peers(
             trainer_hub,
@@ -210,6 +216,7 @@ class Pipeline:
             expected=config.trainer.layout.replicas,
             ready_deadline_s=config.trainer.ready_deadline_s,
             silent_after_s=config.trainer.silent_after_s,
+            replace=self._replace,
         )
         self._peers = (engines, scorers, self._trainer)
         self._engines = Engines(engines, expected=config.engine.count, watch=self.watch, credits=self._credits)

@@ -280,8 +280,7 @@ async def _launch_and_show(settings: Config, run_folder: Path) -> None:
         view = group.create_task(show(run_folder, console=console, until=until))
         try:
             roles = launch.roles_of(settings, run_folder)
-            limits = {"restarts": settings.run.restarts, "restart_wait_s": settings.run.restart_wait_s}
-            await launch.Launcher(roles, run_folder, **limits).run()
+            await launch.Launcher(roles, run_folder, **launch.limits_of(settings)).run()
         except PipelineError as error:
             failure = error
         else:

@@ -295,7 +295,7 @@ def _can_resolve() -> bool:
 def _has_curve() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            make_keys(Path(folder))
+            make_keys(Path(folder), ("engine-0",))
         except ConfigError:
             return False
     return True

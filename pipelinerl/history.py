@@ -17,6 +17,7 @@ from pipelinerl.errors import LedgerError
 _SAID = {
     "admitted": "admitted",
     "issued": "asked of {peer}, which sampled under version {newest}",
+    "adopted": "still in {peer}, which outlived the orchestrator",
     "lost": "attempt {attempt} lost: {reason}",
     "generated": "{num_tokens} tokens, versions {oldest} to {newest}, finished by {reason}",
     "scored": "scored: {reason}, reward {reward}",

@@ -3,9 +3,10 @@
 A process is known only as a command line, so the same run starts locally, under a batch system, or by hand. Each runs in a session of
 its own with its output in `<run>/logs/<name>.log`; each dies with its parent, so that even a killed launcher leaves no orphan.
 
-One that was killed is started again by itself, while the others go on: a trainer then starts from its last checkpoint, and what a scorer
-or an engine was asked for is asked for again. Without the orchestrator nobody can go on: all are started again with it, and it goes on from
-the ledger. Engines are forked, and restarted, by a parent of their own. `run.restarts` bounds all this, for each process apart.
+One that was killed is started again by itself, while the others go on: a trainer then starts from its last checkpoint, what a scorer
+or an engine was asked for is asked for again, and an orchestrator goes on from the ledger and meets the others anew. Engines are forked,
+and restarted, by a parent of their own. One that stands still is killed, and so started again: where the orchestrator asks for it, or
+where it is the orchestrator itself. `run.restarts` bounds all this, for each process apart.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone
-from pipelinerl.process import die_with_parent, read_config
+from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, is_stopped, read_config
 from pipelinerl.restarts import Restarts
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.weights.slots import run_token, unlink_slots
@@ -34,6 +35,8 @@ SAVE_GRACE_S = 60.0
 """How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
 KILL_GRACE_S = 5.0
 """Between asking a process to end and killing it, after another has failed."""
+LOOK_EVERY_S = 1.0
+"""Between two looks for processes that stand still."""
 LOG_TAIL_LINES = 15
 FIXED_KEYS = (
     "run.seed",
@@ -55,8 +58,6 @@ class Role:
 
     name: str
     command: tuple[str, ...]
-    takes_all_along: bool = False
-    """When it is killed the others cannot go on: all are started again."""
     has_nothing_to_save: bool = False
     """When the orchestrator has ended, it may be ended, too: it may be one that started too late to be told."""
 
@@ -69,11 +70,31 @@ def roles_of(config: Config, run_folder: Path) -> tuple[Role, ...]:
     python, run = sys.executable, ("--run-folder", str(run_folder))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer")
     return (
-        Role(name="orchestrator", command=(python, "-m", "orchestrator", *run), takes_all_along=True),
+        Role(name="orchestrator", command=(python, "-m", "orchestrator", *run)),
         Role(name="engines", command=(python, "-m", "pipelinerl.engine", *run), has_nothing_to_save=True),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
         Role(name="trainer", command=(python, *torchrun, *run)),
     )
+
+
+def peers_of(config: Config) -> tuple[str, ...]:
+    """The names of the orchestrator's peers."""
+    counts = {"engine": config.engine.count, "scorer": 1, "trainer": config.trainer.layout.replicas}
+    return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))
+
+
+class Limits(TypedDict):
+    """Of a `Launcher`."""
+
+    restarts: int
+    restart_wait_s: float
+    stopped_limit_s: float
+
+
+def limits_of(config: Config) -> Limits:
+    """What a run's settings allow its launcher."""
+    run = config.run
+    return Limits(restarts=run.restarts, restart_wait_s=run.restart_wait_s, stopped_limit_s=config.pipeline.stall_limit_s)
 
 
 def make_run_folder(config: Config) -> Path:
@@ -84,7 +105,7 @@ def make_run_folder(config: Config) -> Path:
     folder = config.run.folder / (f"{name}-{number + 1}" if number else name)
     folder.mkdir(mode=0o700)
     (folder / "config.json").write_text(config.model_dump_json(indent=2))
-    make_keys(folder)
+    make_keys(folder, peers_of(config))
     return folder
 
 
@@ -103,6 +124,7 @@ def resumed_run_folder(config: Config) -> Path | None:
         changes = "\n".join(f"  - {key} was {_value_of(before, key)!r}, and is {_value_of(config, key)!r}" for key in changed)
         raise ConfigError(f"{folder} cannot go on with other settings than it began with:\n{changes}\nKeep them, or start a new run.")
     (folder / "config.json").write_text(config.model_dump_json(indent=2))
+    make_keys(folder, peers_of(config))
     for path in (folder / "failures").glob("*.json"):
         path.unlink()
     forget_endpoints(folder)
@@ -123,14 +145,34 @@ def _value_of(config: Config, key: str) -> Any:
 class Launcher:
     """Runs the processes of one run to their end."""
 
-    def __init__(self, roles: tuple[Role, ...], run_folder: Path, *, restarts: int = 0, restart_wait_s: float = 1.0) -> None:
-        """`restarts` of each process within an hour, the first after `restart_wait_s`."""
+    def __init__(
+        self,
+        roles: tuple[Role, ...],
+        run_folder: Path,
+        *,
+        restarts: int = 0,
+        restart_wait_s: float = 1.0,
+        stopped_limit_s: float = float("inf"),
+    ) -> None:
+        """`restarts` of each process within an hour, the first after `restart_wait_s`.
+
+        An orchestrator that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long.
+        """
         self._roles = roles
         self._run_folder = run_folder
         self._restarts = {role.name: Restarts(budget=restarts, first_wait_s=restart_wait_s) for role in roles}
         self._started_at: dict[str, float] = {}
         """Unix seconds of each process's last start."""
+        self._stopped_limit_s = stopped_limit_s
+        self._stopped_since: float | None = None
+        """The orchestrator, in Unix seconds."""
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._running: set[str] = set()
+        """Those whose end was not taken from `_ended` yet."""
+        self._ended: asyncio.Queue[str] = asyncio.Queue()
+        self._deadline_s: float | None = None
+        """Once the orchestrator has ended: when the others must have, on the loop's clock."""
+        self._tasks = asyncio.TaskGroup()
         self._dismissed: set[str] = set()
         """Those that were ended because the run was over."""
         self._num_interrupts = 0
@@ -145,20 +187,31 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
         try:
-            for role in self._roles:
-                await self._start(role)
-            while (failed := await self._wait()) is not None and (wait_s := self._may_restart(failed)) is not None:
-                await self._restart(failed, wait_s=wait_s)
+            async with self._tasks:
+                failed = await self._run_all()
         finally:
-            await self._end_all()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
         if failed is not None:
             raise PeerGone(self._explain(failed))
 
+    async def _run_all(self) -> str | None:
+        """Start, restart and end all; return the name of the process that ended the run badly."""
+        overseer = self._tasks.create_task(self._oversee(), name="overseer")
+        try:
+            for role in self._roles:
+                await self._start(role)
+            while (failed := await self._wait()) is not None and (wait_s := self._may_restart(failed)) is not None:
+                await self._restart(failed, wait_s=wait_s)
+            return failed
+        finally:
+            overseer.cancel()
+            await self._end_all()
+
     def _may_restart(self, failed: str) -> float | None:
         """Seconds until a process that failed may be started again; None where it may not, and the run ends."""
-        if self._num_interrupts or self._is_overdue or not self._was_killed(failed):
+        is_over = self._deadline_s is not None  # whoever starts after the orchestrator has ended would wait for it in vain
+        if self._num_interrupts or self._is_overdue or is_over or not self._was_killed(failed):
             return None
         now_s = time.time()
         return self._restarts[failed].next_wait(now_s=now_s, lived_s=now_s - self._started_at[failed])
@@ -176,20 +229,17 @@ class Launcher:
         role = next(role for role in self._roles if role.name == failed)
         for path in (self._run_folder / "failures").glob("*.json"):
             path.rename(path.with_suffix(f".healed-{time.time_ns()}"))
-        count, what = self._restarts[failed].count, "all" if role.takes_all_along else "it"
-        self._note(f"{failed} {self._how_it_ended(failed)}; starting {what} again in {wait_s:g} s (restart {count})")
-        if role.takes_all_along:
-            await self._end_processes()
+        count = self._restarts[failed].count
+        self._note(f"{failed} {self._how_it_ended(failed)}; starting it again in {wait_s:g} s (restart {count})")
+        self._signal(failed, signal.SIGKILL)  # what it left behind in its group
+        if failed == "orchestrator":
             forget_endpoints(self._run_folder)
-        else:
-            self._signal(failed, signal.SIGKILL)  # what it left behind in its group
         await asyncio.sleep(wait_s)
-        for again in self._roles if role.takes_all_along else (role,):
-            await self._start(again)
+        await self._start(role)
 
     def _note(self, line: str) -> None:
         """Write a line to `<run>/logs/launcher.log`."""
-        with open(self._run_folder / "logs" / "launcher.log", "a") as log:
+        with contextlib.suppress(OSError), open(self._run_folder / "logs" / "launcher.log", "a") as log:  # a full disk must not end us
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
     async def _start(self, role: Role) -> None:
@@ -208,26 +258,60 @@ class Launcher:
             )
         finally:
             os.close(log)
+        self._running.add(role.name)
+        self._tasks.create_task(self._tell_end(role.name, self._processes[role.name]), name=role.name)
+
+    async def _tell_end(self, name: str, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        self._ended.put_nowait(name)
 
     async def _wait(self) -> str | None:
         """Wait until all have ended well, or one has not; its name then. The others may outlive the orchestrator by `SAVE_GRACE_S`."""
-        waiting = {asyncio.create_task(process.wait(), name=name) for name, process in self._processes.items() if process.returncode != 0}
         loop = asyncio.get_running_loop()
-        deadline_s: float | None = None
-        while waiting:
-            timeout_s = None if deadline_s is None else deadline_s - loop.time()
-            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            failed = [task.get_name() for task in done if task.result() != 0 and task.get_name() not in self._dismissed]
-            if failed or not done:
+        while self._running:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    name = await self._ended.get()
+            except TimeoutError:
+                self._failed_at, self._is_overdue = time.time(), True
+                return min(self._running)
+            self._running.discard(name)
+            if self._processes[name].returncode and name not in self._dismissed:
                 self._failed_at = time.time()
-                self._is_overdue = not failed
-                for task in waiting:
-                    task.cancel()
-                return failed[0] if failed else min(task.get_name() for task in waiting)
-            if deadline_s is None and any(task.get_name() == self._roles[0].name for task in done):
-                deadline_s = loop.time() + SAVE_GRACE_S
+                return name
+            if name == self._roles[0].name:
+                self._deadline_s = loop.time() + SAVE_GRACE_S
                 loop.call_later(KILL_GRACE_S, self._dismiss)
         return None
+
+    async def _oversee(self) -> None:
+        """Kill what stands still, so that it is started again. A process that was stopped tells nobody, so this looks."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for path, peer, process_id in asked_to_replace(self._run_folder):
+                if not self._is_ours(process_id):  # another machine's, or gone already
+                    continue
+                path.unlink(missing_ok=True)
+                self._note(f"{peer} (process {process_id}) fell silent; killing it")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+            self._end_stopped_orchestrator()
+
+    def _is_ours(self, process_id: int) -> bool:
+        """True where a process is one of this launcher's, or descends from one: no other is ever signalled."""
+        ours = {process.pid for process in self._processes.values() if process.returncode is None}
+        return not ours.isdisjoint(ancestors(process_id))
+
+    def _end_stopped_orchestrator(self) -> None:
+        process = self._processes.get("orchestrator")
+        if process is None or process.returncode is not None or not is_stopped(process.pid):
+            self._stopped_since = None
+            return
+        self._stopped_since = self._stopped_since or time.time()
+        if time.time() - self._stopped_since > self._stopped_limit_s:
+            self._stopped_since = None
+            self._note(f"orchestrator (process {process.pid}) was stopped for {self._stopped_limit_s:g} s; killing it")
+            self._signal("orchestrator", signal.SIGKILL)
 
     def _dismiss(self) -> None:
         """End those that still run and have nothing to save."""
@@ -271,8 +355,12 @@ class Launcher:
                 self._signal(name, number)
 
     def _failures(self) -> list[dict[str, Any]]:
-        """What processes recorded of their ends."""
-        return [json.loads(path.read_text()) for path in (self._run_folder / "failures").glob("*.json")]
+        """What processes recorded of their ends; half a record, as of a full disk, is none."""
+        found: list[dict[str, Any]] = []
+        for path in (self._run_folder / "failures").glob("*.json"):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(path.read_text()))
+        return found
 
     def _explain(self, failed: str) -> str:
         """The first error any process recorded; else how the failed one ended, with the end of its log."""
@@ -289,4 +377,6 @@ class Launcher:
 
     def _how_it_ended(self, name: str) -> str:
         code = self._processes[name].returncode
+        if code == UNWRITTEN:
+            return f"ended and could not write why to {self._run_folder}: make room on the disk, and resume the run"
         return f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"

@@ -224,8 +224,12 @@ class Tensor(Message, frozen=True):
     num_bytes: int
 
 
+Attempts = Annotated[dict[Id, int], msgspec.Meta(max_length=1 << 17)]
+"""By rollout id: its attempt."""
+
+
 class EngineReady(Message, frozen=True):
-    """An engine has loaded version 0 and takes requests."""
+    """An engine has loaded a model and takes requests; said again to an orchestrator that takes the place of one that died."""
 
     engine_id: int
     process_id: int
@@ -237,6 +241,18 @@ class EngineReady(Message, frozen=True):
     """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
     machine: Id = ""
     """Equal for processes that can share memory."""
+    version: int = 0
+    """It samples under."""
+    lineage: int = 0
+    """Of that version, see `StageWeights`."""
+    running: Attempts = {}
+    """What an orchestrator that is gone had asked for. It goes on with these, and answers those that `Adopt` names."""
+
+
+class Adopt(Message, frozen=True):
+    """Of the rollouts an engine announced as running, those whose answers are wanted; it drops the others without a word."""
+
+    rollouts: Attempts
 
 
 class EngineLoad(Message, frozen=True):
@@ -521,7 +537,11 @@ class TrainerReady(Message, frozen=True):
     machine: Id = ""
     """As in `EngineReady`."""
     commit: Id = ""
-    """The ledger's commit that the checkpoint it started from names; empty where it started from `model.path`."""
+    """The ledger's, under which the last step in these weights was sealed; empty where it started from `model.path`."""
+    saved: int | None = None
+    """Version of its newest checkpoint; None: this one. A trainer that outlives the orchestrator holds steps that no checkpoint does."""
+    saved_commit: Id = ""
+    """The commit that a checkpoint of version `saved` names."""
 
 
 class LayoutFixed(Message, frozen=True):
@@ -683,7 +703,7 @@ class Failed(Message, frozen=True):
 
 FromEngine = Starting | EngineReady | EngineLoad | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
-ToEngine = Generate | Cancel | StageWeights | Stop
+ToEngine = Generate | Cancel | Adopt | StageWeights | Stop
 """What the orchestrator may say to an engine."""
 FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | Failed
 ToScorer = Score | ScoreGroup | Cancel | Stop

@@ -13,6 +13,7 @@ Live view, report and trackers read the journals; nothing else has to be up. Eve
 | `end` | orchestrator, once | `identity` (the conservation identity), `reason` |
 | `load` | engine, scorer, every second | fields of `messages.EngineLoad` or `ScorerLoad`, with the figures of every reward function |
 | `unreadable` | nobody: stands for a damaged line | `line` (its number) |
+| `unwritten` | whoever could write again after a full disk | `num_lines` that are missing before it |
 | `span` | engine, scorer, trainer | `lane`, `name`, `start`, `end` (Unix seconds), `count` |
 """
 
@@ -32,18 +33,27 @@ SPAN_MAX_S = 1.0
 
 
 class Journal:
-    """Appends lines to one process's journal. Each line is handed to the system whole, so a killed process loses none before it."""
+    """Appends lines to one process's journal. Each line is handed to the system whole, so a killed process loses none before it.
+
+    What cannot be written, as on a full disk, is counted and left out: a run does not end for want of its own description.
+    """
 
     def __init__(self, run_folder: Path, process: str) -> None:
         folder = run_folder / "journal"
         folder.mkdir(parents=True, exist_ok=True)
         self.process = process
-        self._file = open(folder / f"{process}.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._file = open(folder / f"{process}.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._num_unwritten = 0
+        self._is_torn = False
+        """The last line was written in part."""
         self._open_spans: dict[tuple[str, str], list[float]] = {}
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one line; `fields` are plain JSON values."""
-        self._file.write(json.dumps({"t": time.time(), "kind": kind, "process": self.process, **fields}) + "\n")
+        if self._num_unwritten and self._append("unwritten", {"num_lines": self._num_unwritten}):
+            self._num_unwritten = 0
+        if self._num_unwritten or not self._append(kind, fields):
+            self._num_unwritten += 1
 
     def span(self, lane: str, name: str, *, start: float, end: float, count: int = 1) -> None:
         """Record work on a lane from `start` to `end` (Unix seconds), joined with the work of that name just before it."""
@@ -63,6 +73,16 @@ class Journal:
             self._write_span(key, current)
         self._open_spans.clear()
         self._file.close()
+
+    def _append(self, kind: str, fields: dict[str, Any]) -> bool:
+        text = json.dumps({"t": time.time(), "kind": kind, "process": self.process, **fields})
+        line = ("\n" * self._is_torn + text + "\n").encode()
+        try:
+            num_written = self._file.write(line)
+        except OSError:
+            return False
+        self._is_torn = num_written < len(line)
+        return not self._is_torn
 
     def _write_span(self, key: tuple[str, str], span: list[float]) -> None:
         self.write("span", lane=key[0], name=key[1], start=span[0], end=span[1], count=int(span[2]))

@@ -18,6 +18,8 @@ from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone, PeerSilent, PipelineError
 
 _PR_SET_PDEATHSIG = 1
+UNWRITTEN = 74
+"""Exit code of a process that could write neither its error nor its log; EX_IOERR of sysexits.h."""
 
 
 def die_with_parent(parent_id: int | None = None) -> None:
@@ -33,7 +35,8 @@ def die_with_parent(parent_id: int | None = None) -> None:
 
 @contextlib.contextmanager
 def last_words(run_folder: Path, process: str) -> Iterator[None]:
-    """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1.
+    """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1; where the disk takes no
+    word of it, with `UNWRITTEN`.
 
     Errors of our own tree print as one message; anything else with its traceback. `KeyboardInterrupt` and `SystemExit` pass through.
     """
@@ -44,8 +47,11 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
         text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
         trace = "".join(traceback.format_exception(error))
         is_consequence = all(isinstance(leaf, PeerSilent | PeerGone) for leaf in errors)
-        record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
-        print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
+        try:
+            record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
+            print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
+        except OSError:
+            os._exit(UNWRITTEN)  # at once: what Python still has to print would fail, too
         sys.exit(1)
 
 
@@ -54,6 +60,42 @@ def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
     record_failure(run_folder, process, error=f"Stalled: {verdict.splitlines()[0]}", trace=verdict)
     print(verdict, file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def ask_to_replace(run_folder: Path, peer: str, process_id: int) -> None:
+    """Ask whoever started a process that fell silent to kill it, and so to start it again.
+
+    A file, because the process may be another machine's; its launcher looks for it, see `launch`.
+    """
+    folder = run_folder / "silent"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{peer}.{process_id}").touch()
+
+
+def asked_to_replace(run_folder: Path) -> Iterator[tuple[Path, str, int]]:
+    """The open requests of `ask_to_replace`: the file, to be removed by whoever fulfils it, the peer and its process id."""
+    for path in (run_folder / "silent").glob("*-*.*"):
+        peer, _, process_id = path.name.partition(".")
+        if process_id.isdigit():
+            yield path, peer, int(process_id)
+
+
+def ancestors(process_id: int) -> Iterator[int]:
+    """A process's own id, its parent's, and so on, as far as the kernel tells (Linux)."""
+    while process_id > 1:
+        yield process_id
+        try:
+            process_id = int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+
+
+def is_stopped(process_id: int) -> bool:
+    """True where a process was stopped by a signal and not continued (Linux)."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "", is_consequence: bool = False) -> None:

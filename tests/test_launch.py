@@ -195,12 +195,9 @@ COUNTS = """
 """Counts its lives, and ends well once the other has."""
 
 
-def run_again(folder: Path, *, restarts: int, takes_all_along: str = "", **codes: str) -> None:
+def run_again(folder: Path, *, restarts: int, **codes: str) -> None:
     """Run roles to the end, with restarts."""
-    roles = tuple(
-        dataclasses.replace(role(name, code.replace("other", repr(_other(name, codes))), folder), takes_all_along=name == takes_all_along)
-        for name, code in codes.items()
-    )
+    roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
     asyncio.run(Launcher(roles, folder, restarts=restarts, restart_wait_s=0.01).run())
 
 
@@ -221,21 +218,35 @@ def test_a_role_that_is_killed_is_started_again_and_the_others_live_on(folder: P
     assert "in 0.02 s (restart 2)" in log
 
 
-def test_with_the_orchestrator_all_are_started_again_and_old_endpoints_are_forgotten(folder: Path):
+def test_an_orchestrator_that_is_killed_is_started_again_alone_and_its_endpoints_are_forgotten(folder: Path):
     (folder / "endpoints").mkdir()
     (folder / "endpoints" / "engine.json").touch()
-    dies_beside_the_other = """
-        import os, pathlib, signal, time
-        mine, theirs = pathlib.Path(folder, name + ".lives"), pathlib.Path(folder, other + ".lives")
-        with open(mine, "a") as file: file.write("x")
-        count = len(mine.read_text())
-        while not (theirs.exists() and len(theirs.read_text()) == count): time.sleep(0.01)
-        if count < 3: os.kill(os.getpid(), signal.SIGKILL)
-        pathlib.Path(folder, name + ".done").touch()
-    """
-    run_again(folder, restarts=2, takes_all_along="orchestrator", orchestrator=dies_beside_the_other, engines=COUNTS)
-    assert lives(folder, "orchestrator") == lives(folder, "engines") == 3
+    run_again(folder, restarts=2, orchestrator=DIES_TWICE, engines=COUNTS)
+    assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (3, 1)
     assert not list((folder / "endpoints").iterdir())
+
+
+STANDS_STILL_ONCE = """
+    import os, pathlib, signal, time
+    from pipelinerl.process import ask_to_replace
+    lives = pathlib.Path(folder, name + ".lives")
+    with open(lives, "a") as file: file.write("x")
+    if len(lives.read_text()) == 1:
+        for process_id in (os.getpid(), os.getppid(), 1): ask_to_replace(pathlib.Path(folder), "engine-0", process_id)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pathlib.Path(folder, name + ".done").touch()
+"""
+"""Is stopped in its first life, when the orchestrator has asked for its end, and for that of processes which are not the run's."""
+
+
+@pytest.mark.parametrize("who", ["engines", "orchestrator"])
+def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(folder: Path, who: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
+    stands = STANDS_STILL_ONCE if who == "engines" else STANDS_STILL_ONCE.replace("(os.getpid(), os.getppid(), 1)", "()")
+    codes = {"orchestrator": COUNTS, "engines": COUNTS} | {who: stands}
+    roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
+    asyncio.run(Launcher(roles, folder, restarts=1, restart_wait_s=0.01, stopped_limit_s=0.2).run())
+    assert {name: lives(folder, name) for name in codes} == {name: 2 if name == who else 1 for name in codes}
 
 
 def test_a_spent_budget_ends_the_run_and_says_how_often_it_was_tried(folder: Path):
@@ -256,6 +267,31 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
     with pytest.raises(PeerGone, match="trainer-0 failed: WeightsError: slot 3"):
         run_again(folder, restarts=5, orchestrator=COUNTS, trainer=fails)
     assert lives(folder, "trainer") == 1
+
+
+def test_who_is_killed_when_the_orchestrator_has_ended_is_not_started_again(folder: Path):
+    dies_late = """
+        import os, pathlib, signal, time
+        with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(PeerGone, match=r"trainer was killed by signal SIGKILL"):
+        run_again(folder, restarts=5, orchestrator="pass", trainer=dies_late)
+    assert lives(folder, "trainer") == 1
+
+
+def test_who_cannot_write_why_it_ends_is_told_of_with_what_to_do(folder: Path):
+    full = """
+        import pathlib, resource
+        from pipelinerl.errors import LedgerError
+        from pipelinerl.process import last_words
+        with last_words(pathlib.Path(folder), "orchestrator"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+            raise LedgerError("cannot write")
+    """
+    with pytest.raises(PeerGone, match=r"orchestrator ended and could not write why to .*: make room on the disk, and resume the run"):
+        run(folder, orchestrator=full, engines=SLEEP)
 
 
 @pytest.mark.parametrize("last", ["a rank that lost another", "nothing"])
@@ -412,7 +448,7 @@ def test_a_run_folder_is_its_owners_alone_and_holds_settings_and_keys(tmp_path: 
         assert folder.name.startswith("demo-")
         assert folder.stat().st_mode & 0o777 == 0o700
         assert read_config(folder) == config
-    assert read_keys(first, "engine") != read_keys(second, "engine")
+    assert read_keys(first, "engine-0") != read_keys(second, "engine-0")
 
 
 def _dedented(code: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,26 @@ def test_the_journals_of_all_processes_are_one_story(tmp_path: Path, monkeypatch
         first.write("x", number=2)
         second.write("x", number=4)
     assert [line["number"] for line in read_journals(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_on_a_full_disk_lines_are_left_out_and_counted_and_the_next_ones_are_whole(tmp_path: Path):
+    """Files may not grow past 200 bytes: the second line is written in part, the third not at all."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.closing(Journal(tmp_path, "a")) as journal:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+        try:
+            for number in range(3):
+                journal.write("x", number=number, text="." * 70)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        journal.write("x", number=3)
+    lines = read_journals(tmp_path)
+    assert sorted((line["kind"], line.get("number", line.get("num_lines"))) for line in lines if line["kind"] != "unreadable") == [
+        ("unwritten", 2),
+        ("x", 0),
+        ("x", 3),
+    ]
+    assert len(lines) == 4
 
 
 def test_a_process_that_starts_again_goes_on_in_its_journal(tmp_path: Path):

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.state.ledger import Ledger
+from orchestrator.state.snapshot import read_snapshot
 from pipelinerl import messages
+from pipelinerl.checker.history import _checkpoints
 from pipelinerl.config_file import load, parse
-from pipelinerl.errors import ConfigError, WireError
+from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
 from pipelinerl.metrics import read_journals
 from pipelinerl.process import read_config
 from pipelinerl.report.reading import JournalTail, read_spans
@@ -25,7 +31,14 @@ from pipelinerl.transport.codec import Decoder, encode
 from pipelinerl.transport.conversation import Conversation
 from pipelinerl.transport.curve import make_keys, read_keys
 from pipelinerl.transport.zmq import ZmqLink
+from pipelinerl.weights import codec as changes_codec
+from pipelinerl.weights import manifest
+from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.weights.changes import Space
+from tests.keys import PEERS
+from tests.orchestrator import handmade
 from tests.transport.test_codec import EXAMPLES
+from trainer.checkpoints import read_manifest
 
 ROLES = ("Engine", "Scorer", "Trainer", "ForkServer", "Worker")
 UNIONS = {
@@ -169,7 +182,7 @@ def test_a_journal(tmp_path: Path, content: bytes):
 @FOLDER
 @given(content=damaged([ENDPOINT]))
 def test_an_endpoint(tmp_path: Path, content: bytes):
-    make_keys(tmp_path)
+    make_keys(tmp_path, PEERS)
     (tmp_path / "endpoints").mkdir(exist_ok=True)
     (tmp_path / "endpoints" / "engine.json").write_bytes(content)
     with contextlib.suppress(ConfigError), contextlib.closing(ZmqLink(tmp_path, "engine", 0, accepts=messages.ToEngine, deadline_s=0.1)):
@@ -179,10 +192,113 @@ def test_an_endpoint(tmp_path: Path, content: bytes):
 @FOLDER
 @given(content=damaged([b"a" * 40 + b"\n" + b"b" * 40 + b"\n"]))
 def test_a_key_file(tmp_path: Path, content: bytes):
-    make_keys(tmp_path)
-    (tmp_path / "keys" / "engine.key").write_bytes(content)
+    make_keys(tmp_path, PEERS)
+    (tmp_path / "keys" / "engine-0.key").write_bytes(content)
     with contextlib.suppress(ConfigError):
-        assert len(read_keys(tmp_path, "engine").secret) == 40
+        assert len(read_keys(tmp_path, "engine-0").secret) == 40
+
+
+LAYOUT = plan_layout({"a": torch.zeros(40, dtype=torch.bfloat16), "b": torch.zeros(7, 5)})
+BUFFER = torch.arange(num_bytes(LAYOUT), dtype=torch.int64).to(torch.uint8)
+SPACE = Space(LAYOUT)
+CHANGES = changes_codec.encode(SPACE.take(BUFFER, {2: np.array([1, 5, 39]), 4: np.array([0, 34])}))
+MANIFEST = manifest.encode(manifest.seal(3, BUFFER, LAYOUT))
+
+
+@given(content=damaged([MANIFEST]))
+def test_a_policys_manifest(content: bytes):
+    """As if the trainer itself had announced it: its digest fits."""
+    with contextlib.suppress(WeightsError):
+        opened = manifest.open_manifest(content, digest=manifest.digest_of(content), slot="s")
+        manifest.check(opened, version=3, layout=LAYOUT, slot="s")
+        manifest.verify(opened, BUFFER, slot="s")
+
+
+@given(content=damaged([CHANGES]))
+def test_the_changes_of_a_policy(content: bytes):
+    with contextlib.suppress(WeightsError):
+        changes = changes_codec.decode(content, most=SPACE.num_elements)
+        SPACE.check(changes)
+        SPACE.lay_over(BUFFER.clone(), changes)
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 41), (4, 36), (8, 1), (2, 1 << 39)])
+def test_changes_of_more_elements_than_there_are_make_no_room_for_them(size: int, count: int):
+    planes = [b""] * size
+    part = {"itemsize": size, "count": count, "low_bits": 0, "quotients": b"", "escapes": b"", "remainders": b"", "planes": planes}
+    with pytest.raises(WeightsError, match=rf"{count} elements of {size} bytes, of \d+ that there are"):
+        changes_codec.decode(msgspec.msgpack.encode([part]), most=SPACE.num_elements)
+
+
+CHECKPOINT = json.dumps({"version": 3, "commit": "a:7", "num_samples": 2, "samples": "ab", "files": {"x": 1}}).encode()
+
+
+@FOLDER
+@given(content=damaged([CHECKPOINT]))
+def test_a_checkpoints_manifest(tmp_path: Path, content: bytes):
+    folder = tmp_path / "checkpoints" / "step-000003"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "x").write_bytes(b"1")
+    with contextlib.suppress(ConfigError):
+        assert read_manifest(folder).version >= -(2**63)
+    with contextlib.suppress(ValueError):
+        _checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def ledger_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Of a run with a step that is sealed, one that is open, and a rollout that is in flight."""
+    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
+    with contextlib.closing(Ledger(path)) as ledger:
+        ledger.begin({}, now_s=0.0, unix_s=0.0)
+        for group_id in range(3):
+            of = handmade.sample(5, group_id=group_id)
+            handmade.admit(ledger, group_id)
+            ledger.issue(f"{group_id}/0", attempt=0, engine_id=0, version=0, now_s=0.0)
+            if group_id < 2:
+                ledger.score(handmade.scored(of.trajectory), now_s=0.0)
+                ledger.place(group_id, [of], step=group_id, now_s=0.0)
+        ledger.pack([handmade.sample(5, group_id=0)], step=0, row=0, now_s=0.0)
+        ledger.seal(0, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+        ledger.flush(durably=True)
+        ledger.store.read("PRAGMA wal_checkpoint(TRUNCATE)")
+    return path.read_bytes()
+
+
+def resume(path: Path) -> None:
+    """What an orchestrator reads when it starts."""
+    with contextlib.suppress(LedgerError), contextlib.closing(Ledger(path)) as ledger:
+        read_snapshot(ledger)
+
+
+ROWS = {
+    "a sample's trajectory": ("UPDATE samples SET scored = ? WHERE group_id = 1", encode(handmade.scored(handmade.trajectory(group_id=1)))),
+    "its advantages": ("UPDATE samples SET advantages = ? WHERE group_id = 0", handmade.sample(5).advantages.tobytes()),
+    "a prompt": ("UPDATE groups SET prompt = ? WHERE group_id = 2", encode(handmade.prompt())),
+    "a rollout's name": ("UPDATE samples SET rollout_id = CAST(? AS TEXT) WHERE group_id = 0", b"0/0"),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+@FOLDER
+@given(data=st.data())
+def test_a_row_of_the_ledger(tmp_path: Path, ledger_bytes: bytes, what: str, data: st.DataObject):
+    statement, good = ROWS[what]
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(ledger_bytes)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute(statement, (data.draw(damaged([good])),))
+        database.commit()
+    resume(path)
+
+
+@FOLDER
+@given(data=st.data())
+def test_the_ledgers_file(tmp_path: Path, ledger_bytes: bytes, data: st.DataObject):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(data.draw(damaged([ledger_bytes])))
+    resume(path)
 
 
 TOO_LONG: dict[str, Callable[[], messages.Message]] = {

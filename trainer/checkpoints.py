@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -167,8 +168,13 @@ def newest(folder: Path) -> Path | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `ConfigError` where a file that the manifest lists is missing or has another size."""
-    manifest = Manifest(**json.loads((folder / _MANIFEST).read_text()))
+    """Raises `ConfigError` where it is damaged, or where a file that it lists is missing or has another size."""
+    path = folder / _MANIFEST
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        int(manifest.samples, 16)
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's own is a ValueError
+        raise ConfigError(f"{path} is not a checkpoint's manifest: {error}; it was damaged after it was written: restore it") from None
     for name, size in manifest.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None

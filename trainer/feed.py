@@ -11,7 +11,7 @@ import collections
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import (
@@ -33,6 +33,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.transport.base import Link
 from trainer.publish import Publisher
+from trainer.standing import Standing
 
 PULLS_AHEAD = 2
 """Rows asked for or not yet taken. 1 would leave the trainer idle for a round trip after every row; more holds rows back from nothing."""
@@ -70,6 +71,11 @@ class Pulls:
             self._asked.add(self._next_index)
             yield TakeMicroBatch(replica=self._replica, step=self._step, index=self._next_index)
             self._next_index += 1
+
+    def unanswered(self) -> Iterator[TakeMicroBatch]:
+        """The pulls without an answer, again."""
+        for index in sorted(self._asked):
+            yield TakeMicroBatch(replica=self._replica, step=self._step, index=index)
 
     def take(self, message: MicroBatch | StepSealed) -> list[MicroBatch | StepSealed]:
         """Return what the training loop may have now; the seal follows the last row of its step. A repeated answer gives nothing.
@@ -110,7 +116,7 @@ class Feed:
         self.busy_with = "starting"
         """What the training loop is doing; told to the orchestrator."""
         self._connect = connect
-        self._ready = ready
+        self._standing = Standing(ready)
         self._silent_after_s = silent_after_s
         self._publisher = publisher
         self._pulls = Pulls(replica=ready.replica, first_step=ready.version, num_steps=num_steps)
@@ -184,13 +190,18 @@ class Feed:
             self._end_with(error)
             return
         try:
-            link.send(self._ready)
+            link.introduce(self._introduce)
             self._listen(link)
         except Exception as error:  # as above
             self._end_with(error)
         self._is_closing.wait()
         self._send_all(link)
         link.close()
+
+    def _introduce(self, kept: Sequence[bytes]) -> Iterator[Message]:
+        """Who we are, to the first orchestrator, and to one that takes another's place: whatever that one was told is in here."""
+        yield from self._standing.introduction()
+        yield from self._pulls.unanswered()
 
     def _listen(self, link: Link) -> None:
         """Send, pull and hand over until told to stop or closed."""
@@ -204,7 +215,7 @@ class Feed:
                 link.send(pull)
             message = link.receive(min(next_sign - time.monotonic(), self._silent_after_s))
             if message is not None:
-                self._handle(message)
+                self._handle(message, link)
             if message is not None or self._rows or not self._pulls.num_asked:
                 quiet_since = time.monotonic()
             elif min(link.silent_s, time.monotonic() - quiet_since) > self._silent_after_s:
@@ -213,7 +224,8 @@ class Feed:
                     " it is gone, or stands still. See its log"
                 )
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, link: Link) -> None:
+        self._standing.heard(message)
         match message:
             case MicroBatch() | StepSealed():
                 given = self._pulls.take(message)
@@ -223,6 +235,8 @@ class Feed:
             case LayoutFixed() if self._publisher is not None:
                 self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road)
                 self._knows_layout = True
+                for published in self._standing.published():  # to another orchestrator: the one before has heard of them
+                    link.send(published)
             case SlotReleased() if self._publisher is not None and self._knows_layout:
                 self._publisher.release(message.slot)
             case PolicyHeld() if self._publisher is not None:
@@ -232,7 +246,9 @@ class Feed:
 
     def _send_all(self, link: Link) -> None:
         while not self._outbox.empty():
-            link.send(self._outbox.get())
+            message = self._outbox.get()
+            self._standing.said(message)
+            link.send(message)
 
     def _end_with(self, end: Stop | Exception) -> None:
         with self._changed:

@@ -91,6 +91,8 @@ def train(config: Config, run_folder: Path) -> None:
                 process_id=os.getpid(),
                 version=first,
                 commit=commit,
+                saved=first,
+                saved_commit=commit,
                 machine=machine(),
             )
             feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))
@@ -161,7 +163,8 @@ class Loop:
         """Tell what became of checkpoints."""
         for news in self.take_news():
             if isinstance(news, CheckpointFailed):
-                print(news.error, file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # the log may lie on the same full disk
+                    print(news.error, file=sys.stderr, flush=True)
             self.send(news)
 
     def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:

@@ -82,8 +82,14 @@ class Publisher:
     def fix_layout(self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, road: str = "shared_memory") -> None:
         """Take the layout of so many engines, and the road to them.
 
-        Raises `WeightsError` with everything about the layout that does not fit the model, or where the road cannot be opened.
+        Raises `WeightsError` with everything about the layout that does not fit the model, or where the road cannot be opened. Said again
+        by an orchestrator that takes another's place, it must be the same: what was published stays where it lies.
         """
+        if self._pool is not None:
+            if tensors != self._layout:
+                raise WeightsError("the engines ask for another layout than the one this trainer publishes in; restart the trainer")
+            self.held(None)
+            return
         check_layout(self._shapes, tensors, optional=self._tied_names)
         self._layout = tensors
         with self._changed:

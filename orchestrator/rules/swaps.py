@@ -83,9 +83,9 @@ class Swaps:
         for swap in self._swaps.values():
             swap.num_refusals = 0
 
-    def joined(self, engine_id: int) -> None:
-        """An engine's process is new: it holds the first policy, and reads no slot, whatever its predecessor did."""
-        self._swaps[engine_id] = Swap()
+    def joined(self, engine_id: int, held: Age = (0, 0)) -> None:
+        """An engine announces itself: nothing is known to be ordered of it, whatever its predecessor, or ours, did."""
+        self._swaps[engine_id] = Swap(held=held)
 
     def next_order(self, engine_id: int) -> Policy | None:
         """What the engine should be told to fetch now; None while an order is open, it holds the newest, or refused it too often."""

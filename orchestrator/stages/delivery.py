@@ -43,7 +43,8 @@ class _Step:
 class Delivery:
     """Answers pulls in lock-step waves: row `index * W + replica` goes to a replica; where a sealed step has none, a zero-loss row.
 
-    A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, as the ledger has them.
+    A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, as the ledger has them. One that
+    outlived the orchestrator goes on where it is: what it had of an open step lies in the ledger as it was given it.
 
     takes     Row and Seal, from batching; TrainerReady, TakeMicroBatch, StepDone, PolicyPublished, CheckpointSaved, from the trainer
     gives     MicroBatch and StepSealed, to the trainer; TrainerReady and PolicyPublished, to refresh
@@ -156,7 +157,8 @@ class Delivery:
         self._replicas[ready.replica] = ready
         self._ready.set()
         if len(self._replicas) == self._num_replicas:
-            if len({(one.version, one.commit) for one in self._replicas.values()}) > 1:
+            starts = {(one.version, one.commit) for one in self._replicas.values()}
+            if len(starts) > 1 and not _outlived(self._replicas[0]):
                 raise PeerRefused(f"the trainer's replicas start from different checkpoints: {sorted(self._replicas.items())}")
             self._is_starting = True
             self._published.put_now(self._replicas[0])  # bounded: a trainer takes seconds to start
@@ -171,11 +173,14 @@ class Delivery:
                 end = min(self.num_booked, min(self._steps, default=self.num_booked))
                 recorded = await loop.run_in_executor(None, functools.partial(read_steps, self._ledger, first=ready.version, end=end))
                 self._steps |= {number: _step_of(number, step) for number, step in recorded.items()}
-            for step in range(self.num_booked, ready.version):  # the checkpoint proves what its trainer had no time to say
+            for step in range(self.num_booked, ready.version):  # its weights prove what their trainer had no time to say
                 self._book(step, now_s=loop.time())
-            if ready.version and not is_saved(self._ledger, ready.version):
-                self._ledger.saved(ready.version, ready.commit, now_s=loop.time())
-            if ready.version or self.num_booked or not is_first:
+            self._last_checkpoint = ready.version if ready.saved is None else ready.saved
+            if self._last_checkpoint and not is_saved(self._ledger, self._last_checkpoint):
+                self._ledger.saved(self._last_checkpoint, ready.saved_commit or ready.commit, now_s=loop.time())
+            if _outlived(ready):
+                self._ledger.book("outlived", now_s=loop.time(), step=ready.version)
+            elif ready.version or self.num_booked or not is_first:
                 self._ledger.book("restarted", now_s=loop.time(), step=ready.version)
             is_first = False
             for step in [step for step in self._steps if step < ready.version]:
@@ -183,6 +188,7 @@ class Delivery:
             self._num_done = ready.version
             self._is_starting = len(self._starts) > 0
             self._answer_pulls()
+            self._check_finished()
 
     def _check_commit(self, ready: TrainerReady) -> None:
         if not ready.version:
@@ -190,11 +196,10 @@ class Delivery:
         expected = commit_of(self._ledger, ready.version - 1)
         if ready.commit != expected:
             raise PeerRefused(
-                f"the trainer starts from a checkpoint of version {ready.version} that names the ledger's commit {ready.commit!r}, but this"
+                f"the trainer starts from a version {ready.version} that names the ledger's commit {ready.commit!r}, but this"
                 f" ledger has {expected!r} for step {ready.version - 1}: the two are of different runs. Resume with both as they were, or"
                 " start a new run from the checkpoint's model"
             )
-        self._last_checkpoint = ready.version
 
     # --- what it asks and says ---
 
@@ -281,6 +286,11 @@ class Delivery:
     def _check_finished(self) -> None:
         if self._num_done == self._last_version == self._last_checkpoint == self._num_steps:
             self.finished.set()
+
+
+def _outlived(ready: TrainerReady) -> bool:
+    """True where a trainer goes on, under another orchestrator, with steps that no checkpoint holds."""
+    return ready.saved not in (None, ready.version)
 
 
 def _step_of(number: int, recorded: RecordedStep) -> _Step:

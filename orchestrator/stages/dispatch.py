@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -14,7 +15,7 @@ from orchestrator.rules.admission import Admission
 from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.routing import route
 from orchestrator.stages.prompts import Drawn
-from orchestrator.state.engines import Engines
+from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.snapshot import InterruptedGroup
 from pipelinerl.errors import DataError
@@ -72,7 +73,7 @@ class Dispatch:
         first_group_id: int = 0,
         interrupted: tuple[InterruptedGroup, ...] = (),
     ) -> None:
-        """`interrupted` groups, of an earlier life of the run, are issued before anything new."""
+        """`interrupted` groups, of an earlier life of the run, are issued before anything new, as far as no engine still has them."""
         self._prompts = prompts
         self._trajectories = trajectories
         self._engines = engines
@@ -101,6 +102,7 @@ class Dispatch:
             label=lambda item: f"rollout {item[1].rollout_id}, attempt {item[1].attempt}, of engine-{item[2]}",
         )
         engines.on_died(self._on_died)
+        engines.on_joined(self._on_joined)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -165,8 +167,7 @@ class Dispatch:
         )
         version = self._engines[engine_id].version
         self._ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
-        self._running[rollout.group_id][rollout.rollout_id] = engine_id
-        self._prompt_ids[rollout.group_id] = rollout.prompt.prompt_id
+        self._enter(rollout, engine_id)
         self._engines.ask(
             request,
             engine_id,
@@ -190,6 +191,11 @@ class Dispatch:
         self._again.setdefault(rollout.group_id, []).append(dataclasses.replace(rollout, attempt=rollout.attempt + 1))
         self._credits.set()
 
+    def _enter(self, rollout: Rollout, engine_id: int) -> None:
+        """A rollout is in an engine."""
+        self._running[rollout.group_id][rollout.rollout_id] = engine_id
+        self._prompt_ids[rollout.group_id] = rollout.prompt.prompt_id
+
     def _leave(self, rollout: Rollout) -> None:
         """A rollout is in no engine any more."""
         running = self._running[rollout.group_id]
@@ -197,6 +203,34 @@ class Dispatch:
         if not running:
             del self._running[rollout.group_id]
             del self._prompt_ids[rollout.group_id]
+
+    # --- what outlived an orchestrator ---
+
+    def _on_joined(self, engine: Engine) -> None:
+        """Await what the engine has of the attempts before those that would be issued again; it drops whatever else it has."""
+        if not engine.ready.running:
+            return
+        adopted: dict[str, Rollout] = {}
+        for group_id in list(self._again):
+            left: list[Rollout] = []
+            for rollout in self._again.pop(group_id):
+                before = dataclasses.replace(rollout, attempt=rollout.attempt - 1)
+                has_it = engine.ready.running.get(rollout.rollout_id) == before.attempt
+                if has_it and not self._quarantine.holds(rollout.prompt.prompt_id):
+                    adopted[rollout.rollout_id] = before
+                else:
+                    left.append(rollout)
+            if left:
+                self._again[group_id] = left
+        for rollout in adopted.values():
+            self._ledger.adopt(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine.engine_id, now_s=_now_s())
+            self._enter(rollout, engine.engine_id)
+        self._engines.adopt(
+            {name: rollout.attempt for name, rollout in adopted.items()},
+            engine.engine_id,
+            sink=lambda name: functools.partial(self._take, adopted[name]),
+            lost=lambda name: functools.partial(self._lose, adopted[name]),
+        )
 
     # --- what an engine took with it ---
 

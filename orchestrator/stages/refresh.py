@@ -167,7 +167,7 @@ class Refresh:
     # --- what engines say ---
 
     def _on_joined(self, engine: Engine) -> None:
-        self._swaps.joined(engine.engine_id)
+        self._swaps.joined(engine.engine_id, (engine.ready.lineage, engine.ready.version))
         self._order(engine)
         self._tell_trainer()
 

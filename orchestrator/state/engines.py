@@ -7,12 +7,12 @@ whoever asked. A request that cannot be sent is given back at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from orchestrator.rules.routing import Loads
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Starting, Tensor
+from pipelinerl.messages import Adopt, Completion, EngineLoad, EngineReady, Generate, Starting, Tensor
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
@@ -179,7 +179,17 @@ class Engines:
         if not self.peers.send(engine.peer, request):
             lost(engine_id)
             return
-        self._asked[request.rollout_id] = _Asked(engine_id=engine_id, attempt=request.attempt, sink=sink, lost=lost)
+        self._await(request.rollout_id, request.attempt, engine, sink=sink, lost=lost)
+
+    def adopt(self, rollouts: Mapping[str, int], engine_id: int, *, sink: Callable[[str], Sink], lost: Callable[[str], Lost]) -> None:
+        """Of what an engine announced as running, await these answers (attempts by rollout id), and have it drop the rest."""
+        engine = self._engines[engine_id]
+        self.peers.send(engine.peer, Adopt(rollouts=dict(rollouts)))
+        for rollout_id, attempt in rollouts.items():
+            self._await(rollout_id, attempt, engine, sink=sink(rollout_id), lost=lost(rollout_id))
+
+    def _await(self, rollout_id: str, attempt: int, engine: Engine, *, sink: Sink, lost: Lost) -> None:
+        self._asked[rollout_id] = _Asked(engine_id=engine.engine_id, attempt=attempt, sink=sink, lost=lost)
         engine.num_outstanding += 1
         self._note(engine)
 
@@ -191,7 +201,7 @@ class Engines:
         if known is not None and known.ready.process_id == ready.process_id:
             return
         self._lose(ready.engine_id)
-        engine = self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready)
+        engine = self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready, version=ready.version)
         if self._layout is not None:
             self.layout()
         self._note(engine)

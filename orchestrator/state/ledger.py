@@ -44,6 +44,7 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     saved       a checkpoint of version `step`; `reason`: commit    unsaved     a checkpoint could not be written
     suspected   a prompt was there when `peer` died                 cleared     it came through
     quarantined it was there twice: it is not sampled again         skipped     a quarantined prompt was drawn
+    outlived    the trainer, at `step`, the orchestrator before     adopted     an attempt that an engine had outlive it
     ended       the run: why, and the counts, as JSON
 """
 
@@ -177,6 +178,10 @@ class Ledger:
     def issue(self, rollout_id: str, *, attempt: int, engine_id: int, version: int, now_s: float) -> None:
         """An engine that samples under `version` was asked for an attempt."""
         self.book("issued", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", newest=version)
+
+    def adopt(self, rollout_id: str, *, attempt: int, engine_id: int, now_s: float) -> None:
+        """An attempt of an earlier life is still in its engine, and its answer is awaited."""
+        self.book("adopted", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}")
 
     def lose(self, rollout_id: str, *, attempt: int, reason: str, now_s: float) -> None:
         """An attempt will not be answered, or its answer not be used."""

@@ -19,11 +19,24 @@ Handler = Callable[[str, Any], None]
 class Peers:
     """The peers on one hub: hands each message to the handler of its type and watches for silence.
 
-    Raises `PeerRefused` with a peer's own words when it fails, `PeerSilent` when one that was heard of is not for `silent_after_s` (one
-    that starts again: for `ready_deadline_s`), or when fewer than `expected` have announced themselves after `ready_deadline_s`.
+    One that was heard of and is not for `silent_after_s` (one that starts again: for `ready_deadline_s`) is fenced, and whoever can is
+    asked to replace its process.
+
+    Raises `PeerRefused` with a peer's own words when it fails, `PeerSilent` when one that fell silent was not replaced within
+    `ready_deadline_s`, or cannot be, or when fewer than `expected` have announced themselves after `ready_deadline_s`.
     """
 
-    def __init__(self, hub: Hub, *, role: str, expected: int, ready_deadline_s: float, silent_after_s: float) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        *,
+        role: str,
+        expected: int,
+        ready_deadline_s: float,
+        silent_after_s: float,
+        replace: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """`replace(peer, process_id)` has a silent peer's process killed, so that another takes its place; None where nobody can."""
         self.hub = hub
         self.role = role
         self.is_expected_to_end = False
@@ -32,7 +45,12 @@ class Peers:
         self._expected = expected
         self._ready_deadline_s = ready_deadline_s
         self._silent_after_s = silent_after_s
+        self._replace = replace
         self._heard_at: dict[str, float] = {}
+        self._process_ids: dict[str, int] = {}
+        """As peers have said them."""
+        self._silent: set[str] = set()
+        """Peers whose replacement was asked for."""
         self._starting: set[str] = set()
         """Peers that load, and have nothing to say meanwhile."""
         self._gone: set[str] = set()
@@ -82,6 +100,8 @@ class Peers:
             for peer, message in await self.hub.receive():
                 self._heard_at[peer] = loop.time()
                 self._gone.discard(peer)
+                self._silent.discard(peer)
+                self._process_ids[peer] = getattr(message, "process_id", self._process_ids.get(peer, 0))
                 (self._starting.add if isinstance(message, Starting) else self._starting.discard)(peer)
                 self._handlers[type(message)](peer, message)
                 if peer in self._untold and self._stop is not None and self.send(peer, self._stop):
@@ -103,10 +123,24 @@ class Peers:
         while True:
             await asyncio.sleep(self._silent_after_s / 4)
             for peer, heard_at in self._heard_at.items():
-                silence = loop.time() - heard_at
                 limit_s = self._ready_deadline_s if peer in self._starting else self._silent_after_s
-                if silence > limit_s and not self.is_expected_to_end:
-                    raise PeerSilent(f"{peer} was last heard {silence:.0f} s ago; the limit is {limit_s:g} s")
+                self._look_at(peer, silence_s=loop.time() - heard_at, limit_s=limit_s)
+
+    def _look_at(self, peer: str, *, silence_s: float, limit_s: float) -> None:
+        if silence_s <= limit_s or self.is_expected_to_end:
+            return
+        process_id = self._process_ids.get(peer, 0)
+        if self._replace is None or not process_id:
+            raise PeerSilent(f"{peer} was last heard {silence_s:.0f} s ago; the limit is {limit_s:g} s")
+        if silence_s > limit_s + self._ready_deadline_s:
+            raise PeerSilent(
+                f"{peer} was last heard {silence_s:.0f} s ago; the limit is {limit_s:g} s, and nobody took its place in the"
+                f" {self._ready_deadline_s:g} s since. See the launcher's log"
+            )
+        if peer not in self._silent:
+            self._silent.add(peer)
+            self._gone.add(peer)
+            self._replace(peer, process_id)
 
 
 def _raise_failed(peer: str, failed: Failed) -> None:

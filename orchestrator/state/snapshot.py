@@ -94,11 +94,16 @@ _prompts: Decoder[Prompt] = Decoder(Prompt)
 
 
 def read_snapshot(ledger: Ledger) -> Snapshot:
-    """Everything an orchestrator needs to go on."""
+    """Everything an orchestrator needs to go on. Raises `LedgerError` for a ledger that was damaged."""
+    with ledger.store.readable():
+        return _read_snapshot(ledger)
+
+
+def _read_snapshot(ledger: Ledger) -> Snapshot:
     read = ledger.store.read
     num_done = read("SELECT count(*) FROM events WHERE kind = 'done' AND rollout_id IS NULL")[0][0]
     last = read("SELECT group_id, epoch, row FROM groups ORDER BY group_id DESC LIMIT 1")
-    steps = read_steps(ledger, first=num_done)
+    steps = _read_steps(ledger, first=num_done, end=None)
     scored = _scored(ledger, "step IS NULL")
     compared = {name for (name,) in read("SELECT rollout_id FROM events WHERE kind = 'compared' AND rollout_id IS NOT NULL")}
     interrupted = _interrupted(ledger)
@@ -119,7 +124,15 @@ def read_snapshot(ledger: Ledger) -> Snapshot:
 
 
 def read_steps(ledger: Ledger, *, first: int, end: int | None = None) -> dict[int, RecordedStep]:
-    """Steps `first` .. `end` - 1 as they were packed and sealed: what a trainer that starts again is given once more."""
+    """Steps `first` .. `end` - 1 as they were packed and sealed: what a trainer that starts again is given once more.
+
+    Raises `LedgerError` for a ledger that was damaged.
+    """
+    with ledger.store.readable():
+        return _read_steps(ledger, first=first, end=end)
+
+
+def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, RecordedStep]:
     bounds = (first, 2**62 if end is None else end)
     query = "SELECT rollout_id, step, row, advantages FROM samples WHERE step >= ? AND step < ? ORDER BY step, row, place, rowid"
     places = ledger.store.read(query, *bounds)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import LedgerError
+from pipelinerl.errors import LedgerError, WireError
 from pipelinerl.messages import Message
 from pipelinerl.transport.codec import encode
 
@@ -88,12 +88,15 @@ class Store:
         self._waiting: collections.deque[tuple[str, tuple[Any, ...]]] = collections.deque()
         self._lock = threading.Lock()
         """Guards the database: writers take turns, each with all that was put before, so the order stands."""
+        self._failure: LedgerError | None = None
+        """Why nothing is written any more: what follows an entry that could not be must not be there without it."""
         self._taking = threading.RLock()
         """Held while the queue is taken, and while entries are put that belong together."""
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.executescript(_SCHEMA)
-        self.ledger_id = self._identify()
+        with self.readable():
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.executescript(_SCHEMA)
+            self.ledger_id = self._identify()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -109,6 +112,8 @@ class Store:
     def flush(self, *, durably: bool = False) -> None:
         """Write everything put so far, in order, as one transaction; any thread may. Raises `LedgerError`."""
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             with self._taking:
                 taken, self._waiting = self._waiting, collections.deque()
             if not taken and not durably:
@@ -120,21 +125,35 @@ class Store:
                     self._database.executemany(statement, [tuple(map(_plain, values)) for _, values in rows])
                 self._database.execute("COMMIT")
             except sqlite3.Error as error:
-                raise LedgerError(
+                self._failure = LedgerError(
                     f"cannot write {len(taken)} entries to {self._path}: {error}. What stands in it is whole; make room on the disk, and"
                     " resume the run"
-                ) from error
+                )
+                raise self._failure from error
 
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Rows of a query, everything put before included."""
         self.flush()
-        with self._lock:
+        with self._lock, self.readable():
             return self._database.execute(query, values).fetchall()
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Have what cannot be read of the file, or be made sense of, raise `LedgerError`."""
+        try:
+            yield
+        except (sqlite3.Error, WireError, ValueError, TypeError, LookupError) as error:
+            raise LedgerError(
+                f"{self._path} cannot be read as a run's ledger: {type(error).__name__}: {error}. It was damaged after it was written, or"
+                " is another version's: restore it, with the checkpoints of the same moment"
+            ) from error
 
     def close(self) -> None:
         """Write what waits and close the file."""
-        self.flush()
-        self.abandon()
+        try:
+            self.flush()
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Close the file without writing what waits, as the end of the process would."""

@@ -1,8 +1,8 @@
 """The rules that act before training: reward shaping, group filters, advantages, batch rules. Names, formulas, defaults, needs.
 
-The functions of the same names are in `shaping`, `selection`, `advantage`, `token_advantage`, `step_credit`, `batch_rule`; `credit` joins
-the two. Notation: R reward, n siblings, mean_g and std_g over the scored siblings of one prompt, L trained tokens, s_k the score
-after step k.
+The functions of the same names are in `shaping`, `selection`, `advantage`, `roulette`, `token_advantage`, `step_credit`, `batch_rule`;
+`credit` joins the two. Notation: R reward, n siblings, mean_g and std_g over the scored siblings of one prompt, L trained tokens, s_k the
+score after step k.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -19,8 +20,8 @@ def main() -> None:
         with open_history(parser.parse_args().run_folder) as history:
             trial = try_history(history)
             num_checkpoints = len(history.checkpoints)
-    except FileNotFoundError as error:
-        sys.exit(str(error))
+    except (OSError, ValueError, sqlite3.Error) as error:
+        sys.exit(f"cannot be checked: {error}")
     counts = trial.counts()
     right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if name != "admitted")
     print(f"{trial.num_entries:,} entries, {trial.num_lives} lives, {trial.num_done} steps, {trial.num_replayed} of them trained again")

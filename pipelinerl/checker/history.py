@@ -53,7 +53,7 @@ class History:
 
 @contextlib.contextmanager
 def open_history(run_folder: Path) -> Iterator[History]:
-    """Open the ledger for reading; a run may be writing it meanwhile. Raises `FileNotFoundError`."""
+    """Open the ledger for reading; a run may be writing it meanwhile. Raises `FileNotFoundError`, `ValueError` for a damaged manifest."""
     path = run_folder / "ledger.sqlite"
     if not path.is_file():
         raise FileNotFoundError(f"no ledger at {path}: name the folder of a run")
@@ -70,10 +70,26 @@ def _checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     for path in sorted(folder.glob("step-*/manifest.json")):
         if path.parent.suffix:  # a draft, or one being removed
             continue
-        manifest = json.loads(path.read_text())
+        manifest = _read_manifest(path)
         missing = [name for name, size in manifest["files"].items() if not _has_size(path.parent / name, size)]
         found.append(Checkpoint(name=path.parent.name, manifest=manifest, missing=tuple(missing)))
     return tuple(found)
+
+
+_KINDS = {"version": int, "num_samples": int, "commit": str, "samples": str, "files": dict}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Raises `ValueError` where something is missing or of another kind."""
+    manifest: Any = None
+    try:
+        manifest = json.loads(path.read_bytes())
+        is_one = isinstance(manifest, dict) and all(isinstance(manifest.get(name), kind) for name, kind in _KINDS.items())
+    except (ValueError, RecursionError):
+        is_one = False
+    if not is_one:
+        raise ValueError(f"{path} is not a checkpoint's manifest: it was damaged after it was written")
+    return manifest
 
 
 def _has_size(path: Path, size: int) -> bool:

@@ -4,7 +4,8 @@ conservation   a rollout is admitted once and ends once; what ended stays ended,
 attempts       count up from 0; the next one only once the last is lost; an answer counts only for the attempt that is out
 comparison     where siblings are compared, each is so once, after its own score, and none is placed before
 exactly once   a sample is placed in one step, packed in one place of one row, and trained in that step; a step is done once and in turn,
-               and is done again only after the trainer started from a checkpoint that does not hold it
+               and is done again only after the trainer started from a checkpoint that does not hold it; a trainer that outlives the
+               orchestrator goes on at a step it has not done
 staleness      no trained token is more than K versions older than the step that trains it, none is newer
 batches        a sealed step has its B groups, each whole, and the rows, samples and tokens its seal says
 checkpoints    name the commit under which their last step was sealed, and hold exactly the samples of the steps before them
@@ -71,6 +72,7 @@ class Trial:
         self.num_entries = 0
         self.num_done = 0
         self.num_replayed = 0
+        self.num_adopted = 0
         self.restarts: list[int] = []
         self.saved: dict[int, str] = {}
         self.has_ended = False
@@ -143,6 +145,13 @@ class Trial:
         self._demand(entry.attempt == rollout.attempt + 1, entry, f"is attempt {entry.attempt}, after {rollout.attempt}")
         self._refuse_quarantined(entry, rollout.prompt_id)
         rollout.attempt, rollout.is_out, rollout.is_generated = entry.attempt or 0, True, False
+
+    def _on_adopted(self, entry: Entry, rollout: Rollout) -> None:
+        self._demand(not rollout.fate and not rollout.is_scored and not rollout.is_out, entry, "is adopted, but was not in flight")
+        self._demand(entry.attempt == rollout.attempt, entry, f"adopts attempt {entry.attempt}, the last was {rollout.attempt}")
+        self._refuse_quarantined(entry, rollout.prompt_id)
+        rollout.is_out, rollout.is_generated = True, False
+        self.num_adopted += 1
 
     def _on_lost(self, entry: Entry, rollout: Rollout) -> None:
         self._demand(rollout.is_out and entry.attempt == rollout.attempt, entry, f"loses attempt {entry.attempt}, which is not out")
@@ -266,6 +275,12 @@ class Trial:
         newest = max(self.saved, default=0)
         self._demand(entry.step == newest, entry, f"starts the trainer from version {entry.step}, the newest checkpoint is {newest}")
         self.restarts.append(entry.step)
+        self._next_done = entry.step
+
+    def _on_outlived(self, entry: Entry) -> None:
+        assert entry.step is not None
+        newest = max(self.saved, default=0)
+        self._demand(newest < entry.step <= self.num_done, entry, f"goes on at {entry.step}, saved {newest}, done {self.num_done}")
         self._next_done = entry.step
 
     def _on_saved(self, entry: Entry) -> None:

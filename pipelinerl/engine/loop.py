@@ -14,15 +14,17 @@ version serves on. Orders are compared by (lineage, version): one that is not ne
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from pipelinerl.engine.base import Chunk, Engine
-from pipelinerl.errors import EngineError, PipelineError
+from pipelinerl.errors import EngineError, PipelineError, WireError
 from pipelinerl.messages import (
+    Adopt,
     Cancel,
     Completion,
     EngineLoad,
@@ -36,6 +38,7 @@ from pipelinerl.messages import (
     WeightsRefused,
     WeightsStaged,
 )
+from pipelinerl.transport.codec import Decoder
 from pipelinerl.weights.slots import machine
 
 Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
@@ -79,6 +82,10 @@ class EngineLoop:
         self._clock = clock
         self._kv_span = kv_span
         self._running: dict[str, _Running] = {}
+        self._orphans: set[str] = set()
+        """Running sequences of an orchestrator that is gone; the one after it has not said yet which it wants."""
+        self._withheld: list[Completion] = []
+        """Answers of the same kind."""
         self._staging: _Staging | None = None
         self._next: StageWeights | None = None
         self._num_tokens = 0
@@ -95,8 +102,19 @@ class EngineLoop:
         """True while a version is being staged or waits for its commit."""
         return self._staging is not None
 
-    def ready(self, *, process_id: int) -> EngineReady:
-        """The engine's first message."""
+    def introduce(self, kept: Sequence[bytes] = (), *, process_id: int) -> EngineReady:
+        """The engine's first message to an orchestrator: the first, or one that takes the place of another, which never took `kept`.
+
+        What the one before had asked for goes on. Its answers are withheld until `Adopt` says which are wanted: an attempt of the same
+        number may be another one, as the ledger forgets what was not yet written.
+        """
+        for body in kept:
+            with contextlib.suppress(WireError):  # of another kind: what is still true of it, this message says
+                self._withheld.append(_completions.decode(body))
+        self._withheld += [message for message in self.outbox if isinstance(message, Completion)]
+        self.outbox.clear()
+        self._orphans = set(self._running)
+        running = {rollout_id: running.request.attempt for rollout_id, running in self._running.items()}
         limits = self._engine.limits
         return EngineReady(
             engine_id=self._engine_id,
@@ -105,6 +123,9 @@ class EngineLoop:
             max_running=limits.max_running,
             tensors=limits.tensors,
             machine=machine(),
+            version=self.version,
+            lineage=self.lineage,
+            running={completion.rollout_id: completion.attempt for completion in self._withheld} | running,
         )
 
     def load(self, *, idle_s: float) -> EngineLoad:
@@ -131,6 +152,8 @@ class EngineLoop:
                 if running is not None and running.request.attempt == message.attempt:
                     self._engine.cancel(message.rollout_id)
                     self._finish(message.rollout_id, Finish.CANCELLED)
+            case Adopt():
+                self._keep_only(message)
             case StageWeights():
                 self._order(message)
             case _:
@@ -153,11 +176,20 @@ class EngineLoop:
             self._stamp(chunk)
         self._busy_s += self._clock() - started
 
+    def _keep_only(self, adopt: Adopt) -> None:
+        for rollout_id in self._orphans - adopt.rollouts.keys():
+            self._engine.cancel(rollout_id)
+            del self._running[rollout_id]
+        self._orphans.clear()
+        self.outbox += [one for one in self._withheld if adopt.rollouts.get(one.rollout_id) == one.attempt]
+        self._withheld.clear()
+
     def _submit(self, request: Generate) -> None:
         if request.rollout_id in self._running:
             if self._running[request.rollout_id].request.attempt >= request.attempt:
                 return
             self._engine.cancel(request.rollout_id)
+            self._orphans.discard(request.rollout_id)
         self._running[request.rollout_id] = _Running(request=request, started_at=self._clock(), kv_version=self.version)
         try:
             self._engine.submit(request, version=self.version, lineage=self.lineage)
@@ -177,7 +209,9 @@ class EngineLoop:
 
     def _finish(self, rollout_id: str, finish: Finish, *, error: str = "", routes: Routes | None = None) -> None:
         running = self._running.pop(rollout_id)
-        self.outbox.append(
+        into = self._withheld if rollout_id in self._orphans else self.outbox
+        self._orphans.discard(rollout_id)
+        into.append(
             Completion(
                 rollout_id=rollout_id,
                 attempt=running.request.attempt,
@@ -277,6 +311,9 @@ class EngineLoop:
             num_recomputed_tokens=num_recomputed_tokens,
             lineage=order.lineage,
         )
+
+
+_completions: Decoder[Completion] = Decoder(Completion)
 
 
 def _age(order: StageWeights) -> tuple[int, int]:

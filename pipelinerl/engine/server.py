@@ -32,7 +32,7 @@ def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal, kv_sp
             print(f"engine-{engine_id}: {choice}", flush=True)
             journal.write("choice", text=choice)
         try:
-            link.send(loop.ready(process_id=os.getpid()))
+            link.introduce(lambda kept: [loop.introduce(kept, process_id=os.getpid())])
             _Server(loop, engine_id=engine_id, link=link, journal=journal).run()
         except Exception as error:  # the process boundary: the orchestrator hears why before the process ends
             link.send(Failed(error=f"{type(error).__name__}: {error}"))

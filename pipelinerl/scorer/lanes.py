@@ -144,6 +144,12 @@ class Lanes:
         for pool in self._pools:
             pool.cancel(rollout_id, attempt)
 
+    def cancel_all(self) -> None:
+        """Withdraw every request, and the answers that `advance` has not given yet."""
+        for rollout_id, attempt in list(self._requests):
+            self.cancel(rollout_id, attempt)
+        self._ready.clear()
+
     def wait(self, timeout_s: float) -> None:
         """Sleep until a worker, the fork server or a descriptor of `wake_on` has something, a deadline passes, or `timeout_s` is over."""
         left_s = min(pool.wake_at() for pool in self._pools) - time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -50,7 +51,7 @@ class Server:
         try:
             self._lanes.start()
             self._lanes.wake_on(self._link.fileno())
-            self._link.send(ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._lanes.num_slots))
+            self._link.introduce(self._introduce)
             while not self._is_stopped:
                 self._turn()
         except Exception as error:  # whatever ends a process is told to its peer, then goes its way
@@ -58,6 +59,11 @@ class Server:
             raise
         finally:
             self._lanes.close()
+
+    def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
+        """An orchestrator that takes another's place asks anew for what it wants: nobody may answer what the dead one asked."""
+        self._lanes.cancel_all()
+        return [ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._lanes.num_slots)]
 
     def _turn(self) -> None:
         # The link is drained last, with nothing sent between that and the wait: ZeroMQ signals its descriptor once for each change

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.errors import PipelineError
-from pipelinerl.launch import Launcher, Role
+from pipelinerl.launch import Launcher, Role, limits_of
 from pipelinerl.process import read_config, record_failure
 from pipelinerl.slurm import AGAIN
 from pipelinerl.slurm.placement import nodes_of, roles_on
@@ -77,8 +77,7 @@ class Supervisor:
 
     async def _launch(self) -> int:
         try:
-            limits = {"restarts": self._config.run.restarts, "restart_wait_s": self._config.run.restart_wait_s}
-            await Launcher(self._roles, self._run_folder, **limits).run()
+            await Launcher(self._roles, self._run_folder, **limits_of(self._config)).run()
         except PipelineError as error:
             self._say(f"failed: {error}")
             record_failure(self._run_folder, f"node-{self._node}", error=str(error))

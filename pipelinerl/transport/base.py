@@ -6,15 +6,20 @@ clock the event loop has, with faults on demand). Both promise, by `conversation
 - between one pair messages arrive whole, in order and once, while both live, also when frames are lost, doubled or reordered, and when the
   connection breaks and comes back;
 - sending never blocks, and what one peer has not taken is bounded in bytes: beyond, `send` raises `PeerFull`;
+- an orchestrator that takes the place of a dead one is found and met by every link, and hears each peer's introduction first;
 - bytes that are not an accepted message cost one counter, by reason, in `refused`; they never reach a stage.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pipelinerl.messages import Message
+
+Introduction = Callable[[Sequence[bytes]], Iterable[Message]]
+"""What a peer says of itself to an orchestrator it meets; see `Link.introduce`."""
 
 
 class Hub(Protocol):
@@ -47,6 +52,13 @@ class Link(Protocol):
     @property
     def silent_s(self) -> float:
         """Seconds since the orchestrator's process last gave a sign of life, if only an acknowledgement."""
+        ...
+
+    def introduce(self, make: Introduction) -> None:
+        """Send what `make` gives, and again, made anew, to every orchestrator that takes this one's place, before anything else.
+
+        It is given the messages, encoded, that the dead one never took; they are not sent. It is called in `receive`, by the same thread.
+        """
         ...
 
     def send(self, message: Message) -> None:

@@ -11,14 +11,15 @@ No socket, no clock, no loop: frames go in by `hear`, out by `transmit`. Both tr
   the question and is not in the answer is lost. So it is sent again, also after the connection broke and came back.
 - Each end draws an identity when it comes to life. A peer that was restarted has another one: what its predecessor never took is dropped,
   for it was told to a process that is dead. An orchestrator that was restarted has another one, too: what the old one never took is
-  numbered anew and sent to the new one. Hence at least once across a restart, and messages carry `(rollout, attempt)` to be fenced by.
+  numbered anew and sent to the new one, unless the peer says otherwise: with an `introduction`, that is what the new one hears first, and
+  the only thing it hears of what was before. So nobody answers what a dead one asked, or only in words of its own.
 """
 
 from __future__ import annotations
 
 import collections
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pipelinerl.errors import PeerFull, WireError
 from pipelinerl.transport.frame import HEADER_BYTES, Kind, pack, unpack
@@ -51,6 +52,8 @@ class Conversation:
         """Messages that came again."""
         self.kept_bytes = 0
         """Of messages not yet acknowledged."""
+        self.introduction: Callable[[Sequence[bytes]], Iterable[bytes]] | None = None
+        """Given what the other end, which is gone, never took: what to send in its stead to the one that takes its place."""
         self._transmit = transmit
         self._keeps_for_successor = keeps_for_successor
         self._other = 0
@@ -141,8 +144,8 @@ class Conversation:
         """Tell the other end that this one closes."""
         self._transmit(self._header(Kind.GOODBYE))
 
-    def show_schema(self) -> None:
-        """Answer a frame of another schema with one of this: the other end then says in words what is wrong."""
+    def show_sign(self) -> None:
+        """Send a frame without a message: a sign of life; an end of another schema then says in words what is wrong."""
         self._transmit(self._header(Kind.HEARD))
 
     def _take(self, number: int, frame: bytes | memoryview) -> Sequence[memoryview]:
@@ -191,8 +194,11 @@ class Conversation:
         self._waiting.clear()
         self._first = self._next = 1
         self._gone_bytes = self.kept_bytes = self._first_at_reminder = 0
-        for frame in kept:
-            self.send(frame[HEADER_BYTES:])
+        bodies: Iterable[bytes] = [frame[HEADER_BYTES:] for frame in kept]
+        if self.introduction is not None:
+            bodies = self.introduction(list(bodies))
+        for body in bodies:
+            self.send(body)
 
     def _header(self, kind: Kind, *, number: int = 0, receiver: int | None = None) -> bytes:
         heard = self._heard if receiver is None else 0

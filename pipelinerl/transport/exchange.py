@@ -46,7 +46,7 @@ class Exchange:
         except WireError as error:
             self.refused[error.reason] += 1
             if error.reason == "schema":
-                self._conversation(name).show_schema()
+                self._conversation(name).show_sign()
             return []
         return [(name, message) for body in bodies if (message := self._decode(body)) is not None]
 

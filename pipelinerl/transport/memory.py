@@ -16,6 +16,7 @@ from typing import Any
 
 from pipelinerl.messages import Message
 from pipelinerl.stages import Signal
+from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import Decoder, encode
 from pipelinerl.transport.conversation import REMIND_EVERY_S, Conversation
 from pipelinerl.transport.exchange import Exchange
@@ -46,6 +47,7 @@ class MemoryHub:
         self._arrived: collections.deque[tuple[str, bytes]] = collections.deque()
         self._something = Signal()
         self._reminder = _Timer(self._exchange.remind)
+        self._is_dead = False
 
     @property
     def refused(self) -> collections.Counter[str]:
@@ -57,6 +59,17 @@ class MemoryHub:
         self._links[name] = link
         self._exchange.introduce(name, link.identity)
         return link
+
+    def kill(self) -> None:
+        """Say nothing any more, as if its process were killed."""
+        self._is_dead = True
+        self._reminder.cancel()
+
+    def succeed(self, dead: MemoryHub) -> None:
+        """Take the place of a hub that was killed: its links reach this one from now on."""
+        self._links, dead._links = dead._links, {}
+        for link in self._links.values():
+            link.reach(self._take)
 
     async def receive(self) -> list[tuple[str, Message]]:
         messages: list[tuple[str, Message]] = []
@@ -78,7 +91,7 @@ class MemoryHub:
 
     def _carry(self, peer: str, frame: bytes) -> bool:
         link = self._links.get(peer)
-        if link is None or link.is_closed:
+        if link is None or link.is_closed or self._is_dead:
             return False
         self._wind.carry(f"hub>{peer}", frame, link.take)
         return True
@@ -118,6 +131,11 @@ class MemoryLink:
         self._conversation.send(encode(message))
         self._reminder.arm()
 
+    def introduce(self, make: Introduction) -> None:
+        self._conversation.introduction = lambda kept: map(encode, make(kept))
+        for message in make(()):
+            self.send(message)
+
     def send_frame(self, frame: bytes) -> None:
         """Hand over bytes as they are; also for tests of what a hub refuses."""
         if not self.is_closed:
@@ -134,6 +152,10 @@ class MemoryLink:
         while (message := self.receive(0.0)) is None:
             await self._something.wait()
         return message
+
+    def reach(self, hub: Callable[[str, bytes], None]) -> None:
+        """Send to another hub from now on."""
+        self._to_hub = hub
 
     def take(self, frame: bytes) -> None:
         """A frame arrives; lost where the peer is gone."""

@@ -18,12 +18,13 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.messages import Message
 from pipelinerl.stages import Signal
+from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from pipelinerl.transport.conversation import REMIND_EVERY_S, Conversation
-from pipelinerl.transport.curve import AllowList, read_keys
+from pipelinerl.transport.curve import read_allow_list, read_keys
 from pipelinerl.transport.exchange import Exchange
 from pipelinerl.transport.frame import HEADER_BYTES
 from pipelinerl.transport.strangers import Strangers
@@ -39,6 +40,12 @@ MAX_UNREAD = 1000
 """Frames ZeroMQ holds that the hub has not read, for each peer; then it reads no more from that connection, and nothing is lost. Only a
 peer that ignores its credit gets there: what it sends on stays with it.
 """
+SILENT_S = 2.0
+"""An orchestrator that gave no sign for so long may have been replaced: its address is looked up again. It answers reminders, so a living
+one is never quiet for longer than two of them, unless it is very busy, and then looking costs the reading of a small file.
+"""
+MAX_FORMER = 10_000
+"""Connections remembered that were replaced, of all peers. Each peer replaces one when its connection breaks."""
 MAX_BATCH = 256
 """Frames taken at once; then the stages have their turn. Smaller costs more turns; larger lets a flood hold them up."""
 
@@ -52,10 +59,13 @@ class ZmqHub:
 
     def __init__(self, run_folder: Path, role: str, *, accepts: Any, interface: str = "127.0.0.1") -> None:
         self._exchange = Exchange(accepts=accepts, carry=self._carry, clock=time.monotonic)
-        self._names: dict[bytes, str] = {}
+        self._routes: dict[str, bytes] = {}
+        """By peer: the newest connection it was heard on."""
+        self._former: dict[bytes, None] = {}
+        """Connections before those: what they still have on its way brings them not back."""
         self._role = role
         self._context = zmq.Context()
-        self.allow_list = AllowList(frozenset({read_keys(run_folder, role).public}))
+        self.allow_list = read_allow_list(run_folder, role)
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self.allow_list)
@@ -71,7 +81,6 @@ class ZmqHub:
         _configure(self._socket)
         self._socket.rcvhwm = MAX_UNREAD
         self._socket.router_mandatory = True
-        self._socket.router_handover = True
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._strangers = Strangers(self._socket, refused=self._exchange.refused)
@@ -140,11 +149,14 @@ class ZmqHub:
             except zmq.Again:
                 return arrived
             frame = self._socket.recv(copy=False)
-            if frame.more or (name := self._name(routing_id)) is None:
-                self._exchange.refused["malformed" if frame.more else "name"] += 1
+            if frame.more:
+                self._exchange.refused["malformed"] += 1
                 self._drop_rest(frame)
-            else:
-                arrived += self._exchange.hear(name, frame.buffer)
+                continue
+            name = self.allow_list.names[frame.get("User-Id").encode()]  # pyright: ignore[reportAttributeAccessIssue]
+            if self._routes.get(name) != routing_id:
+                self._note_route(name, routing_id)
+            arrived += self._exchange.hear(name, frame.buffer)
         self._readable.set()
         return arrived
 
@@ -152,19 +164,23 @@ class ZmqHub:
         while frame.more:
             frame = self._socket.recv(copy=False)
 
-    def _name(self, routing_id: bytes) -> str | None:
-        """A peer's name; None where it is not one of this hub's kind."""
-        name = self._names.get(routing_id)
-        if name is None:
-            name = routing_id.decode(errors="replace")
-            if name.rpartition("-")[0] != self._role:
-                return None
-            self._names[routing_id] = name
-        return name
+    def _note_route(self, name: str, routing_id: bytes) -> None:
+        """A peer speaks over another connection than before: over that one it is answered, unless that is an older one."""
+        if routing_id in self._former:
+            return
+        before = self._routes.get(name)
+        self._routes[name] = routing_id
+        if before is not None:
+            self._former[before] = None
+            if len(self._former) > MAX_FORMER:
+                del self._former[next(iter(self._former))]
 
     def _carry(self, peer: str, frame: bytes) -> bool:
+        route = self._routes.get(peer)
+        if route is None:
+            return False
         try:
-            self._socket.send(peer.encode(), _NOBLOCK_MORE)
+            self._socket.send(route, _NOBLOCK_MORE)
             self._socket.send(frame, _NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
             return True
         except zmq.ZMQError:
@@ -177,13 +193,13 @@ class ZmqLink:
     def __init__(self, run_folder: Path, role: str, index: int, *, accepts: Any, deadline_s: float = 60.0) -> None:
         self.name = f"{role}-{index}"
         self._decoder: Decoder[Message] = Decoder(accepts)
-        endpoint = _read_endpoint(run_folder / "endpoints" / f"{role}.json", deadline_s=deadline_s)
-        keys = read_keys(run_folder, role)
+        self._endpoint_file = run_folder / "endpoints" / f"{role}.json"
+        self._endpoint = endpoint = _read_endpoint(self._endpoint_file, deadline_s=deadline_s)
+        keys = read_keys(run_folder, self.name)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
         self._socket.rcvhwm = 0
-        self._socket.routing_id = self.name.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         try:
             self._socket.curve_serverkey = endpoint.server_key.encode()
@@ -208,6 +224,11 @@ class ZmqLink:
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
+    def introduce(self, make: Introduction) -> None:
+        self._conversation.introduction = lambda kept: map(encode, make(kept))
+        for message in make(()):
+            self.send(message)
+
     def send(self, message: Message) -> None:
         self._conversation.send(encode(message))
 
@@ -218,6 +239,7 @@ class ZmqLink:
             if now >= self._next_reminder:
                 self._next_reminder = now + REMIND_EVERY_S
                 self._conversation.remind()
+                self._look_for_successor()
             # Taking comes last before the wait: sending uses up the signal of what has arrived meanwhile.
             if (message := self._take()) is not None:
                 return message
@@ -241,6 +263,21 @@ class ZmqLink:
         self._context.term()
         with self._bell_lock:
             os.close(self._bell)
+
+    def _look_for_successor(self) -> None:
+        """Connect to the address published now, where the orchestrator is silent and it is another one."""
+        if self.silent_s < SILENT_S:
+            return
+        try:
+            endpoint = _read_endpoint(self._endpoint_file, deadline_s=0.0)
+            if endpoint != self._endpoint:
+                self._socket.connect(endpoint.address)
+                self._socket.disconnect(self._endpoint.address)
+                self._endpoint = endpoint
+            else:
+                self._conversation.show_sign()  # the connection may be a new one, and only who speaks on it can be answered
+        except (PeerSilent, ConfigError, zmq.ZMQError):  # between two orchestrators there is none, or a damaged one: look again
+            return
 
     def _take(self) -> Message | None:
         """The next message that has arrived, past frames that carry none; None where nothing is left."""
@@ -269,6 +306,7 @@ class ZmqLink:
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.sndhwm = 0
+    socket.linger = 0  # of a connection that is given up; closing states its own
     socket.maxmsgsize = MAX_MESSAGE_BYTES + HEADER_BYTES
     socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30000
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000

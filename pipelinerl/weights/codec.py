@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -38,8 +39,11 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Quotients of escaped gaps, 8 bytes each, deflated."""
     remainders: bytes
     """`low_bits` bits of each gap, packed."""
-    planes: tuple[bytes, ...]
+    planes: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=8)]
     """The values' bytes, least significant first, one stream each."""
+
+
+_parts = msgspec.msgpack.Decoder(Annotated[list[_Part], msgspec.Meta(max_length=4)])
 
 
 def encode(changes: Changes) -> bytes:
@@ -50,10 +54,16 @@ def encode(changes: Changes) -> bytes:
     return msgspec.msgpack.encode(parts)
 
 
-def decode(data: bytes | memoryview) -> Changes:
-    """What was encoded. Raises `WeightsError` for bytes that are not changes."""
+def decode(data: bytes | memoryview, *, most: Mapping[int, int] | None = None) -> Changes:
+    """What was encoded. Raises `WeightsError` for bytes that are not changes.
+
+    `most` elements of each size: a few bytes that claim more are refused before room is made for them.
+    """
     try:
-        parts = msgspec.msgpack.decode(data, type=list[_Part])
+        parts = _parts.decode(data)
+        for part in parts:
+            if most is not None and part.count > most.get(part.itemsize, 0):
+                raise ValueError(f"{part.count} elements of {part.itemsize} bytes, of {most.get(part.itemsize, 0)} that there are")
         decoded = {part.itemsize: _decode_part(part) for part in parts}
         if len(decoded) != len(parts):
             raise ValueError("elements of one size come twice")

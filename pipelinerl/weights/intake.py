@@ -109,7 +109,7 @@ class Intake:
                 f"slot {slot}: changes from policy {base} to {manifest.version} do not fit over policy {self._held}, which this engine"
                 " holds; not taken: it needs a whole policy"
             )
-        changes = decode(arrival.payload.numpy().data)
+        changes = decode(arrival.payload.numpy().data, most=self._space.num_elements)
         self._space.check(changes)
         return _Step(base=base, version=manifest.version, changes=changes)
 

@@ -70,7 +70,7 @@ def open_manifest(encoded: bytes, *, digest: str, slot: str) -> Manifest:
         )
     try:
         return msgspec.json.decode(encoded, type=Manifest)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightsError(f"slot {slot}: its manifest of {len(encoded)} bytes is not one: {error}; not taken") from error
 
 

@@ -260,7 +260,7 @@ def _sample(chance: np.random.Generator, prompt: np.ndarray, *, longest: int, na
 def _serve_in_child(work: Work, rounds: int) -> int:
     """Serve the work `rounds` times on the last core, in run folders of their own; return the process id."""
     for number in range(rounds):
-        make_keys(FOLDER / str(number))
+        make_keys(FOLDER / str(number), [f"trainer-{one}" for one in range(8)])
     child = os.fork()
     if child:
         return child

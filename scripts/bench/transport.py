@@ -73,6 +73,8 @@ from scripts.bench import harness
 TOKENS = 1000
 GROUP_SIZE = 8
 ORCHESTRATOR_CORE, PEERS_CORE = 0, 1
+NUM_ENGINES = 4
+PEERS = (*(f"engine-{number}" for number in range(NUM_ENGINES)), "scorer-0", "trainer-0")
 
 
 def main() -> None:
@@ -128,7 +130,7 @@ def _pairs(rows: list[list[Any]], goals: list[harness.Goal], *, count: int, repe
 def _ours(count: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_keys(folder)
+        make_keys(folder, PEERS)
         child = _fork(lambda: _send_ours(folder, count))
         seconds = asyncio.run(_receive_ours(folder, count))
         os.waitpid(child, 0)
@@ -164,7 +166,7 @@ def _raw(count: int, size: int, *, is_encrypted: bool) -> float:
     """The same bytes by pyzmq alone: what nobody can beat on these sockets."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_keys(folder)
+        make_keys(folder, PEERS)
         context = zmq.Context()
         socket = context.socket(zmq.ROUTER)
         socket.rcvhwm = 0
@@ -193,7 +195,7 @@ def _send_raw(folder: Path, address: bytes, count: int, size: int, *, is_encrypt
     socket.sndhwm = 0
     socket.routing_id = b"engine-0"
     if is_encrypted:
-        keys = read_keys(folder, "engine")
+        keys = read_keys(folder, "engine-0")
         socket.curve_serverkey = read_keys(folder, "orchestrator").public
         socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     socket.connect(address.decode())
@@ -390,14 +392,14 @@ def _pipeline(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger)
 
 
 def _stages(rows: list[list[Any]], goals: list[harness.Goal], notes: list[str], *, steps: int) -> None:
-    groups_per_step, num_engines = 32, 4
+    groups_per_step, num_engines = 32, NUM_ENGINES
     config = _config(
         num_engines=num_engines, max_running=1024, groups_per_step=groups_per_step, steps=steps, max_staleness=8, num_tokens=TOKENS
     )
     peers = Peers(num_engines=num_engines, num_tokens=TOKENS, in_flight=0, steps=steps)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_keys(folder)
+        make_keys(folder, PEERS)
         child = _fork(lambda: _serve_peers(folder, peers, num_engines), core=PEERS_CORE)
         reader, writer = os.pipe()
         orchestrator = _fork(lambda: _orchestrate(folder, config, writer), core=ORCHESTRATOR_CORE)

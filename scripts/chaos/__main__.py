@@ -1,21 +1,33 @@
-"""`python -m scripts.chaos`: a run whose processes are killed and stopped at random instants, seeded, judged by the independent checker.
+"""`python -m scripts.chaos`: a run that suffers faults at random instants, seeded, and is judged by the independent checker.
 
 By default a rehearsal: the real launcher, orchestrator, transport and scorer, with engines and a trainer without a model, so that many
-kills fit in minutes. `--real` runs vLLM and the real trainer on the demo's model. `--quick` is what continuous integration runs. The table
-at the end says how often each role was killed and what the checker found; any promise broken, or a run that does not end, exits with 1.
+faults fit in minutes. `--real` runs vLLM and the real trainer on the demo's model. `--quick` is what continuous integration runs.
+
+    engine, scorer, orchestrator, trainer    SIGKILL, one in ten after a SIGSTOP of up to two seconds
+    freeze                                   SIGSTOP for ever: somebody has to notice, and replace the process
+    full                                     trainer or orchestrator can write no file any more, as on a full disk; then there is room again
+    cut, corrupt, hold                       of a connection, on the wire: closed, a byte changed, nothing passes for up to three seconds
+    --storm FRACTION                         of all messages lost, doubled, delayed by up to half a second, or overtaken by the next
+
+The table at the end says what was done and what the checker found; any promise broken, a run that does not end, or an orchestrator that
+took `MEMORY_BOUND` more memory than it began with, exits with 1. `--record FILE` appends the same as a line of JSON.
 
     python -m scripts.chaos --seed 1 engine=200 scorer=200 orchestrator=100 trainer=50
-    python -m scripts.chaos --real engine=10 scorer=10 orchestrator=3 trainer=10
+    python -m scripts.chaos --real --storm 0.01 engine=10 scorer=10 orchestrator=10 trainer=10 freeze=4 cut=5 corrupt=5 hold=5
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
+import json
 import os
 import random
+import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -28,110 +40,249 @@ from pipelinerl.config import Config
 from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config
 from scripts.chaos import victims
+from scripts.chaos.detours import ROLES, Detours
+from scripts.chaos.storm import LETTERS
 
-QUICK = {"engine": 6, "scorer": 4, "orchestrator": 2, "trainer": 3}
+KILLED = ("engine", "scorer", "orchestrator", "trainer")
+WRITING = ("orchestrator", "trainer")
+WIRE = ("cut", "corrupt", "hold")
+QUICK = {"engine": 6, "scorer": 4, "orchestrator": 3, "trainer": 3, "freeze": 1, "full": 1, "cut": 2, "corrupt": 2, "hold": 2}
 FULL = {"engine": 200, "scorer": 200, "orchestrator": 100, "trainer": 50}
 STOPPED_FRACTION = 0.1
-"""Of all faults: SIGSTOP for up to two seconds in place of SIGKILL."""
+"""Of all kills: SIGSTOP for up to two seconds before."""
 PATIENCE_S = 120.0
 """After the last fault, and between two steps: a run that does nothing for so long hangs."""
+MEMORY_BOUND = 512 << 20
+"""Bytes an orchestrator may take beyond what its first life had at its first look: its queues' bound in this config, and the reading back
+of a ledger that grows."""
 
 
 def main() -> None:
-    """Run, kill, judge. Exits with 1 where a promise was broken."""
+    """Run, harm, judge. Exits with 1 where a promise was broken."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kills", nargs="*", metavar="role=number", help=f"default: {' '.join(f'{r}={n}' for r, n in FULL.items())}")
+    parser.add_argument("faults", nargs="*", metavar="fault=number", help=f"default: {' '.join(f'{r}={n}' for r, n in FULL.items())}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="real vLLM and the real trainer on the demo's model")
-    parser.add_argument("--quick", action="store_true", help="a few kills of each role: under a minute")
+    parser.add_argument("--quick", action="store_true", help="a few faults of each kind: under a minute")
+    parser.add_argument(
+        "--storm", type=float, default=None, metavar="FRACTION", help="of messages that suffer; default 0, with --quick 0.01"
+    )
     parser.add_argument("--pause-s", type=float, default=None, help="mean seconds between two faults; default 0.7, with --real 3")
+    parser.add_argument("--within-s", type=float, default=float("inf"), help="inject no more faults after so many seconds")
     parser.add_argument("--folder", type=Path, help="where the run goes; default: a temporary folder")
+    parser.add_argument("--record", type=Path, help="append the outcome to this file, as a line of JSON")
     given = parser.parse_args()
-    kills = {role: int(number) for role, _, number in (word.partition("=") for word in given.kills)} or (QUICK if given.quick else FULL)
+    faults = {name: int(number) for name, _, number in (word.partition("=") for word in given.faults)} or (QUICK if given.quick else FULL)
+    if unknown := faults.keys() - {*KILLED, *WIRE, "freeze", "full"}:
+        parser.error(f"unknown faults: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         config = _config(folder, is_real=given.real, seed=given.seed)
         run_folder = launch.make_run_folder(config)
-        pause_s = given.pause_s or (3.0 if given.real else 0.7)
-        chaos = Chaos(config, run_folder, kills=kills, seed=given.seed, pause_s=pause_s, is_real=given.real)
+        fraction = given.storm if given.storm is not None else 0.01 if given.quick else 0.0
+        (run_folder / "storm.json").write_text(json.dumps({"seed": given.seed, "fraction": fraction}))
+        chaos = Chaos(
+            config,
+            run_folder,
+            faults=faults,
+            seed=given.seed,
+            pause_s=given.pause_s or (3.0 if given.real else 0.7),
+            within_s=given.within_s,
+            is_real=given.real,
+        )
         started = time.monotonic()
         problem = asyncio.run(chaos.run())
-        print(f"seed {given.seed}, {time.monotonic() - started:.0f} s, {run_folder}")
-        print("role          killed  stopped for a while")
-        for role in kills:
-            print(f"{role:<12}  {chaos.killed[role]:>6}  {chaos.stopped[role]:>7}")
-        verdict = subprocess.call([sys.executable, "-m", "pipelinerl.checker", str(run_folder)])
+        seconds = time.monotonic() - started
+        checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
+        print(checked.stdout + checked.stderr, end="")
+        problem = problem or _too_much_memory(chaos.memory)
+        letters = (run_folder / "storm.log").read_bytes() if (run_folder / "storm.log").exists() else b""
+        done = dict(chaos.done) | {name: letters.count(letter) for name, letter in LETTERS.items() if fraction}
+        print(f"seed {given.seed}, {seconds:.0f} s, {'real' if given.real else 'rehearsal'}, {run_folder}")
+        for name, count in done.items():
+            print(f"{name:<30} {count:>6}")
+        print(f"orchestrator's memory, MiB: {chaos.memory[0] >> 20} at first, {max(chaos.memory) >> 20} at most")
         if problem:
             print(f"the run did not end well: {problem}")
-        sys.exit(1 if problem or verdict else 0)
+        if given.record:
+            record = {
+                "seed": given.seed,
+                "real": given.real,
+                "storm": fraction,
+                "seconds": round(seconds),
+                "done": done,
+                "problem": problem,
+            }
+            record |= {"checker": checked.stdout.splitlines()[-1:], "memory_mib": [chaos.memory[0] >> 20, max(chaos.memory) >> 20]}
+            with open(given.record, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        sys.exit(1 if problem or checked.returncode else 0)
 
 
 class Chaos:
     """One run and its faults."""
 
-    def __init__(self, config: Config, run_folder: Path, *, kills: dict[str, int], seed: int, pause_s: float, is_real: bool) -> None:
-        self.killed = dict.fromkeys(kills, 0)
-        self.stopped = dict.fromkeys(kills, 0)
+    def __init__(
+        self, config: Config, run_folder: Path, *, faults: dict[str, int], seed: int, pause_s: float, within_s: float, is_real: bool
+    ) -> None:
+        self.done: collections.Counter[str] = collections.Counter()
+        """Faults by kind."""
+        self.memory: list[int] = [0]
+        """Bytes of the orchestrator: when it was first looked at, then before every fault."""
         self._run_folder = run_folder
         self._chance = random.Random(seed)
         self._pause_s = pause_s
-        self._plan = [role for role, number in kills.items() for _ in range(number)]
+        self._within_s = within_s
+        self._plan = [fault for fault, number in faults.items() for _ in range(number)]
         self._chance.shuffle(self._plan)
-        self._launcher = launch.Launcher(_roles(config, run_folder, is_real=is_real), run_folder, restarts=10**6, restart_wait_s=0.0)
+        self._is_real = is_real
+        self._roles = _roles(config, run_folder, is_real=is_real)
+        self._running: asyncio.Task[None]
 
     async def run(self) -> str:
         """Run until every fault was injected and the run ended well; else say how it ended."""
-        running = asyncio.create_task(self._launcher.run())
+        async with Detours(self._run_folder, chance=self._chance) as detours:
+            return await self._run(detours)
+
+    async def _run(self, detours: Detours) -> str:
+        self._launch()
+        until = time.monotonic() + self._within_s
         try:
-            for role in self._plan:
-                await asyncio.wait({running}, timeout=self._chance.expovariate(1 / self._pause_s))
-                if running.done() or not await self._strike(role, running):
+            for fault in self._plan:
+                await asyncio.wait({self._running}, timeout=self._chance.expovariate(1 / self._pause_s))
+                if self._running.done() or time.monotonic() > until:
                     break
-            os.kill((await self._wait_for("orchestrator", running))[0], signal.SIGTERM)
-            await asyncio.wait_for(running, PATIENCE_S)
+                await self._strike(fault, detours)
+            await self._end()
         except (TimeoutError, launch.PeerGone) as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            running.cancel()
-            await asyncio.wait({running})
+            self._running.cancel()
+            await asyncio.wait({self._running})
         return ""
 
-    async def _strike(self, role: str, running: asyncio.Task[None]) -> bool:
-        """Kill or stop one process of a role; False where the run has ended."""
-        found = await self._wait_for(role, running)
+    def _launch(self) -> None:
+        launcher = launch.Launcher(self._roles, self._run_folder, restarts=10**6, restart_wait_s=0.0, stopped_limit_s=5.0)
+        self._running = asyncio.create_task(launcher.run())
+
+    async def _end(self) -> None:
+        """Have the orchestrator end the run; one that is only starting may be ended by this itself, and the next one is asked again."""
+        await self._wait_for_progress(2)
+        for _ in range(4):
+            for process_id in await self._wait_for("orchestrator"):
+                os.kill(process_id, signal.SIGTERM)
+            await asyncio.wait({self._running}, timeout=PATIENCE_S / 4)
+            if self._running.done():
+                return self._running.result()
+        raise TimeoutError(f"the run did not end within {PATIENCE_S:g} s of being asked to")
+
+    async def _strike(self, fault: str, detours: Detours) -> None:
+        self._look_at_memory()
+        if fault in WIRE:
+            role = self._chance.choice(ROLES)
+            if detours.strike(role, fault):
+                self.done[f"{fault}, {role}"] += 1
+            return
+        role = self._chance.choice(KILLED) if fault == "freeze" else self._chance.choice(WRITING) if fault == "full" else fault
+        found = await self._wait_for(role)
         if not found:
-            return False
+            return
         process_id = self._chance.choice(found)
         with contextlib.suppress(ProcessLookupError):
+            if fault == "freeze":
+                os.kill(process_id, signal.SIGSTOP)
+                await self._wait_for_end(process_id)
+                self.done[f"freeze, {role}"] += 1
+                return
+            if fault == "full":
+                await self._fill(role, process_id)
+                return
             if self._chance.random() < STOPPED_FRACTION:
                 os.kill(process_id, signal.SIGSTOP)
                 await asyncio.sleep(2 * self._chance.random())
                 os.kill(process_id, signal.SIGCONT)
-                self.stopped[role] += 1
+                self.done[f"stopped for a while, {role}"] += 1
                 await asyncio.sleep(0.1)
             os.kill(process_id, signal.SIGKILL)
-            self.killed[role] += 1
-        return True
+            self.done[f"kill, {role}"] += 1
+            if role == "trainer" and self._is_real:  # it takes long to start: killed again at once, it would never train
+                await self._wait_for_progress(1)
 
-    async def _wait_for(self, role: str, running: asyncio.Task[None]) -> Sequence[int]:
+    async def _wait_for_progress(self, num_steps: int) -> None:
+        """Wait until so many more steps were done, or done again."""
+        end, before = time.monotonic() + PATIENCE_S, self._num_done()
+        while self._num_done() < before + num_steps and not self._running.done():
+            if time.monotonic() > end:
+                raise TimeoutError(f"no {num_steps} steps were done within {PATIENCE_S:g} s")
+            await asyncio.sleep(0.2)
+
+    def _num_done(self) -> int:
+        if not (self._run_folder / "ledger.sqlite").exists():
+            return 0
+        with contextlib.closing(sqlite3.connect(f"file:{self._run_folder / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
+            query = "SELECT count(*) FROM events WHERE kind IN ('done', 'replayed') AND rollout_id IS NULL"
+            return database.execute(query).fetchone()[0]
+
+    async def _fill(self, role: str, process_id: int) -> None:
+        """A trainer goes on without a checkpoint. An orchestrator ends the run and says why; with room again, the run is resumed."""
+        before = resource.prlimit(process_id, resource.RLIMIT_FSIZE)
+        resource.prlimit(process_id, resource.RLIMIT_FSIZE, (1, before[1]))
+        await asyncio.wait({self._running}, timeout=3.0 if role == "trainer" else PATIENCE_S)
+        if role == "trainer":
+            resource.prlimit(process_id, resource.RLIMIT_FSIZE, before)
+        else:
+            error = self._running.exception() if self._running.done() else None
+            if error is None or "make room on the disk" not in str(error):
+                raise TimeoutError(f"a full disk did not end the run in words, but: {error}")
+            for path in (self._run_folder / "failures").glob("*.json"):
+                path.unlink()
+            launch.forget_endpoints(self._run_folder)
+            self._launch()
+        self.done[f"full disk, {role}"] += 1
+
+    async def _wait_for(self, role: str) -> Sequence[int]:
         end = time.monotonic() + PATIENCE_S
         while not (found := victims.find(role, self._run_folder)):  # a process table tells nobody of a new process
-            if running.done():
+            if self._running.done():
                 return []
             if time.monotonic() > end:
                 raise TimeoutError(f"no {role} for {PATIENCE_S:g} s")
             await asyncio.sleep(0.05)
         return found
 
+    async def _wait_for_end(self, process_id: int) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while victims.is_alive(process_id) and not self._running.done():
+            if time.monotonic() > end:
+                raise TimeoutError(f"process {process_id} stood still for {PATIENCE_S:g} s, and nobody replaced it")
+            await asyncio.sleep(0.1)
+
+    def _look_at_memory(self) -> None:
+        for process_id in victims.find("orchestrator", self._run_folder):
+            with contextlib.suppress(OSError):
+                pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
+                self.memory = [self.memory[0] or pages * 4096, *self.memory[1:], pages * 4096]
+
+
+def _too_much_memory(memory: list[int]) -> str:
+    grown = max(memory) - memory[0]
+    return f"the orchestrator took {grown >> 20} MiB more than at first" if grown > MEMORY_BOUND else ""
+
 
 def _roles(config: Config, run_folder: Path, *, is_real: bool) -> tuple[launch.Role, ...]:
-    roles = launch.roles_of(config, run_folder)
-    if is_real:
-        return roles
-    rehearsal = (sys.executable, "-m", "scripts.chaos.trainer", "--run-folder", str(run_folder))
-    return tuple(launch.Role(name="trainer", command=rehearsal) if role.name == "trainer" else role for role in roles)
+    """The run's processes, each in the storm."""
+    roles = []
+    for role in launch.roles_of(config, run_folder):
+        words = list(role.command)
+        at = len(words) - 1 - words[::-1].index("-m") + 1
+        if role.name == "trainer" and not is_real:
+            words = [sys.executable, "-m", "scripts.chaos.trainer", "--run-folder", str(run_folder)]
+            at = 2
+        words.insert(at, "scripts.chaos.storm")
+        roles.append(launch.Role(name=role.name, command=tuple(words), has_nothing_to_save=role.has_nothing_to_save))
+    return tuple(roles)
 
 
 def _config(folder: Path, *, is_real: bool, seed: int) -> Config:
@@ -150,6 +301,9 @@ def _config(folder: Path, *, is_real: bool, seed: int) -> Config:
         "batch.groups_per_step=4",
         "evaluation.every=0",
         "checkpoint.every=5",
+        "engine.silent_after_s=8",
+        "scorer.silent_after_s=8",
+        "trainer.silent_after_s=30",
         f'data.source="{source}:prompts"',
         f'reward=[{{function = "{source}:reward"}}]',
     ]

@@ -12,12 +12,15 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.messages import (
     Alive,
+    CheckpointFailed,
     CheckpointSaved,
     LayoutFixed,
+    Message,
     MicroBatch,
     PolicyPublished,
     SlotReleased,
@@ -30,6 +33,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.process import die_with_parent, last_words, read_config
 from pipelinerl.transport.zmq import ZmqLink
+from trainer.standing import Standing
 
 NUM_SLOTS = 3
 
@@ -52,11 +56,14 @@ class Rehearsal:
         self._is_stopped = False
         self._next_sign = 0.0
         self._link = ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer)
+        ready = TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=self._version, commit=self._commit)
+        self._standing = Standing(ready)
+        self._asked: TakeMicroBatch | None = None
+        """Not answered."""
 
     def run(self) -> None:
         """Train to the last step, then wait to be told to stop."""
-        ready = TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=self._version, commit=self._commit)
-        self._link.send(ready)
+        self._link.introduce(self._introduce)
         if self._version:
             self._publish()
         while self._version < self._config.trainer.steps and not self._is_stopped:
@@ -68,12 +75,14 @@ class Rehearsal:
     def _train_step(self) -> None:
         index = 0
         while True:
-            self._link.send(TakeMicroBatch(replica=0, step=self._version, index=index))
+            self._asked = TakeMicroBatch(replica=0, step=self._version, index=index)
+            self._link.send(self._asked)
             answer = None
             while not isinstance(answer, MicroBatch | StepSealed):
                 answer = self._receive()
                 if self._is_stopped:
                     return
+            self._asked = None
             if isinstance(answer, StepSealed):
                 break
             parts = (hashlib.blake2b(f"{answer.step}/{name}".encode(), digest_size=8).digest() for name in answer.rollout_ids)
@@ -82,7 +91,7 @@ class Rehearsal:
             index += 1
         self._version, self._commit = self._version + 1, answer.commit
         self._publish()
-        self._link.send(StepDone(step=self._version - 1, metrics={}))
+        self._say(StepDone(step=self._version - 1, metrics={}))
         if self._version % self._config.checkpoint.every == 0 or self._version == self._config.trainer.steps:
             self._save()
 
@@ -90,27 +99,45 @@ class Rehearsal:
         while not (self._knows_layout and self._free) and not self._is_stopped:
             self._receive()
         if not self._is_stopped:
-            self._link.send(PolicyPublished(version=self._version, slot=self._free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+            self._say(PolicyPublished(version=self._version, slot=self._free.pop(0), digest="", num_bytes=0, publish_s=0.0))
 
     def _save(self) -> None:
         draft = self._folder / f"step-{self._version:06}.draft"
+        try:
+            self._write(draft)
+        except OSError as error:  # a full disk
+            shutil.rmtree(draft)
+            self._say(CheckpointFailed(version=self._version, error=str(error)))
+            return
+        draft.rename(draft.with_suffix(""))
+        for old in sorted(path for path in self._folder.glob("step-*") if not path.suffix)[:-1]:
+            shutil.rmtree(old)
+        self._say(CheckpointSaved(version=self._version, commit=self._commit, num_bytes=0, save_s=0.0))
+
+    def _write(self, draft: Path) -> None:
         draft.mkdir()
         about = {"version": self._version, "commit": self._commit, "num_samples": self._num_samples, "files": {}}
         (draft / "manifest.json").write_text(json.dumps(about | {"samples": f"{self._digest % 2**64:016x}"}))
         time.sleep(0.02)  # long enough to be killed in
-        draft.rename(draft.with_suffix(""))
-        for old in sorted(path for path in self._folder.glob("step-*") if not path.suffix)[:-1]:
-            shutil.rmtree(old)
-        self._link.send(CheckpointSaved(version=self._version, commit=self._commit, num_bytes=0, save_s=0.0))
+
+    def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
+        return [*self._standing.introduction(), *([self._asked] if self._asked else [])]
+
+    def _say(self, message: Message) -> None:
+        self._standing.said(message)
+        self._link.send(message)
 
     def _receive(self) -> object:
         if time.monotonic() >= self._next_sign:
             self._next_sign = time.monotonic() + 1.0
             self._link.send(Alive())
         message = self._link.receive(0.5)
+        self._standing.heard(message)
         match message:
             case LayoutFixed():
                 self._knows_layout = True
+                for published in self._standing.published():
+                    self._link.send(published)
             case SlotReleased() if self._knows_layout:
                 self._free.append(message.slot)
             case Stop():

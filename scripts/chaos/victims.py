@@ -26,8 +26,16 @@ def find(role: str, run_folder: Path) -> list[int]:
 
 
 def _module_of(words: list[str]) -> str:
-    """What `python -m` runs."""
-    return words[words.index("-m") + 1] if "-m" in words else ""
+    """What `python -m` runs, in a storm or not."""
+    ran = words[words.index("-m") + 1 :][:2] if "-m" in words else [""]
+    return ran[-1] if ran[0] == "scripts.chaos.storm" else ran[0]
+
+
+def is_alive(process_id: int) -> bool:
+    """False once a process has ended, also before anybody took note of it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _processes(run_folder: Path) -> Iterator[tuple[int, int, list[str]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipelinerl.algorithms.method import RULE_COLUMNS, Method
 from pipelinerl.algorithms.methods import METHODS
-from pipelinerl.algorithms.rules import specs_of, with_columns
+from pipelinerl.algorithms.rules import COLUMNS, specs_of, with_columns
 from tests.algorithms.rows import Seq, changed, method_of, random_seq
 
 STATED: dict[str, dict[str, Any]] = {
@@ -47,17 +47,24 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 
 
-def stated(name: str) -> Method:
-    """The row `name` with every option stated that has no default: a new row needs no entry above to be tested."""
-    method = with_columns(METHODS[name], STATED.get(name, {}))
+def filled(method: Method) -> dict[str, Any]:
+    """The columns of a method with 0.1 for every option that has no default: a new row or rule needs no entry above to be tested."""
     columns: dict[str, Any] = {}
     for column, rule, _ in specs_of(method):
-        filled = {"name": rule.name} | {option: 0.1 if value is None else value for option, value in rule.options.items()}
-        columns[column] = filled if column in RULE_COLUMNS else [*columns.get(column, []), filled]
-    return method_of(name, **columns)
+        options = {"name": rule.name} | {option: 0.1 if value is None else value for option, value in rule.options.items()}
+        columns[column] = options if column in RULE_COLUMNS else [*columns.get(column, []), options]
+    return columns
 
 
-EVERY_METHOD = {name: stated(name) for name in METHODS} | {label: method_of("grpo", **columns) for label, columns in MIXED.items()}
+EVERY_METHOD = {name: method_of(name, **filled(with_columns(METHODS[name], STATED.get(name, {})))) for name in METHODS} | {
+    label: method_of("grpo", **columns) for label, columns in MIXED.items()
+}
+EVERY_RULE = {
+    f"{column} {rule}": method_of("grpo", **filled(with_columns(METHODS["grpo"], {"proximal": "recomputed", column: rule})))
+    for column in ("weight", "masks", "kl", "auxiliary")
+    for rule in COLUMNS[column]
+}
+"""Each rule that changes the loss alone, beside what `grpo` has."""
 
 
 def sample(seed: int, lengths: Sequence[int] = (4, 7, 1, 9, 3, 6)) -> list[Seq]:

@@ -19,13 +19,15 @@ from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
 from pipelinerl.algorithms.loss import measure_step, policy_loss
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT
+from pipelinerl.algorithms.loss.correction import terms_of
+from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.loss.step_statistics import uniform_draws
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import METHODS
 from pipelinerl.algorithms.orchestrator_rules import ADVANTAGE
 from pipelinerl.algorithms.rules import COLUMNS
 from tests.algorithms import reference
-from tests.algorithms.every_method import EVERY_METHOD, sample
+from tests.algorithms.every_method import EVERY_METHOD, EVERY_RULE, sample
 from tests.algorithms.rows import Seq, changed, pack
 
 # --- the trainer's side: loss and gradient --------------------------------------------------------------------------------------
@@ -47,6 +49,9 @@ CASES: dict[str, list[Seq]] = {
     "one sequence of one token": sample(6, lengths=(1,)),
     "an empty completion": [*sample(7)[:2], changed(EMPTY, versions=[], old=[], reference=[], entropy=[]), *sample(7)[2:]],
     "far from the engine": drifted(sample(8), 2.5),
+    "ratios beyond every bound, below": [
+        changed(seq, **{name: [x - 12 for x in getattr(seq, name)] for name in ("logprobs", "old")}) for seq in sample(10)
+    ],
     "ratios beyond the limit": drifted([changed(seq, logprobs=[x - 1 for x in seq.logprobs]) for seq in sample(9)], 1.5 * LOG_LIMIT),
 }
 
@@ -79,10 +84,10 @@ def test_every_rule_has_a_form_in_plain_python() -> None:
         assert set(forms) == set(COLUMNS[column]), f"write the form of {set(COLUMNS[column]) ^ set(forms)} into reference.py"
 
 
-@pytest.mark.parametrize("name", EVERY_METHOD)
+@pytest.mark.parametrize("name", EVERY_METHOD | EVERY_RULE)
 def test_loss_and_gradient_are_those_of_the_formula(name: str) -> None:
     """In value, and in the difference quotient of each log-probability, wherever the ratio stands."""
-    method, step = EVERY_METHOD[name], 1e-6
+    method, step = (EVERY_METHOD | EVERY_RULE)[name], 1e-6
     for case, sequences in CASES.items():
         draws = draws_of(sequences)
         got, gradient = product_loss(method, sequences)
@@ -95,6 +100,20 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str) -> None:
         for place, slope in zip(places, gradient, strict=True):
             up, down = (reference.loss(method, sequences, moved={place: by}, draws=draws) for by in (step, -step))
             assert slope == pytest.approx((up - down) / (2 * step), rel=2e-5, abs=2e-6), (case, place)
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_RULE if name.startswith("masks")])
+def test_every_mask_keeps_and_drops_in_these_cases(name: str) -> None:
+    """A mask that never acted would pass every comparison above."""
+    method = EVERY_RULE[name]
+    (rule,) = method.masks
+    found = set()
+    for sequences in CASES.values():
+        columns = pack(sequences)
+        statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
+        keep = keep_mask(terms_of(columns, proximal=method.proximal, statistics=statistics), rule=rule)
+        found |= set(keep[columns.trains].tolist())
+    assert found == {True, False}
 
 
 CLIPPED = [name for name, method in EVERY_METHOD.items() if {"clip_low", "clip_high"} <= set(method.objective.options)]

@@ -111,7 +111,11 @@ def test_a_rollout_may_be_issued_again_and_a_run_go_on():
     saved = next(line for line in lines if line["kind"] == "saved")
     saved["reason"] = f"me:{number_of(lines, 'sealed')}"
     revived = [{"kind": "revived", "rollout_id": f"2/{sibling}"} for sibling in range(2)]
-    assert judge([*lines, began(), *revived, *rollout("2/0")], checkpoint(lines)).problems == []
+    on = [*lines, began(), *revived, *rollout("2/0")]
+    assert judge(on, checkpoint(lines)).problems == []
+    issued, *answered = rollout("2/1")
+    outlived = [began(), {"kind": "outlived", "step": 2}, {"kind": "adopted", "rollout_id": "2/1", "attempt": 0}]
+    assert judge([*on, issued, *outlived, *answered], checkpoint(lines)).problems == []
 
 
 def compares(lines: list[Line]) -> None:
@@ -168,6 +172,12 @@ def append(*more: Line) -> Callable[[list[Line]], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[list[Line]], None], str]] = {
+    "an attempt that was over is adopted": (append({"kind": "adopted", "rollout_id": "2/0", "attempt": -1}), "was not in flight"),
+    "an attempt is adopted that was never out": (
+        both(remove("cancelled", "2/0"), append({"kind": "adopted", "rollout_id": "2/0", "attempt": 0})),
+        "adopts attempt 0, the last was -1",
+    ),
+    "a trainer outlives steps it was never given": (append({"kind": "outlived", "step": 3}), "goes on at 3, saved 1, done 2"),
     "a rollout is lost": (remove("cancelled", "2/0"), "in flight"),
     "a rollout ends twice": (repeat("cancelled", "2/0"), "ends as cancelled, and was cancelled"),
     "a rollout is admitted twice": (repeat("admitted", "0/0"), "is admitted twice"),

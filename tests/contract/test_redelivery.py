@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -332,6 +332,37 @@ def test_a_new_hub_of_the_same_run_is_another_port_published_after_it_was_bound(
         await until(lambda: not list((tmp_path / "endpoints").glob("*.draft")), what="a draft was left")
 
     run(ZmqWire, tmp_path, program)
+
+
+def test_a_link_finds_the_orchestrator_that_takes_a_dead_ones_place_and_introduces_itself_first(
+    on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(zmq_transport, "SILENT_S", 0.2)
+    monkeypatch.setattr(zmq_transport, "REMIND_EVERY_S", 0.1)
+
+    async def program(wire: ZmqWire) -> None:
+        link, kept = wire.link(0), list[int]()
+
+        def introduce(bodies: Sequence[bytes]) -> list[Message]:
+            kept.append(len(bodies))
+            return [load(1000 + len(kept))]
+
+        link.introduce(introduce)
+        assert numbers(await arrivals(wire.hub, 1)) == [1001]
+        wire.hub.send("engine-0", Stop(reason="met"))
+        await arrival(link)
+        wire.hub._exchange._conversations.clear()  # killed: it says no goodbye
+        wire.hub.close()
+        link.send(load(1))
+        wire.hub = ZmqHub(wire.folder, "engine", accepts=FromEngine)
+        arriving = asyncio.create_task(arrivals(wire.hub, 1))
+        await until(lambda: link.receive(0.0) is None and arriving.done(), what="the link did not find the other address")
+        assert numbers(arriving.result()) == [1002]
+        assert kept == [0, 1], "what the dead one never took is the introduction's to tell"
+        link.send(load(2))
+        assert numbers(await arrivals(wire.hub, 1)) == [2]
+
+    on_zmq(program)
 
 
 def test_the_twins_hub_hands_over_from_a_dead_peer_to_its_successor(tmp_path: Path):

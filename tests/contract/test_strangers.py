@@ -16,6 +16,7 @@ from pipelinerl.transport.codec import encode
 from pipelinerl.transport.curve import KeyPair, make_keys, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.contract.wires import Program, ZmqWire, arrival, arrivals, connected, framed, load, run, until
+from tests.keys import PEERS
 
 
 def new_pair() -> KeyPair:
@@ -27,12 +28,12 @@ def strangers(wire: ZmqWire) -> dict[str, tuple[KeyPair | None, bytes | None]]:
     """Keys of those who must stay outside, and the server key they believe in."""
     return {
         "a key of its own": (new_pair(), None),
-        "the key of another role": (read_keys(wire.folder, "scorer"), None),
+        "the key of another role": (read_keys(wire.folder, "scorer-0"), None),
         "a public key without its secret": (
-            KeyPair(public=read_keys(wire.folder, "engine").public, secret=new_pair().secret),
+            KeyPair(public=read_keys(wire.folder, "engine-1").public, secret=new_pair().secret),
             None,
         ),
-        "the right key for another server": (read_keys(wire.folder, "engine"), new_pair().public),
+        "the right key for another server": (read_keys(wire.folder, "engine-1"), new_pair().public),
         "no key": (None, None),
     }
 
@@ -65,7 +66,7 @@ def test_a_peer_takes_over_from_its_own_dead_connection(on_zmq: Callable[[Progra
     """As after a crash of its machine: the old connection was never closed and still stands under the name."""
 
     async def program(wire: ZmqWire) -> None:
-        dead = wire.dealer(b"engine-0", keys=read_keys(wire.folder, "engine"), reconnects=False)
+        dead = wire.dealer(b"anything", keys=read_keys(wire.folder, "engine-0"), reconnects=False)
         dead.send(framed(encode(load(1)))[0])
         assert await arrivals(wire.hub, 1) == [("engine-0", load(1))]
         (restarted,) = await connected(wire, 0)
@@ -77,7 +78,7 @@ def test_a_peer_takes_over_from_its_own_dead_connection(on_zmq: Callable[[Progra
 
 def test_an_empty_allow_list_lets_nobody_in(on_zmq: Callable[[Program], None]):
     async def program(wire: ZmqWire) -> None:
-        wire.hub.allow_list.allowed = frozenset()
+        wire.hub.allow_list.names = {}
         link = wire.link(0)
         link.send(load(1))
         with pytest.raises(TimeoutError):
@@ -101,6 +102,6 @@ def test_the_hub_listens_on_loopback_and_on_a_port_of_its_own(tmp_path: Path):
 
 
 def test_a_link_whose_hub_never_comes_names_the_orchestrator(tmp_path: Path):
-    make_keys(tmp_path)
+    make_keys(tmp_path, PEERS)
     with pytest.raises(PeerSilent, match="for orchestrator to write"):
         ZmqLink(tmp_path, "engine", 0, accepts=ToEngine, deadline_s=0.05)

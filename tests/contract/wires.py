@@ -17,6 +17,7 @@ from pipelinerl.transport.conversation import Conversation
 from pipelinerl.transport.curve import KeyPair, make_keys, read_keys
 from pipelinerl.transport.memory import MemoryHub, Weather
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
+from tests.keys import PEERS
 
 PATIENCE_S = 20.0
 """After so long a message that should come is lost. Generous: the machine may be busy with something else."""
@@ -57,7 +58,7 @@ class MemoryWire:
 
 class ZmqWire:
     def __init__(self, folder: Path) -> None:
-        make_keys(folder)
+        make_keys(folder, PEERS)
         self.folder = folder
         self.hub = ZmqHub(folder, "engine", accepts=FromEngine)
         self._links: list[ZmqLink] = []
@@ -69,7 +70,7 @@ class ZmqWire:
         return self._links[-1]
 
     def send_raw(self, name: str, *frames: bytes) -> None:
-        socket = self.dealer(name.encode(), keys=read_keys(self.folder, "engine"))
+        socket = self.dealer(name.encode(), keys=read_keys(self.folder, name))
         for frame in frames:
             socket.send(frame)
 

@@ -37,6 +37,7 @@ from pipelinerl.metrics import read_journals
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests import processes
+from tests.keys import PEERS
 
 
 class Engines:
@@ -54,7 +55,7 @@ class Engines:
             origin="test",
         )
         (folder / "config.json").write_text(config.model_dump_json())
-        make_keys(folder)
+        make_keys(folder, PEERS)
         self.folder = folder
         self.hub = ZmqHub(folder, "engine", accepts=FromEngine)
         with open(folder / "stderr", "wb") as stderr:

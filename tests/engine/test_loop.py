@@ -15,6 +15,7 @@ from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
+    Adopt,
     Cancel,
     Completion,
     Finish,
@@ -27,6 +28,7 @@ from pipelinerl.messages import (
     WeightsRefused,
     WeightsStaged,
 )
+from pipelinerl.transport.codec import encode
 
 PROMPT = np.array([5, 6, 7], np.int32)
 SEED = zlib.crc32(PROMPT.tobytes())
@@ -134,6 +136,23 @@ def test_the_stamp_changes_exactly_at_the_forward_pass_that_runs_under_the_new_w
     (completion,) = completions(bench.advance(4))
     assert completion.versions.tolist() == [0] * 5 + [1] * 1 + [2] * 4
     assert sampled_by(completion) == completion.versions.tolist(), "the tokens themselves tell which weights sampled them"
+
+
+def test_what_outlives_an_orchestrator_goes_on_and_only_what_the_next_one_adopts_is_answered():
+    bench = Bench()
+    for rollout_id, attempt in (("0/0", 0), ("0/1", 2), ("1/0", 0)):
+        bench.ask(rollout_id, attempt=attempt, max_tokens=3 if rollout_id != "1/0" else 9)
+    bench.ask("2/0", max_tokens=1)
+    (never_taken,) = completions(bench.advance(1))
+    ready = bench.loop.introduce([encode(never_taken), encode(bench.loop.load(idle_s=0.0))], process_id=7)
+    assert ready.running == {"0/0": 0, "0/1": 2, "1/0": 0, "2/0": 0}
+    assert bench.advance(4) == [], "nobody may be answered before it is known what is wanted"
+    bench.loop.handle(Adopt(rollouts={"0/1": 2, "0/0": 1, "2/0": 0}))
+    adopted = completions(bench.said())
+    assert [(one.rollout_id, one.attempt, len(one.token_ids)) for one in adopted] == [("2/0", 0, 1), ("0/1", 2, 3)]
+    assert not bench.loop.has_work, "what was not named was dropped, without a word"
+    bench.ask("1/0", attempt=0, max_tokens=1)
+    assert [one.rollout_id for one in completions(bench.advance(1))] == ["1/0"]
 
 
 @pytest.mark.parametrize(("ordered_after", "staged_after"), list(itertools.product(range(4), range(4))))
@@ -496,7 +515,7 @@ def test_gauges_tell_what_runs_what_waits_and_what_was_done():
 
 
 def test_an_engine_announces_what_it_serves():
-    ready = Bench().loop.ready(process_id=77)
+    ready = Bench().loop.introduce(process_id=77)
     assert (ready.engine_id, ready.process_id, ready.max_model_tokens, ready.max_running) == (3, 77, 4096, 8)
 
 

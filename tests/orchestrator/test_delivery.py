@@ -369,6 +369,32 @@ def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path)
     assert kinds == [("done", 0), ("done", 1), ("saved", 2), ("restarted", 2)]
 
 
+def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_samples_stay(tmp_path: Path):
+    """It holds version 2, of which nobody heard, and checkpoint 1: nothing is offered again, and step 1 may still have to be."""
+
+    async def program() -> Ledger:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            first = await train_step(it, 0)
+            of = handmade.sample(5, group_id=1)
+            handmade.admit(it.ledger, 1)
+            it.ledger.score(handmade.scored(of.trajectory), now_s=0.0)
+            it.ledger.place(1, [of], step=1, now_s=0.0)
+            commit = it.ledger.seal(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
+            await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
+            it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=2, version=2, commit=commit, saved=1, saved_commit=first))
+            await asyncio.sleep(0.01)
+            await it.put(row(2, handmade.sample(5, group_id=2)))
+            assert names(await it.ask(0, step=2, index=0)) == [("2/0",)]
+            return it.ledger
+
+    ledger = simulate(program())
+    assert ledger.identity().trained == 2
+    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'outlived') ORDER BY seq")
+    assert kinds == [("done", 0), ("done", 1), ("saved", 1), ("outlived", 2)]
+    assert ledger.store.read("SELECT rollout_id FROM samples") == [("1/0",)]
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:

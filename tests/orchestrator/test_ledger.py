@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import resource
 import sqlite3
 from pathlib import Path
 
@@ -303,3 +304,33 @@ def test_deaths_are_remembered_by_role_and_prompt_until_it_came_through(path: Pa
         ledger.book(kind, now_s=1.0, peer=peer, reason=row)
     killed(ledger)
     assert read_snapshot(Ledger(path)).deaths == {"engine": {"7": 2}, "scorer": {"7": 1}}
+
+
+# --- a full disk ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("makes_room", [True, False])
+def test_a_full_disk_is_told_and_leaves_a_prefix_even_where_there_is_room_again_before_the_end(tmp_path: Path, makes_room: bool):
+    """Files may not grow past 40 kB, as on a disk without room; the 100 groups that follow take more."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    handmade.admit(ledger, 0)
+    ledger.flush(durably=True)
+    (tmp_path / "ledger.sqlite-wal").stat()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        for group_id in range(1, 101):
+            handmade.admit(ledger, group_id)
+        with pytest.raises(LedgerError, match=r"cannot write \d+ entries to .*ledger.sqlite: .*make room on the disk, and resume the run"):
+            ledger.flush()
+        if makes_room:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        handmade.admit(ledger, 101)
+        with pytest.raises(LedgerError, match="make room on the disk"):
+            ledger.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with contextlib.closing(Ledger(path)) as again:
+        assert list(again.open_rollouts()) == ["0/0"], "entry 101 must not be there without those before it"
+        handmade.admit(again, 1)

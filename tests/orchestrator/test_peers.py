@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import PeerRefused, PeerSilent
-from pipelinerl.messages import EngineLoad, Failed, FromEngine, Stop, ToEngine
+from pipelinerl.messages import EngineLoad, Failed, FromEngine, Starting, Stop, ToEngine
 from pipelinerl.transport.exchange import LOST_FOR_S
 from pipelinerl.transport.memory import MemoryHub
 from tests.sim.clock import simulate
@@ -77,6 +77,36 @@ def test_a_peer_that_falls_silent_is_named_with_the_seconds():
                 await asyncio.sleep(1.0)
 
     expected = pytest.RaisesExc(PeerSilent, match="engine-1 was last heard 10 s ago; the limit is 8 s")
+    with pytest.RaisesGroup(expected, flatten_subgroups=True):
+        simulate(program())
+
+
+def test_a_silent_peer_is_fenced_and_replaced_once_and_ends_the_run_only_where_nobody_takes_its_place():
+    async def program() -> None:
+        hub = MemoryHub(accepts=FromEngine)
+        link = hub.connect("engine-0", accepts=ToEngine)
+        peers = Peers(
+            hub, role="engine", expected=1, ready_deadline_s=30.0, silent_after_s=8.0, replace=lambda *asked: replaced.append(asked)
+        )
+        peers.on(EngineLoad, lambda peer, message: None)
+        async with running(peers):
+            peers.on(Starting, lambda peer, message: None)
+            link.send(Starting(process_id=17))
+            link.send(load())
+            await asyncio.sleep(11.0)
+            assert replaced == [("engine-0", 17)]
+            assert not peers.is_reachable("engine-0")
+            link.send(load())
+            await asyncio.sleep(0.1)
+            assert peers.is_reachable("engine-0"), "it was only slow"
+            await asyncio.sleep(30.0)
+            assert replaced == [("engine-0", 17)] * 2
+            await asyncio.sleep(12.0)
+
+    replaced: list[tuple[str, int]] = []
+    expected = pytest.RaisesExc(
+        PeerSilent, match="engine-0 was last heard 39 s ago; the limit is 8 s, and nobody took its place in the 30 s"
+    )
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
         simulate(program())
 

@@ -19,6 +19,7 @@ import pytest
 from pipelinerl.messages import Finish, FromScorer, Message, Prompt, Score, Scored, ScorerLoad, Stop
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
+from tests.keys import PEERS
 
 REPOSITORY = Path(__file__).parents[2]
 REWARDS = Path(__file__).parent / "example_rewards.py"
@@ -174,7 +175,7 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
 
     def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 1.0) -> Scorer:
         run_folder = tmp_path_factory.mktemp("run")
-        make_keys(run_folder)
+        make_keys(run_folder, PEERS)
         config = {
             "model": {"path": str(tokenizer_folder)},
             "data": {"source": "unused.jsonl"},

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from pipelinerl.messages import (
     FromScorer,
     FromTrainer,
     LayoutFixed,
+    Message,
     MicroBatch,
     PolicyPublished,
     SlotReleased,
@@ -43,10 +44,12 @@ from pipelinerl.messages import (
     TrainerReady,
 )
 from pipelinerl.metrics import Journal
+from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.memory import CALM, MemoryHub, MemoryLink, Weather
 from tests.sim import peers
 from tests.sim.clock import simulate
 from tests.sim.run import Prompts, mean_baseline
+from trainer.standing import Standing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,26 +141,41 @@ class _Chaos:
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(faults.seed)
+        self.hubs = self._make_hubs()
 
     async def run(self) -> Survived:
         loop = asyncio.get_running_loop()
         with contextlib.closing(Journal(self.folder, "orchestrator")) as journal:
-            while (ended := await self._life(journal)) is None:
-                self.kills["orchestrator"] += 1
+            roles = [asyncio.create_task(role) for role in self._roles()]
+            try:
+                while (ended := await self._life(journal, roles)) is None:
+                    self.kills["orchestrator"] += 1
+                    for hub in self.hubs:
+                        hub.kill()
+                    await asyncio.sleep(self.faults.restart_s)
+                    dead, self.hubs = self.hubs, self._make_hubs()
+                    for hub, before in zip(self.hubs, dead, strict=True):
+                        hub.succeed(before)
+            finally:
+                for role in roles:
+                    role.cancel()
+                await asyncio.gather(*roles, return_exceptions=True)
         ending, rows = ended
         with open_history(self.folder) as history:
             trial = try_history(history)
         return Survived(ending=ending, trial=trial, disk=self.disk, kills=self.kills, seconds=loop.time(), rows=rows)
 
-    async def _life(self, journal: Journal) -> tuple[Ending, list[tuple[Any, ...]]] | None:
-        """One life of the orchestrator and all its peers; None where it was killed."""
-        hubs = [MemoryHub(accepts=accepts, weather=self.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
+    def _make_hubs(self) -> list[MemoryHub]:
+        return [MemoryHub(accepts=accepts, weather=self.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
+
+    async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[Ending, list[tuple[Any, ...]]] | None:
+        """One life of the orchestrator, which its peers outlive; None where it was killed."""
         ledger = Ledger(self.folder / "ledger.sqlite")
         pipeline = Pipeline(
             self.settings,
-            engine_hub=hubs[0],
-            scorer_hub=hubs[1],
-            trainer_hub=hubs[2],
+            engine_hub=self.hubs[0],
+            scorer_hub=self.hubs[1],
+            trainer_hub=self.hubs[2],
             source=Prompts(self.world.seed),
             held_out=[],
             credit=mean_baseline,
@@ -165,7 +183,6 @@ class _Chaos:
             ledger=ledger,
         )
         main = asyncio.create_task(pipeline.run())
-        roles = [asyncio.create_task(role) for role in self._roles(hubs)]
         try:
             await asyncio.wait({main, *roles}, timeout=self._until_kill(self.faults.orchestrator_s), return_when=asyncio.FIRST_COMPLETED)
             if not main.done() and not any(role.done() for role in roles):
@@ -176,11 +193,10 @@ class _Chaos:
             ledger.close()
             return ending, rows
         finally:
-            for task in (main, *roles):
-                task.cancel()
-            await asyncio.gather(main, *roles, return_exceptions=True)
+            main.cancel()
+            await asyncio.gather(main, return_exceptions=True)
 
-    def _roles(self, hubs: list[MemoryHub]) -> list[Coroutine[Any, Any, None]]:
+    def _roles(self) -> list[Coroutine[Any, Any, None]]:
         def engine(link: MemoryLink, engine_id: int) -> Coroutine[Any, Any, None]:
             return peers.engine(link, engine_id=engine_id, max_running=self.settings.engine.max_running, world=self.world)
 
@@ -188,7 +204,7 @@ class _Chaos:
             self._kept_alive(
                 f"engine-{engine_id}",
                 every_s=self.faults.engine_s,
-                connect=lambda name: hubs[0].connect(name, accepts=ToEngine),
+                connect=lambda name: self.hubs[0].connect(name, accepts=ToEngine),
                 serve=lambda link, engine_id=engine_id: engine(link, engine_id),
             )
             for engine_id in range(self.settings.engine.count)
@@ -196,13 +212,13 @@ class _Chaos:
         scorer = self._kept_alive(
             "scorer-0",
             every_s=self.faults.scorer_s,
-            connect=lambda name: hubs[1].connect(name, accepts=ToScorer),
+            connect=lambda name: self.hubs[1].connect(name, accepts=ToScorer),
             serve=lambda link: peers.scorer(link, num_slots=4, world=self.world),
         )
         trainer = self._kept_alive(
             "trainer-0",
             every_s=self.faults.trainer_s,
-            connect=lambda name: hubs[2].connect(name, accepts=ToTrainer),
+            connect=lambda name: self.hubs[2].connect(name, accepts=ToTrainer),
             serve=self._trainer,
         )
         return [*engines, scorer, trainer]
@@ -255,10 +271,12 @@ class _Chaos:
         finally:
             heartbeat.cancel()
 
-    async def _train(self, link: MemoryLink) -> None:
+    async def _train(self, bare: MemoryLink) -> None:
         disk, num_steps = self.disk, self.settings.trainer.steps
         first, trained = disk.version, dict(disk.trained)
-        link.send(TrainerReady(replica=0, num_replicas=1, process_id=next(peers.process_ids), version=first, commit=disk.commit))
+        link = _Outliving(
+            bare, TrainerReady(replica=0, num_replicas=1, process_id=next(peers.process_ids), version=first, commit=disk.commit)
+        )
         while not isinstance(await link.wait(), LayoutFixed):
             pass  # what was meant for the one before
         free = [f"slot-{number}" for number in range(3)]
@@ -284,7 +302,7 @@ class _Chaos:
             if saving is not None and not saving.done():
                 saving.cancel()
 
-    async def _train_step(self, link: MemoryLink, step: int, free: list[str]) -> tuple[list[tuple[str, ...]], StepSealed | None]:
+    async def _train_step(self, link: _Outliving, step: int, free: list[str]) -> tuple[list[tuple[str, ...]], StepSealed | None]:
         rows: list[tuple[str, ...]] = []
         seen = self.disk.seen.setdefault(step, [])
         while True:
@@ -304,11 +322,40 @@ class _Chaos:
             rows.append(answer.rollout_ids)
             await asyncio.sleep(self.world.token_s * len(answer.token_ids))
 
-    async def _save(self, link: MemoryLink, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:
+    async def _save(self, link: _Outliving, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:
         await asyncio.sleep(0.2)
         self.disk.save(version, commit, trained)
         await asyncio.sleep(0.01)
         link.send(CheckpointSaved(version=version, commit=commit, num_bytes=0, save_s=0.2))
+
+
+class _Outliving:
+    """A trainer's link, whose owner need not know that the orchestrator died."""
+
+    def __init__(self, link: MemoryLink, ready: TrainerReady) -> None:
+        self._link = link
+        self._standing = Standing(ready)
+        self._asked: TakeMicroBatch | None = None
+        link.introduce(self._introduce)
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, TakeMicroBatch):
+            self._asked = message
+        self._standing.said(message)
+        self._link.send(message)
+
+    async def wait(self) -> Message:
+        message = await self._link.wait()
+        self._standing.heard(message)
+        if isinstance(message, LayoutFixed):
+            for published in self._standing.published():
+                self._link.send(published)
+        elif isinstance(message, MicroBatch | StepSealed):
+            self._asked = None
+        return message
+
+    def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
+        return [*self._standing.introduction(), *([self._asked] if self._asked else [])]
 
 
 class _KilledByPrompt(Exception):
@@ -321,6 +368,9 @@ class _Deadly:
     def __init__(self, link: MemoryLink, killers: frozenset[int]) -> None:
         self._link = link
         self._killers = killers
+
+    def introduce(self, make: Introduction) -> None:
+        self._link.introduce(make)
 
     def send(self, message: Any) -> None:
         self._link.send(message)

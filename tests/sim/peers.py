@@ -12,8 +12,8 @@ import dataclasses
 import itertools
 import random
 import zlib
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -128,7 +128,8 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
 
     loop = EngineLoop(fake, engine_id=engine_id, stager=stage, clock=clock)
     await asyncio.sleep(world.start_s)
-    link.send(loop.ready(process_id=next(process_ids)))
+    process_id = next(process_ids)
+    link.introduce(lambda kept: [loop.introduce(kept, process_id=process_id)])
     next_load = 0.0
     while True:
         message = await _message_within(link, seconds=1.0) if not loop.has_work and not loop.is_swapping else link.receive(0)
@@ -160,7 +161,16 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     loop = asyncio.get_running_loop()
     chance = random.Random(world.seed)
     await asyncio.sleep(world.start_s)
-    link.send(ScorerReady(scorer_id=0, process_id=next(process_ids), num_slots=num_slots))
+    ready = ScorerReady(scorer_id=0, process_id=next(process_ids), num_slots=num_slots)
+    calls: list[asyncio.TimerHandle] = []
+
+    def introduce(kept: Sequence[bytes]) -> list[Message]:
+        for call in calls:
+            call.cancel()
+        calls.clear()
+        return [ready]
+
+    link.introduce(introduce)
     heartbeat = loop.create_task(beat(link))
     bad = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID)
     while not isinstance(message := await link.wait(), Stop):
@@ -171,13 +181,13 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
             compared = GroupScored(
                 group_id=message.group_id, outcome=outcome, rewards=tuple(places), components=tuple({"place": place} for place in places)
             )
-            loop.call_later(world.score_s * (0.5 + chance.random()), link.send, compared)
+            calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, compared))
             continue
         reward = float(message.token_ids.sum() % 2) if outcome is Outcome.OK else None
         answer = Scored(
             rollout_id=message.rollout_id, attempt=message.attempt, outcome=outcome, reward=reward, components={}, duration_s=world.score_s
         )
-        loop.call_later(world.score_s * (0.5 + chance.random()), link.send, answer)
+        calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, answer))
     heartbeat.cancel()
 
 
@@ -257,7 +267,13 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
     record.stopped_for = stop.reason
 
 
-async def _next(link: MemoryLink, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepSealed, Stop)) -> Any:
+class Waits(Protocol):
+    """Of a link, what a trainer waits by."""
+
+    async def wait(self) -> Message: ...
+
+
+async def _next(link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepSealed, Stop)) -> Any:
     while True:
         message = await link.wait()
         if isinstance(message, SlotReleased):

@@ -38,6 +38,9 @@ def test_nothing_is_lost_or_trained_twice_whoever_is_killed(tmp_path: Path, who:
     faults = Faults(seed=seed, until_s=60.0, **KILLS[who])
     survived = survive(config(trainer={"steps": 30}), folder=tmp_path, faults=faults, world=WORLD)
     check(survived, num_steps=30)
+    if who == "orchestrator":
+        assert survived.trial.num_adopted > 20, "what engines had outlived it"
+        assert not survived.trial.num_replayed, "the trainer, too, and what it holds need not be trained again"
     assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 4, survived.kills
 
 

@@ -22,6 +22,7 @@ from pipelinerl.metrics import read_journals
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from pipelinerl.weights.slots import FOLDER, run_token
+from tests.keys import PEERS
 from tests.trainer.conductor import ROWS_PER_STEP, Conductor, make_config
 from tests.trainer.tiny import make_model
 from trainer.__main__ import main
@@ -62,7 +63,7 @@ async def _launch(config: Config, run_folder: Path, *module: str) -> int:
 def _run(start: Start, run_folder: Path, config: Config, **options: Any) -> Conductor:
     """Run a trainer against a conductor with these options until both have ended. Raises what ended the trainer."""
     if not (run_folder / "keys").exists():
-        make_keys(run_folder)
+        make_keys(run_folder, PEERS)
 
     async def both() -> Conductor:
         hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
@@ -149,7 +150,7 @@ def test_two_rows_are_asked_for_ahead_and_none_twice(folders: dict[str, Path], t
 
 
 def test_rows_not_taken_are_not_pulled_past_nor_taken_after_stop(folders: dict[str, Path], tmp_path: Path) -> None:
-    make_keys(tmp_path)
+    make_keys(tmp_path, PEERS)
     ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
 
     async def pulls() -> list[int]:
@@ -207,7 +208,7 @@ def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_pa
     """Engines and rewards may take longer for a row than any limit on silence: acknowledgements are signs of life."""
     monkeypatch.setattr("trainer.feed.ALIVE_EVERY_S", 0.1)
     monkeypatch.setattr("pipelinerl.transport.zmq.REMIND_EVERY_S", 0.1)
-    make_keys(tmp_path)
+    make_keys(tmp_path, PEERS)
 
     async def wait() -> None:
         hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
@@ -240,7 +241,7 @@ def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_
     async def is_running(config: Config, run_folder: Path) -> int:
         return 0
 
-    make_keys(tmp_path)
+    make_keys(tmp_path, PEERS)
     process.start()
     conductor = _run(is_running, tmp_path, config, stop_after=0, silent_from_step=1, says_stop=False)
     assert (FOLDER / conductor.published[0].slot).exists()
@@ -251,7 +252,7 @@ def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_
 
 
 def test_a_trainer_that_fails_early_leaves_its_last_words(folders: dict[str, Path], tmp_path: Path) -> None:
-    make_keys(tmp_path)
+    make_keys(tmp_path, PEERS)
     assert asyncio.run(_launch(make_config(folders["qwen3"], ranks=2), tmp_path, "trainer")) == 1
     words = json.loads((tmp_path / "failures" / "trainer-0.json").read_text())
     assert words["error"].startswith("ConfigError: trainer.ranks is 2, but 1 processes were started")

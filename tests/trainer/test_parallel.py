@@ -14,6 +14,7 @@ from pipelinerl.messages import FromTrainer
 from pipelinerl.process import read_config
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
+from tests.keys import PEERS
 from tests.trainer.conductor import Conductor, make_config
 from tests.trainer.ranks import be_rank, open_store
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
@@ -100,7 +101,7 @@ def test_two_ranks_go_through_a_run_and_end_together(
 ) -> None:
     config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2, parallel=parallel)
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    make_keys(tmp_path)
+    make_keys(tmp_path, PEERS)
     store = open_store()
     ranks = torch.multiprocessing.start_processes(_run_trainer_rank, args=(tmp_path, store.port), nprocs=2, join=False, start_method="fork")
 

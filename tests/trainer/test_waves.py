@@ -15,6 +15,7 @@ from pipelinerl.layout import Layout
 from pipelinerl.messages import FromTrainer, MicroBatch, StepSealed, Stop, TakeMicroBatch, ToTrainer, TrainerReady
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
+from tests.keys import PEERS
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_sample
 from trainer.feed import Feed
@@ -41,7 +42,7 @@ async def _serve(hub: ZmqHub, *, until: Callable[[], bool], log: list[int]) -> N
 
 def _with_waves(run_folder: Path, *, lay_out: Callable[[MicroBatch], Row | None], loop: Callable[[Waves], Any]) -> tuple[Any, list[int]]:
     """What `loop` returns in a thread of its own, fed by a hub in this one; and the rows that were asked for."""
-    make_keys(run_folder)
+    make_keys(run_folder, PEERS)
     pulls: list[int] = []
 
     def train() -> Any:

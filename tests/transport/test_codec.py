@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipelinerl import messages
 from pipelinerl.errors import WireError
 from pipelinerl.messages import (
+    Adopt,
     Alive,
     Cancel,
     CheckpointFailed,
@@ -111,7 +112,8 @@ EXAMPLES: tuple[Message, ...] = (
     Cancel(rollout_id="4/1", attempt=0),
     COMPLETION,
     TENSOR,
-    EngineReady(engine_id=1, process_id=2, max_model_tokens=3, max_running=4, tensors=(TENSOR,)),
+    EngineReady(engine_id=1, process_id=2, max_model_tokens=3, max_running=4, tensors=(TENSOR,), running={"1/0": 2}),
+    Adopt(rollouts={"1/0": 2}),
     EngineLoad(engine_id=1, version=2, num_running=3, num_waiting=4, num_tokens=5, num_steps=6, busy_s=0.5, idle_s=1.5),
     StageWeights(version=3, slot="pipelinerl-ab-0", digest="ff", when_idle=True),
     WeightsCommitted(engine_id=1, version=3, pause_s=0.001, stage_s=0.5, num_running=7),
@@ -252,7 +254,7 @@ def test_what_is_not_an_accepted_message_is_refused_with_the_reason(name: str):
 
 
 def test_a_refusal_says_what_would_have_been_accepted():
-    with pytest.raises(WireError, match=r"1 bytes are not one of Cancel, Generate, StageWeights, Stop: "):
+    with pytest.raises(WireError, match=r"1 bytes are not one of Adopt, Cancel, Generate, StageWeights, Stop: "):
         Decoder(ToEngine).decode(b"\xc1")
 
 

@@ -262,6 +262,31 @@ def test_what_the_orchestrator_never_took_is_sent_to_its_successor_once():
     assert (pair.at_hub, pair.at_link) == ([3, 4, 5, 6], [100, 101])
 
 
+def test_with_an_introduction_that_alone_is_what_a_successor_hears_of_before():
+    pair = Pair()
+    given: list[Sequence[bytes]] = []
+
+    def introduce(kept: Sequence[bytes]) -> list[bytes]:
+        given.append(kept)
+        return [number(50), number(51)]
+
+    pair.link.introduction = introduce
+    for value in range(3):
+        pair.link.send(number(value))
+    pair.deliver()
+    pair.hub.send(number(100))
+    pair.deliver()
+    pair.link.send(number(3))
+    assert given == [], "the first orchestrator is told by whoever introduces"
+    pair.to_hub.clear()
+    pair.hub, pair.at_hub = pair.new_hub(), []
+    pair.settle()
+    assert (pair.at_hub, given) == ([50, 51], [[number(3)]])
+    pair.link.send(number(4))
+    pair.settle()
+    assert pair.at_hub == [50, 51, 4]
+
+
 def test_a_goodbye_is_remembered_until_somebody_comes_back():
     pair = Pair()
     pair.link.send(number(1))

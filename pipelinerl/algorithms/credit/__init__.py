@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.algorithms.credit import advantage, batch_rule, selection, shaping, step_credit, token_advantage, value_advantage
+from pipelinerl.algorithms.credit import advantage, batch_rule, roulette, selection, shaping, step_credit, token_advantage, value_advantage
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
@@ -23,7 +23,7 @@ _ADVANTAGE: dict[str, Callable[..., Credit]] = {
     "grpo": advantage.grpo,
     "dr_grpo": advantage.dr_grpo,
     "rloo": advantage.rloo,
-    "rloo_doubly_robust": advantage.rloo_doubly_robust,
+    "rloo_doubly_robust": roulette.rloo_doubly_robust,
     "remax": advantage.remax,
     "opo": advantage.opo,
     "gdpo": advantage.gdpo,

@@ -143,24 +143,6 @@ def rloo(group: ScoredGroup, *, divide_by_std: bool, eps: float, ddof: int) -> F
     return advantages / (group.rewards.std(ddof=ddof) + eps) if divide_by_std and n > 1 else advantages
 
 
-def rloo_doubly_robust(group: ScoredGroup) -> Float64:
-    """Leave-one-out under an unbiased early stop.
-
-    A stopped row has weight 0 and no reward; its prediction s stands in for it. R~ = s + w (R - s) has expectation R, and the others' mean
-    of R~ is independent of this row's coin, so weight * advantage * gradient stays unbiased. A mean that includes the row itself would not
-    be: the coin would enter twice.
-    """
-    predictions: Float64 = group.required("predictions")
-    weights: Float64 = group.required("sample_weights")
-    n = len(predictions)
-    if n < 2:
-        return np.zeros(n)
-    rewards = np.where(weights > 0, group.rewards, predictions)
-    robust = np.where(weights == 1, rewards, predictions + weights * (rewards - predictions))
-    others = robust - rewards[0]  # a shift cancels, and equal rewards give exactly zero
-    return rewards - rewards[0] - (others.sum() - others) / (n - 1)
-
-
 def remax(group: ScoredGroup) -> Float64:
     """R - R(greedy), arXiv:2310.10505."""
     return group.rewards - float(group.required("greedy_reward"))

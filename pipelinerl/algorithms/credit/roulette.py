@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64
+from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 
 
-def doubly_robust(rewards: Float64, *, weights: Float64, predicted: Float64) -> Float64:
-    """[N] predicted + weight * (reward - predicted): unbiased whatever was predicted, and of less variance the better it was.
+def rloo_doubly_robust(group: ScoredGroup) -> Float64:
+    """[N] reward - mean of the siblings' doubly robust values, 0 for a group of one. The weight is left to the loss, where it enters once.
 
-    `rewards` of stopped rollouts are not read; they may be NaN. `predicted` must depend on the prefix alone, as a step score does.
+    A stopped rollout's reward is not read; its prediction stands in for it.
     """
-    return predicted + weights * np.where(weights > 0.0, rewards - predicted, 0.0)
+    predicted, weights = group.required("predictions"), group.required("sample_weights")
+    own = np.where(weights > 0.0, group.rewards, predicted)
+    return _less_the_others(own, doubly_robust(group.rewards, weights=weights, predicted=predicted))
 
 
 def roulette_advantage(rewards: Float64, *, weights: Float64, predicted: Float64) -> Float64:
@@ -24,9 +26,21 @@ def roulette_advantage(rewards: Float64, *, weights: Float64, predicted: Float64
 
     The baseline leaves the rollout itself out. With a mean that includes it, its coin enters twice, and the estimate is biased.
     """
-    num = len(rewards)
-    if num < 2:
-        return np.zeros(num)
-    values = doubly_robust(rewards, weights=weights, predicted=predicted)
-    baselines = (values.sum() - values) / (num - 1)
-    return weights * np.where(weights > 0.0, rewards - baselines, 0.0)
+    advantages = _less_the_others(rewards, doubly_robust(rewards, weights=weights, predicted=predicted))
+    return weights * np.where(weights > 0.0, advantages, 0.0)
+
+
+def doubly_robust(rewards: Float64, *, weights: Float64, predicted: Float64) -> Float64:
+    """[N] predicted + weight * (reward - predicted): unbiased whatever was predicted, and of less variance the better it was.
+
+    `rewards` of stopped rollouts are not read; they may be NaN. `predicted` must depend on the prefix alone, as a step score does.
+    """
+    return np.where(weights == 1.0, rewards, predicted + weights * np.where(weights > 0.0, rewards - predicted, 0.0))
+
+
+def _less_the_others(own: Float64, values: Float64) -> Float64:
+    """[N] own - mean of the other values; a common shift is taken off first, so that equal rewards give exactly 0."""
+    if len(own) < 2:
+        return np.zeros(len(own))
+    shifted = values - values[0]
+    return own - values[0] - (shifted.sum() - shifted) / (len(own) - 1)

@@ -1,0 +1,7 @@
+"""The peers that tests make keys for."""
+
+from __future__ import annotations
+
+from pipelinerl.transport.curve import ROLES
+
+PEERS = tuple(f"{role}-{number}" for role in ROLES for number in range(4))

@@ -1,0 +1,43 @@
+"""What another orchestrator is told: the steps in the weights, the checkpoint, and the policies that may be fetched; nothing else."""
+
+from __future__ import annotations
+
+from pipelinerl.messages import CheckpointFailed, CheckpointSaved, PolicyPublished, SlotReleased, StepDone, StepSealed, TrainerReady
+from trainer.standing import Standing
+
+
+def published(version: int) -> PolicyPublished:
+    return PolicyPublished(version=version, slot=f"slot-{version % 2}", digest=str(version), num_bytes=0, publish_s=0.0)
+
+
+def seal(step: int) -> StepSealed:
+    return StepSealed(step=step, num_micro_batches=1, num_tokens=1, num_samples=1, commit=f"c{step}")
+
+
+def test_it_tells_the_steps_done_the_newest_checkpoint_and_what_lies_in_slots():
+    ready = TrainerReady(replica=0, num_replicas=1, process_id=1, version=4, commit="c3")
+    standing = Standing(ready)
+    (first,) = standing.introduction()
+    assert isinstance(first, TrainerReady)
+    assert (first.version, first.commit, first.saved, first.saved_commit) == (4, "c3", 4, "c3")
+    for step in (4, 5, 6):
+        standing.heard(seal(step))
+        if step < 6:
+            standing.said(StepDone(step=step, metrics={}))
+            standing.said(published(step + 1))
+    standing.said(CheckpointSaved(version=5, commit="c4", num_bytes=1, save_s=0.0))
+    (now,) = standing.introduction()
+    assert isinstance(now, TrainerReady)
+    assert (now.version, now.commit, now.saved, now.saved_commit) == (6, "c5", 5, "c4"), "step 6 is sealed, and not done"
+    assert standing.published() == [published(5), published(6)]
+    standing.heard(SlotReleased(slot="slot-1"))
+    assert standing.published() == [published(6)]
+
+
+def test_a_checkpoint_that_failed_is_told_until_one_was_written():
+    standing = Standing(TrainerReady(replica=0, num_replicas=1, process_id=1, version=0))
+    failed = CheckpointFailed(version=3, error="no room")
+    standing.said(failed)
+    assert list(standing.introduction())[1:] == [failed]
+    standing.said(CheckpointSaved(version=4, commit="c", num_bytes=1, save_s=0.0))
+    assert len(list(standing.introduction())) == 1
