@@ -212,7 +212,7 @@ class _Resumable:
         """Begin to write a version, where one is due; say where an earlier one failed."""
         self._tell_failures()
         if version % self._every == 0:
-            self._checkpoints.begin(version, commit=self._settings, num_samples=0, samples="")
+            self._checkpoints.begin(version, commit=self._settings, num_samples=0, samples="0")
 
     def wait(self) -> None:
         """Wait for what is being written; say where that failed."""
