@@ -113,7 +113,7 @@ def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
 
 
 def by_nccl(folder: Path, layout: tuple[Tensor, ...]) -> Road:
-    host = nccl.host(StandInNccl(), deadline_s=3.0)
+    host = nccl.host(StandInNccl(), deadline_s=10.0)  # calling the store takes 5 s now and then
     return by_call(host, lambda deadline_s: nccl.guest(StandInNccl(), deadline_s=deadline_s), layout)
 
 
@@ -166,7 +166,7 @@ RECEIVERS: dict[str, Callable[[Path], Receiver]] = {
     "shared_memory": lambda folder: SharedMemoryReceiver(),
     "files": lambda folder: FilesReceiver(folder / "weights"),
     "gloo": lambda folder: gloo.guest(deadline_s=4.0),
-    "nccl": lambda folder: nccl.guest(StandInNccl(), deadline_s=3.0),
+    "nccl": lambda folder: nccl.guest(StandInNccl(), deadline_s=10.0),
     "cuda_ipc": lambda folder: CudaIpcReceiver(memory=StandInMemory(folder)),
 }
 """The same ends of engines for a trainer in another process, by the folder it was given."""

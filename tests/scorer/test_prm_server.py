@@ -19,6 +19,7 @@ from pipelinerl.scorer.prm import PrmScorer
 from pipelinerl.scorer.prm_server import PrmServer, convention_of
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
+from tests.keys import PEERS
 from tests.scorer.test_prm import ENDS, POLICY, ByHand, by_words, trace
 
 SECTION = PrmSection(convention="sigmoid-head", tag="#", max_steps=50)  # pyright: ignore[reportCallIssue]
@@ -28,7 +29,7 @@ class Asked:
     """A hub, and the server in a thread at the other end."""
 
     def __init__(self, folder: Path, engine: ByHand) -> None:
-        make_keys(folder)
+        make_keys(folder, PEERS)
         self._hub = ZmqHub(folder, "scorer", accepts=FromScorer)
         self._arrived: list[Any] = []
         link = ZmqLink(folder, "scorer", 1, accepts=ToScorer)
