@@ -66,7 +66,9 @@ def swapped(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit
 
     section = WeightsSection(commit=commit, delta=True)  # pyright: ignore
     with real_engine.vllm_engine(folder, dtype="bfloat16", weights=section, policies=folder / "weights") as engine:
-        publisher = Publisher(lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, sends_changes=True)
+        publisher = Publisher(
+            lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, address="127.0.0.1", sends_changes=True
+        )
         publisher.fix_layout(engine.limits.tensors, num_engines=4, road=road)
         with contextlib.closing(publisher), StagingThread(engine) as stager:
             yield EngineLoop(engine, engine_id=0, stager=stager), publisher
