@@ -100,9 +100,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 # --- an engine dies ------------------------------------------------------------------------------------------------------------------
 
-ENGINE_PHASES: dict[str, Callable[[], None]] = {
+ENGINE_PHASES: dict[str, Callable[[], object]] = {
     "told": lambda: setattr(intake.Intake, "stage", die),
-    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, calls, cuda_ipc)] and None,
+    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, calls, cuda_ipc)],
     "fetching": lambda: setattr(intake, "check", die),
     "verifying": lambda: setattr(intake, "verify", die),
     "staging": lambda: setattr(Flip, "stage", die),
@@ -156,7 +156,7 @@ def test_an_engine_killed_at_any_phase_holds_up_nobody_and_the_one_that_follows_
 
 # --- the trainer dies ----------------------------------------------------------------------------------------------------------------
 
-TRAINER_PHASES: dict[str, Callable[[], None]] = {
+TRAINER_PHASES: dict[str, Callable[[], object]] = {
     "acquiring": lambda: setattr(pool.SlotPool, "acquire", die),
     "sealing": lambda: setattr(manifest, "digest_of", die),
     "offering": lambda: (
