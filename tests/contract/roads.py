@@ -162,11 +162,11 @@ class Engine:
         self._receiver.close()
 
 
-RECEIVERS: dict[str, Callable[[Path], Receiver]] = {
-    "shared_memory": lambda folder: SharedMemoryReceiver(),
-    "files": lambda folder: FilesReceiver(folder / "weights"),
-    "gloo": lambda folder: gloo.guest(deadline_s=4.0),
-    "nccl": lambda folder: nccl.guest(StandInNccl(), deadline_s=10.0),
-    "cuda_ipc": lambda folder: CudaIpcReceiver(memory=StandInMemory(folder)),
+RECEIVERS: dict[str, Callable[[Path, float], Receiver]] = {
+    "shared_memory": lambda folder, deadline_s: SharedMemoryReceiver(),
+    "files": lambda folder, deadline_s: FilesReceiver(folder / "weights"),
+    "gloo": lambda folder, deadline_s: gloo.guest(deadline_s=deadline_s),
+    "nccl": lambda folder, deadline_s: nccl.guest(StandInNccl(), deadline_s=deadline_s),
+    "cuda_ipc": lambda folder, deadline_s: CudaIpcReceiver(memory=StandInMemory(folder)),
 }
-"""The same ends of engines for a trainer in another process, by the folder it was given."""
+"""The same ends of engines for a trainer in another process, by the folder it was given and their deadline."""

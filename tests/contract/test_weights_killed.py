@@ -100,9 +100,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 # --- an engine dies ------------------------------------------------------------------------------------------------------------------
 
-ENGINE_PHASES: dict[str, Callable[[], None]] = {
+ENGINE_PHASES: dict[str, Callable[[], object]] = {
     "told": lambda: setattr(intake.Intake, "stage", die),
-    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, calls, cuda_ipc)] and None,
+    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, calls, cuda_ipc)],
     "fetching": lambda: setattr(intake, "check", die),
     "verifying": lambda: setattr(intake, "verify", die),
     "staging": lambda: setattr(Flip, "stage", die),
@@ -113,7 +113,7 @@ ENGINE_PHASES: dict[str, Callable[[], None]] = {
 
 
 def engine(folder: Path, name: str, phase: str, hear: Callable[[], Any], say: Callable[[Any], None]) -> None:
-    one = Engine(RECEIVERS[name](folder))
+    one = Engine(RECEIVERS[name](folder, 20.0))
     one.take(order_of(hear()))
     say(one.holds(1))
     second = order_of(hear())
@@ -156,7 +156,7 @@ def test_an_engine_killed_at_any_phase_holds_up_nobody_and_the_one_that_follows_
 
 # --- the trainer dies ----------------------------------------------------------------------------------------------------------------
 
-TRAINER_PHASES: dict[str, Callable[[], None]] = {
+TRAINER_PHASES: dict[str, Callable[[], object]] = {
     "acquiring": lambda: setattr(pool.SlotPool, "acquire", die),
     "sealing": lambda: setattr(manifest, "digest_of", die),
     "offering": lambda: (
@@ -182,7 +182,7 @@ def trainer(folder: Path, name: str, phase: str, hear: Callable[[], Any], say: C
 def trainer_and_engine(name: str, phase: str, folder: Path) -> Iterator[tuple[Child, Engine]]:
     """A trainer that has published a policy, and an engine that holds it."""
     child = Child(functools.partial(trainer, folder, name, phase))
-    one = Engine(RECEIVERS[name](folder))
+    one = Engine(RECEIVERS[name](folder, 20.0))
     try:
         child.tell(1)
         one.take(order_of(child.hear()))
@@ -219,8 +219,10 @@ def test_a_trainer_killed_between_announcement_and_fetch_is_refused_or_its_polic
         child.tell("go on")
         order = order_of(child.hear())
         child.kill()
+        patient, one.intake._receiver = one.intake._receiver, RECEIVERS[name](tmp_path, 1.0)
         with contextlib.suppress(WeightsError):
             one.take(order)
+        one.intake._receiver = patient
         assert one.holds(2) == (name not in CALLS), "what lies in memory or on the disk outlives who wrote it"
         check_successor(name, tmp_path, one, held=1 if name in CALLS else 2)
 
@@ -268,7 +270,7 @@ def test_a_slot_half_written_by_a_killed_trainer_is_never_read(tmp_path: Path):
         die()
 
     child = Child(half)
-    one = Engine(RECEIVERS["shared_memory"](tmp_path))
+    one = Engine(RECEIVERS["shared_memory"](tmp_path, 20.0))
     try:
         order = order_of(child.hear())
         child.tell("go on")
