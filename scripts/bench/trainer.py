@@ -51,7 +51,7 @@ from trainer.feed import Feed
 from trainer.head import linear_logprobs
 from trainer.lineage import Lineage
 from trainer.loop import Loop
-from trainer.model import Model, Weights
+from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
@@ -169,7 +169,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
         loop = Loop(
             waves=waves,
             step=step,
-            weights=Weights(_model(), is_wanted=False),
+            spread=None,
             publisher=None,
             send=seen.append,
             phases=phases,
