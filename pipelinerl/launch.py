@@ -6,7 +6,8 @@ its own with its output in `<run>/logs/<name>.log`; each dies with its parent, s
 One that was killed is started again by itself, while the others go on: a trainer then starts from its last checkpoint, what a scorer
 or an engine was asked for is asked for again, and an orchestrator goes on from the ledger and meets the others anew. Engines are forked,
 and restarted, by a parent of their own. One that stands still is killed, and so started again: where the orchestrator asks for it, or
-where it is the orchestrator itself. `run.restarts` bounds all this, for each process apart.
+where it is the orchestrator itself. `run.restarts` bounds all this, for each process apart. One that ended, as an orchestrator told it that
+was killed before it ended itself, is started again, too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ SAVE_GRACE_S = 60.0
 """How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
 KILL_GRACE_S = 5.0
 """Between asking a process to end and killing it, after another has failed."""
+REJOIN_AFTER_S = 30.0
+"""A process that ended well was told to; where the orchestrator lives on for so long, that was one that has been killed since, and the
+process is started again. Must exceed what an orchestrator takes to end once it has told everyone (`orchestrator.pipeline.GOODBYE_S`).
+"""
 LOOK_EVERY_S = 1.0
 """Between two looks for processes that stand still."""
 LOG_TAIL_LINES = 15
@@ -191,6 +196,8 @@ class Launcher:
         self._running: set[str] = set()
         """Those whose end was not taken from `_ended` yet."""
         self._ended: asyncio.Queue[str] = asyncio.Queue()
+        self._left_at: dict[str, float] = {}
+        """Those that ended well while the orchestrator lived: when, on the loop's clock."""
         self._deadline_s: float | None = None
         """Once the orchestrator has ended: when the others must have, on the loop's clock."""
         self._tasks = asyncio.TaskGroup()
@@ -242,7 +249,11 @@ class Launcher:
         code = self._processes[failed].returncode
         if code is not None and code < 0:
             return True
-        words = [record for record in self._failures() if record["t"] >= self._started_at[failed] and record["role"] == failed]
+        words = [
+            record
+            for record in self._failures()
+            if record["t"] >= self._started_at[failed] and failed in (record["role"], record["process"])
+        ]
         is_group = failed == "trainer"  # torchrun's own exit code says nothing of how a rank ended
         return all(record["is_consequence"] for record in words) and (bool(words) or is_group)
 
@@ -303,6 +314,8 @@ class Launcher:
             if name == self._roles[0].name:
                 self._deadline_s = loop.time() + SAVE_GRACE_S
                 loop.call_later(KILL_GRACE_S, self._dismiss)
+            else:
+                self._left_at[name] = loop.time()
         return None
 
     async def _oversee(self) -> None:
@@ -317,11 +330,22 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
             self._end_stopped_orchestrator()
+            await self._call_back()
 
     def _is_ours(self, process_id: int) -> bool:
         """True where a process is one of this launcher's, or descends from one: no other is ever signalled."""
         ours = {process.pid for process in self._processes.values() if process.returncode is None}
         return not ours.isdisjoint(ancestors(process_id))
+
+    async def _call_back(self) -> None:
+        """Start again who was told to end by an orchestrator that was killed before it ended itself."""
+        if self._deadline_s is not None or self._num_interrupts or self._roles[0].name != "orchestrator":
+            return
+        for role in self._roles:
+            if asyncio.get_running_loop().time() - self._left_at.get(role.name, float("inf")) > REJOIN_AFTER_S:
+                del self._left_at[role.name]
+                self._note(f"{role.name} was told to end by an orchestrator that is gone; starting it again")
+                await self._start(role)
 
     def _end_stopped_orchestrator(self) -> None:
         process = self._processes.get("orchestrator")

@@ -226,6 +226,27 @@ def test_an_orchestrator_that_is_killed_is_started_again_alone_and_its_endpoints
     assert not list((folder / "endpoints").iterdir())
 
 
+DIES_AT_ITS_GOODBYE = """
+    import os, pathlib, signal, time
+    lives = pathlib.Path(folder, name + ".lives")
+    with open(lives, "a") as file: file.write("x")
+    num_lives, until = len(lives.read_text()), time.monotonic() + 20
+    while len(pathlib.Path(folder, "engines.lives").read_text() if pathlib.Path(folder, "engines.lives").exists() else "") < num_lives:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    if num_lives == 1: os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""Is killed when the engines have ended, as they were told; its next life waits for theirs."""
+
+
+def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(launch, "REJOIN_AFTER_S", 0.2)
+    ends = "import pathlib\nwith open(pathlib.Path(folder, name + '.lives'), 'a') as file: file.write('x')"
+    run_again(folder, restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ends)
+    assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (2, 2)
+
+
 STANDS_STILL_ONCE = """
     import os, pathlib, signal, time
     from pipelinerl.process import ask_to_replace
@@ -267,6 +288,21 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
     with pytest.raises(PeerGone, match="trainer-0 failed: WeightsError: slot 3"):
         run_again(folder, restarts=5, orchestrator=COUNTS, trainer=fails)
     assert lives(folder, "trainer") == 1
+
+
+def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
+    loses_a_peer_once = """
+        import pathlib
+        from pipelinerl.errors import PeerGone
+        from pipelinerl.process import last_words
+        lives = pathlib.Path(folder, name + ".lives")
+        with open(lives, "a") as file: file.write("x")
+        with last_words(pathlib.Path(folder), name):
+            if len(lives.read_text()) == 1: raise PeerGone("the fork server ended")
+        pathlib.Path(folder, name + ".done").touch()
+    """
+    run_again(folder, restarts=1, **{"orchestrator": COUNTS, "scorer-0": loses_a_peer_once})
+    assert lives(folder, "scorer-0") == 2
 
 
 def test_who_is_killed_when_the_orchestrator_has_ended_is_not_started_again(folder: Path):
