@@ -6,7 +6,7 @@ its own with its output in `<run>/logs/<name>.log`; each dies with its parent, s
 One that was killed is started again by itself, while the others go on: a trainer then starts from its last checkpoint, what a scorer
 or an engine was asked for is asked for again, and an orchestrator goes on from the ledger and meets the others anew. Engines are forked,
 and restarted, by a parent of their own. One that stands still is killed, and so started again: where the orchestrator asks for it, or
-where it is the orchestrator itself. `run.restarts` bounds all this, for each process apart. One that ended, as an orchestrator told it that
+where a signal has stopped it. `run.restarts` bounds all this, for each process apart. One that ended, as an orchestrator told it that
 was killed before it ended itself, is started again, too.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone
-from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, is_stopped, read_config
+from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, read_config, stopped_processes
 from pipelinerl.restarts import Restarts
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.weights.slots import run_token, unlink_slots
@@ -182,7 +182,8 @@ class Launcher:
     ) -> None:
         """`restarts` of each process within an hour, the first after `restart_wait_s`.
 
-        An orchestrator that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long.
+        A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: of the orchestrator, and of one that is only starting, nobody
+        else would notice before long.
         """
         self._roles = roles
         self._run_folder = run_folder
@@ -190,8 +191,8 @@ class Launcher:
         self._started_at: dict[str, float] = {}
         """Unix seconds of each process's last start."""
         self._stopped_limit_s = stopped_limit_s
-        self._stopped_since: float | None = None
-        """The orchestrator, in Unix seconds."""
+        self._stopped_since: dict[int, float] = {}
+        """By process id, in Unix seconds."""
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._running: set[str] = set()
         """Those whose end was not taken from `_ended` yet."""
@@ -329,7 +330,7 @@ class Launcher:
                 self._note(f"{peer} (process {process_id}) fell silent; killing it")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
-            self._end_stopped_orchestrator()
+            self._end_stopped()
             await self._call_back()
 
     def _is_ours(self, process_id: int) -> bool:
@@ -347,16 +348,16 @@ class Launcher:
                 self._note(f"{role.name} was told to end by an orchestrator that is gone; starting it again")
                 await self._start(role)
 
-    def _end_stopped_orchestrator(self) -> None:
-        process = self._processes.get("orchestrator")
-        if process is None or process.returncode is not None or not is_stopped(process.pid):
-            self._stopped_since = None
-            return
-        self._stopped_since = self._stopped_since or time.time()
-        if time.time() - self._stopped_since > self._stopped_limit_s:
-            self._stopped_since = None
-            self._note(f"orchestrator (process {process.pid}) was stopped for {self._stopped_limit_s:g} s; killing it")
-            self._signal("orchestrator", signal.SIGKILL)
+    def _end_stopped(self) -> None:
+        """Kill whichever process of the run was stopped by a signal for too long: one that is only starting is missed by nobody else."""
+        now_s = time.time()
+        stopped = [process_id for process_id in stopped_processes() if self._is_ours(process_id)]
+        self._stopped_since = {process_id: self._stopped_since.get(process_id, now_s) for process_id in stopped}
+        for process_id, since_s in self._stopped_since.items():
+            if now_s - since_s > self._stopped_limit_s:
+                self._note(f"process {process_id} was stopped for {self._stopped_limit_s:g} s; killing it")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
 
     def _dismiss(self) -> None:
         """End those that still run and have nothing to save."""

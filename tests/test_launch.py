@@ -260,13 +260,16 @@ STANDS_STILL_ONCE = """
 """Is stopped in its first life, when the orchestrator has asked for its end, and for that of processes which are not the run's."""
 
 
-@pytest.mark.parametrize("who", ["engines", "orchestrator"])
-def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(folder: Path, who: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("who", "is_asked_for"), [("engines", True), ("engines", False), ("orchestrator", False)])
+def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(
+    folder: Path, who: str, is_asked_for: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also one that is only starting, for which nobody asks yet."""
     monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
-    stands = STANDS_STILL_ONCE if who == "engines" else STANDS_STILL_ONCE.replace("(os.getpid(), os.getppid(), 1)", "()")
+    stands = STANDS_STILL_ONCE if is_asked_for else STANDS_STILL_ONCE.replace("(os.getpid(), os.getppid(), 1)", "()")
     codes = {"orchestrator": COUNTS, "engines": COUNTS} | {who: stands}
     roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
-    asyncio.run(Launcher(roles, folder, restarts=1, restart_wait_s=0.01, stopped_limit_s=0.2).run())
+    asyncio.run(Launcher(roles, folder, restarts=1, restart_wait_s=0.01, stopped_limit_s=60.0 if is_asked_for else 0.2).run())
     assert {name: lives(folder, name) for name in codes} == {name: 2 if name == who else 1 for name in codes}
 
 

@@ -55,6 +55,8 @@ OTHERS = ("worker", "goodbye", "slow", "freeze", "full")
 FULL = {"engine": 200, "scorer": 200, "orchestrator": 100, "trainer": 50}
 STOPPED_FRACTION = 0.1
 """Of all kills: SIGSTOP for up to two seconds before."""
+BREATHER_FRACTION = 0.2
+"""Of all faults: the next comes only after a step. Less, and nothing is trained that could be lost."""
 GOODBYE_S = 0.1
 """About what an orchestrator takes to end."""
 PATIENCE_S = 120.0
@@ -208,6 +210,8 @@ class Chaos:
         )
         with contextlib.suppress(ProcessLookupError):
             await strike(role, process_id)
+        if self._chance.random() < BREATHER_FRACTION:
+            await self._wait_for_progress(1)
 
     async def _kill(self, role: str, process_id: int) -> None:
         if self._chance.random() < STOPPED_FRACTION:
