@@ -20,6 +20,7 @@ from the source, the seed and the position alone: a source set to a recorded pos
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -27,9 +28,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from orchestrator.rows import Table, open_rows
-from pipelinerl.config import DataSection
+from pipelinerl.config import Config, DataSection
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Prompt
+from pipelinerl.tokenizer import load_tokenizer
 
 MAX_SKIPPED_OF_STREAM = 10_000
 """Prompts too long in a row after which an iterable, which may never end, is given up. Smaller gives up on long stretches of them."""
@@ -112,6 +114,24 @@ class PromptSource:
             f"{self._rows.name}: {self._num_skipped_since} prompts in a row are too long: at most {self._max_prompt_tokens} tokens are"
             f" allowed, the shortest of them has {self._shortest_skipped}. Shorten the prompts, or raise model.max_tokens."
         )
+
+
+def prompts_of(config: Config) -> tuple[PromptSource, list[Prompt]]:
+    """The training source and the held-out prompts, both in the model's own tokens."""
+    tokenizer = load_tokenizer(config.model.path)
+    context = config.model.max_tokens or json.loads((config.model.path / "config.json").read_text())["max_position_embeddings"]
+    longest = min(context, config.batch.max_tokens) - config.rollout.max_tokens
+    source = PromptSource(config.data, tokenizer=tokenizer, seed=config.run.seed, max_prompt_tokens=longest)
+    if config.evaluation.source is None:
+        return source, []
+    held_out = fixed(
+        config.evaluation.source,
+        limit=config.evaluation.limit,
+        prompt_column=config.data.prompt_column,
+        tokenizer=tokenizer,
+        max_prompt_tokens=longest,
+    )
+    return source, held_out
 
 
 def fixed(source: str, *, limit: int, prompt_column: str, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:

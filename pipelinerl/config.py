@@ -45,6 +45,9 @@ class RunSection(Section):
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
     restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")
     restart_wait_s: Annotated[float, Field(ge=0)] = Field(1.0, description="wait before a restart; doubles while restarts follow quickly")
+    record_groups: Annotated[int, Field(ge=0)] = Field(
+        1024, description="groups, the newest, that stay recorded with tokens, scores and advantages: what `pipelinerl replay` works on"
+    )
     interface: str = Field(
         "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"
     )

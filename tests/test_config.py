@@ -256,6 +256,7 @@ KEYS = [
     "run.seed",
     "run.restarts",
     "run.restart_wait_s",
+    "run.record_groups",
     "run.interface",
     "model.path",
     "model.dtype",

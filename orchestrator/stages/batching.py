@@ -138,7 +138,7 @@ class Batching:
             self._num_given_up = 0
         else:
             self._admission.given_up()
-            self._ledger.give_up(verdict.group.group_id)
+            self._ledger.give_up(verdict.group.group_id, step=verdict.step)
             self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
 
     async def _pack(self, step: int, rows: list[list[Sample]]) -> None:

@@ -107,7 +107,7 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
     num_done = read("SELECT count(*) FROM events WHERE kind = 'done' AND rollout_id IS NULL")[0][0]
     last = read("SELECT group_id, epoch, row FROM groups ORDER BY group_id DESC LIMIT 1")
     steps = _read_steps(ledger, first=num_done, end=None)
-    scored = _scored(ledger, "step IS NULL")
+    scored = _scored(ledger, "step IS NULL AND group_id NOT IN (SELECT group_id FROM settled)")
     amended = read("SELECT kind, rollout_id FROM events WHERE kind IN ('compared', 'followed') AND rollout_id IS NOT NULL")
     interrupted = _interrupted(ledger)
     running = {scored_one.trajectory.group_id for scored_one in scored} | {group.group_id for group in interrupted}
