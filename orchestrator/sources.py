@@ -16,6 +16,7 @@ only, and makes a list of those an iterable yields.
 
 The position (epoch, row) names the next row to draw; `row` counts draws within the epoch, rows skipped included. What is drawn follows
 from the source, the seed and the position alone: a source set to a recorded position goes on exactly as the recorded one would have.
+With `data.difficulty`, prompts between the positions are passed over by what was measured of them: told the same, it passes over the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from orchestrator.rows import Table, open_rows
+from orchestrator.rules.curriculum import Curriculum
 from pipelinerl.config import Config, DataSection
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Prompt
@@ -54,6 +56,11 @@ class PromptSource:
         self._max_prompt_tokens = max_prompt_tokens
         self._build = _Builder(prompt_column=section.prompt_column, tokenizer=tokenizer)
         self._rows = open_rows(section, seed=seed)
+        self._curriculum = Curriculum(low=section.difficulty[0], high=section.difficulty[1]) if section.difficulty else None
+        if self._curriculum and not self._rows.comes_again:
+            raise DataError(
+                f"{self._rows.name} has no rows that come again, so data.difficulty cannot rest any: name a table, or set data.limit"
+            )
         self._epoch, self._row = 0, 0
         self._num_skipped_since = 0
         self._shortest_skipped: int | None = None
@@ -76,8 +83,14 @@ class PromptSource:
         self._epoch, self._row = epoch, row
         self._num_skipped_since = 0
 
+    def measured(self, prompt_id: str, *, success: float) -> None:
+        """Of the scored siblings of a prompt, this part was correct."""
+        if self._curriculum is not None:
+            epoch, _, number = prompt_id.partition(":")
+            self._curriculum.measured(int(number), epoch=int(epoch), success=success)
+
     def next(self) -> Prompt:
-        """The next prompt that is short enough.
+        """The next prompt that is short enough, and does not rest (`rules.curriculum`).
 
         Raises `DataError` where the source is empty, a row is malformed, or a whole epoch (of an iterable: `MAX_SKIPPED_OF_STREAM`
         prompts in a row) is too long.
@@ -89,6 +102,8 @@ class PromptSource:
                 continue
             self._row += 1
             epoch, number, row = drawn
+            if self._curriculum is not None and not self._curriculum.draws(number, epoch=epoch):
+                continue
             prompt = self._build.prompt(number, row, epoch=epoch, where=self._rows.where(number))
             if len(prompt.token_ids) <= self._max_prompt_tokens:
                 self._num_skipped_since = 0

@@ -18,6 +18,7 @@ from pipelinerl.layout import Layout, Schedule
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
@@ -68,6 +69,11 @@ class DataSection(Section):
     prompt_column: str = Field("prompt", description="text, or a list of chat messages, which then go through the chat template")
     shuffle: bool = Field(True, description="a new seeded order every epoch")
     limit: PositiveInt | None = Field(None, description="use only the first rows of the source, or of each")
+    difficulty: tuple[Unit, Unit] | None = Field(
+        None,
+        description="prompts whose part of correct siblings (algorithm.correct_reward) was not strictly between these two rest for 1, then"
+        " 2, 4, 8 epochs: [0.0, 1.0] rests what is all right or all wrong; none: every prompt comes in every epoch",
+    )
 
 
 class RolloutSection(Section):

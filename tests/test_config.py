@@ -266,6 +266,7 @@ KEYS = [
     "data.prompt_column",
     "data.shuffle",
     "data.limit",
+    "data.difficulty",
     "rollout.group_size",
     "rollout.max_tokens",
     "rollout.temperature",

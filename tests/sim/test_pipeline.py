@@ -643,3 +643,14 @@ def test_a_hundred_thousand_rollouts_are_trained_and_checked(tmp_path: Path):
     print(f"{len(simulated.rows)} rollouts in {seconds:.1f} s, {simulated.seconds:.0f} simulated")
     assert simulated.problems() == []
     assert len(simulated.rows) >= 100_000
+
+
+def test_the_source_hears_how_every_group_went(tmp_path: Path):
+    source = Prompts(0)
+    simulated = run(config(data={"difficulty": [0.0, 1.0]}), folder=tmp_path, source=source)
+    assert simulated.problems() == []
+    assert sorted(prompt for prompt, _ in source.heard) == sorted({row[2] for row in simulated.rows})
+    rewards: dict[str, list[bool]] = collections.defaultdict(list)
+    for row in simulated.rows:
+        rewards[row[2]].append(row[6] >= 1.0)
+    assert {prompt: sum(correct) / 4 for prompt, correct in rewards.items()} == dict(source.heard)
