@@ -26,6 +26,7 @@ from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
+from orchestrator.rules.concurrency import Concurrency
 from orchestrator.rules.curriculum import success_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvSpan
@@ -48,7 +49,7 @@ from orchestrator.state.scorers import Scorers
 from orchestrator.state.snapshot import RecordedStep, read_snapshot, read_successes
 from orchestrator.status import Status
 from pipelinerl.config import Config
-from pipelinerl.messages import Group, LayoutFixed, Prompt, Sampling, ScoredTrajectory, Stop, TrainerReady
+from pipelinerl.messages import EngineLoad, Group, LayoutFixed, Prompt, Sampling, ScoredTrajectory, Stop, TrainerReady
 from pipelinerl.metrics import Journal
 from pipelinerl.packing import Packing
 from pipelinerl.stages import Signal, Stage
@@ -256,6 +257,8 @@ class Pipeline:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
+        if config.pipeline.adaptive_running:
+            self._adapt_running()
         credits, past = self._credits, self._past
         channels = make_channels(
             watch=watch,
@@ -356,6 +359,22 @@ class Pipeline:
             num_booked=lambda: self._delivery.num_booked,
             prm=lambda: self._prm_gauges(),
         )
+
+    def _adapt_running(self) -> None:
+        """Let what engines say of their KV caches decide how many rollouts they get."""
+        engines, admission, group_size = self._engines, self._admission, self._config.rollout.group_size
+        concurrency = Concurrency(most=admission.max_running, least=self._config.engine.count * group_size, group_size=group_size)
+
+        def hear(load: EngineLoad) -> None:
+            if load.kv_used is None:
+                return
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_outstanding=engines.num_outstanding)
+            if concurrency.limit != admission.max_running:
+                admission.max_running = concurrency.limit
+                self._credits.set()
+
+        engines.on_load(hear)
+        engines.on_died(concurrency.lost)
 
     def _make_comparing(self, channels: Channels, asking: Asking) -> Comparing:
         config = self._config

@@ -145,6 +145,9 @@ class PipelineSection(Section):
     mode: Mode = Field(Mode.STREAMING, description="streaming, one_step_off or sync")
     max_staleness: Annotated[int, Field(ge=0)] = Field(4, description="K: versions between the oldest token and the policy it trains")
     max_running: PositiveInt | None = Field(None, description="rollouts in engines at once; default: 1.25 times what they decode at once")
+    adaptive_running: bool = Field(
+        False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
+    )
     queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue between stages")
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 

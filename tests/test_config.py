@@ -310,6 +310,7 @@ KEYS = [
     "pipeline.mode",
     "pipeline.max_staleness",
     "pipeline.max_running",
+    "pipeline.adaptive_running",
     "pipeline.queue_bytes",
     "pipeline.stall_limit_s",
     "trainer.steps",
