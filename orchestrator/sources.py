@@ -154,7 +154,7 @@ def fixed(source: str, *, limit: int, prompt_column: str, tokenizer: Tokenizer, 
 
     Raises `DataError` as `PromptSource` does, and where one of them is too long: a held-out set never shrinks silently.
     """
-    section = DataSection(source=source, prompt_column=prompt_column, shuffle=False, limit=limit)
+    section = DataSection(source=source, prompt_column=prompt_column, shuffle=False, limit=limit, difficulty=None)
     rows, build = open_rows(section, seed=0), _Builder(prompt_column=prompt_column, tokenizer=tokenizer)
     assert isinstance(rows, Table), "a limit makes a table of everything"
     prompts = [build.prompt(number, rows[number], epoch=0, where=rows.where(number)) for number in range(len(rows))]

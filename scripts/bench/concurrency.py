@@ -40,7 +40,7 @@ class Counted(peers.SimulatedEngine):
 
 def main() -> None:
     arguments = harness.options(__doc__ or "").parse_args()
-    seeds = range(1 if arguments.quick else 5)
+    seeds = range(1 if arguments.quick else 3)
     rows: list[list[Any]] = []
     for holds, kv_tokens in KV_TOKENS.items():
         for price, prefill_s in PREFILL_S.items():
