@@ -40,14 +40,14 @@ class Counted(peers.SimulatedEngine):
 
 def main() -> None:
     arguments = harness.options(__doc__ or "").parse_args()
-    seeds = range(1 if arguments.quick else 3)
+    seeds, steps = range(1 if arguments.quick else 3), 8 if arguments.quick else 20
     rows: list[list[Any]] = []
     for holds, kv_tokens in KV_TOKENS.items():
         for price, prefill_s in PREFILL_S.items():
             worlds = [
                 peers.World(seed=seed, kv_tokens=kv_tokens, prefill_s=prefill_s, mean_tokens=MEAN_TOKENS, token_s=1e-5) for seed in seeds
             ]
-            fixed, adaptive = ([_run(world, adapts=adapts) for world in worlds] for adapts in (False, True))
+            fixed, adaptive = ([_run(world, adapts=adapts, steps=steps) for world in worlds] for adapts in (False, True))
             rows.append([holds, price, *(_mean([one[n] for one in side]) for n in range(3) for side in (fixed, adaptive))])
     columns = ["cache holds", "recomputing is", "s", "s adaptive", "pushed out", "adaptive", "stale", "stale adaptive"]
     by_name = {(row[0], row[1]): row for row in rows}
@@ -64,11 +64,11 @@ def main() -> None:
     row = by_name["a third", "dear"]
     goals.append(harness.Goal(name="part of what was pushed out that still is", value=row[5] / row[4], goal=0.8, at_least=False))
     harness.finish(
-        "concurrency", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=[f"{len(seeds)} seeds, 20 steps each"]
+        "concurrency", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=[f"{len(seeds)} seeds, {steps} steps each"]
     )
 
 
-def _run(world: peers.World, *, adapts: bool) -> tuple[float, int, int]:
+def _run(world: peers.World, *, adapts: bool, steps: int) -> tuple[float, int, int]:
     """Seconds, sequences pushed out, stale rollouts of one run."""
     Counted.engines.clear()
     settings = config(
@@ -76,7 +76,7 @@ def _run(world: peers.World, *, adapts: bool) -> tuple[float, int, int]:
         engine={"count": 2, "max_running": 64},
         batch={"groups_per_step": 16, "max_tokens": 2048},
         pipeline={"adaptive_running": adapts},
-        trainer={"steps": 20},
+        trainer={"steps": steps},
     )
     peers.SimulatedEngine, kept = Counted, peers.SimulatedEngine
     try:
