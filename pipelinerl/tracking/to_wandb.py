@@ -32,7 +32,7 @@ TABLE_EVERY_S = 60.0
 CELL_CHARACTERS = 4000
 OPEN_DEADLINE_S = 60.0
 """For the server to answer. It costs the run nothing: this process alone waits."""
-COLUMNS = ("step", "rollout", "prompt", "completion", "reward", "advantage", "tokens", "versions", "finish")
+COLUMNS = ("step", "rollout", "prompt", "completion", "reward", "advantage", "tokens", "versions", "finish", "step scores")
 
 
 class WandbRun:
@@ -129,4 +129,5 @@ def _row(sample: ShownSample) -> list[Any]:
         sample.num_tokens,
         sample.versions,
         sample.finish,
+        sample.step_scores[:CELL_CHARACTERS],
     ]

@@ -179,7 +179,7 @@ def _statuses(plan: Plan) -> list[Line]:
                 engines=[_engine(plan, engine_id, periods, idle_s) for engine_id in range(plan.num_engines)],
                 scorers=[{"scorer_id": 0, "num_running": 1, "num_scored": 64 * step, "busy_s": plan.score_s * plan.num_slots * periods}],
                 queues={
-                    "trajectories": {"items": step % 5, "bytes": 4096 * (step % 5), "bound_bytes": 1 << 20},
+                    "trajectories": {"items": step % 5, "bytes": 4096 * (step % 5), "bound_bytes": 1 << 20, "ever": int(64 * periods)},
                     "micro-batches": {"items": step % 3, "bytes": 65536 * (step % 3), "bound_bytes": 1 << 20},
                 },
                 waits=[
