@@ -35,10 +35,10 @@ from scripts.bench import harness
 from tests.tracking.wandb_file import history
 
 TROUBLES = ("down", "slow", "crashing")
-WARM_S = 10.0
+WARM_S = 8.0
 """A tracker's start: Python imports wandb, wandb starts its service."""
 KILL_EVERY_S = 5.0
-ROUNDS, WINDOW_S = 4, 16.0
+ROUNDS, WINDOW_S = 3, 12.0
 QUICK_ROUNDS, QUICK_WINDOW_S = 1, 3.0
 
 

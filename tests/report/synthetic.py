@@ -39,6 +39,8 @@ class Plan:
     num_slots: int = 4
     num_running: int = 60
     """Sequences decoded at once per engine, of 64 slots."""
+    kv_used: float | None = None
+    """Of the first engine; the second one's is half as full."""
     groups_per_step: int = 8
     group_size: int = 8
     name: str = "synthetic"
@@ -211,6 +213,7 @@ def _engine(plan: Plan, engine_id: int, periods: float, idle_s: float) -> Line:
         "num_steps": int(100 * periods),
         "busy_s": plan.generate_s * periods,
         "idle_s": idle_s * periods,
+        "kv_used": None if plan.kv_used is None else plan.kv_used / (1 + engine_id),
     }
 
 
