@@ -47,6 +47,7 @@ from pipelinerl.packing import Packing
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
+from trainer.engine import Outputs
 from trainer.feed import Feed
 from trainer.head import linear_logprobs
 from trainer.lineage import Lineage
@@ -196,11 +197,11 @@ def _model() -> Model:
     return _MODELS[0]
 
 
-def _make_step() -> tuple[Step, TorchEngine]:
+def _make_step() -> tuple[Step, TorchEngine[Outputs]]:
     model, replicas = _model(), Replicas(ranks=1, deadline_s=60)
     schedule = Schedule(learning_rate=1e-6, num_steps=1000)
     optimizer = Optimizer(model.parameters(), schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
-    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas)
+    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
     method = resolve("grpo", {}, group_size=GROUP_SIZE)
     return Step(engine, method=method, replicas=replicas, max_completion_tokens=1024, max_logprob_gap=1e9), engine
 
