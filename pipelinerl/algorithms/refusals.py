@@ -35,9 +35,10 @@ _HOW_TO_OFFER: dict[Need, str] = {
     Need.COMPONENTS: "give the run several reward functions",
     Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout per prompt, or choose rloo",
     Need.STEP_SCORES: "name a process reward model (prm.path)",
-    Need.ANCHORS: "use an environment that names its states",
-    Need.ROLES: "use an environment that names agent roles",
-    Need.SUBGROUPS: "use an environment that nests groups",
+    Need.ANCHORS: "a rollout is one turn here, and the only state it names is the prompt, among whose siblings gigpo would be grpo;"
+    " choose grpo or, with a process reward model, step_grpo",
+    Need.ROLES: "nothing here says which agent wrote a rollout; choose rloo",
+    Need.SUBGROUPS: "nothing here nests groups; choose grpo",
     Need.PREDICTIONS: "switch unbiased early stopping on, or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
     Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",

@@ -56,6 +56,7 @@ from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
+from trainer.publication import Publication
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves
@@ -162,6 +163,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
             silent_after_s=60,
         ) as feed,
         Waves(feed, replicas=replicas, lay_out=step.lay_out) as waves,
+        Publication(None, spread=None, send=lambda policy: None) as publication,
     ):
         phases = Phases(Journal(run_folder, "trainer-0"), waves=waves)
         while waves._ready.empty():  # the first row has to be made and sent; every later one could be there
@@ -170,8 +172,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
         loop = Loop(
             waves=waves,
             step=step,
-            spread=None,
-            publisher=None,
+            publication=publication,
             send=seen.append,
             phases=phases,
             lineage=Lineage(),
