@@ -111,7 +111,7 @@ def test_a_target_that_names_no_matrix_is_told_with_those_there_are(folders: dic
 
 
 def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, torch.Tensor]:
-    """The merged weights and the adapters after two steps of a method that also reads passes without gradient, which ranks compute apart."""
+    """Merged weights and adapters after two steps of a method that also reads a pass without gradient, which is computed another way."""
     model = make_model(folder, adapters=ADAPTERS, replicas=replicas)
     step, _ = make_step(model, replicas=replicas, learning_rate=1e-2, method="m2po", overrides={"masks": {"name": "m2po", "tau": 0.5}})
     rows = [_samples()[:3], _samples()[3:]]
