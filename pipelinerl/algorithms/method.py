@@ -28,7 +28,7 @@ class Need(enum.StrEnum):
     ANCHORS = "anchors"
     """An identity of the state each step started from, equal for equal states of sibling rollouts."""
     ROLES = "roles"
-    """The agent role that wrote each rollout."""
+    """The agent role that wrote each rollout: the column `role` of its prompt's row, which is looked for when the group closes."""
     SUBGROUPS = "subgroups"
     """Which siblings share a baseline (hierarchical groups)."""
     PREDICTIONS = "predictions"
@@ -61,7 +61,7 @@ class Need(enum.StrEnum):
     """All rows of a step in the trainer before its first backward pass, for `step_statistics.measure_step`."""
 
 
-ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.WHOLE_BATCH})
+ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.ROLES, Need.WHOLE_BATCH})
 """What wire and orchestrator supply in every run."""
 CRITICS = frozenset({Need.CRITIC, Need.IMPLICIT_PRM})
 """Kinds of a second model that is trained beside the policy; see the column `critic`."""

@@ -37,7 +37,7 @@ _HOW_TO_OFFER: dict[Need, str] = {
     Need.STEP_SCORES: "name a process reward model (prm.path)",
     Need.ANCHORS: "a rollout is one turn here, and the only state it names is the prompt, among whose siblings gigpo would be grpo;"
     " choose grpo or, with a process reward model, step_grpo",
-    Need.ROLES: "nothing here says which agent wrote a rollout; choose rloo",
+    Need.ROLES: "give every prompt's row a column role; or choose rloo",
     Need.SUBGROUPS: "nothing here nests groups; choose grpo",
     Need.PREDICTIONS: "switch unbiased early stopping on, or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
@@ -164,6 +164,8 @@ def _unlike(method: Method, run: RunFacts) -> Iterator[str]:
             f"batch {method.batch.name} counts one advantage per sequence, and advantage {method.advantage.name} gives one per token."
             " Choose whiten_tokens."
         )
+    if method.advantage.name == "rae" and method.batch.name != "none":
+        yield f"batch {method.batch.name} asks for advantages once more, and rae's baselines have moved by then. Set batch to none."
     if method.advantage.name == "maxrl" and method.shaping:
         names = ", ".join(rule.name for rule in method.shaping)
         yield f"advantage maxrl divides by the mean reward, which shaping can push below 0: got {names}, expected none. Choose dr_grpo."

@@ -145,7 +145,7 @@ def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None
     assert supplied_method_of(run_with("reinforce_pp", overrides={"advantage": {"kl_coef": 0.0}})).name == "reinforce_pp"
 
 
-@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("rae", "roles"), ("remax", "greedy_reward")])
+@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("hierarchical_grpo", "subgroups"), ("remax", "greedy_reward")])
 def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would(name: str, need: str) -> None:
     with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: "):
         supplied_method_of(run_with(name, reference="models/base"))
@@ -325,6 +325,7 @@ def test_refuses_the_mean_over_rollouts_where_every_rollout_is_one_row() -> None
         ("ppo", {"critic": "none"}, "reads values: got critic 'none', which trains none, expected clipped"),
         ("grpo", {"critic": "clipped"}, "trains values that advantage grpo does not read"),
         ("prime", {"critic": "clipped"}, "reads process rewards: got critic 'clipped', which trains none, expected implicit_prm"),
+        ("rae", {"batch": "whiten_tokens"}, "rae's baselines have moved by then"),
         ("step_reinforce", {"batch": "whiten_sequences"}, "step_reinforce gives one per token. Choose whiten_tokens"),
         ("maxrl", {"shaping": {"name": "minus_token_kl", "coef": 0.1}}, "divides by the mean reward"),
         ("dapo", {"group_filter": {"refill": 0}}, "refill: got 0"),
