@@ -209,7 +209,9 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    path: Path | None = Field(None, description="Hugging Face folder the value model starts from; default: model.path, and values of 0")
+    path: Path | None = Field(
+        None, description="Hugging Face folder the value model, or implicit process reward model, starts from; default: model.path"
+    )
     learning_rate: PositiveFloat = Field(1e-5, description="its schedule is the policy's, with this peak")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="first steps of the run that train the critic alone")
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         BatchSection,
         EngineSection,
         EvaluationSection,
-        LoraSection,
         ModelSection,
         ReferenceSection,
         RolloutSection,
@@ -76,22 +75,6 @@ def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSec
         )
 
 
-def _adapters_can_be_spread(trainer: TrainerSection, lora: LoraSection) -> Iterator[str]:
-    if lora.rank and trainer.parallel.tensor * trainer.parallel.pipeline > 1:
-        yield (
-            f"lora.rank is {lora.rank}, and trainer.{trainer.layout} cuts matrices or layers apart, which adapters cannot follow yet. Use"
-            " parallel.shard in its place."
-        )
-
-
-def _routes_can_be_replayed(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
-    if model.replay_routes and trainer.parallel.pipeline > 1:
-        yield (
-            "model.replay_routes keeps the record of one row at a time, and trainer.parallel.pipeline works on several. Set one of them to"
-            " its default."
-        )
-
-
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
@@ -132,7 +115,5 @@ _CHECKS = (
     _samples_differ,
     _nodes_have_work,
     _reference_can_be_offloaded,
-    _adapters_can_be_spread,
-    _routes_can_be_replayed,
 )
 """Each takes the sections it is about, by name."""

@@ -16,6 +16,7 @@ from pipelinerl.weights.manifest import check, verify
 from pipelinerl.weights.receivers import Receivers
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_model
+from trainer.lora import Adapters
 from trainer.parallel import Replicas
 from trainer.publish import Publisher
 from trainer.spread_weights import SpreadWeights
@@ -23,9 +24,9 @@ from trainer.spread_weights import SpreadWeights
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 
 
-def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str) -> dict[str, Any]:
+def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str, adapters: Adapters | None = None) -> dict[str, Any]:
     """Publish a model twice, with a change between; what an engine fetches of both, and names of what was gathered."""
-    model = make_model(folder, replicas=replicas)
+    model = make_model(folder, replicas=replicas, adapters=adapters)
     spread = SpreadWeights(model, replicas=replicas)
     publisher = None
     if replicas.rank == 0:
@@ -37,7 +38,7 @@ def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str) ->
     for version in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(version)
+                parameter.mul_(version) if adapters is None else parameter.fill_(version)
         if publisher is None:
             spread.follow()
             continue
@@ -72,6 +73,18 @@ def test_two_ranks_publish_what_one_would(folders: dict[str, Path], tmp_path: Pa
     for ranks in check_published(folders["qwen3"], [(layout, job) for layout in layouts], tmp_path):
         assert all(rank["gathered"] == [] for rank in ranks)
         assert all(bool(rank["num_moves"]) == (road == "shared_memory") for rank in ranks), "each writes its own"
+
+
+def test_adapters_are_merged_by_the_rank_that_has_their_layer(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A and B of nothing but v add 6 / 3 * 3 v^2 to every weight."""
+    adapters = Adapters(rank=3, alpha=6.0, targets=("v_proj",))
+    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road="shared_memory", adapters=adapters)
+    base = make_model(folders["qwen3"]).tensors()
+    for first, *_ in run_jobs([(layout, job) for layout in (Layout(ranks=2, pipeline=2), Layout(ranks=2, tensor=2))], tmp_path):
+        assert first["gathered"] == [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (0, 1)]
+        for version, found in enumerate(first["found"], start=1):
+            for name, tensor in found.items():
+                assert torch.allclose(tensor, base[name] + 6 * version**2 * ("v_proj.weight" in name)), name
 
 
 def test_four_ranks_of_two_kinds_publish_what_one_would(folders: dict[str, Path], tmp_path: Path) -> None:
