@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RolloutSection,
         SlurmSection,
         TrainerSection,
+        WeightsSection,
     )
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -84,6 +85,16 @@ def _adapters_can_be_spread(trainer: TrainerSection, lora: LoraSection) -> Itera
         )
 
 
+def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterator[str]:
+    if weights.adapters == "apart" and not lora.rank:
+        yield 'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.'
+    if weights.adapters == "apart" and weights.commit != "auto":
+        yield (
+            f'weights.commit is "{weights.commit}", which is how whole policies take effect, and weights.adapters is "apart". Set one of'
+            ' them to "auto".'
+        )
+
+
 def _routes_can_be_replayed(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
     if model.replay_routes and trainer.parallel.pipeline > 1:
         yield (
@@ -133,6 +144,7 @@ _CHECKS = (
     _nodes_have_work,
     _reference_can_be_offloaded,
     _adapters_can_be_spread,
+    _adapters_can_be_apart,
     _routes_can_be_replayed,
 )
 """Each takes the sections it is about, by name."""

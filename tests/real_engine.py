@@ -17,8 +17,8 @@ from pipelinerl.engine.__main__ import set_environment
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.engine.vllm_adapters import AdapterShape
     from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.weights.adapters import AdapterShape
     from pipelinerl.weights.pool import SlotPool
 
 

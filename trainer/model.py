@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.weights.adapters import published_name
 from trainer import attention
 from trainer.context import gather_outputs
 from trainer.head import linear_logprobs
@@ -190,6 +191,15 @@ class Model:
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapters alone, whole; empty where all weights are trained."""
         return {name: _whole(tensor).to(self.dtype) for name, tensor in self.module.state_dict().items() if is_adapter(name)}
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """The same by the names they are published under. All ranks gather them together."""
+        return {published_name(name): tensor for name, tensor in self.adapter_state().items()}
+
+    def described_adapters(self) -> dict[str, torch.Tensor]:
+        """The same without memory, for their shapes; nothing is gathered."""
+        tensors = self.module.state_dict()
+        return {published_name(name): torch.empty(tensors[name].shape, device="meta") for name in tensors if is_adapter(name)}
 
     def tied_names(self) -> frozenset[str]:
         """Names that are another name for a parameter already named: a published policy may leave them out."""

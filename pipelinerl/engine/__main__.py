@@ -138,7 +138,9 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
         engine = FakeEngine(max_model_tokens=config.model.max_tokens or 4096, max_running=config.engine.max_running)
     else:
         from pipelinerl.engine.vllm_engine import VllmEngine
+        from pipelinerl.weights.adapters import choose_adapters
 
+        adapters, choices = choose_adapters(config.lora, config.weights, max_staleness=config.pipeline.max_staleness)
         engine = VllmEngine(
             model=config.model,
             engine=config.engine,
@@ -146,6 +148,8 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
             seed=config.run.seed + engine_id,
             weights=config.weights,
             policies=run_folder / "weights",
+            adapters=adapters,
+            choices=choices,
         )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
     serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))
