@@ -101,9 +101,10 @@ class SimulatedEngine(FakeEngine):
             raise EngineError("simulated failure of a forward pass")
         return super().step()
 
-    def commit(self, recompute: Collection[str] = ()) -> None:
-        super().commit(recompute)
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
+        recomputed = super().commit(recompute)
         self._num_commits = self.staged_version
+        return recomputed
 
 
 def token(prompt: np.ndarray, *, position: int, version: int) -> int:
