@@ -24,7 +24,7 @@ class StagingThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=_yield_to_decoding)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=yield_to_decoding)
 
     def __call__(self, order: StageWeights) -> concurrent.futures.Future[None]:
         return self._thread.submit(self._stage, order)
@@ -36,9 +36,15 @@ class StagingThread:
         self._thread.shutdown()
 
     def _stage(self, order: StageWeights) -> None:
-        with at_most(SHARE) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext():
+        with beside_decoding():
             self._engine.stage(order)
 
 
-def _yield_to_decoding() -> None:
+def beside_decoding() -> contextlib.AbstractContextManager[None]:
+    """For the time of one staging: it keeps to its share where decoding has no other core than this thread's."""
+    return at_most(SHARE) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext()
+
+
+def yield_to_decoding() -> None:
+    """Lower this thread's priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # Linux keeps a niceness for each thread

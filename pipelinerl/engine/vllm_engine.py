@@ -9,6 +9,7 @@ a new policy can be taken by pointing parameters at it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection
@@ -26,6 +27,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.engine.vllm_adapters import Adapters, adapter_options
+from pipelinerl.engine.vllm_ranks import EXTENSION, Ranks
 from pipelinerl.engine.vllm_routes import RouteRecorder
 from pipelinerl.engine.vllm_weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
@@ -70,12 +72,20 @@ class VllmEngine:
         """
         keep_plain_weights()
         options = adapter_options(adapters) if adapters else {}
+        if is_spread := _is_spread(engine, model=model, weights=weights, adapters=adapters):
+            options |= {"worker_extension_cls": EXTENSION}
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         self._adapters: Adapters | None = None
-        commit, layout, choice = self._taker(Path(model.path), adapters, weights)
-        self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
+        self._ranks: Ranks | None = None
+        if is_spread:
+            shapes = checkpoint_shapes(Path(model.path))
+            self._weights = self._ranks = Ranks(self._llm, folder=Path(model.path), shapes=shapes, wanted=weights.commit)
+            layout, choice = self._ranks.layout, self._ranks.choice
+        else:
+            commit, layout, choice = self._taker(Path(model.path), adapters, weights)
+            self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
         self._routes = self._recorder() if model.replay_routes else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -87,7 +97,7 @@ class VllmEngine:
             max_running=engine.max_running,
             tensors=layout,
             choices=(*choices, choice),
-            roads=device_roads(),
+            roads=() if is_spread else device_roads(),
         )
         self._prove_forward_pass(Path(model.path))
 
@@ -123,8 +133,11 @@ class VllmEngine:
 
     def step(self) -> list[Chunk]:
         try:
-            outputs = self._core.get_output().outputs
+            with self._ranks.turns if self._ranks is not None else contextlib.nullcontext():
+                outputs = self._core.get_output().outputs
         except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
+            if self._ranks is not None and self._ranks.are_lost:
+                raise RuntimeError(f"a rank of this engine is lost: {error}") from error
             self._core.abort_requests(list(self._rollouts))
             for rollout_id in self._requests:
                 self._forget_adapter(rollout_id)
@@ -261,6 +274,25 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         return LLMEngine.from_engine_args(EngineArgs(**options))
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
+
+
+def _is_spread(engine: EngineSection, *, model: ModelSection, weights: WeightsSection | None, adapters: AdapterShape | None) -> bool:
+    """Whether the model is spread over several ranks. Raises `ConfigError` for what such an engine cannot do yet."""
+    kinds = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    found = {kind: int(engine.options.get(kind, 1)) for kind in kinds}
+    if max(found.values()) == 1:
+        return False
+    wants = {
+        "engine.options.pipeline_parallel_size above 1": found["pipeline_parallel_size"] > 1,
+        "engine.options.data_parallel_size above 1 (start more engines: engine.count)": found["data_parallel_size"] > 1,
+        "adapters served apart (weights.adapters)": adapters is not None,
+        "model.replay_routes": model.replay_routes,
+        "weights.delta": weights is not None and weights.delta,
+        "a road other than shared memory (weights.road)": weights is not None and weights.road not in ("auto", "shared_memory"),
+    }
+    if refused := [what for what, is_wanted in wants.items() if is_wanted]:
+        raise ConfigError(f"an engine of several ranks ({found}) cannot have {'; '.join(refused)} yet")
+    return True
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

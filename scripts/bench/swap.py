@@ -9,6 +9,7 @@ core, which is the worst case; `on its own core` is the same with a core free fo
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import shutil
@@ -54,6 +55,7 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     columns = ["parameters", "MB", "commit", "pause p50 ms", "p99 ms", "memcpy ms", "pause / memcpy", "reload ms", "next pass / usual"]
     columns += ["staging ms", "decode while staging", "on its own core", "swaps at 1/s, % of time"]
+    columns += ["swaps in a row", "sequences meanwhile", "aborted", "MB grown"]
     rows, found = [], {}
     for name in names:
         if arguments.size not in (None, name.replace(" ", "")):
@@ -81,6 +83,8 @@ def main() -> None:
             goal(name="flip pause p99 ms, largest", value=_most(flips, "p99 ms"), goal=2.0, at_least=False),
             goal(name="copy pause over memcpy, largest", value=_most(copies, "pause / memcpy"), goal=1.1, at_least=False),
             goal(name="decode while staging, smallest", value=min(row["decode while staging"] for row in flips), goal=0.95),
+            goal(name="sequences aborted by many swaps in a row", value=_most(flips[:1], "aborted"), goal=0, at_least=False),
+            goal(name="MB grown from a fifth of them to the last", value=_most(flips[:1], "MB grown"), goal=4, at_least=False),
             goal(name="% of time in swaps at one a second", value=_most(flips, "swaps at 1/s, % of time"), goal=0.3, at_least=False),
         ],
         notes=[
@@ -91,7 +95,7 @@ def main() -> None:
 
 
 KEYS = ["pause_p50_ms", "pause_p99_ms", "memcpy_ms", "over_memcpy", "reload_ms", "next_pass", "staging_ms", "while_staging", "own_core"]
-KEYS += ["percent"]
+KEYS += ["percent", "num_in_a_row", "num_finished", "num_aborted", "grown_mb"]
 
 
 def _stored(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -177,6 +181,7 @@ class _Bench:
                 view.normal_(std=0.02)
             self._manifests.append(seal(0, slot.buffer, layout))
         self.reload = lambda: model.load_weights(iter(views(self._slots[0].buffer, layout).items()))  # pyright: ignore
+        self.is_smallest = name == next(iter(MODELS))
         self._num_asked = 0
         self.num_tokens = 0
 
@@ -257,7 +262,30 @@ def _measure_with(bench: _Bench, *, way: str, num_swaps: int, seconds: float) ->
         "next_pass": statistics.median(next_passes) / usual,
         "num_swaps": len(pauses),
     }
-    return found if way == "copy" else found | _beside_decoding(bench, seconds)
+    if way == "copy":
+        return found
+    in_a_row = _many_swaps(bench, 5 * num_swaps) if bench.is_smallest else {}
+    return found | in_a_row | _beside_decoding(bench, seconds)
+
+
+def _many_swaps(bench: _Bench, count: int) -> dict[str, float]:
+    """Swaps one after another under load: sequences that ended meanwhile, those of them that did not end by themselves, and memory."""
+    from pipelinerl.messages import Completion, Finish
+
+    finishes: collections.Counter[Finish] = collections.Counter()
+    resident = []
+    for _ in range(count):
+        bench.loop.handle(bench.order())
+        while bench.loop.is_swapping:
+            finishes.update(message.finish for message in bench.step() if isinstance(message, Completion))
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
+    num_ended = finishes[Finish.LENGTH] + finishes[Finish.STOP]
+    return {
+        "num_in_a_row": count,
+        "num_finished": finishes.total(),
+        "num_aborted": finishes.total() - num_ended,
+        "grown_mb": resident[-1] - resident[count // 5],
+    }
 
 
 def _beside_decoding(bench: _Bench, seconds: float) -> dict[str, float]:
