@@ -254,6 +254,15 @@ class WeightsSection(Section):
     commit: Literal["auto", "flip", "scatter", "copy"] = Field(
         "auto", description="how a policy takes effect in an engine, between two forward passes"
     )
+    adapters: Literal["auto", "apart", "merged"] = Field(
+        "auto",
+        description="with lora.rank: adapters travel alone and are served apart, or merged into the weights; auto: apart on a GPU",
+    )
+    adapter_versions: PositiveInt | None = Field(
+        None,
+        description="adapters served side by side, so that sequences end under the one they began with; 1: they go on under each new one,"
+        " as they do under whole policies; default: max_staleness + 1, at most 8",
+    )
 
 
 class CheckpointSection(Section):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         RolloutSection,
         SlurmSection,
         TrainerSection,
+        WeightsSection,
     )
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -75,6 +76,16 @@ def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSec
         )
 
 
+def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterator[str]:
+    if weights.adapters == "apart" and not lora.rank:
+        yield 'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.'
+    if weights.adapters == "apart" and weights.commit != "auto":
+        yield (
+            f'weights.commit is "{weights.commit}", which is how whole policies take effect, and weights.adapters is "apart". Set one of'
+            ' them to "auto".'
+        )
+
+
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
@@ -115,5 +126,6 @@ _CHECKS = (
     _samples_differ,
     _nodes_have_work,
     _reference_can_be_offloaded,
+    _adapters_can_be_apart,
 )
 """Each takes the sections it is about, by name."""

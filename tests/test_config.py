@@ -141,6 +141,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
             batch={"max_tokens": 4096, "min_survivors": 5},
             engine={"count": 2, "cores": [0, 1, 2]},
             trainer={"ranks": 2, "cores": [0], "parallel": {"tensor": 4}},
+            weights={"adapters": "apart", "commit": "copy"},
         )
     )
     assert found == [
@@ -150,6 +151,8 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
         "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
         "trainer.ranks = 2, parallel.tensor = 4: one replica takes 4 ranks (context x tensor x pipeline), which do not divide 2."
         " The nearest that works: ranks = 2, parallel.tensor = 2",
+        'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.',
+        'weights.commit is "copy", which is how whole policies take effect, and weights.adapters is "apart". Set one of them to "auto".',
     ]
 
 
@@ -356,6 +359,8 @@ KEYS = [
     "weights.kv_span",
     "weights.kv_kl",
     "weights.commit",
+    "weights.adapters",
+    "weights.adapter_versions",
     "checkpoint.every",
     "checkpoint.keep",
     "tracking.to",
