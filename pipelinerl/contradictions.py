@@ -16,7 +16,9 @@ if TYPE_CHECKING:
         EvaluationSection,
         LoraSection,
         ModelSection,
+        PrmSection,
         ReferenceSection,
+        RewardSection,
         RolloutSection,
         SlurmSection,
         TrainerSection,
@@ -122,6 +124,25 @@ def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: Slur
         yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide: each has as many."
 
 
+def _steps_have_one_model(prm: PrmSection) -> Iterator[str]:
+    if prm.path is not None and prm.judge.url is not None:
+        yield f"prm.path is {prm.path} and prm.judge.url is {prm.judge.url}: one of them scores steps. Leave the other out."
+    if prm.judge.url is not None and prm.judge.model is None:
+        yield f"prm.judge.url is {prm.judge.url}, and prm.judge.model does not say whom to ask there."
+
+
+def _early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
+    if prm.stop.below is None:
+        return
+    if not prm.is_used:
+        yield f"prm.stop.below is {prm.stop.below:g} and no process reward model says which rollouts are hopeless. Set prm.path."
+    if any(one.per == "group" for one in reward):
+        yield (
+            'prm.stop.below is set and a reward has per = "group": siblings would be compared with those only that were not stopped.'
+            " Leave one of them out."
+        )
+
+
 _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
@@ -134,5 +155,7 @@ _CHECKS = (
     _reference_can_be_offloaded,
     _adapters_can_be_spread,
     _routes_can_be_replayed,
+    _steps_have_one_model,
+    _early_stop_is_unbiased,
 )
 """Each takes the sections it is about, by name."""
