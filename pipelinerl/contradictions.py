@@ -70,6 +70,17 @@ def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[
                 )
 
 
+def _no_secrets_for_scorers(reward: tuple[RewardSection, ...], prm: PrmSection) -> Iterator[str]:
+    options = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
+    for part, values in (options | {"prm.options": prm.options, "prm.judge.extra": prm.judge.extra}).items():
+        for key in values:
+            if key.lower().rpartition("_")[2] in SECRET_WORDS:
+                yield (
+                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown, and a scorer's environment holds"
+                    " none. Put it in a file, and give the file's path under another name (the judge's is key_file)."
+                )
+
+
 def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:
     if reference.offload and trainer.layout.ranks > trainer.layout.copies:
         yield (
@@ -148,6 +159,7 @@ _CHECKS = (
     _group_can_survive,
     _one_core_for_each_process,
     _no_secrets,
+    _no_secrets_for_scorers,
     _layout_works,
     _zero_bubble_adds_up_in_float32,
     _samples_differ,
