@@ -80,7 +80,7 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             for name, part in _parts("engines", engine_nodes)
         ),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
-        *([_prm_role(run)] if config.prm.path is not None else []),
+        *([_prm_role(run)] if config.prm.is_used else []),
         *(Role(name=name, command=(python, *_trainer(config, part), *run, *part)) for name, part in _parts("trainer", trainer_nodes)),
     )
 
@@ -104,7 +104,7 @@ def _trainer(config: Config, part: tuple[str, ...]) -> tuple[str, ...]:
 
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
-    num_scorers = 1 if config.prm.path is None else 2
+    num_scorers = 1 + config.prm.is_used
     counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))
 
