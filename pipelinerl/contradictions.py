@@ -95,6 +95,26 @@ def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterat
         )
 
 
+def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights: WeightsSection) -> Iterator[str]:
+    for kind in ("pipeline_parallel_size", "data_parallel_size"):
+        if int(engine.options.get(kind, 1)) > 1:
+            yield (
+                f"engine.options.{kind} is {engine.options[kind]}: such an engine takes no policies. Use tensor_parallel_size, or"
+                " engine.count."
+            )
+    wanted = {
+        f'weights.road = "{weights.road}"': weights.road not in ("auto", "shared_memory"),
+        "weights.delta = true": weights.delta,
+        'weights.adapters = "apart"': weights.adapters == "apart",
+        "model.replay_routes = true": model.replay_routes,
+    }
+    if engine.num_ranks > 1 and (found := [what for what, is_wanted in wanted.items() if is_wanted]):
+        yield (
+            f"engine.options.tensor_parallel_size is {engine.num_ranks}, and an engine of several ranks takes whole policies through shared"
+            f" memory alone: leave out {', '.join(found)}."
+        )
+
+
 def _routes_can_be_replayed(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
     if model.replay_routes and trainer.parallel.pipeline > 1:
         yield (
@@ -145,6 +165,7 @@ _CHECKS = (
     _reference_can_be_offloaded,
     _adapters_can_be_spread,
     _adapters_can_be_apart,
+    _ranks_can_take_policies,
     _routes_can_be_replayed,
 )
 """Each takes the sections it is about, by name."""

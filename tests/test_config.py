@@ -156,6 +156,16 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
     ]
 
 
+def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
+    engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
+    assert problems_of(tree(engine=engine, weights={"road": "gloo", "delta": True})) == [
+        "engine.options.pipeline_parallel_size is 2: such an engine takes no policies. Use tensor_parallel_size, or engine.count.",
+        "engine.options.tensor_parallel_size is 2, and an engine of several ranks takes whole policies through shared memory alone: leave"
+        ' out weights.road = "gloo", weights.delta = true.',
+    ]
+    assert parse(tree(engine={"options": {"tensor_parallel_size": 2}}), origin="my.toml").engine.num_ranks == 2
+
+
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no config file at .*nothing.toml"):
         load(tmp_path / "nothing.toml")
