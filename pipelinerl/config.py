@@ -95,6 +95,11 @@ class EngineSection(Section):
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
     silent_after_s: PositiveFloat = Field(60.0, description="an engine not heard of for so long ends the run")
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes over which each engine spreads its model."""
+        return int(self.options.get("tensor_parallel_size", 1))
+
 
 class ScorerSection(Section):
     slots: PositiveInt = Field(2, description="reward calls at once, each in a process of its own that can be killed")

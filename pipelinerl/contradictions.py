@@ -100,6 +100,26 @@ def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterat
         )
 
 
+def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights: WeightsSection) -> Iterator[str]:
+    for kind in ("pipeline_parallel_size", "data_parallel_size"):
+        if int(engine.options.get(kind, 1)) > 1:
+            yield (
+                f"engine.options.{kind} is {engine.options[kind]}: such an engine takes no policies. Use tensor_parallel_size, or"
+                " engine.count."
+            )
+    wanted = {
+        f'weights.road = "{weights.road}"': weights.road not in ("auto", "shared_memory"),
+        "weights.delta = true": weights.delta,
+        'weights.adapters = "apart"': weights.adapters == "apart",
+        "model.replay_routes = true": model.replay_routes,
+    }
+    if engine.num_ranks > 1 and (found := [what for what, is_wanted in wanted.items() if is_wanted]):
+        yield (
+            f"engine.options.tensor_parallel_size is {engine.num_ranks}, and an engine of several ranks takes whole policies through shared"
+            f" memory alone: leave out {', '.join(found)}."
+        )
+
+
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
@@ -163,5 +183,6 @@ _CHECKS = (
     _adapters_can_be_apart,
     _steps_have_one_model,
     _early_stop_is_unbiased,
+    _ranks_can_take_policies,
 )
 """Each takes the sections it is about, by name."""

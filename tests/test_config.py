@@ -169,6 +169,16 @@ def test_an_early_stop_needs_a_model_and_no_comparison():
     assert [line.split(": ")[0].split(" and ")[0] for line in found] == ["prm.stop.below is 0.2", "prm.stop.below is set"]
 
 
+def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
+    engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
+    assert problems_of(tree(engine=engine, weights={"road": "gloo", "delta": True})) == [
+        "engine.options.pipeline_parallel_size is 2: such an engine takes no policies. Use tensor_parallel_size, or engine.count.",
+        "engine.options.tensor_parallel_size is 2, and an engine of several ranks takes whole policies through shared memory alone: leave"
+        ' out weights.road = "gloo", weights.delta = true.',
+    ]
+    assert parse(tree(engine={"options": {"tensor_parallel_size": 2}}), origin="my.toml").engine.num_ranks == 2
+
+
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no config file at .*nothing.toml"):
         load(tmp_path / "nothing.toml")

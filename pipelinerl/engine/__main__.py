@@ -27,7 +27,7 @@ def main() -> None:
     run_folder = arguments.run_folder
     with last_words(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
         config = read_config(run_folder)
-        set_environment(num_ranks=int(config.engine.options.get("tensor_parallel_size", 1)))
+        set_environment(num_ranks=config.engine.num_ranks)
         if config.engine.kind == "vllm":
             from pipelinerl.engine.vllm_engine import import_everything
 
@@ -146,7 +146,9 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
         from pipelinerl.engine.vllm_engine import VllmEngine
         from pipelinerl.weights.adapters import choose_adapters
 
-        adapters, choices = choose_adapters(config.lora, config.weights, max_staleness=config.pipeline.max_staleness)
+        adapters, choices = choose_adapters(
+            config.lora, config.weights, max_staleness=config.pipeline.max_staleness, num_ranks=config.engine.num_ranks
+        )
         engine = VllmEngine(
             model=config.model,
             engine=config.engine,

@@ -72,7 +72,7 @@ class VllmEngine:
         """
         keep_plain_weights()
         options = adapter_options(adapters) if adapters else {}
-        if is_spread := _is_spread(engine, model=model, weights=weights, adapters=adapters):
+        if is_spread := engine.num_ranks > 1:
             options |= {"worker_extension_cls": EXTENSION}
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
@@ -278,25 +278,6 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         return LLMEngine.from_engine_args(EngineArgs(**options))
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
-
-
-def _is_spread(engine: EngineSection, *, model: ModelSection, weights: WeightsSection | None, adapters: AdapterShape | None) -> bool:
-    """Whether the model is spread over several ranks. Raises `ConfigError` for what such an engine cannot do yet."""
-    kinds = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    found = {kind: int(engine.options.get(kind, 1)) for kind in kinds}
-    if max(found.values()) == 1:
-        return False
-    wants = {
-        "engine.options.pipeline_parallel_size above 1": found["pipeline_parallel_size"] > 1,
-        "engine.options.data_parallel_size above 1 (start more engines: engine.count)": found["data_parallel_size"] > 1,
-        "adapters served apart (weights.adapters)": adapters is not None,
-        "model.replay_routes": model.replay_routes,
-        "weights.delta": weights is not None and weights.delta,
-        "a road other than shared memory (weights.road)": weights is not None and weights.road not in ("auto", "shared_memory"),
-    }
-    if refused := [what for what, is_wanted in wants.items() if is_wanted]:
-        raise ConfigError(f"an engine of several ranks ({found}) cannot have {'; '.join(refused)} yet")
-    return True
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

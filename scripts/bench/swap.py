@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import os
 import shutil
 import statistics
@@ -59,7 +60,7 @@ def main() -> None:
     rows, found = [], {}
     for name in names:
         if arguments.size not in (None, name.replace(" ", "")):
-            rows += [list(row.values()) for row in _stored(arguments) if row["parameters"] == name]
+            rows += [[row.get(column, "") for column in columns] for row in _stored(arguments) if row["parameters"] == name]
             continue
         _in_child(_make_model, name)
         for way in ("flip", "copy"):
@@ -89,6 +90,7 @@ def main() -> None:
         ],
         notes=[
             f"{NUM_SEQUENCES} sequences decode, bfloat16; engine and staging thread on one core but where it says otherwise",
+            *([f"only {arguments.size} was measured at this commit, the other rows before"] if arguments.size else []),
             "swaps for each pause: " + ", ".join(f"{name} {way} {measured['num_swaps']}" for (name, way), measured in found.items()),
         ],
     )
@@ -105,7 +107,8 @@ def _stored(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _most(rows: list[dict[str, Any]], column: str) -> float:
-    return max(row[column] for row in rows)
+    """The largest value; infinite where none was measured, so that no goal is met by what is not there."""
+    return max((row[column] for row in rows if row[column] != ""), default=math.inf)
 
 
 def _make_model(name: str) -> float:

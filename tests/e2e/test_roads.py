@@ -138,9 +138,9 @@ def test_a_thousand_swaps_under_load_abort_nothing_and_take_no_memory(tmp_path: 
         peaks: dict[int, int] = {}
         slots: list[str] = []
         while loop.version < NUM_SWAPS:
-            if len(loop._running) < 32:
-                ask(loop, count=16, max_tokens=60, name=str(asked))
-                asked += 16
+            if len(loop._running) < 12:
+                ask(loop, count=6, max_tokens=60, name=str(asked))
+                asked += 6
             weights["model.norm.weight"][loop.version % 128] += 0.01
             policy = publisher.publish(loop.version + 1)
             assert policy is not None
