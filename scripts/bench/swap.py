@@ -35,8 +35,11 @@ MODELS: dict[str, dict[str, int]] = {
     "1 B": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 31, "num_attention_heads": 24, "vocab_size": 32000},
 }
 """Qwen3 models with tied embeddings in bfloat16, by their number of parameters."""
+ADAPTED = ("1 M", "44 M")
+"""Of which adapters of rank 16 on every matrix are served apart, too, four versions side by side."""
 NUM_SEQUENCES = 8
 MAX_TOKENS = 160
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MIN_SWAPS = 15
 """Of a model so large that staging takes seconds: its pauses hardly vary."""
 
@@ -54,7 +57,18 @@ def main() -> None:
 
     import_everything()
     shutil.rmtree(FOLDER, ignore_errors=True)
-    columns = ["parameters", "MB", "commit", "pause p50 ms", "p99 ms", "memcpy ms", "pause / memcpy", "reload ms", "next pass / usual"]
+    columns = [
+        "parameters",
+        "MB",
+        "commit",
+        "pause p50 ms",
+        "p99 ms",
+        "memcpy ms",
+        "pause / memcpy",
+        "reload ms",
+        "pass ms",
+        "next pass / usual",
+    ]
     columns += ["staging ms", "decode while staging", "on its own core", "swaps at 1/s, % of time"]
     columns += ["swaps in a row", "sequences meanwhile", "aborted", "MB grown"]
     rows, found = [], {}
@@ -63,13 +77,14 @@ def main() -> None:
             rows += [[row.get(column, "") for column in columns] for row in _stored(arguments) if row["parameters"] == name]
             continue
         _in_child(_make_model, name)
-        for way in ("flip", "copy"):
+        for way in ("flip", "copy", "adapters") if name in ADAPTED else ("flip", "copy"):
             found[name, way] = measured = _in_child(_measure, name, way, settings)
             rows.append([name, measured["mb"], way, *(measured.get(key, "") for key in KEYS)])
             print(f"{name}, {way}: {measured}", flush=True)
         shutil.rmtree(FOLDER / name.replace(" ", ""))
     table = [dict(zip(columns, row, strict=True)) for row in rows]
     flips = [row for row in table if row["commit"] == "flip"]
+    exchanges = [row for row in table if row["commit"] == "adapters"]
     copies = [
         row for row in table if row["commit"] == "copy" and row["parameters"] != "1 M"
     ]  # a copy of 2 MB takes no longer than its call
@@ -83,6 +98,7 @@ def main() -> None:
             goal(name="flip pause p50 ms, largest", value=_most(flips, "pause p50 ms"), goal=0.3, at_least=False),
             goal(name="flip pause p99 ms, largest", value=_most(flips, "p99 ms"), goal=2.0, at_least=False),
             goal(name="copy pause over memcpy, largest", value=_most(copies, "pause / memcpy"), goal=1.1, at_least=False),
+            goal(name="adapters' pause p50 ms, largest", value=_most(exchanges, "pause p50 ms"), goal=0.3, at_least=False),
             goal(name="decode while staging, smallest", value=min(row["decode while staging"] for row in flips), goal=0.95),
             goal(name="sequences aborted by many swaps in a row", value=_most(flips[:1], "aborted"), goal=0, at_least=False),
             goal(name="MB grown from a fifth of them to the last", value=_most(flips[:1], "MB grown"), goal=4, at_least=False),
@@ -96,7 +112,18 @@ def main() -> None:
     )
 
 
-KEYS = ["pause_p50_ms", "pause_p99_ms", "memcpy_ms", "over_memcpy", "reload_ms", "next_pass", "staging_ms", "while_staging", "own_core"]
+KEYS = [
+    "pause_p50_ms",
+    "pause_p99_ms",
+    "memcpy_ms",
+    "over_memcpy",
+    "reload_ms",
+    "pass_ms",
+    "next_pass",
+    "staging_ms",
+    "while_staging",
+    "own_core",
+]
 KEYS += ["percent", "num_in_a_row", "num_finished", "num_aborted", "grown_mb"]
 
 
@@ -157,6 +184,7 @@ class _Bench:
         from pipelinerl.engine.loop import EngineLoop
         from pipelinerl.engine.staging import StagingThread
         from pipelinerl.engine.vllm_engine import VllmEngine
+        from pipelinerl.weights.adapters import AdapterShape
         from pipelinerl.weights.base import num_bytes, views
         from pipelinerl.weights.manifest import seal
         from pipelinerl.weights.pool import SlotPool
@@ -167,7 +195,8 @@ class _Bench:
             engine=EngineSection(max_running=NUM_SEQUENCES, kv_cache_bytes=_kv_bytes(name)),  # pyright: ignore[reportCallIssue]
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,
-            weights=WeightsSection(commit=way),  # pyright: ignore
+            weights=WeightsSection(commit="auto" if way == "adapters" else way),  # pyright: ignore
+            adapters=AdapterShape(rank=16, alpha=32.0, targets=TARGETS) if way == "adapters" else None,
         )
         self._new_stager = lambda: StagingThread(self.engine)
         self.stager = self._new_stager()
@@ -239,10 +268,10 @@ def _measure(name: str, way: str, settings: dict[str, Any]) -> dict[str, float]:
         bench.close()
 
 
-def _measure_with(bench: _Bench, *, way: str, num_swaps: int, seconds: float) -> dict[str, float]:
+def _measure_with(bench: _Bench, *, way: str, num_swaps: int, seconds: float) -> dict[str, Any]:
     for _ in range(5):
         bench.step()
-    reload_ms = _reload_ms(bench)
+    reload_ms = "" if way == "adapters" else _reload_ms(bench)
     memcpy_ms = _memcpy_ms(bench)
     usual = _pass_ms(bench, 20)
     pauses, next_passes = [], []
@@ -263,9 +292,10 @@ def _measure_with(bench: _Bench, *, way: str, num_swaps: int, seconds: float) ->
         "over_memcpy": statistics.median(pauses) / memcpy_ms,
         "reload_ms": reload_ms,
         "next_pass": statistics.median(next_passes) / usual,
+        "pass_ms": usual,
         "num_swaps": len(pauses),
     }
-    if way == "copy":
+    if way != "flip":
         return found
     in_a_row = _many_swaps(bench, 5 * num_swaps) if bench.is_smallest else {}
     return found | in_a_row | _beside_decoding(bench, seconds)
