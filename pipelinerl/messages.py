@@ -618,7 +618,7 @@ class ScoredTrajectory(Message, frozen=True):
     trajectory: Trajectory
     score: Scored
     steps: TraceScores | None = None
-    """None in a run without a process reward model, and where it could not score the trace."""
+    """None in a run without a process reward model, and where it could not score the trace; of a stopped one, those up to the stop."""
     flag: Flag | None = None
     """None where no coin fell: then it went on with probability 1."""
 

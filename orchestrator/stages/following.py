@@ -289,7 +289,8 @@ class Following:
     def _end(self, trajectory: Trajectory, flag: Flag) -> None:
         """An engine has given back what was stopped: it needs no reward."""
         score = Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
-        stopped = ScoredTrajectory(trajectory=trajectory, score=score, flag=flag)
+        steps = _scores_of(self._trace_of(trajectory))
+        stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, flag=flag)
         self._ledger.score(stopped, now_s=_now_s())
         self._take_scored(stopped)
 
@@ -332,8 +333,7 @@ class Following:
             return
         del self._traces[rollout_id]
         if trace.outcome is Outcome.OK:
-            steps = TraceScores(ends=np.array(trace.ends, np.int32), scores=np.array(trace.scores, np.float32), version=trace.version)
-            self._answer(msgspec.structs.replace(scored, steps=steps, flag=trace.flag))
+            self._answer(msgspec.structs.replace(scored, steps=_scores_of(trace), flag=trace.flag))
             return
         error = f"process reward model: {trace.error}"
         score = msgspec.structs.replace(scored.score, outcome=trace.outcome, reward=None, components={}, error=error)
@@ -350,6 +350,10 @@ class Following:
                 owed = f"{self.num_waiting_tokens} tokens, the first of rollout {rollout_id}, attempt {trace.attempt}"
                 return f"the process reward model owes an answer for {owed}"
         return None
+
+
+def _scores_of(trace: _Trace) -> TraceScores:
+    return TraceScores(ends=np.array(trace.ends, np.int32), scores=np.array(trace.scores, np.float32), version=trace.version)
 
 
 def _now_s() -> float:

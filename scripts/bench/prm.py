@@ -70,7 +70,7 @@ def measure(engine: PrmEngine, *, texts: list[str], chunk_tokens: int, name: str
         Trace(
             f"{number}",
             0,
-            prompt=f"{name} {number}?",
+            prompt="sum?",
             splitter=Splitter(lambda ids: "".join(map(chr, ids)), max_steps=1000),
             convention=CONVENTION,
             encode=engine.encode,

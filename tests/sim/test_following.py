@@ -125,18 +125,19 @@ def test_a_trace_that_cannot_be_scored_fails_with_its_reason_and_trains_nothing(
     assert simulated.ending.identity.failed > 0
 
 
-def stopping(*, below: float, keep: float, group_size: int = 4) -> Config:
+def stopping(*, below: float, keep: float, group_size: int = 4, name: str = "rloo_early_stop") -> Config:
     """Most rollouts of the simulation have four or five steps with scores that are as good as drawn from 0 to 1."""
     stop = {"below": below, "keep": keep, "min_steps": 1, "max_right": 1.0}
     prm = {"path": "unused", "chunk_tokens": 3, "stop": stop}
-    return followed(prm=prm, algorithm={"name": "rloo_early_stop"}, rollout={"group_size": group_size}, trainer={"steps": 12})
+    algorithm = {"name": name, "overrides": {"aggregation": "seq-mean-token-sum-norm"}}
+    return followed(prm=prm, algorithm=algorithm, rollout={"group_size": group_size}, trainer={"steps": 12})
 
 
 @pytest.mark.parametrize(
     ("settings", "faults"),
     [
         (stopping(below=0.1, keep=0.25), Faults()),
-        (stopping(below=0.9, keep=0.2, group_size=2), Faults()),
+        (stopping(below=0.9, keep=0.2, group_size=2, name="step_reinforce"), Faults()),
         (stopping(below=0.1, keep=0.25), KILLS["everything"]),
     ],
     ids=["few", "most", "few, and everybody is killed"],
