@@ -252,7 +252,7 @@ class Launcher:
             return True
         words = [
             record
-            for record in self._failures()
+            for record in self._failures("*")  # also those put away because another process was started again meanwhile
             if record["t"] >= self._started_at[failed] and failed in (record["role"], record["process"])
         ]
         is_group = failed == "trainer"  # torchrun's own exit code says nothing of how a rank ended
@@ -400,10 +400,10 @@ class Launcher:
             if process.returncode is None or even_ended:
                 self._signal(name, number)
 
-    def _failures(self) -> list[dict[str, Any]]:
+    def _failures(self, pattern: str = "*.json") -> list[dict[str, Any]]:
         """What processes recorded of their ends; half a record, as of a full disk, is none."""
         found: list[dict[str, Any]] = []
-        for path in (self._run_folder / "failures").glob("*.json"):
+        for path in (self._run_folder / "failures").glob(pattern):
             with contextlib.suppress(ValueError):
                 found.append(json.loads(path.read_text()))
         return found

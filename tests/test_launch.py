@@ -308,6 +308,30 @@ def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
     assert lives(folder, "scorer-0") == 2
 
 
+def test_what_a_process_says_of_its_end_stands_when_another_is_started_again_meanwhile(folder: Path):
+    says = """
+        import pathlib, sys, time
+        from pipelinerl.process import record_failure
+        lives = pathlib.Path(folder, name + ".lives")
+        with open(lives, "a") as file: file.write("x")
+        if len(lives.read_text()) == 1:
+            record_failure(pathlib.Path(folder), name, error="PeerGone: x", is_consequence=True)
+            while pathlib.Path(folder, "orchestrator.lives").read_text() != "xx": time.sleep(0.01)
+            sys.exit(1)
+        pathlib.Path(folder, name + ".done").touch()
+    """
+    dies_meanwhile = """
+        import os, pathlib, signal, time
+        lives = pathlib.Path(folder, name + ".lives")
+        with open(lives, "a") as file: file.write("x")
+        wanted = pathlib.Path(folder, "failures", "scorer-0.json") if len(lives.read_text()) == 1 else pathlib.Path(folder, "scorer-0.done")
+        while not wanted.exists(): time.sleep(0.01)
+        if wanted.suffix == ".json": os.kill(os.getpid(), signal.SIGKILL)
+    """
+    run_again(folder, restarts=1, **{"orchestrator": dies_meanwhile, "scorer-0": says})
+    assert (lives(folder, "orchestrator"), lives(folder, "scorer-0")) == (2, 2)
+
+
 def test_who_is_killed_when_the_orchestrator_has_ended_is_not_started_again(folder: Path):
     dies_late = """
         import os, pathlib, signal, time
