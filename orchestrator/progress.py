@@ -65,7 +65,7 @@ class Progress:
             return
         rewards = [sample.reward for sample in verdict.samples]
         step.num_groups += 1
-        step.num_flat_groups += max(rewards) - min(rewards) < 1e-9
+        step.num_flat_groups += not rewards or max(rewards) - min(rewards) < 1e-9
         step.samples += [(sample, now_s) for sample in verdict.samples]
         for member in verdict.group.members:
             if member.steps is not None:
@@ -99,6 +99,7 @@ class Progress:
     def _fields(self, done: StepDone, step: _Step, *, now_s: float) -> dict[str, object]:
         trajectories = [sample.trajectory for sample, _ in step.samples]
         rewards = np.array([sample.reward for sample, _ in step.samples] or [0.0])
+        weights = np.array([sample.weight for sample, _ in step.samples] or [1.0])  # flagged survivors stand for the stopped, too
         lengths = np.array([trajectory.num_trained_tokens for trajectory in trajectories] or [0])
         parts = [split(trajectory.versions, trained_version=done.step) for trajectory in trajectories]
         in_flight = np.concatenate([part.in_flight for part in parts] or [np.zeros(0, np.int64)])
@@ -108,7 +109,7 @@ class Progress:
         return {
             "step": done.step,
             "version": done.step,
-            "reward_mean": float(rewards.mean()),
+            "reward_mean": float(np.average(rewards, weights=weights)),
             "reward_std": float(rewards.std()),
             "components": {name: float(np.mean(values)) for name, values in step.components.items()},
             "num_groups": step.num_groups,

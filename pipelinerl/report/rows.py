@@ -143,6 +143,8 @@ class SwapRow:
     pause_s: float | None = None
     stage_s: float | None = None
     num_running: float | None = None
+    num_recomputed_tokens: float | None = None
+    """Tokens whose KV cache was dropped, to be computed again under the new version."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

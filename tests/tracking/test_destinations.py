@@ -127,7 +127,7 @@ def test_a_run_has_one_writer(run_folder: Path, started: list[subprocess.Popen[s
 def test_points_of_a_time_without_a_wandb_server_are_sent_afterwards(run_folder: Path) -> None:
     """The server refuses every connection, as one that is down does; the run's own files are all that is needed later."""
     write_run(run_folder, Plan(num_steps=5))
-    nobody = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    nobody = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "5"}
     down = send(run_folder, "wandb", **nobody)
     assert down.returncode == 1
     assert "given up" in down.stderr
