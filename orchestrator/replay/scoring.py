@@ -23,7 +23,7 @@ from orchestrator.state.peers import Peers
 from orchestrator.state.scorers import Scorers
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
-from pipelinerl.messages import FromScorer, ScoredTrajectory, Stop
+from pipelinerl.messages import FromScorer, Outcome, ScoredTrajectory, Stop
 from pipelinerl.process import die_with_parent
 from pipelinerl.stages import Stage
 from pipelinerl.transport.curve import make_keys
@@ -37,7 +37,8 @@ END_S = 10.0
 async def score_again(
     config: Config, groups: list[Settled], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
 ) -> dict[str, ScoredTrajectory]:
-    """Have the rewards of `config` score every rollout; by rollout. Step scores are taken over. `told` hears how many are done.
+    """Have the rewards of `config` score every rollout; by rollout. Step scores are taken over, and so is what was stopped early, which has
+    nothing to score. `told` hears how many are done.
 
     `folder` is a run folder to be, with the config in it. Raises what the scorer raises, for example for a function it cannot load.
     """
@@ -70,7 +71,8 @@ async def _score(
     scorers = Scorers(peers, expected=1, watch=watch)
     channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares=config.compares_siblings)
     stages = _stages(config, channels, scorers=scorers, ledger=ledger, watch=watch)
-    found: dict[str, ScoredTrajectory] = {}
+    members = [member for group in groups for member in group.members]
+    found = {member.trajectory.rollout_id: member for member in members if member.score.outcome is Outcome.STOPPED}
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in (peers, *stages)]
         tasks.append(group.create_task(_notice_end(process, folder_log="replay/logs/scorer-0.log")))
@@ -117,7 +119,8 @@ def _stages(config: Config, channels: Channels, *, scorers: Scorers, ledger: Led
 async def _feed(groups: list[Settled], channels: Channels) -> None:
     for group in groups:
         for member in group.members:
-            await channels.trajectories.put(member.trajectory)
+            if member.score.outcome is not Outcome.STOPPED:
+                await channels.trajectories.put(member.trajectory)
 
 
 async def _collect(groups: list[Settled], channels: Channels, *, found: dict[str, ScoredTrajectory], told: Callable[[int], None]) -> None:
@@ -126,7 +129,7 @@ async def _collect(groups: list[Settled], channels: Channels, *, found: dict[str
         scored = await channels.compared.get()
         assert scored is not None, "nobody closes the channel"
         name = scored.trajectory.rollout_id
-        found[name] = msgspec.structs.replace(scored, steps=recorded[name].steps)
+        found[name] = msgspec.structs.replace(scored, steps=recorded[name].steps, flag=recorded[name].flag)
         told(len(found))
 
 
