@@ -13,7 +13,7 @@ import numpy as np
 from orchestrator.rules.batch import Verdict
 from orchestrator.shown import Shown
 from pipelinerl.algorithms.staleness import split
-from pipelinerl.messages import Fate, Finish, Sample, StepDone, WeightsCommitted
+from pipelinerl.messages import Fate, Finish, Sample, StepDone, TraceScores, WeightsCommitted
 from pipelinerl.metrics import Journal
 
 
@@ -24,6 +24,8 @@ class _Step:
     samples: list[tuple[Sample, float]] = dataclasses.field(default_factory=list)
     """Each with the second on the run's clock at which it was placed."""
     components: dict[str, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    traces: dict[str, TraceScores] = dataclasses.field(default_factory=dict)
+    """Step scores by rollout, where a process reward model gives them."""
     num_groups: int = 0
     num_flat_groups: int = 0
     """Groups whose rewards are all equal."""
@@ -66,6 +68,8 @@ class Progress:
         step.num_flat_groups += not rewards or max(rewards) - min(rewards) < 1e-9
         step.samples += [(sample, now_s) for sample in verdict.samples]
         for member in verdict.group.members:
+            if member.steps is not None:
+                step.traces[member.trajectory.rollout_id] = member.steps
             for name, value in member.score.components.items():
                 step.components[name].append(value)
 
@@ -84,7 +88,7 @@ class Progress:
         self.num_trained_tokens += sum(sample.trajectory.num_tokens for sample, _ in step.samples)
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
-        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s)
+        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, traces=step.traces)
 
     def proven(self, number: int, samples: list[Sample], *, now_s: float) -> None:
         """A checkpoint holds a step whose trainer had no time to say that it is done: write its line, from what the ledger knows."""

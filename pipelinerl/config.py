@@ -95,6 +95,11 @@ class EngineSection(Section):
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
     silent_after_s: PositiveFloat = Field(60.0, description="an engine not heard of for so long ends the run")
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes over which each engine spreads its model."""
+        return int(self.options.get("tensor_parallel_size", 1))
+
 
 class ScorerSection(Section):
     slots: PositiveInt = Field(2, description="reward calls at once, each in a process of its own that can be killed")
@@ -236,7 +241,9 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    path: Path | None = Field(None, description="Hugging Face folder the value model starts from; default: model.path, and values of 0")
+    path: Path | None = Field(
+        None, description="Hugging Face folder the value model, or implicit process reward model, starts from; default: model.path"
+    )
     learning_rate: PositiveFloat = Field(1e-5, description="its schedule is the policy's, with this peak")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="first steps of the run that train the critic alone")
 
@@ -278,6 +285,15 @@ class WeightsSection(Section):
     )
     commit: Literal["auto", "flip", "scatter", "copy"] = Field(
         "auto", description="how a policy takes effect in an engine, between two forward passes"
+    )
+    adapters: Literal["auto", "apart", "merged"] = Field(
+        "auto",
+        description="with lora.rank: adapters travel alone and are served apart, or merged into the weights; auto: apart on a GPU",
+    )
+    adapter_versions: PositiveInt | None = Field(
+        None,
+        description="adapters served side by side, so that sequences end under the one they began with; 1: they go on under each new one,"
+        " as they do under whole policies; default: max_staleness + 1, at most 8",
     )
 
 

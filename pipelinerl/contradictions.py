@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         RolloutSection,
         SlurmSection,
         TrainerSection,
+        WeightsSection,
     )
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -89,19 +90,33 @@ def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSec
         )
 
 
-def _adapters_can_be_spread(trainer: TrainerSection, lora: LoraSection) -> Iterator[str]:
-    if lora.rank and trainer.parallel.tensor * trainer.parallel.pipeline > 1:
+def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterator[str]:
+    if weights.adapters == "apart" and not lora.rank:
+        yield 'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.'
+    if weights.adapters == "apart" and weights.commit != "auto":
         yield (
-            f"lora.rank is {lora.rank}, and trainer.{trainer.layout} cuts matrices or layers apart, which adapters cannot follow yet. Use"
-            " parallel.shard in its place."
+            f'weights.commit is "{weights.commit}", which is how whole policies take effect, and weights.adapters is "apart". Set one of'
+            ' them to "auto".'
         )
 
 
-def _routes_can_be_replayed(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
-    if model.replay_routes and trainer.parallel.pipeline > 1:
+def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights: WeightsSection) -> Iterator[str]:
+    for kind in ("pipeline_parallel_size", "data_parallel_size"):
+        if int(engine.options.get(kind, 1)) > 1:
+            yield (
+                f"engine.options.{kind} is {engine.options[kind]}: such an engine takes no policies. Use tensor_parallel_size, or"
+                " engine.count."
+            )
+    wanted = {
+        f'weights.road = "{weights.road}"': weights.road not in ("auto", "shared_memory"),
+        "weights.delta = true": weights.delta,
+        'weights.adapters = "apart"': weights.adapters == "apart",
+        "model.replay_routes = true": model.replay_routes,
+    }
+    if engine.num_ranks > 1 and (found := [what for what, is_wanted in wanted.items() if is_wanted]):
         yield (
-            "model.replay_routes keeps the record of one row at a time, and trainer.parallel.pipeline works on several. Set one of them to"
-            " its default."
+            f"engine.options.tensor_parallel_size is {engine.num_ranks}, and an engine of several ranks takes whole policies through shared"
+            f" memory alone: leave out {', '.join(found)}."
         )
 
 
@@ -165,9 +180,9 @@ _CHECKS = (
     _samples_differ,
     _nodes_have_work,
     _reference_can_be_offloaded,
-    _adapters_can_be_spread,
-    _routes_can_be_replayed,
+    _adapters_can_be_apart,
     _steps_have_one_model,
     _early_stop_is_unbiased,
+    _ranks_can_take_policies,
 )
 """Each takes the sections it is about, by name."""

@@ -686,6 +686,8 @@ class LayoutFixed(Message, frozen=True):
     """Engines that may read different policies at once."""
     road: Id = "shared_memory"
     """How policies travel: shared_memory, cuda_ipc, files, gloo or nccl."""
+    lineage: int = 0
+    """The newest that an engine may know of, see `StageWeights`: a trainer that starts again goes on in it."""
 
 
 class TakeMicroBatch(Message, frozen=True):
@@ -775,7 +777,7 @@ class PolicyPublished(Message, frozen=True):
     publish_s: float
     """Seconds the trainer spent writing it."""
     lineage: int = 0
-    """As in `StageWeights`: 0 until a trainer publishes, again, versions that were published before."""
+    """As in `StageWeights`: 0 until the trainer rolls back."""
 
 
 class SlotReleased(Message, frozen=True):
@@ -789,6 +791,8 @@ class PolicyHeld(Message, frozen=True):
 
     version: int | None
     """None: some engine needs a whole policy, because it refused one or lost what it held."""
+    lineage: int = 0
+    """Of that version, see `StageWeights`."""
 
 
 class CheckpointSaved(Message, frozen=True):

@@ -12,12 +12,15 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, Replicate
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.weights.adapters import published_name
 
 _TENSORS = (".lora_A", ".lora_B")
 
@@ -81,6 +84,19 @@ def adapted(module: torch.nn.Module) -> dict[str, LoraLinear]:
     return {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear)}
 
 
+def cut_alike(module: torch.nn.Module) -> None:
+    """After tensor parallelism has cut the matrices, and their adapters as if they were such: cut A and B as W x and B (A x) ask for.
+
+    Where W is cut by outputs, so is B, and every rank has all of A; where it is cut by inputs, so is A, and every rank has all of B.
+    """
+    for layer in adapted(module).values():
+        weight: Any = layer.weight
+        if isinstance(weight, DTensor):
+            name = "lora_A" if weight.placements[0].is_shard(0) else "lora_B"
+            part: Any = getattr(layer, name)
+            setattr(layer, name, torch.nn.Parameter(part.detach().redistribute(placements=[Replicate()])))
+
+
 def is_adapter(name: str) -> bool:
     """Whether a tensor of this name is part of an adapter."""
     return name.endswith(_TENSORS)
@@ -102,8 +118,8 @@ def switched_off(module: torch.nn.Module) -> Iterator[None]:
 def write_adapter(tensors: dict[str, torch.Tensor], folder: Path, *, adapters: Adapters, base: Path) -> None:
     """Write a folder that PEFT and vLLM load over the model in `base`; `tensors` are the whole A and B by this module's names."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {name: f"base_model.model.{name}.weight" for name in tensors}
-    save_file({names[name]: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    whole = {published_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -48,6 +48,7 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     quarantined it was there twice: it is not sampled again         skipped     a quarantined prompt was drawn
     outlived    the trainer, at `step`, the orchestrator before     adopted     an attempt that an engine had outlive it
     ended       the run: why, and the counts, as JSON               evaluated   a version (`step`), with the mean `reward`
+    baselines   of a method that has a memory, as JSON
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +290,16 @@ class Ledger:
         self.store.put(f"DELETE FROM samples WHERE {_is_over('samples')}", version, self._keep_groups)
         self.store.put(f"UPDATE groups SET prompt = NULL WHERE prompt IS NOT NULL AND {_is_over('groups')}", version, self._keep_groups)
 
+    def remember(self, baselines: Mapping[str, float], *, now_s: float) -> None:
+        """What a method's baselines are after one more group; a crash before the group is placed has it counted twice."""
+        self.book("baselines", now_s=now_s, reason=json.dumps(dict(baselines)))
+
     # --- asking ---
+
+    def baselines(self) -> dict[str, float]:
+        """What was remembered last; empty where nothing was."""
+        found = self.store.read("SELECT reason FROM events WHERE kind = 'baselines' ORDER BY seq DESC LIMIT 1")
+        return json.loads(found[0][0]) if found else {}
 
     def is_open(self, rollout_id: str) -> bool:
         """True while a rollout is in flight."""

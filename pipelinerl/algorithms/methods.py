@@ -114,6 +114,7 @@ _row(
     advantage="prime",
     batch="whiten_tokens",
     group_filter="accuracy_band",
+    critic="implicit_prm",
 )
 
 # --- with a critic ---------------------------------------------------------------------------------------------------------------

@@ -365,6 +365,10 @@ class Trial:
         self._demand((entry.step or 0) not in self._evaluated, entry, f"evaluates version {entry.step} a second time")
         self._evaluated.add(entry.step or 0)
 
+    def _on_baselines(self, entry: Entry) -> None:
+        means = json.loads(entry.reason or "{}")
+        self._demand(all(isinstance(mean, float) for mean in means.values()), entry, f"remembers {means}")
+
     def _refuse_quarantined(self, entry: Entry, prompt_id: str) -> None:
         self._demand(_row(prompt_id) not in self._quarantined, entry, f"asks for the quarantined prompt {prompt_id}")
 

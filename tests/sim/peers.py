@@ -137,9 +137,10 @@ class SimulatedEngine(FakeEngine):
     def running(self) -> list[str]:
         return super().running() if self._kv_tokens is None else list(self._held)
 
-    def commit(self, recompute: Collection[str] = ()) -> None:
-        super().commit(recompute)
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
+        recomputed = super().commit(recompute)
         self._num_commits = self.staged_version
+        return recomputed
 
 
 def token(prompt: np.ndarray, *, position: int, version: int) -> int:
