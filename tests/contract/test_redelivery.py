@@ -96,6 +96,7 @@ class Cable:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
         self._is_cut = False
+        self._spoiled: set[bool] = set()
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
         self._threads[0].start()
 
@@ -106,6 +107,10 @@ class Cable:
 
     def mend(self) -> None:
         self._is_cut = False
+
+    def spoil(self, *, is_towards_hub: bool) -> None:
+        """Change a byte of what passes next."""
+        self._spoiled.add(is_towards_hub)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -127,14 +132,17 @@ class Cable:
                 continue
             far = socket.create_connection(self._target)
             self._ends += [near, far]
-            for source, target in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pass_on, args=(source, target), daemon=True)
+            for source, target, is_towards_hub in ((near, far, True), (far, near, False)):
+                thread = threading.Thread(target=self._pass_on, args=(source, target, is_towards_hub), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_towards_hub: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                if is_towards_hub in self._spoiled:
+                    self._spoiled.discard(is_towards_hub)
+                    data = data[:-1] + bytes([data[-1] ^ 0x55])
                 target.sendall(data)
         _shut(source)
         _shut(target)
@@ -178,6 +186,46 @@ def test_what_a_broken_connection_lost_comes_again_once_it_is_back(on_zmq: Calla
         listening.cancel()
         assert arrived == list(range(300))
         assert [order.version for order in orders if isinstance(order, StageWeights)] == list(range(300))
+        cable.close()
+
+    on_zmq(program)
+
+
+@pytest.mark.parametrize("is_towards_hub", [True, False])
+def test_what_a_changed_byte_lost_comes_again(on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch, is_towards_hub: bool):
+    """It cannot be decrypted, and ZeroMQ closes the connection: a peer's own for good, so the link connects anew."""
+    for name, seconds in (("SILENT_S", 0.2), ("RENEW_S", 1.0), ("REMIND_EVERY_S", 0.1)):
+        monkeypatch.setattr(zmq_transport, name, seconds)
+
+    async def program(wire: ZmqWire) -> None:
+        cable = Cable(wire.hub.address)
+        endpoint = wire.folder / "endpoints" / "engine.json"
+        endpoint.write_text(endpoint.read_text().replace(wire.hub.address, cable.address))
+        (link,) = await connected(wire, 0)
+        arrived: list[int] = []
+        orders: list[Message] = []
+
+        async def listen() -> None:
+            while True:
+                arrived.extend(numbers(await wire.hub.receive()))
+
+        def is_complete() -> bool:
+            while (order := link.receive(0.0)) is not None:
+                orders.append(order)
+            return len(arrived) == len(orders) == 20
+
+        listening = asyncio.create_task(listen())
+        for number in range(20):
+            if number == 10:
+                cable.spoil(is_towards_hub=is_towards_hub)
+            link.send(load(number))
+            with contextlib.suppress(PeerGone):
+                wire.hub.send("engine-0", StageWeights(version=number, slot="", digest=""))
+            await asyncio.sleep(0.01)
+        await until(is_complete, what="what the changed byte lost did not come again")
+        listening.cancel()
+        assert arrived == list(range(20))
+        assert [order.version for order in orders if isinstance(order, StageWeights)] == list(range(20))
         cable.close()
 
     on_zmq(program)
