@@ -148,8 +148,9 @@ def main() -> None:
     arguments = harness.options(__doc__ or "").parse_args()
     rows: list[list[Any]] = []
     goals: list[harness.Goal] = []
-    _simulated(rows, goals, steps=300 if arguments.quick else 1000)
-    processes.measure_all(rows, goals, seconds=5.0 if arguments.quick else 20.0, goal=GOAL)
+    _simulated(rows, goals, steps=120 if arguments.quick else 600)
+    latencies, seconds = ((5,), 4.0) if arguments.quick else ((1, 5), 15.0)
+    processes.measure_all(rows, goals, latencies=latencies, seconds=seconds, goal=GOAL)
     harness.finish(
         "scoring",
         arguments=arguments,

@@ -25,7 +25,7 @@ SLOTS = 16
 SAMPLES_PER_STEP = 32
 GENERATION_S = MEAN_TOKENS * PASS_S
 STALENESS = 40
-WARM_S = 3.0
+WARM_S = 2.0
 """After the first step, before the figures begin: rates of engine reports are over a second."""
 CONDITIONS = (
     f"processes: one engine of {SLOTS} slots, {PASS_S * 1e3:g} ms for a forward pass, {MEAN_TOKENS} tokens on average, steps of"
@@ -33,11 +33,11 @@ CONDITIONS = (
 )
 
 
-def measure_all(rows: list[list[Any]], goals: list[harness.Goal], *, seconds: float, goal: float) -> None:
-    """Add the rows and goals of reward at once, inline and as a stage, at 1 and 5 times the generation time."""
+def measure_all(rows: list[list[Any]], goals: list[harness.Goal], *, latencies: tuple[int, ...], seconds: float, goal: float) -> None:
+    """Add the rows and goals of reward at once, inline and as a stage, at so many times the generation time."""
     alone = _measure(0.0, seconds=seconds)
     rows.append(["processes", "reward at once", 0.0, *alone[:2], 1.0, "", *alone[2:]])
-    for times in (1, 5):
+    for times in latencies:
         for name, is_inline in (("inline", True), ("stage", False)):
             found = _measure(times * GENERATION_S, is_inline=is_inline, seconds=seconds)
             rows.append(["processes", name, float(times), *found[:2], found[1] / alone[1], "", *found[2:]])
@@ -54,7 +54,12 @@ def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> tu
         plugins = Path(__file__).with_name("rewards.py")
         seconds_of_call = 0.0 if is_inline else latency_s
         overrides = ["run.name=paced", "trainer.steps=100000", "batch.groups_per_step=8", "rollout.group_size=4", "evaluation.every=0"]
-        overrides += [f'data.source="{plugins}:prompts"', f"rollout.max_tokens={2 * MEAN_TOKENS}", "checkpoint.every=100000"]
+        overrides += [
+            f'data.source="{plugins}:prompts"',
+            f"rollout.max_tokens={2 * MEAN_TOKENS}",
+            "model.max_tokens=104",
+            "checkpoint.every=100000",
+        ]
         overrides += [f'reward=[{{function="{plugins}:reward", options={{seconds={seconds_of_call}}}}}]']
         overrides += [f"scorer.slots={max(2, round(1.6 * calls))}", f"pipeline.max_staleness={STALENESS}"]
         overrides += ['engine.kind="fake"', "engine.count=1", "engine.cores=[]", "trainer.cores=[]", f"engine.max_running={SLOTS}"]
