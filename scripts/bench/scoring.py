@@ -58,9 +58,9 @@ class Figures:
     samples_per_s: float
     """Trained."""
     tokens_per_s: float
-    """Of all engines."""
+    """Sampled for what was trained: in a steady state what the engines sample."""
     whole_tokens_per_s: float
-    """The same from the run's first second to its last."""
+    """Of all engines, from the run's first second to its last."""
     decoding: float
     """Part of the engines' slots in which a sequence is decoded; the table has the rest of them as idle."""
     lag_s: float
@@ -97,12 +97,14 @@ def measure(
         )
     assert done.ending.reason == "finished", done.ending.reason
     status = [line for line in done.lines if line["kind"] == "status"]
-    steady = [line for line in status if steps / 5 <= line["step"] <= steps * 4 / 5]
-    first, last = steady[0], steady[-1]
-    seconds = last["elapsed_s"] - first["elapsed_s"]
+    first, last = steps // 5, steps * 4 // 5
+    trained = [(step, num_tokens, ended_s) for *_, step, _, _, _, num_tokens, _, ended_s in done.rows if step is not None]
+    done_s = {step: ended_s for step, _, ended_s in trained}
+    seconds = done_s[last] - done_s[first]
+    steady = [line for line in status if first <= line["step"] <= last]
     return Figures(
-        samples_per_s=(last["step"] - first["step"]) * SAMPLES_PER_STEP / seconds,
-        tokens_per_s=(last["generated_tokens"] - first["generated_tokens"]) / seconds,
+        samples_per_s=(last - first) * SAMPLES_PER_STEP / seconds,
+        tokens_per_s=sum(num_tokens for step, num_tokens, _ in trained if first < step <= last) / seconds,
         whole_tokens_per_s=status[-1]["generated_tokens"] / status[-1]["elapsed_s"],
         decoding=float(np.mean([sum(engine["num_running"] for engine in line["engines"]) for line in steady])) / (NUM_ENGINES * SLOTS),
         lag_s=float(np.median(lags)),
