@@ -37,8 +37,9 @@ END_S = 10.0
 async def score_again(
     config: Config, groups: list[Settled], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
 ) -> dict[str, ScoredTrajectory]:
-    """Have the rewards of `config` score every rollout; by rollout. Step scores are taken over, and so is what was stopped early, which has
-    nothing to score. `told` hears how many are done.
+    """Have the rewards of `config` score every rollout; by rollout. `told` hears how many are done.
+
+    What the process reward model said is taken over: step scores, and who was stopped early, which nobody scores.
 
     `folder` is a run folder to be, with the config in it. Raises what the scorer raises, for example for a function it cannot load.
     """
@@ -71,15 +72,14 @@ async def _score(
     scorers = Scorers(peers, expected=1, watch=watch)
     channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares=config.compares_siblings)
     stages = _stages(config, channels, scorers=scorers, ledger=ledger, watch=watch)
-    members = [member for group in groups for member in group.members]
-    found = {member.trajectory.rollout_id: member for member in members if member.score.outcome is Outcome.STOPPED}
+    found: dict[str, ScoredTrajectory] = {}
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in (peers, *stages)]
         tasks.append(group.create_task(_notice_end(process, folder_log="replay/logs/scorer-0.log")))
         try:
             await wait_for(scorers.wait_until_ready(), peer="scorer-0", what="to load the rewards", deadline_s=limit_s)
             tasks.append(group.create_task(watch.run()))
-            tasks.append(group.create_task(_feed(groups, channels)))
+            tasks.append(group.create_task(_feed(groups, channels, ledger)))
             await _collect(groups, channels, found=found, told=told)
         finally:
             await peers.stop_all(Stop(reason="replayed"), deadline_s=END_S)
@@ -116,10 +116,13 @@ def _stages(config: Config, channels: Channels, *, scorers: Scorers, ledger: Led
     return stages
 
 
-async def _feed(groups: list[Settled], channels: Channels) -> None:
+async def _feed(groups: list[Settled], channels: Channels, ledger: Ledger) -> None:
     for group in groups:
         for member in group.members:
-            if member.score.outcome is not Outcome.STOPPED:
+            if member.score.outcome is Outcome.STOPPED:
+                ledger.score(member, now_s=asyncio.get_running_loop().time())
+                await channels.scored.put(member)
+            else:
                 await channels.trajectories.put(member.trajectory)
 
 
@@ -129,7 +132,7 @@ async def _collect(groups: list[Settled], channels: Channels, *, found: dict[str
         scored = await channels.compared.get()
         assert scored is not None, "nobody closes the channel"
         name = scored.trajectory.rollout_id
-        found[name] = msgspec.structs.replace(scored, steps=recorded[name].steps, flag=recorded[name].flag)
+        found[name] = msgspec.structs.replace(recorded[name], score=scored.score)
         told(len(found))
 
 
