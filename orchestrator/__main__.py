@@ -46,7 +46,14 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
         source, held_out = prompts_of(config)
         method = method_of(config)
-        credit = MethodCredit(method, config.reward, correct_reward=config.algorithm.correct_reward)
+        now_s = asyncio.get_running_loop().time
+        credit = MethodCredit(
+            method,
+            config.reward,
+            correct_reward=config.algorithm.correct_reward,
+            baselines=ledger.baselines(),
+            remember=lambda baselines: ledger.remember(baselines, now_s=now_s()),
+        )
         pipeline = Pipeline(
             config,
             engine_hub=hubs[0],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,9 +10,11 @@ from orchestrator.rules.batch import SetAside, StepRules, Survivors
 from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
 from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
 from pipelinerl.algorithms.credit.batch_rule import Credit
+from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import RewardSection
+from pipelinerl.errors import DataError
 from pipelinerl.messages import Float32, ScoredTrajectory
 from pipelinerl.scorer.calls import component_names
 
@@ -20,9 +22,24 @@ from pipelinerl.scorer.calls import component_names
 class MethodCredit:
     """Advantages of scored siblings under one method; see `rules.batch.Credit` and, for `over_step`, `rules.batch.StepCredit`."""
 
-    def __init__(self, method: Method, rewards: tuple[RewardSection, ...], *, correct_reward: float = 1.0) -> None:
-        """A completion with at least `correct_reward` counts as correct."""
+    def __init__(
+        self,
+        method: Method,
+        rewards: tuple[RewardSection, ...],
+        *,
+        correct_reward: float = 1.0,
+        baselines: Mapping[str, float] | None = None,
+        remember: Callable[[Mapping[str, float]], None] = lambda baselines: None,
+    ) -> None:
+        """A completion with at least `correct_reward` counts as correct.
+
+        `baselines` are those of an earlier life of the run, for a method that has some for each role; `remember` is given them whenever
+        they have moved.
+        """
         self._method = method
+        self._remember = remember
+        rule = method.advantage
+        self._baselines = RoleBaselines(decay=float(rule.options["decay"] or 0.0), state=baselines) if rule.name == "rae" else None
         names = component_names([reward.function for reward in rewards])
         self._weights = {name: reward.weight for name, reward in zip(names, rewards, strict=True)}
         self._correct_reward = correct_reward
@@ -43,7 +60,11 @@ class MethodCredit:
         Zeros where the trainer makes the advantages, which has what they are made of.
         """
         group = self._group(survivors)
-        credit = np.zeros(len(survivors)) if self._leaves_to_trainer else group_advantages(group, method=self._method)
+        credit = np.zeros(len(survivors))
+        if not self._leaves_to_trainer:
+            credit = group_advantages(group, method=self._method, baselines=self._baselines)
+        if self._baselines is not None:
+            self._remember(self._baselines.state())
         columns = _columns(credit, group=group, survivors=survivors)
         if keeps_group(group, method=self._method):
             return columns
@@ -59,7 +80,8 @@ class MethodCredit:
 
     def _group(self, survivors: Survivors) -> ScoredGroup:
         masks = tuple(member.trajectory.trains[len(member.trajectory.prompt.token_ids) :] for member in survivors)
-        rewards = np.array([member.score.reward for member in survivors], np.float64)
+        is_whole = np.array([member.score.reward is not None for member in survivors])
+        rewards = np.array([member.score.reward or 0.0 for member in survivors], np.float64)  # 0.0 of stopped ones: weight 0, never read
         # A function may say that it does not apply to a completion: then it compares no siblings here.
         names = [name for name in self._weights if all(name in member.score.components for member in survivors)]
         return ScoredGroup(
@@ -69,10 +91,27 @@ class MethodCredit:
                 len(survivors), len(names)
             ),
             component_weights=np.array([self._weights[name] for name in names]),
-            correct=rewards >= self._correct_reward,
+            roles=tuple(_role(member) for member in survivors) if self._baselines is not None else None,
+            correct=is_whole & (rewards >= self._correct_reward),
+            sample_weights=np.array([member.weight for member in survivors]),
+            predictions=np.array([_predicted(member) for member in survivors]),
             trains=masks,
             steps=_steps(survivors),
         )
+
+
+def _role(member: ScoredTrajectory) -> str:
+    prompt = member.trajectory.prompt
+    if not isinstance(role := prompt.columns.get("role"), str):
+        raise DataError(
+            f"prompt {prompt.prompt_id}: advantage rae has a baseline for each role, and the row's column role is {role!r}, expected a text"
+        )
+    return role
+
+
+def _predicted(member: ScoredTrajectory) -> float:
+    """What was expected of a flagged rollout's reward; of any other its reward, which then stands for itself."""
+    return float(member.score.reward or 0.0) if member.flag is None else member.flag.predicted
 
 
 def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:

@@ -118,6 +118,26 @@ class RewardSection(Section):
     deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
 
 
+class EarlyStopSection(Section):
+    below: float | None = Field(
+        None, description="a step score under this flags a rollout while it is being written; none: none is stopped"
+    )
+    keep: Fraction = Field(0.2, description="probability with which a flagged rollout goes on; it then weighs 1 / keep in the loss")
+    min_steps: PositiveInt = Field(2, description="steps before which no score flags")
+    max_right: Fraction = Field(0.2, description="stopping ends where surely more than this part of flagged rollouts would have been right")
+
+
+class PrmJudgeSection(Section):
+    url: str | None = Field(
+        None, description="endpoint of a language model that judges each step, up to and with /v1, in place of prm.path"
+    )
+    model: str | None = Field(None, description="its name there")
+    concurrency: PositiveInt = Field(16, description="questions at once")
+    max_tokens: PositiveInt = Field(512, description="longest answer")
+    key_file: Path | None = Field(None, description="file with the endpoint's key")
+    extra: dict[str, Any] = Field({}, description="further fields of each request, as the endpoint takes them")
+
+
 class PrmSection(Section):
     path: Path | None = Field(None, description="process reward model, a folder vLLM's pooling engines serve; none: steps have no scores")
     convention: Literal["qwen2.5-math-prm", "math-shepherd", "token-classification", "sigmoid-head"] = Field(
@@ -125,6 +145,8 @@ class PrmSection(Section):
     )
     tag: str | None = Field(None, description="what stands after a step; default: the convention's")
     separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
+    judge: PrmJudgeSection = PrmJudgeSection()  # pyright: ignore[reportCallIssue]
+    stop: EarlyStopSection = EarlyStopSection()  # pyright: ignore[reportCallIssue]
     max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
     chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
     max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")
@@ -132,6 +154,11 @@ class PrmSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
     max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
     options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+
+    @property
+    def is_used(self) -> bool:
+        """A model, or a judge, scores steps."""
+        return self.path is not None or self.judge.url is not None
 
 
 class AlgorithmSection(Section):
@@ -214,7 +241,9 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    path: Path | None = Field(None, description="Hugging Face folder the value model starts from; default: model.path, and values of 0")
+    path: Path | None = Field(
+        None, description="Hugging Face folder the value model, or implicit process reward model, starts from; default: model.path"
+    )
     learning_rate: PositiveFloat = Field(1e-5, description="its schedule is the policy's, with this peak")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="first steps of the run that train the critic alone")
 

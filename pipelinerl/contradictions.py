@@ -16,7 +16,9 @@ if TYPE_CHECKING:
         EvaluationSection,
         LoraSection,
         ModelSection,
+        PrmSection,
         ReferenceSection,
+        RewardSection,
         RolloutSection,
         SlurmSection,
         TrainerSection,
@@ -69,19 +71,22 @@ def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[
                 )
 
 
+def _no_secrets_for_scorers(reward: tuple[RewardSection, ...], prm: PrmSection) -> Iterator[str]:
+    options = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
+    for part, values in (options | {"prm.options": prm.options, "prm.judge.extra": prm.judge.extra}).items():
+        for key in values:
+            if key.lower().rpartition("_")[2] in SECRET_WORDS:
+                yield (
+                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown, and a scorer's environment holds"
+                    " none. Put it in a file, and give the file's path under another name (the judge's is key_file)."
+                )
+
+
 def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:
     if reference.offload and trainer.layout.ranks > trainer.layout.copies:
         yield (
             f"reference.offload keeps whole weights on the host, and trainer.{trainer.layout} spreads them over ranks. Set it to false: a"
             " rank then holds its part only."
-        )
-
-
-def _adapters_can_be_spread(trainer: TrainerSection, lora: LoraSection) -> Iterator[str]:
-    if lora.rank and trainer.parallel.tensor * trainer.parallel.pipeline > 1:
-        yield (
-            f"lora.rank is {lora.rank}, and trainer.{trainer.layout} cuts matrices or layers apart, which adapters cannot follow yet. Use"
-            " parallel.shard in its place."
         )
 
 
@@ -115,14 +120,6 @@ def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights
         )
 
 
-def _routes_can_be_replayed(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
-    if model.replay_routes and trainer.parallel.pipeline > 1:
-        yield (
-            "model.replay_routes keeps the record of one row at a time, and trainer.parallel.pipeline works on several. Set one of them to"
-            " its default."
-        )
-
-
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
@@ -153,19 +150,39 @@ def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: Slur
         yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide: each has as many."
 
 
+def _steps_have_one_model(prm: PrmSection) -> Iterator[str]:
+    if prm.path is not None and prm.judge.url is not None:
+        yield f"prm.path is {prm.path} and prm.judge.url is {prm.judge.url}: one of them scores steps. Leave the other out."
+    if prm.judge.url is not None and prm.judge.model is None:
+        yield f"prm.judge.url is {prm.judge.url}, and prm.judge.model does not say whom to ask there."
+
+
+def _early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
+    if prm.stop.below is None:
+        return
+    if not prm.is_used:
+        yield f"prm.stop.below is {prm.stop.below:g} and no process reward model says which rollouts are hopeless. Set prm.path."
+    if any(one.per == "group" for one in reward):
+        yield (
+            'prm.stop.below is set and a reward has per = "group": siblings would be compared with those only that were not stopped.'
+            " Leave one of them out."
+        )
+
+
 _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
     _one_core_for_each_process,
     _no_secrets,
+    _no_secrets_for_scorers,
     _layout_works,
     _zero_bubble_adds_up_in_float32,
     _samples_differ,
     _nodes_have_work,
     _reference_can_be_offloaded,
-    _adapters_can_be_spread,
     _adapters_can_be_apart,
+    _steps_have_one_model,
+    _early_stop_is_unbiased,
     _ranks_can_take_policies,
-    _routes_can_be_replayed,
 )
 """Each takes the sections it is about, by name."""

@@ -156,6 +156,19 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
     ]
 
 
+def test_steps_are_scored_by_one_model_that_is_named():
+    found = problems_of(tree(prm={"path": "m", "judge": {"url": "u"}}))
+    assert [line.partition(": ")[0] for line in found] == [
+        "prm.path is m and prm.judge.url is u",
+        "prm.judge.url is u, and prm.judge.model does not say whom to ask there.",
+    ]
+
+
+def test_an_early_stop_needs_a_model_and_no_comparison():
+    found = problems_of(tree(prm={"stop": {"below": 0.2}}, reward=[{"function": "a:b", "per": "group"}]))
+    assert [line.split(": ")[0].split(" and ")[0] for line in found] == ["prm.stop.below is 0.2", "prm.stop.below is set"]
+
+
 def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
     engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
     assert problems_of(tree(engine=engine, weights={"road": "gloo", "delta": True})) == [
@@ -307,6 +320,16 @@ KEYS = [
     "prm.convention",
     "prm.tag",
     "prm.separator",
+    "prm.judge.url",
+    "prm.judge.model",
+    "prm.judge.concurrency",
+    "prm.judge.max_tokens",
+    "prm.judge.key_file",
+    "prm.judge.extra",
+    "prm.stop.below",
+    "prm.stop.keep",
+    "prm.stop.min_steps",
+    "prm.stop.max_right",
     "prm.max_steps",
     "prm.chunk_tokens",
     "prm.max_waiting_tokens",

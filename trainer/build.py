@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 
-from pipelinerl.algorithms.method import REFERENCE_OFFERS, Method, Need
+from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config, Offload
 from pipelinerl.errors import ConfigError
 from pipelinerl.tokenizer import load_tokenizer
 from trainer import portable
-from trainer.critic import Critic
+from trainer.critic import Critic, ValueCritic
+from trainer.engine import Outputs
+from trainer.implicit_prm import ImplicitPrm
 from trainer.lora import Adapters
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
@@ -46,6 +49,7 @@ def build_policy(config: Config, *, replicas: Replicas) -> Trained:
         has_float32_head=config.trainer.float32_head,
         adapters=adapters_of(config),
         replays_routes=config.model.replay_routes,
+        gives_square_sums=Need.SQUARE_SUM in method_of(config).needs,
         is_offloaded=config.trainer.offload is Offload.WEIGHTS,
     )
     return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.trainer.learning_rate))
@@ -58,22 +62,19 @@ def adapters_of(config: Config) -> Adapters | None:
 
 
 def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
-    """Load the value model where the method reads one. Raises `ConfigError`."""
-    if Need.CRITIC not in method_of(config).needs:
+    """Load the model from which the method makes advantages, where it does. Raises `ConfigError`."""
+    needs = method_of(config).needs & CRITICS
+    if not needs:
         return None
-    if config.trainer.parallel.pipeline > 1:
-        raise ConfigError(
-            f"algorithm {config.algorithm.name} trains a critic, and trainer.{config.trainer.layout} shares the layers, which a critic's"
-            " cannot be yet. Use parallel.shard or parallel.tensor in place of parallel.pipeline"
-        )
     model = Model(
         config.critic.path or config.model.path,
         dtype=config.model.dtype,
-        temperature=1.0,
+        temperature=config.rollout.temperature,
         device=replicas.device,
         replicas=replicas,
         recomputes=config.trainer.recompute,
-        gives_values=True,
+        has_float32_head=config.trainer.float32_head,
+        gives_values=Need.CRITIC in needs,
         is_offloaded=config.trainer.offload is Offload.WEIGHTS,
     )
     return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.critic.learning_rate))
@@ -83,7 +84,7 @@ def build_step(config: Config, *, policy: Trained, critic: Trained | None, repli
     """Join the models to what trains them, step by step, from `first_step` on."""
     method = method_of(config)
     return Step(
-        TorchEngine(policy.model, optimizer=policy.optimizer, replicas=replicas),
+        TorchEngine(policy.model, optimizer=policy.optimizer, replicas=replicas, read=Outputs.of),
         method=method,
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
@@ -93,10 +94,19 @@ def build_step(config: Config, *, policy: Trained, critic: Trained | None, repli
         first_step=first_step,
         passes=config.trainer.passes,
         reference=_reference(config, policy=policy.model, method=method, replicas=replicas),
-        critic=None if critic is None else _critic(critic, method=method, replicas=replicas),
+        critic=None if critic is None else critic_of(critic, method=method, replicas=replicas),
         critic_alone_until=config.critic.warmup_steps if critic is not None else 0,
         replays_routes=config.model.replay_routes,
     )
+
+
+def critic_of(trained: Trained, *, method: Method, replicas: Replicas) -> Critic:
+    """A model as the method's kind of critic."""
+    options = {name: float(value or 0.0) for name, value in method.critic.options.items()}
+    if Need.IMPLICIT_PRM in method.needs:
+        engine = TorchEngine(trained.model, optimizer=trained.optimizer, replicas=replicas, read=Outputs.of)
+        return ImplicitPrm(engine, **options)
+    return ValueCritic(TorchEngine(trained.model, optimizer=trained.optimizer, replicas=replicas, read=itemgetter(0)), **options)
 
 
 def state_of(policy: Trained, critic: Trained | None = None) -> dict[str, dict[str, torch.Tensor]]:
@@ -124,10 +134,6 @@ def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rat
         replicas=replicas,
         is_offloaded=section.offload is Offload.OPTIMIZER,
     )
-
-
-def _critic(trained: Trained, *, method: Method, replicas: Replicas) -> Critic:
-    return Critic(trained.model, optimizer=trained.optimizer, replicas=replicas, clip=float(method.critic.options["clip"] or 0.0))
 
 
 def _reference(config: Config, *, policy: Model, method: Method, replicas: Replicas) -> Reference | None:

@@ -1,4 +1,4 @@
-"""Advantages that only the trainer can make, because a critic's values or a reference's log-probabilities enter them.
+"""Advantages that only the trainer can make, because what its models say of each token enters them.
 
 The rules are the orchestrator's (`pipelinerl.algorithms.credit`), called here once a step is whole: over all groups of all replicas, which
 every replica gathers, so that baselines and whitening are those of one process. That is a few numbers per token.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from pipelinerl.algorithms.credit import group_advantages, step_advantages, token_columns, value_returns
+from pipelinerl.algorithms.credit import group_advantages, prime, step_advantages, token_columns, value_returns
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.credit.optimal_baseline import energy
 from pipelinerl.algorithms.loss import TokenColumns
+from pipelinerl.algorithms.loss.correction import importance_weights, terms_of
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.errors import DataError
 from pipelinerl.messages import MicroBatch
@@ -33,7 +36,7 @@ class Held:
     row: Row | None
     columns: TokenColumns | None
     values: torch.Tensor | None = None
-    """[K] float32, where there is a critic."""
+    """[K] float32, what the critic says of each token, where there is one, or the policy's sum of squared probabilities."""
     returns: torch.Tensor | None = None
     """[K] float32, what the critic is trained towards."""
 
@@ -41,7 +44,7 @@ class Held:
 def credited(held: Sequence[Held], *, method: Method, replicas: Replicas, correct_reward: float) -> list[Held]:
     """The rows of this replica with their advantages, and returns where there is a critic. Every rank calls this."""
     samples = np.concatenate([np.zeros((0, 3)), *(_sample_facts(one) for one in held)])
-    tokens = np.concatenate([np.zeros((0, 3)), *(_token_facts(one) for one in held)])
+    tokens = np.concatenate([np.zeros((0, 3)), *(_token_facts(one, method=method) for one in held)])
     all_samples, _ = _gathered(samples, replicas=replicas)
     all_tokens, first_token = _gathered(tokens, replicas=replicas)
     advantages, returns = _step_credit(all_samples, all_tokens, method=method, correct_reward=correct_reward)
@@ -63,8 +66,8 @@ def _sample_facts(held: Held) -> np.ndarray:
     return np.stack((batch.group_ids, batch.rewards, counts), 1).astype(np.float64)
 
 
-def _token_facts(held: Held) -> np.ndarray:
-    """[K, 3] log mu - log ref, value and whether a turn ends there; zeros where the run has no such thing."""
+def _token_facts(held: Held, *, method: Method) -> np.ndarray:
+    """[K, 3] log mu - log ref, what the rule reads (`_READS`) and whether a turn ends there; zeros where the run has no such thing."""
     columns = held.columns
     if columns is None:
         return np.zeros((0, 3))
@@ -73,8 +76,23 @@ def _token_facts(held: Held) -> np.ndarray:
     places, sequences = columns.required("positions"), columns.sequence_ids
     ends = torch.ones_like(places, dtype=torch.bool)
     ends[:-1] = (places[1:] != places[:-1] + 1) | (sequences[1:] != sequences[:-1])
-    facts = (kl, nothing if held.values is None else held.values, ends)
+    facts = (kl, nothing if held.values is None else _read(held.values, columns, method=method), ends)
     return torch.stack([fact.double() for fact in facts], 1).cpu().numpy()
+
+
+_READS = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process_rewards", Need.SQUARE_SUM: "energies"}
+"""What of a `ScoredGroup` is made of `Held.values`; no rule reads two of them."""
+
+
+def _read(values: torch.Tensor, columns: TokenColumns, *, method: Method) -> torch.Tensor:
+    """[K] the value itself, log phi - log ref of an implicit process reward model, or the energy of the token."""
+    if Need.IMPLICIT_PRM in method.needs:
+        return values - columns.required("reference_logprobs")
+    if Need.SQUARE_SUM in method.needs:
+        weights = importance_weights(terms_of(columns, proximal=method.proximal), rule=method.weight)
+        exact = [column.double().cpu().numpy() for column in (columns.logprobs.exp(), values, weights)]
+        return torch.from_numpy(energy(exact[0], square_sums=exact[1], importance=exact[2])).to(values.device)
+    return values
 
 
 def _gathered(table: np.ndarray, *, replicas: Replicas) -> tuple[np.ndarray, int]:
@@ -94,8 +112,12 @@ def _step_credit(samples: np.ndarray, tokens: np.ndarray, *, method: Method, cor
     """([tokens] advantages, [tokens] returns) of the whole step; returns are zeros without a critic."""
     lengths = samples[:, 2].astype(np.int64)
     starts = np.cumsum(lengths) - lengths
+    if Need.IMPLICIT_PRM in method.needs:
+        beta = float(method.critic.options["beta"] or 0.0)
+        tokens[:, 1] = np.concatenate([np.zeros(0), *prime.process_rewards(np.split(tokens[:, 1], starts[1:]), beta=beta)])
     members = [np.flatnonzero(samples[:, 0] == group) for group in np.unique(samples[:, 0])]
-    groups = [_group(samples[chosen], tokens, starts=starts[chosen], correct_reward=correct_reward) for chosen in members]
+    column = next((name for need, name in _READS.items() if need in method.needs), "values")
+    groups = [_group(samples[chosen], tokens, starts=starts[chosen], read_as=column, correct_reward=correct_reward) for chosen in members]
     credits = step_advantages([group_advantages(group, method=method) for group in groups], groups, method=method)
     advantages, returns = np.zeros(len(tokens)), np.zeros(len(tokens))
     for chosen, group, credit in zip(members, groups, credits, strict=True):
@@ -107,17 +129,18 @@ def _step_credit(samples: np.ndarray, tokens: np.ndarray, *, method: Method, cor
     return advantages, returns
 
 
-def _group(samples: np.ndarray, tokens: np.ndarray, *, starts: np.ndarray, correct_reward: float) -> ScoredGroup:
+def _group(samples: np.ndarray, tokens: np.ndarray, *, starts: np.ndarray, read_as: str, correct_reward: float) -> ScoredGroup:
     """Siblings as the rules take them; positions are trained tokens only, which is what values are carried between."""
     lengths = samples[:, 2].astype(np.int64)
     rows = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    read: dict[str, Any] = {read_as: tuple(row[:, 1] for row in rows)}
     return ScoredGroup(
         rewards=samples[:, 1],
         lengths=lengths,
         correct=samples[:, 1] >= correct_reward,
         token_kl=tuple(row[:, 0] for row in rows),
-        values=tuple(row[:, 1] for row in rows),
         turns=tuple(np.flatnonzero(row[:, 2]) for row in rows),
+        **read,
     )
 
 

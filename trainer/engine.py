@@ -7,7 +7,7 @@ is the one engine there is; Megatron-Core, on GPUs, would be another.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +24,13 @@ class Outputs:
     """[K] float32, natural log of the probability of each, temperature applied; with gradient."""
     entropy: torch.Tensor
     """[K] float32, nats, of the distribution each was drawn from; with gradient."""
+    square_sums: torch.Tensor | None = None
+    """[K] float32, sum of the squared probabilities of all words there, without gradient; where the model was told to give them."""
+
+    @classmethod
+    def of(cls, columns: Sequence[torch.Tensor]) -> Outputs:
+        """Name the columns of `trainer.model.Model.outputs`."""
+        return cls(logprobs=columns[0], entropy=columns[1], square_sums=columns[2] if len(columns) > 2 else None)
 
 
 Loss = Callable[[Outputs], torch.Tensor]
@@ -45,7 +52,7 @@ class Engine(Protocol):
         """Compute the rows that were put off."""
         ...
 
-    def logprobs(self, row: Row | None) -> Outputs | None:
+    def outputs(self, row: Row | None) -> Outputs | None:
         """Compute the outputs of a row without gradient; None for a zero-loss row, which has none."""
         ...
 

@@ -26,24 +26,34 @@ def linear_logprobs(
     temperature: float,
     first_id: int = 0,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gives_square_sums: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Return ([K] float32 log-probability of `targets` [K], [K] float32 entropy in nats), both with gradient.
+
+    With `gives_square_sums` also [K] float32, the sum of the squares of all probabilities, without gradient.
 
     They are those of softmax(`hidden` [K, H] @ `weight`.T / `temperature`) in float32. `weight` [V, H] holds the words from `first_id` on
     where the ranks of `group` split the vocabulary; `hidden` is then the same on all of them, and so is its gradient.
     """
-    return _LinearLogprobs.apply(hidden, weight, targets - first_id, temperature, group)  # pyright: ignore[reportReturnType]
+    outputs: Any = _LinearLogprobs.apply(hidden, weight, targets - first_id, temperature, group, gives_square_sums)
+    return outputs
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        gives_square_sums: bool,
+    ) -> tuple[torch.Tensor, ...]:
         num, words = len(hidden), len(weight)
         is_here = (targets >= 0) & (targets < words)
         columns = targets.clamp(0, words - 1)
-        peak, total, energy, chosen = torch.empty(4, num, device=hidden.device)
+        peak, total, energy, chosen, squares = torch.empty(5, num, device=hidden.device)
         tables = _Tables(num, words, count=2, device=hidden.device)
         for piece in tables.pieces:
             logits, powers = tables.of(piece)
@@ -54,25 +64,31 @@ class _LinearLogprobs(torch.autograd.Function):
             torch.exp(logits, out=powers)
             total[piece] = powers.sum(-1)
             energy[piece] = torch.bmm(powers[:, None], logits[:, :, None])[:, 0, 0]
+            if gives_square_sums:
+                squares[piece] = torch.bmm(powers[:, None], powers[:, :, None])[:, 0, 0]
         if group is not None:
             below = peak.clone()
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
             below -= peak
             sums = torch.stack((total, energy + below * total)) * below.exp()
-            sums = torch.cat((sums, (chosen + below).masked_fill(~is_here, 0.0)[None]))
+            sums = torch.cat((sums, (squares * (2 * below).exp())[None], (chosen + below).masked_fill(~is_here, 0.0)[None]))
             dist.all_reduce(sums, group=group)
-            total, energy, chosen = sums
+            total, energy, squares, chosen = sums
         normaliser = peak + total.log()
         entropy = total.log() - energy / total
         ctx.save_for_backward(hidden, weight, columns, is_here, normaliser, entropy)
         ctx.temperature, ctx.group = temperature, group
         ctx.set_materialize_grads(False)
-        return chosen - total.log(), entropy
+        if not gives_square_sums:
+            return chosen - total.log(), entropy
+        squares = squares / total.square()
+        ctx.mark_non_differentiable(squares)
+        return chosen - total.log(), entropy, squares
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, to_logprobs: torch.Tensor | None, to_entropy: torch.Tensor | None
+        ctx: Any, to_logprobs: torch.Tensor | None, to_entropy: torch.Tensor | None, *_: None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, columns, is_here, normaliser, entropy = ctx.saved_tensors
         to_logprobs = torch.zeros_like(normaliser) if to_logprobs is None else to_logprobs
@@ -94,7 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 _add_product(to_weight, to_logits.t(), hidden[piece])
         if ctx.group is not None:
             dist.all_reduce(to_hidden, group=ctx.group)
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
 
 
 class _Tables:

@@ -17,7 +17,6 @@ from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
-    PolicyPublished,
     StepDone,
     StepSealed,
     Stop,
@@ -35,6 +34,7 @@ from trainer.feed import Feed
 from trainer.lineage import Lineage
 from trainer.parallel import Replicas
 from trainer.phases import Phases
+from trainer.publication import Publication
 from trainer.publish import Publisher
 from trainer.spread_weights import SpreadWeights
 from trainer.step import Step
@@ -103,12 +103,12 @@ def train(config: Config, run_folder: Path) -> None:
             )
             feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))
         waves = at_end.enter_context(Waves(feed, replicas=replicas, lay_out=step.lay_out))
+        send = feed.send if feed is not None and publisher is not None else lambda message: None
         loop = Loop(
             waves=waves,
             step=step,
-            spread=spread,
-            publisher=publisher,
-            send=feed.send if feed is not None and publisher is not None else lambda message: None,
+            publication=at_end.enter_context(Publication(publisher, spread=spread, send=send)),
+            send=send,
             phases=Phases(journal, waves=waves),
             lineage=lineage,
             checkpoint=checkpoint,
@@ -133,11 +133,8 @@ class Loop:
 
     waves: Waves
     step: Step
-    spread: SpreadWeights | None
-    """Where no rank holds all the weights: how all of them publish together."""
-    publisher: Publisher | None
-    """Where this rank publishes."""
-    send: Callable[[StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed], None]
+    publication: Publication
+    send: Callable[[StepDone | CheckpointSaved | CheckpointFailed], None]
     """To the orchestrator, where this rank publishes; elsewhere it does nothing."""
     phases: Phases
     lineage: Lineage
@@ -150,14 +147,16 @@ class Loop:
     def run(self, first: int, num_steps: int) -> None:
         """Train step after step, and publish a policy after each; end after the last, or once told to stop, all ranks alike."""
         if first:
-            self._publish(first)  # no engine can have it: who starts here is not who trained it
+            self.publication.begin(first)  # no engine can have it: who starts here is not who trained it
         commit = ""
         for number in range(first, num_steps):
             sealed = self._add_rows()
             if sealed is None:
                 if commit and number % self.checkpoint_every:
                     self.checkpoint(number, commit)
-                return
+                break
+            with self.phases("publish"):
+                self.publication.wait()
             with self.phases("forward_backward"):
                 self.step.train_held(sealed)
             with self.phases("optimizer"):
@@ -165,6 +164,7 @@ class Loop:
             self.lineage.finish_step()
             commit = sealed.commit
             self._finish_step(number, metrics, is_due=(number + 1) % self.checkpoint_every == 0 or number + 1 == num_steps, commit=commit)
+        self.publication.wait()
 
     def tell_news(self) -> None:
         """Tell what became of checkpoints."""
@@ -175,32 +175,15 @@ class Loop:
             self.send(news)
 
     def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:
-        """Publish first: engines wait for it, and for a checkpoint nobody does."""
-        policy = self._make_policy(number + 1)
+        """Publish before a checkpoint: engines wait for the one, and nobody for the other. Both count among the next step's seconds."""
+        seconds = self.phases.finish_step(num_tokens=metrics["num_tokens"]) | self.publication.take_seconds()
+        self.send(StepDone(step=number, metrics=metrics | seconds))
+        with self.phases("publish"):
+            self.publication.begin(number + 1)
         if is_due:
             with self.phases("checkpoint"):
                 self.checkpoint(number + 1, commit)
-        self.send(StepDone(step=number, metrics=metrics | self.phases.finish_step(num_tokens=metrics["num_tokens"])))
-        if policy is not None:
-            self.send(policy)
         self.tell_news()
-
-    def _publish(self, version: int) -> None:
-        policy = self._make_policy(version)
-        if policy is not None:
-            self.send(policy)
-
-    def _make_policy(self, version: int) -> PolicyPublished | None:
-        with self.phases("publish"):
-            if self.publisher is None:
-                if self.spread is not None:
-                    self.spread.follow()
-                return None
-            try:
-                return self.publisher.publish(version)
-            finally:
-                if self.spread is not None:
-                    self.spread.end()
 
     def _add_rows(self) -> StepSealed | None:
         """Train on rows as they come until the step is sealed; None where told to stop before."""

@@ -51,13 +51,14 @@ class Model:
         is_frozen: bool = False,
         adapters: Adapters | None = None,
         replays_routes: bool = False,
+        gives_square_sums: bool = False,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
         `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `is_offloaded`, weights
         that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value model, of values 0 where the
         folder holds a language model only. With `adapters` those are trained, and nothing else. `replays_routes` sends tokens to the
-        experts that their row names.
+        experts that their row names. `gives_square_sums` adds up squared probabilities over all words, too.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -73,7 +74,6 @@ class Model:
         self.holdings: list[Holding] = []
         """How each of `parameters` is spread over the ranks."""
         self._replicas = replicas
-        self._has_adapters = adapters is not None
         self._stages: list[_Stage] = []
         for index in replicas.stages:
             held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
@@ -89,10 +89,15 @@ class Model:
                 _recompute_layers(module)
             self._tied_names = _tied_names(module)
             self._stage_of = stage_of_weights(module, num_stages=layout.num_stages) if layout.pipeline > 1 else {}
-            self.shapes = {name: tensor.shape for name, tensor in module.state_dict().items() if not is_adapter(name)}
+            self._adapted = frozenset(adapted(module))
+            shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+            self._adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+            self.shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
             """Of all weights of the model, by the name transformers' module has for them."""
             stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
-            stage.replay = Replay(module) if replays_routes else None
+            stage.gives_square_sums = gives_square_sums
+            if replays_routes:
+                Replay(module)
             self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
             if is_offloaded:
                 for buffer in module.buffers():
@@ -106,22 +111,24 @@ class Model:
         """How rows go through the ranks that share the layers; None where none do."""
         if layout.pipeline > 1:
             hidden_size = int(self.module.config.hidden_size)
-            self.pipeline = Pipeline(self._stages, hidden_size=hidden_size, dtype=self.dtype, replicas=replicas)
+            num_columns = 1 if gives_values else 3 if gives_square_sums else 2
+            self.pipeline = Pipeline(self._stages, num_columns=num_columns, hidden_size=hidden_size, dtype=self.dtype, replicas=replicas)
 
     def logprobs(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([K] float32 log-probability of every trained token, [K] float32 entropy in nats), both with gradient.
 
         Where a pipeline shares the layers, only without: gradients are those of `Pipeline.train`.
         """
-        logprobs, entropy = self._run(row)
+        logprobs, entropy, *_ = self.outputs(row)
         return logprobs, entropy
 
     def values(self, row: Row) -> torch.Tensor:
         """Return [K] float32, a value model's value of the state before every trained token, with gradient."""
-        (values,) = self._run(row)
+        (values,) = self.outputs(row)
         return values
 
-    def _run(self, row: Row) -> tuple[torch.Tensor, ...]:
+    def outputs(self, row: Row) -> tuple[torch.Tensor, ...]:
+        """Return these as they come: (values,), or (log-probabilities, entropies) and, where wanted, sums of squared probabilities."""
         if self.pipeline is not None:
             assert not torch.is_grad_enabled(), "a row by itself is no work for a pipeline"
             outputs = self.pipeline.outputs(row)
@@ -175,22 +182,23 @@ class Model:
             weight = _whole(held[name])
             if self.is_adapted(name):
                 prefix = name.removesuffix("weight")
-                layer = adapted(self.module)[prefix.removesuffix(".")]
+                layer = {name: layer for stage in self._stages for name, layer in adapted(stage.module).items()}[prefix.removesuffix(".")]
                 weight = layer.merged(weight, _whole(held[prefix + "lora_A"]), _whole(held[prefix + "lora_B"]))
             weight = weight.to(self.dtype) if weight.is_floating_point() else weight
         else:
-            weight = torch.empty(self.shapes[name], dtype=self.dtype, device=self.device)
+            weight = torch.empty((self.shapes | self._adapter_shapes)[name], dtype=self.dtype, device=self.device)
         if self.pipeline is not None:
             self.pipeline.send_to_all(weight, owner=owner)
         return weight
 
     def is_adapted(self, name: str) -> bool:
         """Whether an adapter is merged into this weight."""
-        return self._has_adapters and name.endswith(".weight") and name.removesuffix(".weight") in adapted(self.module)
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._adapted
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapters alone, whole; empty where all weights are trained."""
-        return {name: _whole(tensor).to(self.dtype) for name, tensor in self.module.state_dict().items() if is_adapter(name)}
+        held = self._held()
+        return {name: self._whole(name, held) for name in self._adapter_shapes}
 
     def adapters(self) -> dict[str, torch.Tensor]:
         """The same by the names they are published under. All ranks gather them together."""
@@ -198,8 +206,7 @@ class Model:
 
     def described_adapters(self) -> dict[str, torch.Tensor]:
         """The same without memory, for their shapes; nothing is gathered."""
-        tensors = self.module.state_dict()
-        return {published_name(name): torch.empty(tensors[name].shape, device="meta") for name in tensors if is_adapter(name)}
+        return {published_name(name): torch.empty(shape, device="meta") for name, shape in self._adapter_shapes.items()}
 
     def tied_names(self) -> frozenset[str]:
         """Names that are another name for a parameter already named: a published policy may leave them out."""
@@ -213,7 +220,7 @@ class _Stage(torch.nn.Module):
         super().__init__()
         self.rows: Sequence[Row] = ()
         self.length = 0
-        self.replay: Replay | None = None
+        self.gives_square_sums = False
         self._is_first = index == 0
         self._is_last = index == replicas.layout.num_stages - 1
         self._has_float32_head = has_float32_head
@@ -244,10 +251,8 @@ class _Stage(torch.nn.Module):
 
     def _run_layers(self, row: Row, **given: torch.Tensor) -> torch.Tensor:
         """[1, I, H] hidden states."""
-        if self.replay is not None:
-            self.replay.routes = row.routes
         return self.module.base_model(
-            **given, position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context
+            **given, position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context, routes=row.routes
         ).last_hidden_state
 
     def _outputs(self, row: Row, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -269,6 +274,7 @@ class _Stage(torch.nn.Module):
             temperature=self._temperature,
             first_id=-(-self._vocabulary // self._tensor) * self._place,
             group=self._group,
+            gives_square_sums=self.gives_square_sums,
         )
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:

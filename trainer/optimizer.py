@@ -205,8 +205,11 @@ def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 def _add_to(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        part.add_(local(parameter.grad))
+        gradient = parameter.grad
+        assert gradient is not None
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):  # of a whole matrix beside a cut one, a rank may know a part
+            gradient = gradient.redistribute(placements=parameter.placements)
+        part.add_(local(gradient))
         parameter.grad = None
 
     return hook

@@ -25,8 +25,8 @@ _SCHEDULES = {
     Schedule.ZERO_BUBBLE: "InterleavedZeroBubble",
 }
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
-"""([K] float32 log-probability, [K] float32 entropy in nats) of a row's trained tokens."""
+Outputs = tuple[torch.Tensor, ...]
+"""What the model says of a row's trained tokens, [K] float32 each: see `trainer.model.Model.outputs`."""
 
 
 class Stage(Protocol):
@@ -45,8 +45,10 @@ class Stage(Protocol):
 class Pipeline:
     """This rank's stages among those of its pipeline. All ranks of one call the same, with the same rows."""
 
-    def __init__(self, stages: Sequence[Any], *, hidden_size: int, dtype: torch.dtype, replicas: Replicas) -> None:
+    def __init__(self, stages: Sequence[Any], *, num_columns: int, hidden_size: int, dtype: torch.dtype, replicas: Replicas) -> None:
+        """`num_columns` the last stage gives of a row."""
         self._stages: list[Any] = list(stages)
+        self._num_columns = num_columns
         self._replicas = replicas
         self._layout = replicas.layout
         self._place = replicas.place("pipeline")
@@ -60,7 +62,7 @@ class Pipeline:
         found: dict[int, Outputs] = {}
 
         def loss(outputs: Outputs, number: torch.Tensor) -> torch.Tensor:
-            found[int(number)] = (outputs[0].detach(), outputs[1].detach())
+            found[int(number)] = tuple(column.detach() for column in outputs)
             return losses[int(number)](outputs)
 
         self._prepare(rows)
@@ -104,7 +106,7 @@ class Pipeline:
         """Made anew for every pass: a schedule holds to the shapes it has seen, and takes milliseconds to make."""
         num_stages = self._layout.num_stages
         hidden = self._hidden("meta").requires_grad_()
-        number, outputs = torch.empty(1, dtype=torch.int64, device="meta"), (torch.empty(0, device="meta"),) * 2
+        number, outputs = torch.empty(1, dtype=torch.int64, device="meta"), (torch.empty(0, device="meta"),) * self._num_columns
         stages = [
             PipelineStage(
                 stage,
@@ -129,11 +131,11 @@ class Pipeline:
     def _share(self, rows: Sequence[Row], outputs: Sequence[Outputs]) -> list[Outputs]:
         """The last rank's outputs of all rows, on every rank."""
         lengths = [len(row.trained) for row in rows]
-        columns = torch.empty(2, sum(lengths), device=self._replicas.device)
+        columns = torch.empty(self._num_columns, sum(lengths), device=self._replicas.device)
         if outputs:
             torch.cat([torch.stack(of_row) for of_row in outputs], 1, out=columns)
         self.send_to_all(columns, owner=self._layout.pipeline - 1)
-        return [(part[0], part[1]) for part in columns.split(lengths, 1)]
+        return [tuple(part.unbind()) for part in columns.split(lengths, 1)]
 
     def _bounded(self, call: Callable[[], object]) -> None:
         """Tell an error of our own, which torch wraps, from a rank that is lost."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from pipelinerl.errors import ConfigError
 
@@ -19,12 +20,19 @@ _READ = ("top_k", "norm_topk_prob", "num_experts", "weight")
 
 
 class Replay:
-    """The routers of a model, and the record that the row under way is computed by."""
+    """The routers of a model, and the record that the layer under way is computed by.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    A layer is given its row's record with every call, and hands it to its router just before: so a layer that is computed again in the
+    backward pass, when other rows have gone through it in the meantime, has the same.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
         """Put the record before every router's own choice. Raises `ConfigError` for a model whose routers follow another rule."""
         self.routes: torch.Tensor | None = None
         """[I, layers, k] of the row under way, -1 where nothing is recorded; None where nothing is for the whole row."""
+        base: Any = module.base_model
+        for layer in base.layers:
+            layer.register_forward_pre_hook(self._take_routes, with_kwargs=True)
         routers = [part for part in module.modules() if type(part).__name__.endswith("TopKRouter")]
         for part in routers:
             if not all(hasattr(part, name) for name in _READ):
@@ -33,6 +41,9 @@ class Replay:
             raise ConfigError(f"model.replay_routes: {type(module).__name__} is no mixture of experts. Set it to false")
         for layer, router in enumerate(routers):
             router.forward = self._replayed(router, router.forward, layer=layer)
+
+    def _take_routes(self, _layer: torch.nn.Module, _given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.routes = options.get("routes")
 
     def _replayed(self, router: Any, native: Callable[..., Any], *, layer: int) -> Callable[..., Any]:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_expert_parallelism, apply_tensor_parallelism
 
 from pipelinerl.errors import ConfigError
+from trainer.lora import cut_alike
 from trainer.parallel import Replicas
 from trainer.stages import Elsewhere, has_tied_embeddings, keep_stage
 
@@ -125,6 +126,7 @@ def _cut_matrices(module: PreTrainedModel, *, replicas: Replicas, cuts_experts: 
     plan = {name: style for name, style in plan.items() if name not in norms} | {names[embedding]: _BY_WORDS}
     mesh = replicas.mesh("tensor")
     apply_tensor_parallelism(module, mesh, plan)
+    cut_alike(module)
     if isinstance(head, torch.nn.Linear):  # a value model has none
         ALL_PARALLEL_STYLES["colwise"].shard_param(head, "weight", mesh)  # its product is taken by `trainer.head`
         head.weight = embedding.weight if is_tied else head.weight

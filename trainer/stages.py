@@ -58,7 +58,9 @@ def keep_stage(module: PreTrainedModel, *, stage: int, num_stages: int) -> None:
         module.set_input_embeddings(Elsewhere())
     if not is_last:
         base.norm = Elsewhere()
-        module.set_output_embeddings(Elsewhere())
+        for name, child in list(module.named_children()):
+            if child is not base:  # the head, of words or of a value
+                setattr(module, name, Elsewhere())
 
 
 def layers_of(stage: int, *, num_stages: int, num_layers: int) -> range:

@@ -33,7 +33,7 @@ from pipelinerl.routes import num_unrouted, table_of
 from trainer.agreement import check_agreement, check_mismatch
 from trainer.columns import columns_of, no_columns
 from trainer.credit import Held, credited
-from trainer.critic import Critic, finish_value_meters, no_value_meters
+from trainer.critic import Critic, finish_critic_meters
 from trainer.engine import Engine, Outputs
 from trainer.parallel import Replicas
 from trainer.reference import Reference
@@ -85,7 +85,8 @@ class Step:
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
         nothing = no_columns(replicas.device, has_reference=reference is not None)
         self._no_meters = policy_loss(nothing, method=method, statistics=StepStatistics()).meters
-        self._no_meters |= no_value_meters(replicas.device) if critic is not None else {}
+        names = critic.meters if critic is not None else ()
+        self._no_meters |= {name: torch.zeros((), dtype=torch.float64, device=replicas.device) for name in names}
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
         self._num_unrouted = 0
@@ -134,8 +135,8 @@ class Step:
         if not self._holds:
             self._engine.train(row, lambda outputs: self._loss(columns(outputs)))
             return
-        outputs = self._engine.logprobs(row)
-        values = self._critic.values(row) if self._critic is not None else None
+        outputs = self._engine.outputs(row)
+        values = self._critic.values(row) if self._critic is not None else outputs.square_sums if outputs is not None else None
         self._held.append(Held(batch=batch, row=row, columns=None if outputs is None else columns(outputs), values=values))
 
     def train_held(self, sealed: StepSealed) -> None:
@@ -151,8 +152,8 @@ class Step:
                 self._first_pass = self._first_pass or numbers
             for one in held:
                 self._train(one, statistics=statistics, rests=sealed.step < self._critic_alone_until)
-            self._engine.complete()
-        self._engine.complete()
+            self._complete()
+        self._complete()
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank."""
@@ -184,10 +185,15 @@ class Step:
 
         if not rests:
             self._engine.train(held.row, loss)
-        elif (outputs := self._engine.logprobs(held.row)) is not None:
+        elif (outputs := self._engine.outputs(held.row)) is not None:
             loss(outputs)
         if self._critic is not None:
-            self._merge(self._critic.train(held.row, old_values=held.values, returns=held.returns))
+            self._critic.train(held, report=self._merge)
+
+    def _complete(self) -> None:
+        self._engine.complete()
+        if self._critic is not None:
+            self._critic.complete()
 
     def _loss(self, columns: TokenColumns, *, statistics: StepStatistics | None = None) -> torch.Tensor:
         """A row's raw loss sum; its meters are kept."""
@@ -209,14 +215,14 @@ class Step:
         totals = self._reduced(sealed.step)
         numbers = {"num_tokens": totals.pop("row_tokens_sum")}
         numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self._replays_routes else {}
-        numbers |= finish_value_meters(finish_meters(totals, denominator=divisor))
+        numbers |= finish_critic_meters(finish_meters(totals, denominator=divisor))
         if not self._first_pass:  # later passes have moved away from what the engines know, on purpose
             check_mismatch(numbers, step=sealed.step, limit=self._max_mismatch_kl)
         if sealed.step >= self._critic_alone_until:
             update = self._engine.update(sealed.step, denominator=divisor)
             numbers |= {"grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
         if self._critic is not None:
-            update = self._critic.update(sealed.step, denominator=float(max(sealed.num_tokens, 1)))
+            update = self._critic.update(sealed)
             numbers |= {"critic_grad_norm": update.grad_norm, "critic_learning_rate": update.learning_rate}
         self._meters = dict(self._no_meters)
         return numbers

@@ -79,7 +79,8 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
     with contextlib.ExitStack() as at_end:
         at_end.callback(replicas.close)
         model, optimizer = _build(config, replicas=replicas)
-        tuning = _Tuning(TorchEngine(model, optimizer=optimizer, replicas=replicas), replicas=replicas, max_tokens=config.batch.max_tokens)
+        engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
+        tuning = _Tuning(engine, replicas=replicas, max_tokens=config.batch.max_tokens)
         folder = section.output or config.model.path
         checkpoints = _Resumable(config, folder, model=model, optimizer=optimizer, replicas=replicas)
         first = checkpoints.restore()
@@ -135,7 +136,7 @@ def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
 class _Tuning:
     """Trains batches: each packed into rows, one row per replica at a time."""
 
-    def __init__(self, engine: TorchEngine, *, replicas: Replicas, max_tokens: int) -> None:
+    def __init__(self, engine: TorchEngine[Outputs], *, replicas: Replicas, max_tokens: int) -> None:
         self._engine = engine
         self._replicas = replicas
         self._max_tokens = max_tokens

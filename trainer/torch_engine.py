@@ -6,11 +6,11 @@ A pipeline is worth its waits only with several rows in it. So where ranks share
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
-from trainer.engine import Loss, Outputs
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Update
 from trainer.parallel import Replicas
@@ -21,28 +21,36 @@ ROWS_PER_RANK = 4
 pass, which is 1/9 with p = 2. More would wait longer for rows to come; activations are held of p rows at once, whatever this is."""
 
 
-class TorchEngine:
-    """A `Model` and an `Optimizer` on the ranks of `Replicas`."""
+Columns = Sequence[torch.Tensor]
+"""What `trainer.model.Model.outputs` gives."""
+Said = TypeVar("Said")
+"""What those columns are to whoever trains the model."""
 
-    def __init__(self, model: Model, *, optimizer: Optimizer, replicas: Replicas) -> None:
+
+class TorchEngine(Generic[Said]):
+    """A `Model` and an `Optimizer` on the ranks of `Replicas`. Of a policy it is a `trainer.engine.Engine`; a critic has one, too."""
+
+    def __init__(self, model: Model, *, optimizer: Optimizer, replicas: Replicas, read: Callable[[Columns], Said]) -> None:
+        """`read` names the model's columns: `Outputs.of` for a language model."""
         self._model = model
         self._optimizer = optimizer
+        self._read = read
         self._shares_passes = replicas.shares_passes
         self._part = replicas.part
         self._num_ranks = replicas.layout.pipeline
-        self._put_off: list[tuple[Row, Loss]] = []
+        self._put_off: list[tuple[Row, Callable[[Columns], torch.Tensor]]] = []
         """Rows that wait for others to go through the pipeline with."""
 
-    def train(self, row: Row | None, loss: Loss) -> None:
+    def train(self, row: Row | None, loss: Callable[[Said], torch.Tensor]) -> None:
         """See `trainer.engine`: computed at once, but in a pipeline."""
-        if row is None:
-            if not self._shares_passes:
-                return
-            row, loss = self._empty_row(), _nothing
-        if self._model.pipeline is None:
-            loss(self._run(row)).backward()
+        if row is None and not self._shares_passes:
             return
-        self._put_off.append((row, loss))
+        of_columns = _nothing if row is None else self._of_columns(loss)
+        row = row or self._empty_row()
+        if self._model.pipeline is None:
+            of_columns(self._model.outputs(row)).backward()
+            return
+        self._put_off.append((row, of_columns))
         if len(self._put_off) == ROWS_PER_RANK * self._num_ranks:
             self.complete()
 
@@ -51,16 +59,16 @@ class TorchEngine:
         held, self._put_off = self._put_off, []
         if self._model.pipeline is not None and held:
             held += [(self._empty_row(), _nothing)] * (-len(held) % self._num_ranks)
-            self._model.pipeline.train([row for row, _ in held], [_of_outputs(loss) for _, loss in held])
+            self._model.pipeline.train([row for row, _ in held], [loss for _, loss in held])
             self._optimizer.collect()
 
-    def logprobs(self, row: Row | None) -> Outputs | None:
+    def outputs(self, row: Row | None) -> Said | None:
         """See `trainer.engine`."""
         with torch.no_grad():
             if row is not None:
-                return self._run(row)
+                return self._read(self._model.outputs(row))
             if self._shares_passes:
-                self._run(self._empty_row())
+                self._model.outputs(self._empty_row())
         return None
 
     def update(self, index: int, *, denominator: float) -> Update:
@@ -73,18 +81,13 @@ class TorchEngine:
         self._put_off.clear()
         self._optimizer.drop()
 
-    def _run(self, row: Row) -> Outputs:
-        logprobs, entropy = self._model.logprobs(row)
-        return Outputs(logprobs=logprobs, entropy=entropy)
+    def _of_columns(self, loss: Callable[[Said], torch.Tensor]) -> Callable[[Columns], torch.Tensor]:
+        return lambda columns: loss(self._read(columns))
 
     def _empty_row(self) -> Row:
         return empty_row(self._model.device, part=self._part)
 
 
-def _nothing(outputs: Outputs) -> torch.Tensor:
+def _nothing(columns: Columns) -> torch.Tensor:
     """The loss of a zero-loss row: 0, with a gradient of 0."""
-    return outputs.logprobs.sum() + outputs.entropy.sum()
-
-
-def _of_outputs(loss: Loss) -> Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    return lambda columns: loss(Outputs(logprobs=columns[0], entropy=columns[1]))
+    return torch.stack([column.sum() for column in columns]).sum()

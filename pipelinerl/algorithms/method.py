@@ -28,7 +28,7 @@ class Need(enum.StrEnum):
     ANCHORS = "anchors"
     """An identity of the state each step started from, equal for equal states of sibling rollouts."""
     ROLES = "roles"
-    """The agent role that wrote each rollout."""
+    """The agent role that wrote each rollout: the column `role` of its prompt's row, which is looked for when the group closes."""
     SUBGROUPS = "subgroups"
     """Which siblings share a baseline (hierarchical groups)."""
     PREDICTIONS = "predictions"
@@ -54,16 +54,18 @@ class Need(enum.StrEnum):
     CRITIC = "critic"
     """A value per token, of a critic the trainer trains too."""
     IMPLICIT_PRM = "implicit_prm"
-    """Log-probabilities of an implicit process reward model trained online."""
+    """Log-probabilities of an implicit process reward model that the trainer trains too."""
     WHOLE_BATCH = "whole_batch"
     """All groups of a step before its first row is delivered: the orchestrator's batch rules read all advantages."""
     WHOLE_STEP = "whole_step"
     """All rows of a step in the trainer before its first backward pass, for `step_statistics.measure_step`."""
 
 
-ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.WHOLE_BATCH})
+ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.ROLES, Need.WHOLE_BATCH})
 """What wire and orchestrator supply in every run."""
-TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP, Need.CRITIC})
+CRITICS = frozenset({Need.CRITIC, Need.IMPLICIT_PRM})
+"""Kinds of a second model that is trained beside the policy; see the column `critic`."""
+TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP, Need.SQUARE_SUM}) | CRITICS
 """What the trainer computes where a method asks for it."""
 REFERENCE_OFFERS = frozenset({Need.REFERENCE_LOGPROBS, Need.TOKEN_KL})
 """What it computes where it is given a reference or teacher model, too."""
@@ -78,6 +80,7 @@ COSTS: dict[Need, str] = {
     Need.WHOLE_STEP: "the trainer holds a step's rows until the seal, and computes forward and backward only then",
     Need.OLD_LOGPROBS: "with whole_step or trainer.passes above 1, one more forward pass of every row, as it arrives; else nothing",
     Need.CRITIC: "a second model of the policy's size, with gradients and optimizer state, and two more passes of every row",
+    Need.IMPLICIT_PRM: "likewise",
     Need.REFERENCE_LOGPROBS: "a third model, frozen (reference.path), and one more forward pass of every row",
     Need.TOKEN_KL: "the same model; advantages are then made in the trainer",
 }
@@ -144,6 +147,8 @@ class RuleSpec:
     """An advantage rule whose inputs exist only in the trainer, once the step is whole."""
     per_token: bool = False
     """An advantage rule that gives each token a number of its own, not one to the whole sequence."""
+    allows_stopped: bool = False
+    """An advantage rule that stays unbiased where siblings were stopped early by a coin, and the others weigh more."""
     reads_advantages: bool = True
     """False for an objective that brings its own signal."""
 
@@ -180,7 +185,7 @@ class Method:
     auxiliary: tuple[Rule, ...] = ()
     """Further terms of the loss, over all trained tokens."""
     critic: Rule = NONE
-    """Loss of the value function."""
+    """Loss of the model that is trained beside the policy."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     needs: frozenset[Need] = frozenset()
     """Derived from the rules, see `rules.needs_of`."""

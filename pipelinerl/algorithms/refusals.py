@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipelinerl.algorithms.method import ORCHESTRATOR_KNOWS, Aggregation, Method, Need, Option, Rule
-from pipelinerl.algorithms.rules import makes_advantages_in_trainer, specs_of
+from pipelinerl.algorithms.method import CRITICS, ORCHESTRATOR_KNOWS, Aggregation, Method, Need, Option, Rule
+from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,8 @@ class RunFacts:
     max_staleness: int | None
     """K of the run; None where none bounds it."""
     updates_per_batch: int
+    stops_early: bool
+    """Rollouts may be stopped early, by a coin."""
     truncated_sampling: bool
     """top-p or top-k is on."""
     replays_kept_tokens: bool
@@ -34,11 +36,12 @@ class RunFacts:
 _HOW_TO_OFFER: dict[Need, str] = {
     Need.COMPONENTS: "give the run several reward functions",
     Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout per prompt, or choose rloo",
-    Need.STEP_SCORES: "name a process reward model (prm.path)",
-    Need.ANCHORS: "use an environment that names its states",
-    Need.ROLES: "use an environment that names agent roles",
-    Need.SUBGROUPS: "use an environment that nests groups",
-    Need.PREDICTIONS: "switch unbiased early stopping on, or choose rloo",
+    Need.STEP_SCORES: "name a process reward model (prm.path, or prm.judge)",
+    Need.ANCHORS: "a rollout is one turn here, and the only state it names is the prompt, among whose siblings gigpo would be grpo;"
+    " choose grpo or, with a process reward model, step_grpo",
+    Need.ROLES: "give every prompt's row a column role; or choose rloo",
+    Need.SUBGROUPS: "nothing here nests groups; choose grpo",
+    Need.PREDICTIONS: "switch unbiased early stopping on (prm.stop.below), or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
     Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",
     Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
@@ -52,6 +55,9 @@ _HOW_TO_OFFER: dict[Need, str] = {
     Need.WHOLE_BATCH: "let the orchestrator deliver a step only once all its groups are in",
     Need.WHOLE_STEP: "let the trainer hold a step's rows until it is sealed; training then no longer hides inside generation",
 }
+
+
+_JUDGED = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process rewards"}
 
 
 def problems_of(method: Method, *, run: RunFacts) -> list[str]:
@@ -68,6 +74,7 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _bounds,
         _made_in_trainer,
         _withheld,
+        _stopped,
         _sampling,
     )
     return [problem for check in checks for problem in check(method, run)]
@@ -144,11 +151,12 @@ def _unread(method: Method, run: RunFacts) -> Iterator[str]:
         yield f"objective {objective} multiplies advantages, and advantage none makes them 0: nothing would train. Choose an advantage."
     if not specs["objective"].reads_advantages and advantage != "none":
         yield f"objective {objective} brings its own signal: got advantage {advantage!r}, which it would not read, expected none."
-    reads_values, trains_values = Need.CRITIC in specs["advantage"].needs, method.critic.name != "none"
-    if reads_values and not trains_values:
-        yield f"advantage {advantage} reads values, and critic none trains none: got critic 'none', expected clipped."
-    if trains_values and not reads_values:
-        yield f"critic {method.critic.name} trains values that advantage {advantage} does not read. Set critic to none, or choose gae."
+    reads, trains = specs["advantage"].needs & CRITICS, specs["critic"].needs & CRITICS
+    for need in reads - trains:
+        wanted = next(name for name, spec in COLUMNS["critic"].items() if need in spec.needs)
+        yield f"advantage {advantage} reads {_JUDGED[need]}: got critic {method.critic.name!r}, which trains none, expected {wanted}."
+    for need in trains - reads:
+        yield f"critic {method.critic.name} trains {_JUDGED[need]} that advantage {advantage} does not read. Set critic to none."
 
 
 def _unlike(method: Method, run: RunFacts) -> Iterator[str]:
@@ -159,6 +167,8 @@ def _unlike(method: Method, run: RunFacts) -> Iterator[str]:
             f"batch {method.batch.name} counts one advantage per sequence, and advantage {method.advantage.name} gives one per token."
             " Choose whiten_tokens."
         )
+    if method.advantage.name == "rae" and method.batch.name != "none":
+        yield f"batch {method.batch.name} asks for advantages once more, and rae's baselines have moved by then. Set batch to none."
     if method.advantage.name == "maxrl" and method.shaping:
         names = ", ".join(rule.name for rule in method.shaping)
         yield f"advantage maxrl divides by the mean reward, which shaping can push below 0: got {names}, expected none. Choose dr_grpo."
@@ -189,6 +199,27 @@ def _withheld(method: Method, run: RunFacts) -> Iterator[str]:
         yield (
             f"masks version_withhold would let tokens train that are {bound} versions old, and pipeline.max_staleness is"
             f" {run.max_staleness}: got bound {bound}, expected at most {run.max_staleness}."
+        )
+
+
+def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
+    """Whatever compares rollouts by who was not stopped, or divides by them, makes the estimate depend on the coins."""
+    if not run.stops_early:
+        return
+    for column, rule, spec in specs_of(method):
+        if column == "advantage" and not spec.allows_stopped:
+            yield (
+                f"prm.stop.below stops siblings early, and advantage {rule.name} would compare the others only: the estimate would be"
+                " biased. Choose rloo_doubly_robust (algorithm rloo_early_stop) or step_reinforce."
+            )
+        if column in ("group_filter", "batch") and rule.name != "none":
+            yield f"prm.stop.below stops siblings early, and {column} {rule.name} would judge by the others only. Set {column} to none."
+    if Need.WHOLE_STEP in method.needs:
+        yield "prm.stop.below stops rollouts early, and this method measures whole steps, by those that were not stopped. Choose another."
+    if method.aggregation is Aggregation.TOKEN_MEAN:
+        yield (
+            "prm.stop.below stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"
+            " aggregation that divides by rollouts started: seq-mean-token-sum-norm, seq-mean-token-sum or seq-mean-token-mean."
         )
 
 

@@ -39,7 +39,7 @@ OBJECTIVE: dict[str, RuleSpec] = {
     ),
     "gmpo": RuleSpec(
         formula="-exp(mean_t clamp(log r)) A, the side clamped picked by the sign of A",
-        source="GMPO arXiv:2507.20673; the width 0.4 quoted from memory",
+        source="GMPO arXiv:2507.20673 section 4, as TRL quotes it",
         options={"clip_low": 0.4, "clip_high": 0.4},
     ),
     "dppo_tv": RuleSpec(
@@ -256,11 +256,17 @@ AUXILIARY: dict[str, RuleSpec] = {
 }
 
 CRITIC: dict[str, RuleSpec] = {
-    "none": RuleSpec(formula="no value function"),
+    "none": RuleSpec(formula="no second model"),
     "clipped": RuleSpec(
         formula="0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)",
         source="PPO arXiv:1707.06347; verl cliprange_value",
         options={"clip": 0.5},
         needs=frozenset({Need.CRITIC}),
+    ),
+    "implicit_prm": RuleSpec(
+        formula="BCE(sigmoid(beta sum_t (log phi - log ref)), correct), mean over sequences",
+        source="PRIME arXiv:2502.01456",
+        options={"beta": 0.05},
+        needs=frozenset({Need.IMPLICIT_PRM, Need.REFERENCE_LOGPROBS, Need.CORRECT}),
     ),
 }

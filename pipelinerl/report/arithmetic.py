@@ -25,7 +25,8 @@ def findings_of(measures: Measures) -> tuple[Finding, ...]:
     parts = (
         ("trainer: waits for micro-batches", measures.trainer_wait_s, f"/ {seconds(window)}", window),
         ("trainer: forward, backward, optimizer", measures.trainer_compute_s, f"/ {seconds(window)}", window),
-        ("trainer: writes policies", measures.trainer_publish_s, f"/ {seconds(window)}", window),
+        ("trainer: held by writing policies", measures.trainer_publish_s, f"/ {seconds(window)}", window),
+        ("trainer: writes policies beside training", measures.trainer_publish_beside_s, f"/ {seconds(window)}", window),
         ("engines: in forward passes", measures.engine_busy_s, f"/ {engines}", engine_time),
         ("engines: without a request", measures.engine_idle_s, f"/ {engines}", engine_time),
         ("engines: paused by swaps", measures.engine_pause_s, f"/ {engines}", engine_time),
@@ -54,6 +55,9 @@ def _occupancy(measures: Measures) -> list[Finding]:
     if measures.empty_fraction is not None:
         arithmetic = "mean over the gauges at which dispatch was held back, else 0"
         found.append(Finding(what="engines: slots empty, admission closed", arithmetic=arithmetic, value=percent(measures.empty_fraction)))
+    if measures.kv_used is not None:
+        arithmetic = "mean over the gauges, of the fullest engine"
+        found.append(Finding(what="engines: KV cache in use", arithmetic=arithmetic, value=percent(measures.kv_used)))
     return found
 
 

@@ -54,13 +54,7 @@ def finish(
     name: str, *, arguments: argparse.Namespace, columns: list[str], rows: list[list[Any]], goals: list[Goal], notes: list[str]
 ) -> None:
     """Print the table, store it as JSON, print each goal and last the verdict; exit 1 under `--check` where one is missed."""
-    console = Console(width=160)
-    table = Table(*columns, title=name)
-    for row in rows:
-        table.add_row(*(_text(value) for value in row))
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False)
+    show(name, columns=columns, rows=rows, notes=notes)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}{'-quick' if arguments.quick else ''}.json"
     record = {
@@ -82,6 +76,17 @@ def finish(
     )
     if arguments.check and missed:
         sys.exit(1)
+
+
+def show(title: str, *, columns: list[str], rows: list[list[Any]], notes: list[str]) -> None:
+    """Print a table and what is to be said of it."""
+    console = Console(width=160)
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(_text(value) for value in row))
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False)
 
 
 def _text(value: Any) -> str:

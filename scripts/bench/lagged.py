@@ -27,6 +27,7 @@ from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS, Method
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.demo.sort_digits import BEHAVIOURS, CHARACTERS, held_out_prompts, reward, train_prompts
 from pipelinerl.messages import UNSAMPLED, MicroBatch, StepSealed
+from trainer.engine import Outputs
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
@@ -253,7 +254,7 @@ def _step(model: Model, *, method: Method, task: Task) -> Step:
         max_grad_norm=1.0,
     )
     replicas = Replicas(ranks=1, deadline_s=60)
-    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas)
+    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
     return Step(engine, method=method, replicas=replicas, max_completion_tokens=MAX_TOKENS, max_logprob_gap=1e-3)
 
 

@@ -54,16 +54,18 @@ def main() -> None:
             found = _run(settings, folder=folder / "runs", objective=objective, bound=bound, steps=steps)
             _path(folder, objective, bound).write_text(json.dumps(found))
     made = {key: json.loads(_path(folder, *key).read_text()) for key in wanted if _path(folder, *key).exists()}
-    if len(made) < len(wanted):
-        print(f"staleness_runs: {len(made)} of {len(wanted)} runs made; call again for the others", flush=True)
-        return
-    _show(made, arguments=arguments)
+    _show(made, num_missing=len(wanted) - len(made), arguments=arguments)
 
 
-def _show(made: dict[tuple[str, int], dict[str, Any]], *, arguments: Any) -> None:
+def _show(made: dict[tuple[str, int], dict[str, Any]], *, num_missing: int, arguments: Any) -> None:
     columns = ["objective", "K", "s to reward 0.8", "s in all", "steps", "mean age", "oldest", "reward, last 5 steps", "area over seconds"]
     names = ["reached_s", "total_s", "steps", "age_mean", "age_max", "last", "area"]
     rows = [[objective, bound, *(found[name] for name in names)] for (objective, bound), found in made.items()]
+    notes = ["one run each, from one warm start; area: mean reward over the seconds of the run, from its first trained step"]
+    if num_missing:
+        harness.show("staleness-runs, so far", columns=columns, rows=rows, notes=notes)
+        print(f"staleness-runs: {len(made)} of {len(made) + num_missing} runs made; call again for the others", flush=True)
+        return
     goals = []
     if not arguments.quick:
         write_lines(
@@ -76,7 +78,6 @@ def _show(made: dict[tuple[str, int], dict[str, Any]], *, arguments: Any) -> Non
         value = made["corrected", 4]["reached_s"] or float("inf")
         synchronous = made["corrected", 0]["reached_s"] or float("inf")
         goals.append(harness.Goal(name="seconds to reward 0.8 at K = 4 over K = 0", value=value / synchronous, goal=1.0, at_least=False))
-    notes = ["one run each, from one warm start; area: mean reward over the seconds of the run, from its first trained step"]
     harness.finish("staleness-runs", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
 
 

@@ -47,6 +47,7 @@ from pipelinerl.packing import Packing
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
+from trainer.engine import Outputs
 from trainer.feed import Feed
 from trainer.head import linear_logprobs
 from trainer.lineage import Lineage
@@ -55,6 +56,7 @@ from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
+from trainer.publication import Publication
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves
@@ -161,6 +163,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
             silent_after_s=60,
         ) as feed,
         Waves(feed, replicas=replicas, lay_out=step.lay_out) as waves,
+        Publication(None, spread=None, send=lambda policy: None) as publication,
     ):
         phases = Phases(Journal(run_folder, "trainer-0"), waves=waves)
         while waves._ready.empty():  # the first row has to be made and sent; every later one could be there
@@ -169,8 +172,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
         loop = Loop(
             waves=waves,
             step=step,
-            spread=None,
-            publisher=None,
+            publication=publication,
             send=seen.append,
             phases=phases,
             lineage=Lineage(),
@@ -196,11 +198,11 @@ def _model() -> Model:
     return _MODELS[0]
 
 
-def _make_step() -> tuple[Step, TorchEngine]:
+def _make_step() -> tuple[Step, TorchEngine[Outputs]]:
     model, replicas = _model(), Replicas(ranks=1, deadline_s=60)
     schedule = Schedule(learning_rate=1e-6, num_steps=1000)
     optimizer = Optimizer(model.parameters(), schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
-    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas)
+    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
     method = resolve("grpo", {}, group_size=GROUP_SIZE)
     return Step(engine, method=method, replicas=replicas, max_completion_tokens=1024, max_logprob_gap=1e9), engine
 

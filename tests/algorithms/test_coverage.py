@@ -81,9 +81,11 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "the optimal baseline's energies are off": (
         "algorithms/test_token_advantage.py::test_energy_equals_the_brute_force_squared_score_on_three_tokens",
         "algorithms/test_token_advantage.py::test_optimal_baseline_minimises_the_variance_of_the_gradient",
+        "trainer/test_optimal_baseline.py::test_a_step_has_the_advantages_of_the_whole_table_of_probabilities",
     ),
     "PRIME counts the outcome twice": (
         "algorithms/test_token_advantage.py::test_prime_adds_the_outcome_exactly_once_and_no_process_reward_to_the_last_token",
+        "trainer/test_implicit_prm.py::test_policy_and_process_reward_model_get_the_gradients_of_their_formulas",
     ),
     "a rollout of ten rows weighs ten times": ("algorithms/test_loss.py::test_a_rollout_that_fans_out_into_rows_keeps_its_total_weight",),
     "the value clip takes the minimum, or clips around the new value": (

@@ -37,9 +37,12 @@ def test_implicit_prm_loss_is_the_cross_entropy_of_the_summed_log_ratio() -> Non
     trains = torch.tensor([True, True, False, True])
     sequences = Segments(torch.tensor([0, 0, 0, 1]), trains, 2)
     reference = torch.tensor([-2.0, -2.5, -3.0, -0.1], dtype=torch.float64)
-    loss = implicit_prm_loss(phi, reference_logprobs=reference, correct=torch.tensor([True, False]), sequences=sequences, beta=0.5)
+    loss, num_right = implicit_prm_loss(
+        phi, reference_logprobs=reference, correct=torch.tensor([True, False]), sequences=sequences, beta=0.5
+    )
     first, second = 0.5 * 1.5, 0.5 * -0.4
     assert float(loss.detach()) == pytest.approx(math.log(1 + math.exp(-first)) + math.log(1 + math.exp(second)))
+    assert int(num_right) == 2, "logits of 0.75 and -0.2"
     loss.backward()
     assert phi.grad is not None
     assert phi.grad[2] == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +29,11 @@ from pipelinerl.algorithms.orchestrator_rules import ADVANTAGE
 from pipelinerl.algorithms.rules import COLUMNS
 from tests.algorithms import reference
 from tests.algorithms.every_method import EVERY_METHOD, EVERY_RULE, sample
-from tests.algorithms.rows import Seq, changed, pack
+from tests.algorithms.rows import Seq, changed, method_of, pack
 
 # --- the trainer's side: loss and gradient --------------------------------------------------------------------------------------
 
+MU = 0.3
 EMPTY = Seq(logprobs=[], behaviour=[], advantages=[], token_count=1)
 
 
@@ -116,27 +118,40 @@ def test_every_mask_keeps_and_drops_in_these_cases(name: str) -> None:
     assert found == {True, False}
 
 
-CLIPPED = [name for name, method in EVERY_METHOD.items() if {"clip_low", "clip_high"} <= set(method.objective.options)]
+EDGES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "clip": ({"clip_low": 0.2, "clip_high": 0.3}, (0.8 * MU, 1.3 * MU)),
+    "dual clip": ({"name": "clip", "dual_clip": 3.0}, (3 * MU,)),
+    "gspo": ({"clip_low": 0.02, "clip_high": 0.03}, (0.98 * MU, 1.03 * MU)),
+    "gmpo": ({"clip_low": 0.3, "clip_high": 0.4}, (math.exp(-0.3) * MU, math.exp(0.4) * MU)),
+    "dppo_tv": ({"clip_low": 0.1, "clip_high": 0.15}, (MU - 0.1, MU + 0.15)),
+    "prime_rl": ({"clip_low": 0.1, "clip_high": 0.15}, (MU - 0.1, MU + 0.15)),
+    "ipo": ({"threshold": 0.1}, (MU - 0.1, MU + 0.1)),
+}
+"""Objectives whose gradient jumps: options, and the probabilities of a token with mu = `MU` at which it does."""
 
 
-@pytest.mark.parametrize("name", CLIPPED)
-@pytest.mark.parametrize("side", ["clip_low", "clip_high"])
-def test_at_the_edge_of_the_clip_the_gradient_is_that_of_one_side(name: str, side: str) -> None:
-    """Exactly there the loss has a kink; what must not come out is NaN, or a slope of neither side."""
-    method = dataclasses.replace(EVERY_METHOD[name], masks=())
-    width = float(method.objective.options[side] or 0)
-    if side == "clip_low" and width == 1:
-        return  # no lower bound
-    ratio = 1 + width if side == "clip_high" else 1 - width
-    for advantage in (1.0, -1.0):
-        (seq,) = sample(6, lengths=(1,))
-        mu = math.log(0.2)
-        seq = changed(seq, logprobs=[mu + math.log(ratio)], behaviour=[mu], old=[mu], advantages=[advantage], trains=[True], weight=1.0)
-        draws = draws_of([seq])
-        _, (slope,) = product_loss(method, [seq])
-        at, up, down = (reference.loss(method, [seq], moved={(0, 0): by}, draws=draws) for by in (0.0, 1e-7, -1e-7))
-        one_sided = sorted(((up - at) / 1e-7, (at - down) / 1e-7))
-        assert one_sided[0] - 1e-5 <= slope <= one_sided[1] + 1e-5
+@pytest.mark.parametrize("name", EDGES)
+def test_the_gradient_jumps_where_the_formula_says_and_there_is_that_of_one_side_or_between(name: str) -> None:
+    options, edges = EDGES[name]
+    method = method_of("grpo", proximal="engine", weight="none", objective={"name": name} | options)
+    (token,) = sample(6, lengths=(1,))
+
+    def slopes(probability: float, advantage: float) -> tuple[float, float]:
+        """The product's, and the formula's."""
+        mu = math.log(MU)
+        seq = changed(token, logprobs=[math.log(probability)], behaviour=[mu], advantages=[advantage], trains=[True], weight=1.0)
+        up, down = (reference.loss(method, [seq], moved={(0, 0): by}, draws=[[0.0]]) for by in (1e-6, -1e-6))
+        return product_loss(method, [seq])[1][0], (up - down) / 2e-6
+
+    for edge in edges:
+        jumps = 0
+        for advantage in (1.0, -1.0):
+            (below, _), (above, _) = sides = [slopes(edge * factor, advantage) for factor in (1 - 1e-5, 1 + 1e-5)]
+            assert [got for got, _ in sides] == pytest.approx([expected for _, expected in sides], abs=1e-5)
+            at, _ = slopes(edge, advantage)
+            assert any(at == pytest.approx(side, abs=1e-3) for side in (below, above, (below + above) / 2))
+            jumps += abs(above - below) > 0.5
+        assert jumps, "no edge"
 
 
 # --- the orchestrator's side: advantages ----------------------------------------------------------------------------------------
@@ -233,7 +248,7 @@ def test_the_order_of_groups_and_a_step_without_signal_change_no_advantage(name:
 
 def test_rows_made_in_the_trainer_are_not_guessed_at_here() -> None:
     for name in set(METHODS) - set(ORCHESTRATOR_ROWS):
-        with pytest.raises(ValueError, match=r"reads (values|turns|what nothing here supplies)"):
+        with pytest.raises(ValueError, match=r"reads (values|turns|process_rewards|energies)"):
             advantages(name, group_of([1.0, 0.0]))
 
 

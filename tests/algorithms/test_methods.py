@@ -59,7 +59,8 @@ def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weigh
         ("decoupled_ppo", "weight", {"cap": 5.0}),
         ("loglinear_ppo", "proximal", {"prox_lag": 1}),
         ("grpo_deepseekmath", "kl", {"beta": 0.04, "final": 0.0, "fade_steps": 0}),
-        ("prime", "advantage", {"beta": 0.05, "process_coef": 5.0, "outcome_coef": 5.0}),
+        ("prime", "advantage", {"process_coef": 5.0, "outcome_coef": 5.0}),
+        ("prime", "critic", {"beta": 0.05}),
         ("prime", "group_filter", {"low": 0.2, "high": 0.8, "refill": 10}),
         ("mis", "weight", {"cap": 3.0}),
         ("grpo", "weight", {"cap": 2.0}),
@@ -124,7 +125,8 @@ def test_the_table_says_what_a_method_costs_and_what_it_waits_for() -> None:
     assert costs["gdpo"] == "whole_batch"
     assert costs["m2po"] == "old_logprobs; whole_step"
     assert costs["ppo"] == "critic; whole_step"
-    assert costs["prime"].endswith("; needs implicit_prm")
+    assert costs["prime"] == "implicit_prm; reference_logprobs; whole_step"
+    assert costs["gigpo"].endswith("needs anchors; needs step_scores")
     assert "whole_batch: rows leave only when all groups of their step are in" in render_table()
 
 
@@ -143,8 +145,8 @@ def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None
     assert supplied_method_of(run_with("reinforce_pp", overrides={"advantage": {"kl_coef": 0.0}})).name == "reinforce_pp"
 
 
-@pytest.mark.parametrize(("name", "need"), [("otb", "square_sum"), ("prime", "implicit_prm")])
-def test_a_method_whose_model_this_trainer_does_not_have_is_refused_with_what_would_supply_it(name: str, need: str) -> None:
+@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("hierarchical_grpo", "subgroups"), ("remax", "greedy_reward")])
+def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would(name: str, need: str) -> None:
     with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: "):
         supplied_method_of(run_with(name, reference="models/base"))
 
@@ -181,7 +183,7 @@ def test_every_name_in_the_tables_has_its_function() -> None:
     assert set(objective.OBJECTIVES) == set(COLUMNS["objective"])
     assert set(correction_module._WEIGHTS) == set(COLUMNS["weight"])
     assert set(mask_module._MASKS) == set(COLUMNS["masks"])
-    assert set(credit._ADVANTAGE) | {"rae", "otb", "prime"} == set(orchestrator_rules.ADVANTAGE)
+    assert set(credit._ADVANTAGE) | {"rae"} == set(orchestrator_rules.ADVANTAGE)
     assert set(credit._BATCH) | {"none"} == set(COLUMNS["batch"])
     assert set(credit._SHAPING) == set(COLUMNS["shaping"])
     assert set(credit._FILTER) | {"none"} == set(COLUMNS["group_filter"])
@@ -320,8 +322,10 @@ def test_refuses_the_mean_over_rollouts_where_every_rollout_is_one_row() -> None
     [
         ("grpo", {"advantage": "none"}, "nothing would train"),
         ("grpo", {"objective": "opd", "proximal": "engine", "weight": "none"}, "brings its own signal: got advantage 'grpo'"),
-        ("ppo", {"critic": "none"}, "reads values, and critic none trains none"),
+        ("ppo", {"critic": "none"}, "reads values: got critic 'none', which trains none, expected clipped"),
         ("grpo", {"critic": "clipped"}, "trains values that advantage grpo does not read"),
+        ("prime", {"critic": "clipped"}, "reads process rewards: got critic 'clipped', which trains none, expected implicit_prm"),
+        ("rae", {"batch": "whiten_tokens"}, "rae's baselines have moved by then"),
         ("step_reinforce", {"batch": "whiten_sequences"}, "step_reinforce gives one per token. Choose whiten_tokens"),
         ("maxrl", {"shaping": {"name": "minus_token_kl", "coef": 0.1}}, "divides by the mean reward"),
         ("dapo", {"group_filter": {"refill": 0}}, "refill: got 0"),
@@ -367,3 +371,24 @@ def test_the_orchestrators_side_imports_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "match"),
+    [
+        ("dr_grpo", {}, "advantage dr_grpo would compare the others only"),
+        ("rloo_early_stop", {"aggregation": "token-mean"}, "divides by rollouts started"),
+        ("rloo_early_stop", {"group_filter": "zero_variance"}, "group_filter zero_variance would judge by the others only"),
+        ("rloo_early_stop", {"batch": "whiten_tokens"}, "batch whiten_tokens would judge"),
+        ("rloo_early_stop", {"masks": "m2po", "proximal": "engine", "weight": "none"}, "measures whole steps"),
+        ("step_reinforce", {}, "divides by rollouts started"),
+    ],
+)
+def test_whatever_would_make_an_early_stop_biased_is_refused(name: str, overrides: dict[str, Any], match: str) -> None:
+    resolve(name, overrides, group_size=8, offers=EVERYTHING)
+    refused(name, match, overrides=overrides, stops_early=True)
+
+
+@pytest.mark.parametrize("name", ["rloo_early_stop", "step_reinforce"])
+def test_methods_that_stay_unbiased_take_an_early_stop(name: str) -> None:
+    resolve(name, {"aggregation": "seq-mean-token-sum-norm"}, group_size=8, offers=EVERYTHING, stops_early=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.algorithms.credit import group_advantages, prime, step_credit, token_advantage
-from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
-from pipelinerl.algorithms.credit.optimal_baseline import energies, optimal_token_baseline
+from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup, StepScores
+from pipelinerl.algorithms.credit.optimal_baseline import energy
 from tests.algorithms.rows import method_of
 
 REWARDS = np.array([0.0, 0.0, 1.0])
@@ -140,40 +141,47 @@ def test_step_scores_refuse_ends_that_do_not_rise_and_scores_that_are_not_number
         steps([1], [float("nan")])
 
 
+def primed(*rewards: Float64, correct: list[bool]) -> ScoredGroup:
+    lengths = np.array([len(row) for row in rewards])
+    return ScoredGroup(rewards=np.array(correct, np.float64), lengths=lengths, correct=np.array(correct), process_rewards=rewards)
+
+
 def test_prime_adds_the_outcome_exactly_once_and_no_process_reward_to_the_last_token() -> None:
-    rewards = prime.process_rewards(np.array([2.0, -4.0, 10.0]), beta=0.05)
-    np.testing.assert_allclose(rewards, [0.1, -0.2, 0.0])
-    silent = [np.zeros(3), np.zeros(2)]
-    got = prime.returns(silent, correct=np.array([1.0, 0.0]), scale=1.0, process_coef=5.0, outcome_coef=5.0)
+    """Rewards of 0.1 and -0.2 have returns of -0.1 and -0.2: the largest is 0.2."""
+    (rewards,) = prime.process_rewards([np.array([2.0, -4.0, 10.0])], beta=0.05)
+    np.testing.assert_allclose(rewards, [0.5, -1.0, 0.0], atol=1e-5)
+    got = group_advantages(primed(np.zeros(3), np.zeros(2), correct=[True, False]), method=method_of("prime"))
     np.testing.assert_allclose(got[0], [5.0, 5.0, 5.0], err_msg="5 * RLOO(outcome), seen once from every token")
     np.testing.assert_allclose(got[1], [-5.0, -5.0])
 
 
 def test_prime_process_part_by_hand() -> None:
-    rows = [np.array([0.4, 0.0]), np.array([-0.2, 0.0])]
-    scale = prime.scale_of(rows)
-    assert scale == pytest.approx(0.4)
-    got = prime.returns(rows, correct=np.zeros(2), scale=scale - 1e-6, process_coef=1.0, outcome_coef=1.0)
+    method = method_of("prime", advantage={"process_coef": 1.0, "outcome_coef": 1.0})
+    got = group_advantages(primed(np.array([1.0, 0.0]), np.array([-0.5, 0.0]), correct=[False, False]), method=method)
     baseline = 0.5 - 0.25
     np.testing.assert_allclose(got[0], [2.0 - 2 * baseline, -baseline])
     np.testing.assert_allclose(got[1], [-1.0 - 2 * baseline, -baseline])
-    np.testing.assert_array_equal(prime.returns([np.array([1.0])], correct=np.ones(1), scale=1.0, process_coef=1, outcome_coef=1)[0], [0.0])
+    np.testing.assert_array_equal(group_advantages(primed(np.array([1.0]), correct=[True]), method=method)[0], [0.0])
+
+
+def weighed(rewards: Sequence[float] | Float64, *energies: list[float]) -> ScoredGroup:
+    rows = tuple(np.array(row) for row in energies)
+    return ScoredGroup(rewards=np.array(rewards), lengths=np.array([len(row) for row in rows]), energies=rows)
 
 
 LOGITS = np.array([0.3, -0.5, 0.9])
 
 
-@pytest.mark.parametrize("importance", [None, (1.7, 0.4)])
-def test_energy_equals_the_brute_force_squared_score_on_three_tokens(importance: tuple[float, float] | None) -> None:
+@pytest.mark.parametrize("importance", [(1.0, 1.0), (1.7, 0.4)])
+def test_energy_equals_the_brute_force_squared_score_on_three_tokens(importance: tuple[float, float]) -> None:
     """Where the logits of each position are parameters of their own, |sum_j w_j d log p(y_j)|^2 is the sum of w_j^2 |score_j|^2."""
-    weights = np.ones(2) if importance is None else np.array(importance)
+    weights = np.array(importance)
     policy = np.exp(LOGITS) / np.exp(LOGITS).sum()
     for first, second in itertools.product(range(3), repeat=2):
         probabilities = policy[[first, second]]
         scores = [weight * (np.eye(3)[token] - policy) for weight, token in zip(weights, (first, second), strict=True)]
-        norms = np.cumsum([score @ score for score in scores])
-        got = energies(probabilities, square_sums=np.full(2, (policy**2).sum()), importance=None if importance is None else weights)
-        np.testing.assert_allclose(got, norms)
+        got = energy(probabilities, square_sums=np.full(2, (policy**2).sum()), importance=weights)
+        np.testing.assert_allclose(got, [score @ score for score in scores])
 
 
 def test_optimal_baseline_minimises_the_variance_of_the_gradient() -> None:
@@ -182,7 +190,7 @@ def test_optimal_baseline_minimises_the_variance_of_the_gradient() -> None:
     reward = np.array([1.0, 0.2, -0.5])
     norms = 1 - 2 * policy + (policy**2).sum()
     copies = np.repeat(np.arange(3), [500, 300, 200])
-    got = optimal_token_baseline([np.array([reward[i]]) for i in copies], weights=[np.array([norms[i]]) for i in copies])
+    got = group_advantages(weighed(reward[copies], *([norms[i]] for i in copies)), method=method_of("otb"))
     baseline = reward[copies[0]] - got[0][0]
 
     def second_moment(b: float) -> float:
@@ -192,10 +200,13 @@ def test_optimal_baseline_minimises_the_variance_of_the_gradient() -> None:
 
 
 def test_optimal_baseline_uses_at_each_position_only_the_siblings_that_reach_it() -> None:
-    got = optimal_token_baseline(
-        [np.array([1.0, 1.0]), np.array([0.0]), np.array([0.5])], weights=[np.array([1.0, 2.0]), np.array([3.0]), np.array([0.0])]
-    )
-    np.testing.assert_allclose(got[0], [0.75, 0.0])
+    """Energies add up: at the second token two siblings weigh 1 + 2 and 2 + 4."""
+    method = method_of("otb")
+    got = group_advantages(weighed([1.0, 0.0, 0.5], [1.0, 2.0, 3.0], [3.0], [0.0]), method=method)
+    np.testing.assert_allclose(got[0], [0.75, 0.0, 0.0])
     np.testing.assert_allclose(got[1], [-0.25])
     np.testing.assert_allclose(got[2], [0.25])
-    np.testing.assert_array_equal(optimal_token_baseline([np.array([1.0])], weights=[np.array([0.0])])[0], [0.0])
+    first, second = group_advantages(weighed([1.0, 0.0], [1.0, 2.0], [2.0, 4.0]), method=method)
+    np.testing.assert_allclose(first, [1 - 1 / 3, 1 - 3 / 9])
+    np.testing.assert_allclose(second, [-1 / 3, -3 / 9])
+    np.testing.assert_array_equal(group_advantages(weighed([1.0], [0.0]), method=method)[0], [0.0])

@@ -216,13 +216,16 @@ def test_a_step_gives_each_running_sequence_one_token(bench: Bench):
     for name in "abc":
         bench.engine.submit(request(name, max_tokens=5), version=0)
     replies: dict[str, Reply] = {}
+    used: list[float | None] = []
     for _ in range(20):
+        used.append(bench.engine.kv_used)
         before = {name: len(reply.token_ids) for name, reply in replies.items()}
         note(bench.engine.step(), replies)
         assert all(len(reply.token_ids) - before.get(name, 0) <= 1 for name, reply in replies.items())
         if len(replies) == 3 and all(reply.finishes for reply in replies.values()):
             break
     assert [len(replies[name].token_ids) for name in "abc"] == [5, 5, 5]
+    assert set(used) == {None} if isinstance(bench, FakeBench) else 0.0 == used[0] < used[1] < 1.0, used  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
 
 
 def test_greedy_tokens_depend_on_the_prompt_alone(bench: Bench):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import SetAside, StepRules
+from orchestrator.state.ledger import Ledger
+from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
+from pipelinerl.errors import DataError
 from tests.orchestrator import handmade
 
 ONE_REWARD = (RewardSection(function="rewards.py:right", weight=1.0),)
@@ -105,8 +109,49 @@ def test_components_reach_a_method_that_reads_them_with_their_weights():
     assert columns[1][-1] == pytest.approx(-0.70711 + 2 * 0.70711, abs=1e-4)
 
 
+def _in_role(role: str | None, rewards: list[float]):
+    columns: dict[str, object] = {} if role is None else {"role": role}
+    found = members(rewards)
+    prompts = [msgspec.structs.replace(one.trajectory.prompt, columns=columns) for one in found]
+    trajectories = [msgspec.structs.replace(one.trajectory, prompt=prompt) for one, prompt in zip(found, prompts, strict=True)]
+    return tuple(msgspec.structs.replace(one, trajectory=whole) for one, whole in zip(found, trajectories, strict=True))
+
+
+def test_a_role_has_a_baseline_that_moves_with_its_groups_and_outlives_its_orchestrator() -> None:
+    """Halfway to the mean reward of each group: 0, 0.25, 0.625 for the proposer; the solver's is its own."""
+    method, ledger = resolve("rae", {"advantage": {"decay": 0.5}}, group_size=2), Ledger(None)
+
+    def start() -> MethodCredit:
+        return MethodCredit(method, ONE_REWARD, baselines=ledger.baselines(), remember=lambda means: ledger.remember(means, now_s=0.0))
+
+    def last(credit: MethodCredit, role: str, rewards: list[float]) -> list[float]:
+        columns = credit(_in_role(role, rewards))
+        assert not isinstance(columns, SetAside)
+        return [float(column[-1]) for column in columns]
+
+    credit = start()
+    assert last(credit, "proposer", [1.0, 0.0]) == [1.0, 0.0]
+    assert last(credit, "solver", [1.0, 1.0]) == [1.0, 1.0]
+    assert last(credit, "proposer", [1.0, 1.0]) == [0.75, 0.75]
+    ledger.flush()
+    assert last(start(), "proposer", [1.0, 0.0]) == [0.375, -0.625]
+    with pytest.raises(DataError, match=r"prompt 0:0: .* the row's column role is None, expected a text"):
+        credit(_in_role(None, [1.0, 0.0]))
+
+
 def test_an_empty_completion_gets_a_column_of_zeros_as_long_as_its_prompt():
     columns = MethodCredit(resolve("dr_grpo", {}, group_size=2), ONE_REWARD)(members([0.0, 1.0], lengths=[0, 2]))
     assert not isinstance(columns, SetAside)
     assert columns[0].tolist() == [0.0, 0.0, 0.0]
     assert columns[1].tolist() == [0.0, 0.0, 0.0, 0.5, 0.5]
+
+
+def test_siblings_that_were_stopped_count_by_what_was_predicted_of_them():
+    """A survivor of weight 4 with reward 1 where 0.1 was predicted is worth 0.1 + 4 * 0.9 = 3.7 to others, a stopped one 0.1."""
+    credit = MethodCredit(resolve("rloo_early_stop", {}, group_size=3, offers={Need.PREDICTIONS}, stops_early=True), ONE_REWARD)
+    trajectories = [handmade.trajectory([0] * length, sibling=sibling) for sibling, length in enumerate((2, 1, 2))]
+    survivors = (handmade.flagged(trajectories[0], 1.0), handmade.flagged(trajectories[1]), handmade.scored(trajectories[2], 0.5))
+    columns = credit(survivors)
+    assert not isinstance(columns, SetAside)
+    assert columns[0].tolist() == pytest.approx([0, 0, *[1.0 - (0.1 + 0.5) / 2] * 2])
+    assert columns[2].tolist() == pytest.approx([0, 0, *[0.5 - (3.7 + 0.1) / 2] * 2])

@@ -107,6 +107,14 @@ def test_another_reward_and_a_filter_show_what_they_change(run_folder: Path, cap
     assert (lines[1]["completion"], lines[1]["old"]["reward"], lines[1]["new"]["components"]) == ("bbb", 3.0, {"act": 3.0})
 
 
+def test_rewards_that_compare_siblings_are_part_of_scoring(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f'reward=[{{function="{REWARDS}:nothing"}}, {{function="{REWARDS}:constant", per="group", weight=0.5}}]']
+    replay(run_folder, stages=["scoring"], overrides=overrides)
+    said = capsys.readouterr().out
+    assert "reward, mean: 2 -> 7" in said, "half of 10 more"
+    assert "constant, mean: none -> 10" in said
+
+
 def test_another_algorithm_gives_other_advantages(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replay(run_folder, stages=["batching"], overrides=["algorithm.name=dr_grpo"])
     said = capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 
 from pipelinerl.layout import Layout
 from tests.trainer.ranks import run_jobs
-from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
+from tests.trainer.tiny import critic_optimizer, make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.build import Trained, state_of
 from trainer.checkpoint import save_model
 from trainer.checkpoints import Checkpoints
@@ -134,8 +134,7 @@ def test_both_models_get_the_gradients_of_their_formulas_however_the_step_is_pac
     for index, chosen in enumerate(rows):
         step.add(make_batch([samples[number] for number in chosen], index=index))
     step.train_held(make_seal(samples))
-    assert step._critic is not None
-    for gradient, whole in zip((optimizer.gradient, step._critic._optimizer.gradient), expected, strict=True):
+    for gradient, whole in zip((optimizer.gradient, critic_optimizer(step).gradient), expected, strict=True):
         assert float((gradient - whole).norm() / whole.norm()) < 1e-5
     metrics = step.finish(make_seal(samples))
     assert metrics["value_loss"] == pytest.approx(float(0.5 * (values - g).detach().square().mean()), rel=1e-4)
@@ -172,8 +171,7 @@ def test_a_value_is_held_near_the_one_at_the_start_of_its_step_by_the_second_pas
 def _restored(folder: Path, run_folder: Path) -> tuple[Step, Checkpoints, dict[str, Any]]:
     policy, critic = make_model(folder), make_model(folder, gives_values=True)
     step, optimizer = make_step(policy, method="ppo", overrides={}, critic=critic, learning_rate=1e-2)
-    assert step._critic is not None
-    both = Trained(model=policy, optimizer=optimizer), Trained(model=critic, optimizer=step._critic._optimizer)
+    both = Trained(model=policy, optimizer=optimizer), Trained(model=critic, optimizer=critic_optimizer(step))
     state = state_of(*both)
     checkpoints = Checkpoints(run_folder / "checkpoints", state=lambda: state_of(*both), rank=0, num_ranks=1, keep=1)
     checkpoints.restore()
@@ -198,16 +196,17 @@ def test_actor_and_critic_go_on_bit_by_bit_from_their_checkpoint(folders: dict[s
         assert [name for name in expected[part] if not torch.equal(expected[part][name], got[part][name])] == []
 
 
-def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, Any]:
-    """Two steps of ppo with a reference in the reward, rows dealt to the replicas; what came of it."""
+def _of_layout(replicas: Replicas, *, folder: Path, method: str = "ppo") -> dict[str, Any]:
+    """Two steps with a reference, of ppo in the reward, rows dealt to the replicas; what came of it."""
     samples = _samples()
     rows = [samples[:3], samples[3:4], samples[4:]]
-    policy, critic = make_model(folder, replicas=replicas), make_model(folder, gives_values=True, replicas=replicas)
+    policy = make_model(folder, replicas=replicas)
+    critic = make_model(folder, gives_values=method == "ppo", replicas=replicas)
     step, _ = make_step(
         policy,
         replicas=replicas,
-        method="ppo",
-        overrides={"advantage": {"kl_coef": 0.1}, "proximal": "engine", "weight": "none"},
+        method=method,
+        overrides={"proximal": "engine", "weight": "none"} | ({"advantage": {"kl_coef": 0.1}} if method == "ppo" else {}),
         critic=critic,
         reference=make_model(folder, is_frozen=True, replicas=replicas),
         max_grad_norm=0.5,
@@ -225,11 +224,14 @@ def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_three_models_on_two_ranks_train_what_they_train_on_one(folders: dict[str, Path], tmp_path: Path) -> None:
-    job = functools.partial(_of_layout, folder=folders["qwen3_moe"])
-    expected = job(Replicas(ranks=1, deadline_s=60))
-    layouts = [Layout(ranks=2), Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, context=2), Layout(ranks=2, expert=2)]
-    for ranks in run_jobs([(layout, job) for layout in layouts], tmp_path):
+    """A value model in every kind of layout; an implicit process reward model where its rows are dealt out, and where layers are."""
+    jobs = {method: functools.partial(_of_layout, folder=folders["qwen3_moe"], method=method) for method in ("ppo", "prime")}
+    expected = {method: job(Replicas(ranks=1, deadline_s=60)) for method, job in jobs.items()}
+    kinds: list[dict[str, int]] = [{}, {"shard": 2}, {"tensor": 2}, {"context": 2}, {"expert": 2}, {"pipeline": 2}]
+    cases = [("ppo", Layout(ranks=2, **sizes)) for sizes in kinds] + [("prime", Layout(ranks=2)), ("prime", Layout(ranks=2, pipeline=2))]
+    found = run_jobs([(layout, jobs[method]) for method, layout in cases], tmp_path)
+    for (method, layout), ranks in zip(cases, found, strict=True):
         for rank in ranks:
-            assert rank["metrics"] == pytest.approx(expected["metrics"], rel=2e-3, abs=1e-4)
+            assert rank["metrics"] == pytest.approx(expected[method]["metrics"], rel=2e-3, abs=1e-4), (method, layout)
             for name, weight in rank["weights"].items():
-                assert torch.allclose(weight, expected["weights"][name], atol=3e-4), name
+                assert torch.allclose(weight, expected[method]["weights"][name], atol=3e-4), (method, layout, name)

@@ -15,12 +15,12 @@ def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Ten
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, V, (K,))
 
 
-def _whole(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
     table = ((hidden @ weight.t()).float() / 0.7).log_softmax(-1)
-    return table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    return table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1), table.exp().square().sum(-1)
 
 
-def _gradients(outputs: tuple[torch.Tensor, torch.Tensor], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _gradients(outputs: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
     to_logprobs, to_entropy = torch.randn(2, K, generator=torch.Generator().manual_seed(1))
     return torch.autograd.grad((outputs[0] * to_logprobs + outputs[1] * to_entropy).sum(), leaves)
 
@@ -29,7 +29,8 @@ def _gradients(outputs: tuple[torch.Tensor, torch.Tensor], *leaves: torch.Tensor
 def test_pieces_give_what_the_whole_table_gives(monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
     monkeypatch.setattr(head, "MAX_LOGITS", rows_at_once * V)
     hidden, weight, targets = _inputs()
-    ours, expected = linear_logprobs(hidden, weight, targets, temperature=0.7), _whole(hidden, weight, targets)
+    ours = linear_logprobs(hidden, weight, targets, temperature=0.7, gives_square_sums=True)
+    expected = _whole(hidden, weight, targets)
     for got, wanted in zip(ours, expected, strict=True):
         assert torch.allclose(got, wanted, atol=5e-6)
     for got, wanted in zip(_gradients(ours, hidden, weight), _gradients(expected, hidden, weight), strict=True):
@@ -53,7 +54,7 @@ def test_logits_far_from_zero_lose_nothing() -> None:
     with torch.no_grad():
         exact = _whole(hidden.double(), weight.double(), targets)
         shifted = torch.cat((weight, torch.full((V, 1), 300.0)), 1)
-        ours = linear_logprobs(torch.cat((hidden, torch.ones(K, 1)), 1), shifted, targets, temperature=0.7)
+        ours = linear_logprobs(torch.cat((hidden, torch.ones(K, 1)), 1), shifted, targets, temperature=0.7, gives_square_sums=True)
     for got, wanted in zip(ours, exact, strict=True):
         assert torch.allclose(got, wanted.float(), atol=1e-3)  # float32 logits of 430 are 3e-5 apart
 

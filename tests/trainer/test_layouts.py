@@ -28,8 +28,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"proximal": "engine", "weight": "none", "auxiliary": {"name": "entropy_bonus", "coef": 0.01}},
     "gspo": {},
     "m2po": {"masks": {"name": "m2po", "tau": 0.5}},
+    "otb": {},
 }
-"""The last measures the whole step before it trains a row."""
+"""The last two measure the whole step before they train a row; of these the second over all words of the vocabulary."""
 LAYOUTS = {
     "2 copies": Layout(ranks=2),
     "shard 2": Layout(ranks=2, shard=2),
@@ -81,6 +82,7 @@ Case = tuple[str, str, str]
 def cases() -> list[Case]:
     """(layout, family, method): every family on two ranks, the two with norms of queries and keys, of which one has experts, on more."""
     found: list[Case] = [("pipeline 2", "qwen3", "m2po"), ("pipeline 2, shard 2", "qwen3_moe", "m2po")]
+    found += [(name, "qwen3", "otb") for name in ("tensor 2", "context 2", "pipeline 2", "pipeline 2, tensor 2")]
     for name, layout in LAYOUTS.items():
         if layout.pipeline > 1:  # embeddings are tied in the one, experts in the other
             families = ("qwen3_moe",) if layout.expert > 1 else ("qwen3", "qwen3_moe") if layout.ranks == 2 else ("qwen3",)
@@ -116,7 +118,7 @@ def train(
     """Train two steps of seven rows; what came of it, as this rank knows it. A pipeline takes several passes for them."""
     samples = make_samples()
     rows = [samples[:3], samples[3:4], samples[4:8], samples[8:9], samples[9:10], samples[10:13], samples[13:]]
-    model = make_model(folder, replicas=replicas, temperature=0.8, dtype=dtype, **options)
+    model = make_model(folder, replicas=replicas, temperature=0.8, dtype=dtype, gives_square_sums=method == "otb", **options)
     step, optimizer = make_step(model, replicas=replicas, method=method, overrides=METHODS[method], max_grad_norm=0.5)
     gradients: dict[str, torch.Tensor] = {}
 

@@ -93,7 +93,7 @@ def _check_whole_run(conductor: Conductor, run_folder: Path) -> None:
     for done in conductor.done:
         assert done.metrics["logprob_gap_max"] < 1e-4
         assert done.metrics["num_micro_batches"] == ROWS_PER_STEP
-        assert {"wait_s", "forward_backward_s", "optimizer_s", "publish_s", "tokens_per_s"} <= done.metrics.keys()
+        assert {"wait_s", "forward_backward_s", "optimizer_s", "publish_s", "publish_beside_s", "tokens_per_s"} <= done.metrics.keys()
     first, *_, last = (conductor.done[0].metrics, conductor.done[-1].metrics)
     assert first["grad_norm"] > 0
     assert first["staleness_max"] == last["staleness_max"] == 0

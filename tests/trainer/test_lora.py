@@ -111,26 +111,29 @@ def test_a_target_that_names_no_matrix_is_told_with_those_there_are(folders: dic
 
 
 def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, torch.Tensor]:
+    """Merged weights and adapters after two steps of a method that also reads a pass without gradient, which is computed another way."""
     model = make_model(folder, adapters=ADAPTERS, replicas=replicas)
-    step, _ = make_step(model, replicas=replicas, learning_rate=1e-2)
+    step, _ = make_step(model, replicas=replicas, learning_rate=1e-2, method="m2po", overrides={"masks": {"name": "m2po", "tau": 0.5}})
     rows = [_samples()[:3], _samples()[3:]]
     for number in range(2):
         for index in range(replicas.number, len(rows), replicas.layout.replicas):
             step.add(make_batch(rows[index], step=number))
+        step.train_held(make_seal(_samples(), step=number))
         step.finish(make_seal(_samples(), step=number))
-    return {name: tensor.clone() for name, tensor in model.tensors().items()}
+    return {name: tensor.clone() for name, tensor in (model.tensors() | model.adapter_state()).items()}
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_adapters_on_two_ranks_train_what_they_train_on_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Cut matrices: the adapters of q_proj and v_proj by what comes out of them, those of o_proj by what goes in."""
     job = functools.partial(_of_layout, folder=folders["qwen3_moe"])
     expected = job(Replicas(ranks=1, deadline_s=60))
-    layouts = [Layout(ranks=2), Layout(ranks=2, shard=2), Layout(ranks=2, context=2), Layout(ranks=2, expert=2)]
-    for ranks in run_jobs([(layout, job) for layout in layouts], tmp_path):
+    layouts = [Layout(ranks=2), *(Layout(ranks=2, **{kind: 2}) for kind in ("shard", "context", "expert", "tensor", "pipeline"))]
+    for layout, ranks in zip(layouts, run_jobs([(layout, job) for layout in layouts], tmp_path), strict=True):
         for weights in ranks:
             assert weights.keys() == expected.keys()
             for name, weight in weights.items():
-                assert torch.allclose(weight, expected[name], atol=1e-4), name
+                assert torch.allclose(weight, expected[name], atol=1e-4), (layout, name)
 
 
 @pytest.mark.vllm

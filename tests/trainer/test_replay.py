@@ -65,13 +65,16 @@ def test_a_model_without_experts_is_refused(folders: dict[str, Path]) -> None:
         make_model(folders["qwen3"], replays_routes=True)
 
 
-def _train(replicas: Replicas, *, folder: Path, split: tuple[int, ...] = (3, 5), replays: bool = True) -> dict[str, Any]:
-    model = make_model(folder, replicas=replicas, replays_routes=replays)
+def _train(
+    replicas: Replicas, *, folder: Path, split: tuple[int, ...] = (3, 5), replays: bool = True, recomputes: bool = False
+) -> dict[str, Any]:
+    model = make_model(folder, replicas=replicas, replays_routes=replays, recomputes=recomputes)
     step, _ = make_step(model, replicas=replicas, replays_routes=replays, max_grad_norm=0.5)
     rows = np.split(np.arange(8), np.cumsum(split)[:-1])
     samples = _samples()
     for index in range(replicas.number, len(rows), replicas.layout.replicas):
         step.add(_routed([samples[number] for number in rows[index]], index=index))
+    step.train_held(make_seal(samples))
     metrics = step.finish(make_seal(samples))
     return {"weights": {name: tensor.clone() for name, tensor in model.tensors().items()}, "metrics": metrics}
 
@@ -97,10 +100,12 @@ def test_a_row_is_trained_by_its_record_however_it_is_packed(folders: dict[str, 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_every_layout_replays_alike(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Also where several rows go through a layer before the first comes back to it, and it is computed again then."""
     job = functools.partial(_train, folder=folders["qwen3_moe"])
     expected = job(Replicas(ranks=1, deadline_s=60))
-    layouts = [Layout(ranks=2), Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, context=2), Layout(ranks=2, expert=2)]
-    for ranks in run_jobs([(layout, job) for layout in layouts], tmp_path):
+    layouts = [Layout(ranks=2), *(Layout(ranks=2, **{kind: 2}) for kind in ("shard", "tensor", "context", "expert", "pipeline"))]
+    jobs = [(layout, job) for layout in layouts] + [(layouts[-1], functools.partial(job, recomputes=True))]
+    for ranks in run_jobs(jobs, tmp_path):
         for rank in ranks:
             assert rank["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-4)
             assert rank["metrics"]["num_unrouted_tokens"] == expected["metrics"]["num_unrouted_tokens"]

@@ -27,13 +27,15 @@ pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collecti
 ADAPTERS = Adapters(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), seed=1)
 
 
-def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str, adapters: Adapters | None = None) -> dict[str, Any]:
+def publish(
+    replicas: Replicas, *, folder: Path, run_folder: Path, road: str, adapters: Adapters | None = None, are_apart: bool = False
+) -> dict[str, Any]:
     """Publish a model, or its adapters alone, twice, with a change between; what an engine fetches of both, and what was gathered."""
     model = make_model(folder, replicas=replicas, adapters=adapters)
     spread = SpreadWeights(model, replicas=replicas)
     publisher = None
     if replicas.rank == 0:
-        published = spread.described() if adapters is None else model.described_adapters()
+        published = model.described_adapters() if are_apart else spread.described()
         described = {name: tensor for name, tensor in published.items() if name not in model.tied_names()}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
         publisher = Publisher(
@@ -42,14 +44,14 @@ def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str, ad
             run_folder=run_folder,
             deadline_s=20.0,
             write=spread.lead,
-            adapters=None if adapters is None else model.described_adapters,
+            adapters=model.described_adapters if are_apart else None,
         )
         publisher.fix_layout(layout, road=road)
     found = []
     for version in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(version)
+                parameter.mul_(version) if adapters is None or are_apart else parameter.fill_(version)
         if publisher is None:
             spread.follow()
             continue
@@ -84,13 +86,26 @@ def test_two_ranks_publish_what_one_would(folders: dict[str, Path], tmp_path: Pa
     layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)]
     job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road=road)
     jobs: list[tuple[Layout, Any]] = [(layout, job) for layout in layouts]
-    jobs.append((Layout(ranks=2, shard=2), functools.partial(job, adapters=ADAPTERS)))
+    jobs += [(layout, functools.partial(job, adapters=ADAPTERS, are_apart=True)) for layout in layouts]
     expected = make_model(folders["qwen3"], adapters=ADAPTERS).adapters()
-    *spread, adapters = check_published(folders["qwen3"], jobs, tmp_path, adapters=expected)
-    assert len(adapters[0]["found"][0]) == len(adapters[0]["found"][1]) == 2 * 2 * 2
-    for ranks in spread:
+    published = check_published(folders["qwen3"], jobs, tmp_path, adapters=expected)
+    for adapters in published[len(layouts) :]:
+        assert len(adapters[0]["found"][0]) == len(adapters[0]["found"][1]) == 2 * 2 * 2
+    for ranks in published[: len(layouts)]:
         assert all(rank["gathered"] == [] for rank in ranks)
         assert all(bool(rank["num_moves"]) == (road == "shared_memory") for rank in ranks), "each writes its own"
+
+
+def test_adapters_are_merged_by_the_rank_that_has_their_layer(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A and B of nothing but v add 6 / 3 * 3 v^2 to every weight."""
+    adapters = Adapters(rank=3, alpha=6.0, targets=("v_proj",))
+    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road="shared_memory", adapters=adapters)
+    base = make_model(folders["qwen3"]).tensors()
+    for first, *_ in run_jobs([(layout, job) for layout in (Layout(ranks=2, pipeline=2), Layout(ranks=2, tensor=2))], tmp_path):
+        assert first["gathered"] == [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (0, 1)]
+        for version, found in enumerate(first["found"], start=1):
+            for name, tensor in found.items():
+                assert torch.allclose(tensor, base[name] + 6 * version**2 * ("v_proj.weight" in name)), name
 
 
 def test_four_ranks_of_two_kinds_publish_what_one_would(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import MicroBatch, StepSealed
-from trainer.critic import Critic
+from trainer.build import Trained, critic_of
+from trainer.engine import Outputs
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
@@ -128,18 +129,26 @@ def make_step(
         if trained is not None
     ]
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
+    resolved = resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS)
+    trained = None if critic is None else Trained(model=critic, optimizer=of_critic[0])
     step = Step(
-        TorchEngine(model, optimizer=optimizer, replicas=replicas),
-        method=resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS),
+        TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of),
+        method=resolved,
         replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
         max_mismatch_kl=max_mismatch_kl,
         reference=None if reference is None else Reference(reference, replicas=replicas),
-        critic=None if critic is None else Critic(critic, optimizer=of_critic[0], replicas=replicas, clip=0.5),
+        critic=None if trained is None else critic_of(trained, method=resolved, replicas=replicas),
         **options,
     )
     return step, optimizer
+
+
+def critic_optimizer(step: Step) -> Optimizer:
+    """Of the critic beside the policy."""
+    critic: Any = step._critic
+    return critic._engine._optimizer
 
 
 def packed_logprobs(model: Model, samples: Sequence[dict[str, np.ndarray]]) -> torch.Tensor:

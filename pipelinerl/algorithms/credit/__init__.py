@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.algorithms.credit import advantage, batch_rule, roulette, selection, shaping, step_credit, token_advantage, value_advantage
+from pipelinerl.algorithms.credit import (
+    advantage,
+    batch_rule,
+    optimal_baseline,
+    prime,
+    roulette,
+    selection,
+    shaping,
+    step_credit,
+    token_advantage,
+    value_advantage,
+)
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
@@ -39,6 +50,8 @@ _ADVANTAGE: dict[str, Callable[..., Credit]] = {
     "gae": value_advantage.gae,
     "vapo_gae": value_advantage.vapo_gae,
     "turn_gae": value_advantage.turn_gae,
+    "otb": optimal_baseline.otb,
+    "prime": prime.prime,
 }
 
 _BATCH: dict[str, Callable[..., list[Credit]]] = {

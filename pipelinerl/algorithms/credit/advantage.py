@@ -52,6 +52,8 @@ _PER_SIBLING = (
     "token_kl",
     "steps",
     "values",
+    "process_rewards",
+    "energies",
     "turns",
 )
 
@@ -88,6 +90,10 @@ class ScoredGroup:
     """N."""
     values: tuple[Float64, ...] | None = None
     """N arrays [P], a critic's value of the state before each token; in the trainer only."""
+    process_rewards: tuple[Float64, ...] | None = None
+    """N arrays [P], of an implicit process reward model, over their largest return of the step; in the trainer only."""
+    energies: tuple[Float64, ...] | None = None
+    """N arrays [P], squared norm of the score of each token, see `optimal_baseline`; in the trainer only."""
     turns: tuple[Int64, ...] | None = None
     """N arrays, the last position of each turn; in the trainer only."""
 

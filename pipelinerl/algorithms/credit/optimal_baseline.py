@@ -7,30 +7,27 @@ pass, so it runs in the trainer. Where an importance weight w multiplies the gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64
+from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 
 
-def energies(probabilities: Float64, *, square_sums: Float64, importance: Float64 | None = None) -> Float64:
-    """[T] sum_{j<=t} w_j^2 (1 - 2 pi_j + sum_v pi_v^2). `importance` [T] are the weights w, truncated as the loss truncates them."""
-    energy = 1.0 - 2.0 * probabilities + square_sums
-    return np.cumsum(energy if importance is None else importance**2 * energy)
+def energy(probabilities: Float64, *, square_sums: Float64, importance: Float64) -> Float64:
+    """[T] w_j^2 (1 - 2 pi_j + sum_v pi_v^2). `importance` [T] are the weights w, truncated as the loss truncates them."""
+    return importance**2 * (1.0 - 2.0 * probabilities + square_sums)
 
 
-def optimal_token_baseline(returns: Sequence[Float64], *, weights: Sequence[Float64]) -> list[Float64]:
-    """N arrays [T]: G - B_t with B_t = sum_i G_it W_it / sum_i W_it over the siblings that have a token at t.
+def otb(group: ScoredGroup) -> list[Float64]:
+    """N arrays [P]: R - B_t with B_t = sum_i R_i W_it / sum_i W_it over the siblings that have a token at t, W the energies up to it.
 
     Where no energy is left (all siblings certain of their token) there is no gradient either, and the advantage is 0. A position that one
     sibling alone reaches is its own baseline: 0.
     """
-    longest = max((len(row) for row in returns), default=0)
-    total = np.zeros(longest)
-    weighted = np.zeros(longest)
-    for row, weight in zip(returns, weights, strict=True):
-        total[: len(row)] += weight
-        weighted[: len(row)] += weight * row
-    baseline = np.divide(weighted, total, out=np.zeros(longest), where=total > 0)
-    return [np.where(total[: len(row)] > 0, row - baseline[: len(row)], 0.0) for row in returns]
+    weights = [np.cumsum(row) for row in group.required("energies")]
+    total, weighted = np.zeros((2, max((len(row) for row in weights), default=0)))
+    for weight, reward in zip(weights, group.rewards, strict=True):
+        total[: len(weight)] += weight
+        weighted[: len(weight)] += weight * reward
+    baseline = np.divide(weighted, total, out=np.zeros_like(total), where=total > 0)
+    ends = [len(weight) for weight in weights]
+    return [np.where(total[:end] > 0, reward - baseline[:end], 0.0) for end, reward in zip(ends, group.rewards, strict=True)]

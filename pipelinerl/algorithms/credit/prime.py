@@ -1,7 +1,7 @@
 """PRIME (arXiv:2502.01456): dense rewards from an implicit process reward model phi, trained online from outcome labels.
 
 Per token q = log phi - log ref. The reward of a token is beta q; the last token has none of it, and carries the outcome instead, once.
-The loss of phi itself is `critic.implicit_prm_loss`.
+The loss of phi itself is `loss.critic.implicit_prm_loss`.
 """
 
 from __future__ import annotations
@@ -10,37 +10,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64
+from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 from pipelinerl.algorithms.credit.step_credit import following_sum
 
 
-def process_rewards(log_ratios: Float64, *, beta: float) -> Float64:
-    """[T] beta q, with 0 at the last token. `log_ratios` [T] is log phi - log ref over the trained tokens of one sequence."""
-    rewards = beta * log_ratios
-    if len(rewards):
-        rewards[-1] = 0.0
-    return rewards
+def process_rewards(log_ratios: Sequence[Float64], *, beta: float) -> list[Float64]:
+    """Of every sequence of a step [P]: beta q, 0 at the last token, over the largest |reverse cumulative sum| of the step.
+
+    `log_ratios` are q over the trained tokens of each.
+    """
+    rewards = [beta * row * (np.arange(len(row)) < len(row) - 1) for row in log_ratios]
+    scale = max((float(np.abs(following_sum(row)).max()) for row in rewards if len(row)), default=0.0)
+    return [row / (scale + 1e-6) for row in rewards]
 
 
-def scale_of(rewards: Sequence[Float64]) -> float:
-    """Largest |reverse cumulative sum| over a batch: process rewards are divided by it. Over processes, take the largest."""
-    return max((float(np.abs(following_sum(row)).max()) for row in rewards if len(row)), default=0.0)
-
-
-def returns(rewards: Sequence[Float64], *, correct: Float64, scale: float, process_coef: float, outcome_coef: float) -> list[Float64]:
-    """N arrays [T] of one group: reverse cumulative sums of leave-one-out process rewards and, at the last token, outcome.
+def prime(group: ScoredGroup, *, process_coef: float, outcome_coef: float) -> list[Float64]:
+    """N arrays [P]: reverse cumulative sums of leave-one-out process rewards and, at the last token, leave-one-out outcome.
 
     The process baseline of a sequence is the mean over its siblings of their mean token reward, times n/(n-1) as for RLOO. Whitening over
-    the batch comes after. A group of one gives zeros.
+    the step comes after. A group of one gives zeros.
     """
+    rewards: tuple[Float64, ...] = group.required("process_rewards")
+    correct = np.asarray(group.required("correct"), np.float64)
     n = len(rewards)
     if n < 2:
         return [np.zeros_like(row) for row in rewards]
-    scaled = [row / (scale + 1e-6) for row in rewards]
-    means = np.array([row.mean() if len(row) else 0.0 for row in scaled])
+    means = np.array([row.mean() if len(row) else 0.0 for row in rewards])
     outcome = (correct - correct.mean()) * n / (n - 1)
     result = []
-    for sibling, row in enumerate(scaled):
+    for sibling, row in enumerate(rewards):
         credit = process_coef * (row * n / (n - 1) - means.sum() / (n - 1))
         if len(credit):
             credit[-1] += outcome_coef * outcome[sibling]

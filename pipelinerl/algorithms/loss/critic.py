@@ -24,12 +24,15 @@ def clipped_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, t
     return 0.5 * torch.maximum(plain, cut).sum(), (cut > plain).sum()
 
 
-def implicit_prm_loss(logprobs: Tensor, *, reference_logprobs: Tensor, correct: Tensor, sequences: Segments, beta: float) -> Tensor:
-    """Sum over sequences of BCE(sigmoid(beta sum_t (log phi - log ref)), correct) (PRIME, arXiv:2502.01456).
+def implicit_prm_loss(
+    logprobs: Tensor, *, reference_logprobs: Tensor, correct: Tensor, sequences: Segments, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Sum over sequences of BCE(sigmoid(beta sum_t (log phi - log ref)), correct) (PRIME, arXiv:2502.01456), and how many it tells rightly.
 
     `logprobs` [T] of phi with gradient, `reference_logprobs` [T], `correct` [N]. Divide by the number of sequences.
     """
     trained = masked(logprobs, sequences.trains)
     log_ratio = trained - masked(reference_logprobs.detach(), sequences.trains, like=trained)
     logits = beta * sequences.sum(log_ratio)
-    return F.binary_cross_entropy_with_logits(logits, correct.to(logits.dtype), reduction="sum")
+    loss = F.binary_cross_entropy_with_logits(logits, correct.to(logits.dtype), reduction="sum")
+    return loss, ((logits > 0) == correct).sum()
