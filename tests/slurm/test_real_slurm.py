@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -172,18 +173,19 @@ def test_a_chain_goes_on_in_the_next_job_and_stops_when_the_run_is_finished(clus
     assert "the run is finished" in supervisors(run_folder, 2)
 
 
-def test_scorers_on_nodes_of_their_own_belong_to_the_same_job_and_are_requeued_with_it(cluster: slurm.Cluster, tmp_path: Path):
+def test_scorers_on_nodes_of_their_own_belong_to_the_same_job_and_the_next_one_goes_on_with_them(cluster: slurm.Cluster, tmp_path: Path):
     run_folder = job(tmp_path, steps=20, pace_s=0.1, scorer_nodes=1)
-    number = submit(cluster, run_folder)
+    first = submit(cluster, run_folder)
     while len(steps_of(run_folder)) < 5:
         time.sleep(0.1)
-    cluster.run("scancel", "--batch", "--signal=USR1", number)
-    wait(cluster, number, "PENDING", *ENDED)
-    assert wait(cluster, number, *ENDED)["JobState"] == "COMPLETED", said(run_folder, number)
-    assert (run_folder / "logs" / "attempt-0" / "scorer-0.log").read_text().startswith(f"attempt 0, restart 0, job {int(number)}")
+    cluster.run("scancel", "--batch", "--signal=USR1", first)
+    assert wait(cluster, first, *ENDED)["JobState"] == "COMPLETED", said(run_folder, first)
+    (second,) = re.findall(r"attempt 0 saved; submitted again as job (\d+)", said(run_folder, first))
+    assert wait(cluster, second, *ENDED)["JobState"] == "COMPLETED", said(run_folder, second)
     assert steps_of(run_folder) == list(range(20))
-    assert (run_folder / "logs" / "attempt-1" / "scorer-0.log").read_text().startswith("attempt 1, restart 1, job ")
-    for attempt in (0, 1):
+    for attempt, number in ((0, first), (1, second)):
+        log = (run_folder / "logs" / f"attempt-{attempt}" / "scorer-0.log").read_text()
+        assert log.startswith(f"attempt {attempt}, restart 0, job {int(number)}")
         assert "node 1: scorer-0" in supervisors(run_folder, attempt)
 
 
