@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def _simulated(rows: list[list[Any]], goals: list[harness.Goal], *, is_quick: bool) -> None:
-    go: Callable[..., Figures] = functools.partial(measure, steps=120 if is_quick else 600)
+    go: Callable[..., Figures] = functools.partial(measure, steps=80 if is_quick else 600)
     alone = go(0.0)
 
     def add(name: str, times: float, figures: Figures) -> None:
