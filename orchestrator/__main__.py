@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import json
 import signal
 from pathlib import Path
 
 from orchestrator.credit import MethodCredit
 from orchestrator.pipeline import Ending, Pipeline
-from orchestrator.sources import PromptSource, fixed
+from orchestrator.sources import prompts_of
 from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.interface import address_of
-from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt
+from pipelinerl.messages import FromEngine, FromScorer, FromTrainer
 from pipelinerl.metrics import Journal
 from pipelinerl.process import ask_to_replace, end_stuck, last_words, read_config
-from pipelinerl.tokenizer import load_tokenizer
 from pipelinerl.transport.zmq import ZmqHub
 from pipelinerl.watch import guarded
 
@@ -43,10 +41,10 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
         ZmqHub(run_folder, "trainer", accepts=FromTrainer, interface=address),
     ]
     journal = Journal(run_folder, "orchestrator")
-    ledger = Ledger(run_folder / "ledger.sqlite")
+    ledger = Ledger(run_folder / "ledger.sqlite", keep_groups=config.run.record_groups)
     try:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
-        source, held_out = _prompts(config)
+        source, held_out = prompts_of(config)
         method = method_of(config)
         now_s = asyncio.get_running_loop().time
         credit = MethodCredit(
@@ -79,24 +77,6 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
             hub.close()
         ledger.close()
         journal.close()
-
-
-def _prompts(config: Config) -> tuple[PromptSource, list[Prompt]]:
-    """The training source and the held-out prompts, both in the model's own tokens."""
-    tokenizer = load_tokenizer(config.model.path)
-    context = config.model.max_tokens or json.loads((config.model.path / "config.json").read_text())["max_position_embeddings"]
-    longest = min(context, config.batch.max_tokens) - config.rollout.max_tokens
-    source = PromptSource(config.data, tokenizer=tokenizer, seed=config.run.seed, max_prompt_tokens=longest)
-    if config.evaluation.source is None:
-        return source, []
-    held_out = fixed(
-        config.evaluation.source,
-        limit=config.evaluation.limit,
-        prompt_column=config.data.prompt_column,
-        tokenizer=tokenizer,
-        max_prompt_tokens=longest,
-    )
-    return source, held_out
 
 
 if __name__ == "__main__":

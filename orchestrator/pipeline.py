@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,8 @@ from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
+from orchestrator.rules.concurrency import Concurrency
+from orchestrator.rules.curriculum import success_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvSpan
 from orchestrator.rules.quarantine import Quarantine
@@ -43,10 +46,10 @@ from orchestrator.state.ledger import Identity, Ledger
 from orchestrator.state.peers import Peers
 from orchestrator.state.prm import Prm
 from orchestrator.state.scorers import Scorers
-from orchestrator.state.snapshot import RecordedStep, read_snapshot
+from orchestrator.state.snapshot import RecordedStep, read_snapshot, read_successes
 from orchestrator.status import Status
 from pipelinerl.config import Config
-from pipelinerl.messages import LayoutFixed, Prompt, Sampling, ScoredTrajectory, Stop, TrainerReady
+from pipelinerl.messages import EngineLoad, Group, LayoutFixed, Prompt, Sampling, ScoredTrajectory, Stop, TrainerReady
 from pipelinerl.metrics import Journal
 from pipelinerl.packing import Packing
 from pipelinerl.stages import Signal, Stage
@@ -100,6 +103,9 @@ class Pipeline:
         ledger.begin(_promises(config), now_s=asyncio.get_running_loop().time(), unix_s=time.time())
         self._past = read_snapshot(ledger)
         source.position = self._past.position
+        if config.data.difficulty is not None:
+            for prompt_id, success in read_successes(ledger, correct_reward=config.algorithm.correct_reward):
+                source.measured(prompt_id, success=success)
         self._credits = Signal()
         """Set whenever another group might be admitted."""
         self._stop_reason: str | None = None
@@ -251,6 +257,8 @@ class Pipeline:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
+        if config.pipeline.adaptive_running:
+            self._adapt_running()
         credits, past = self._credits, self._past
         channels = make_channels(
             watch=watch,
@@ -330,6 +338,7 @@ class Pipeline:
                 ledger=self._ledger,
                 progress=self._progress,
                 max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
+                settled=functools.partial(_measure, source, config.algorithm.correct_reward),
                 restored=self._restored_for("batching"),
                 open_step=open_step,
             ),
@@ -350,6 +359,22 @@ class Pipeline:
             num_booked=lambda: self._delivery.num_booked,
             prm=lambda: self._prm_gauges(),
         )
+
+    def _adapt_running(self) -> None:
+        """Let what engines say of their KV caches decide how many rollouts they get."""
+        engines, admission, group_size = self._engines, self._admission, self._config.rollout.group_size
+        concurrency = Concurrency(most=admission.max_running, least=self._config.engine.count * group_size, group_size=group_size)
+
+        def hear(load: EngineLoad) -> None:
+            if load.kv_used is None:
+                return
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_outstanding=engines.num_outstanding)
+            if concurrency.limit != admission.max_running:
+                admission.max_running = concurrency.limit
+                self._credits.set()
+
+        engines.on_load(hear)
+        engines.on_died(concurrency.lost)
 
     def _make_comparing(self, channels: Channels, asking: Asking) -> Comparing:
         config = self._config
@@ -424,6 +449,14 @@ class Pipeline:
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout
         return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=rollout.stop_token_ids)
+
+
+def _measure(source: Source, correct_reward: float, group: Group) -> None:
+    """Tell the source how a prompt went."""
+    rewards = [member.score.reward for member in group.members]
+    success = success_of(rewards, correct_reward=correct_reward)
+    if success is not None:
+        source.measured(group.members[0].trajectory.prompt.prompt_id, success=success)
 
 
 def _no_brake() -> None:

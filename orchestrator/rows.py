@@ -57,6 +57,9 @@ def _open(source: str, section: DataSection, *, seed: int) -> Table | Stream:
 class Table:
     """Rows with numbers, drawn in an order that seed and epoch determine."""
 
+    comes_again = True
+    """A number is the same row in every epoch."""
+
     def __init__(
         self, rows: Any, *, name: str, seed: int, shuffle: bool, limit: int | None, where: Callable[[int], str] | None = None
     ) -> None:
@@ -92,6 +95,8 @@ class Table:
 class Stream:
     """Rows that can only be read one after the other; `make` starts an epoch."""
 
+    comes_again = False
+
     def __init__(self, make: Callable[[int], Iterator[Any]], *, name: str) -> None:
         self.name = name
         self._make = make
@@ -119,6 +124,7 @@ class Mixture:
 
     def __init__(self, sources: list[Table | Stream], *, weights: list[float]) -> None:
         self.name = " + ".join(source.name for source in sources)
+        self.comes_again = all(source.comes_again for source in sources)
         self._sources = sources
         self._shares = Shares(weights)
         self._at = [(0, 0)] * len(sources)

@@ -16,10 +16,12 @@ only, and makes a list of those an iterable yields.
 
 The position (epoch, row) names the next row to draw; `row` counts draws within the epoch, rows skipped included. What is drawn follows
 from the source, the seed and the position alone: a source set to a recorded position goes on exactly as the recorded one would have.
+With `data.difficulty`, prompts between the positions are passed over by what was measured of them: told the same, it passes over the same.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -27,9 +29,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from orchestrator.rows import Table, open_rows
-from pipelinerl.config import DataSection
+from orchestrator.rules.curriculum import Curriculum
+from pipelinerl.config import Config, DataSection
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Prompt
+from pipelinerl.tokenizer import load_tokenizer
 
 MAX_SKIPPED_OF_STREAM = 10_000
 """Prompts too long in a row after which an iterable, which may never end, is given up. Smaller gives up on long stretches of them."""
@@ -52,6 +56,11 @@ class PromptSource:
         self._max_prompt_tokens = max_prompt_tokens
         self._build = _Builder(prompt_column=section.prompt_column, tokenizer=tokenizer)
         self._rows = open_rows(section, seed=seed)
+        self._curriculum = Curriculum(low=section.difficulty[0], high=section.difficulty[1]) if section.difficulty else None
+        if self._curriculum and not self._rows.comes_again:
+            raise DataError(
+                f"{self._rows.name} has no rows that come again, so data.difficulty cannot rest any: name a table, or set data.limit"
+            )
         self._epoch, self._row = 0, 0
         self._num_skipped_since = 0
         self._shortest_skipped: int | None = None
@@ -74,8 +83,14 @@ class PromptSource:
         self._epoch, self._row = epoch, row
         self._num_skipped_since = 0
 
+    def measured(self, prompt_id: str, *, success: float) -> None:
+        """Of the scored siblings of a prompt, this part was correct."""
+        if self._curriculum is not None:
+            epoch, _, number = prompt_id.partition(":")
+            self._curriculum.measured(int(number), epoch=int(epoch), success=success)
+
     def next(self) -> Prompt:
-        """The next prompt that is short enough.
+        """The next prompt that is short enough, and does not rest (`rules.curriculum`).
 
         Raises `DataError` where the source is empty, a row is malformed, or a whole epoch (of an iterable: `MAX_SKIPPED_OF_STREAM`
         prompts in a row) is too long.
@@ -87,6 +102,8 @@ class PromptSource:
                 continue
             self._row += 1
             epoch, number, row = drawn
+            if self._curriculum is not None and not self._curriculum.draws(number, epoch=epoch):
+                continue
             prompt = self._build.prompt(number, row, epoch=epoch, where=self._rows.where(number))
             if len(prompt.token_ids) <= self._max_prompt_tokens:
                 self._num_skipped_since = 0
@@ -114,12 +131,30 @@ class PromptSource:
         )
 
 
+def prompts_of(config: Config) -> tuple[PromptSource, list[Prompt]]:
+    """The training source and the held-out prompts, both in the model's own tokens."""
+    tokenizer = load_tokenizer(config.model.path)
+    context = config.model.max_tokens or json.loads((config.model.path / "config.json").read_text())["max_position_embeddings"]
+    longest = min(context, config.batch.max_tokens) - config.rollout.max_tokens
+    source = PromptSource(config.data, tokenizer=tokenizer, seed=config.run.seed, max_prompt_tokens=longest)
+    if config.evaluation.source is None:
+        return source, []
+    held_out = fixed(
+        config.evaluation.source,
+        limit=config.evaluation.limit,
+        prompt_column=config.data.prompt_column,
+        tokenizer=tokenizer,
+        max_prompt_tokens=longest,
+    )
+    return source, held_out
+
+
 def fixed(source: str, *, limit: int, prompt_column: str, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
     """The first `limit` prompts of a source, in its own order: the same at every evaluation.
 
     Raises `DataError` as `PromptSource` does, and where one of them is too long: a held-out set never shrinks silently.
     """
-    section = DataSection(source=source, prompt_column=prompt_column, shuffle=False, limit=limit)
+    section = DataSection(source=source, prompt_column=prompt_column, shuffle=False, limit=limit, difficulty=None)
     rows, build = open_rows(section, seed=0), _Builder(prompt_column=prompt_column, tokenizer=tokenizer)
     assert isinstance(rows, Table), "a limit makes a table of everything"
     prompts = [build.prompt(number, rows[number], epoch=0, where=rows.where(number)) for number in range(len(rows))]

@@ -77,6 +77,7 @@ class Status:
             "num_steps": self._num_steps,
             "groups_running": self._admission.running,
             "groups_accepted": self._admission.accepted,
+            "max_running": self._admission.max_running,
             "identity": dataclasses.asdict(identity),
             "reasons": dict(self._ledger.reasons),
             "generated_tokens": sum(engine.load.num_tokens for engine in self._engines if engine.load),

@@ -157,6 +157,21 @@ def check(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def replay(
+    run_folder: RunFolder,
+    overrides: Overrides = None,
+    stage: Annotated[list[str] | None, typer.Option(help="prompts, scoring, batching; several follow one another")] = None,
+) -> None:
+    """Run stages of a recorded run once more, alone, and tell what comes out otherwise: no engine, no trainer.
+
+    After a change of `rewards.py`: `pipelinerl replay RUN --stage scoring`. With other settings than the run's:
+    `pipelinerl replay RUN --stage scoring --stage batching 'reward=[{function="other.py:reward"}]' algorithm.name=dapo`.
+    """
+    stages = [f"--stage={name}" for name in stage or ["scoring"]]
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.replay", str(run_folder), *(overrides or []), *stages]))
+
+
+@app.command()
 def track(
     run_folder: RunFolder,
     to: Annotated[list[str] | None, typer.Option(help="wandb, tensorboard; default: what the run's config names")] = None,

@@ -18,6 +18,7 @@ from pipelinerl.layout import Layout, Schedule
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
@@ -45,6 +46,9 @@ class RunSection(Section):
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
     restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")
     restart_wait_s: Annotated[float, Field(ge=0)] = Field(1.0, description="wait before a restart; doubles while restarts follow quickly")
+    record_groups: Annotated[int, Field(ge=0)] = Field(
+        1024, description="groups, the newest, that stay recorded with tokens, scores and advantages: what `pipelinerl replay` works on"
+    )
     interface: str = Field(
         "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"
     )
@@ -65,6 +69,11 @@ class DataSection(Section):
     prompt_column: str = Field("prompt", description="text, or a list of chat messages, which then go through the chat template")
     shuffle: bool = Field(True, description="a new seeded order every epoch")
     limit: PositiveInt | None = Field(None, description="use only the first rows of the source, or of each")
+    difficulty: tuple[Unit, Unit] | None = Field(
+        None,
+        description="prompts whose part of correct siblings (algorithm.correct_reward) was not strictly between these two rest for 1, then"
+        " 2, 4, 8 epochs: [0.0, 1.0] rests what is all right or all wrong; none: every prompt comes in every epoch",
+    )
 
 
 class RolloutSection(Section):
@@ -136,6 +145,9 @@ class PipelineSection(Section):
     mode: Mode = Field(Mode.STREAMING, description="streaming, one_step_off or sync")
     max_staleness: Annotated[int, Field(ge=0)] = Field(4, description="K: versions between the oldest token and the policy it trains")
     max_running: PositiveInt | None = Field(None, description="rollouts in engines at once; default: 1.25 times what they decode at once")
+    adaptive_running: bool = Field(
+        False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
+    )
     queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue between stages")
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import tomllib
 import typing
 from collections.abc import Sequence
@@ -28,6 +29,18 @@ def load(path: Path, *, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"no config file at {path}: name an existing TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, origin=str(path))
+
+
+def load_run(run_folder: Path, *, overrides: Sequence[str] = ()) -> Config:
+    """The settings of a run, some of them changed. Raises `ConfigError`."""
+    path = run_folder / "config.json"
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a run's settings: {error}; name the folder of a run") from None
     for override in overrides:
         _apply(tree, override)
     return parse(tree, origin=str(path))

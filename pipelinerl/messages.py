@@ -286,6 +286,8 @@ class EngineLoad(Message, frozen=True):
     """Seconds in forward passes since it started."""
     idle_s: float
     """Seconds without a request since it started."""
+    kv_used: float | None = None
+    """Part of its KV cache that sequences hold."""
 
 
 class StageWeights(Message, frozen=True):

@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved
+from pipelinerl.tracking.identity import ids_of
 
 _MANIFEST = "manifest.json"
 
@@ -45,6 +46,8 @@ class Manifest:
     """Digest of every sample it was trained on; see `trainer.lineage`."""
     files: dict[str, int]
     """Sizes in bytes."""
+    trackers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Under which id each tracker knows the run."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -139,7 +142,7 @@ class Checkpoints:
         files = {path.name: path.stat().st_size for path in sorted(saving.draft.iterdir())}
         manifest = saving.draft / _MANIFEST
         with open(manifest, "w") as file:
-            json.dump(saving.manifest | {"files": files}, file, indent=1)
+            json.dump(saving.manifest | {"trackers": ids_of(self._folder.parent), "files": files}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         _sync(saving.draft)

@@ -65,7 +65,7 @@ class Admission:
         self.running = 0
         self._groups_per_step = groups_per_step
         self._num_steps = num_steps
-        self._max_running = max_running
+        self.max_running = max_running
         self._round_left = 0
 
     def restore(self, *, accepted: int, running: int, version: int) -> None:
@@ -84,7 +84,7 @@ class Admission:
         if self.accepted + self.running >= self.limit(version):
             return STALENESS_BOUND
         if not self.pace.in_rounds:
-            return ENGINES_FULL if num_generating >= self._max_running else None
+            return ENGINES_FULL if num_generating >= self.max_running else None
         if self.running == 0 and self._round_left == 0 and engines_are_current:
             self._round_left = self._groups_per_step - self.accepted % self._groups_per_step
         return None if self._round_left > 0 else ROUND_UNDER_WAY

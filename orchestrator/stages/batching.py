@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
@@ -13,7 +14,7 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.state.ledger import Ledger, facts_of
 from orchestrator.state.snapshot import RecordedStep
 from pipelinerl.errors import Stalled
-from pipelinerl.messages import Sample, ScoredTrajectory
+from pipelinerl.messages import Group, Sample, ScoredTrajectory
 from pipelinerl.packing import Packing
 from pipelinerl.stages import Channel, Signal
 
@@ -74,10 +75,14 @@ class Batching:
         ledger: Ledger,
         progress: Progress,
         max_given_up: int,
+        settled: Callable[[Group], None] = lambda group: None,
         restored: tuple[ScoredTrajectory, ...] = (),
         open_step: RecordedStep | None = None,
     ) -> None:
-        """Of an earlier life of the run, `restored` was scored and not placed, `open_step` placed in the step being filled."""
+        """`settled` is told of every group that was placed or given up.
+
+        Of an earlier life of the run, `restored` was scored and not placed, `open_step` placed in the step being filled.
+        """
         self._scored = scored
         self._rows = rows
         self._grouping = grouping
@@ -89,6 +94,7 @@ class Batching:
         self._progress = progress
         self._max_given_up = max_given_up
         self._num_given_up = 0
+        self._settled = settled
         self._restored = restored
         self._loose = open_step.loose if open_step else ()
         self._next_row = len(open_step.rows) if open_step else 0
@@ -117,6 +123,7 @@ class Batching:
             self._book(verdict, now_s=now)
         self._credits.set()
         self._progress.settled(verdict, now_s=now)
+        self._settled(verdict.group)
         if self._num_given_up >= self._max_given_up:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._ledger.reasons.most_common(5))
             raise Stalled(f"the last {self._num_given_up} groups were all given up, so no step fills; rollouts so far by reason: {reasons}")
@@ -138,7 +145,7 @@ class Batching:
             self._num_given_up = 0
         else:
             self._admission.given_up()
-            self._ledger.give_up(verdict.group.group_id)
+            self._ledger.give_up(verdict.group.group_id, step=verdict.step)
             self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
 
     async def _pack(self, step: int, rows: list[list[Sample]]) -> None:

@@ -20,6 +20,10 @@ class Source(Protocol):
     @position.setter
     def position(self, position: tuple[int, int]) -> None: ...
 
+    def measured(self, prompt_id: str, *, success: float) -> None:
+        """Of the scored siblings of a prompt, this part was correct: where `data.difficulty` is set, that decides what is drawn."""
+        ...
+
     def next(self) -> Prompt:
         """The next prompt. Raises `DataError`."""
         ...

@@ -74,6 +74,7 @@ class Engines:
         self._joined: list[Callable[[Engine], None]] = []
         self._died: list[Callable[[int], None]] = []
         self._followers: list[Follower] = []
+        self._listeners: list[Callable[[EngineLoad], None]] = []
         watch.explain(self._owed)
         peers.on(Starting, self._on_starting)
         peers.on(EngineReady, self._on_ready)
@@ -165,6 +166,10 @@ class Engines:
         """Have `handler` called with every engine that announces itself."""
         self._joined.append(handler)
 
+    def on_load(self, handler: Callable[[EngineLoad], None]) -> None:
+        """Have `handler` called with the gauges of every engine, each second."""
+        self._listeners.append(handler)
+
     def on_died(self, handler: Callable[[int], None]) -> None:
         """Have `handler` called with the id of every engine that is lost, after its requests were given back."""
         self._died.append(handler)
@@ -243,6 +248,8 @@ class Engines:
             self._note(engine)
             self._credits.set()
         engine.load = load
+        for handler in self._listeners:
+            handler(load)
 
     def _on_completion(self, peer: str, completion: Completion) -> None:
         asked = self._asked.get(completion.rollout_id)

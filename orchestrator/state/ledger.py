@@ -120,10 +120,14 @@ class Identity:
 
 
 class Ledger:
-    """Counts in memory, books to the store. `path` None keeps it all in memory."""
+    """Counts in memory, books to the store. `path` None keeps it all in memory.
 
-    def __init__(self, path: Path | None) -> None:
+    `keep_groups` settled ones, the newest, stay recorded whole although nothing needs them any more.
+    """
+
+    def __init__(self, path: Path | None, *, keep_groups: int = 0) -> None:
         self.store = Store(path)
+        self._keep_groups = keep_groups
         self.reasons: collections.Counter[str] = collections.Counter()
         """Rollouts that were not trained, by `fate: reason`."""
         self._counts: collections.Counter[Fate] = collections.Counter()
@@ -223,6 +227,7 @@ class Ledger:
     def place(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
         """A group becomes part of a step."""
         self.store.put("UPDATE groups SET step = ? WHERE group_id = ?", step, group_id)
+        self.store.put("INSERT INTO settled (group_id, step, is_placed) VALUES (?, ?, 1)", group_id, step)
         for sample in samples:
             rollout_id = sample.trajectory.rollout_id
             self.book("placed", now_s=now_s, rollout_id=rollout_id, step=step)
@@ -236,9 +241,9 @@ class Ledger:
                 "UPDATE samples SET advantages = ? WHERE rollout_id = ?", sample.advantages.tobytes(), sample.trajectory.rollout_id
             )
 
-    def give_up(self, group_id: int) -> None:
-        """No rollout of a group will be trained: its prompt is needed no more."""
-        self.store.put("UPDATE groups SET prompt = NULL WHERE group_id = ?", group_id)
+    def give_up(self, group_id: int, *, step: int) -> None:
+        """No rollout of a group will be trained; it came while `step` was being filled."""
+        self.store.put("INSERT INTO settled (group_id, step, is_placed) VALUES (?, ?, 0)", group_id, step)
 
     def pack(self, samples: Sequence[Sample], *, step: int, row: int, now_s: float) -> None:
         """A row is whole. It must be written, by `flush`, before the trainer may have it."""
@@ -265,8 +270,6 @@ class Ledger:
             newest=known.newest_version,
             num_tokens=known.num_tokens,
         )
-        if fate not in (Fate.TRAINED, Fate.CANCELLED):  # a trained one may be replayed, a cancelled one be revived
-            self.store.put("DELETE FROM samples WHERE rollout_id = ?", rollout_id)
 
     # --- a step's way ---
 
@@ -278,8 +281,8 @@ class Ledger:
     def saved(self, version: int, commit: str, *, now_s: float) -> None:
         """A checkpoint of `version` stands: the samples of the steps before can never be asked for again."""
         self.book("saved", now_s=now_s, step=version, reason=commit)
-        self.store.put("DELETE FROM samples WHERE step < ?", version)
-        self.store.put("UPDATE groups SET prompt = NULL WHERE step < ? AND prompt IS NOT NULL", version)
+        self.store.put(f"DELETE FROM samples WHERE {_is_over('samples')}", version, self._keep_groups)
+        self.store.put(f"UPDATE groups SET prompt = NULL WHERE prompt IS NOT NULL AND {_is_over('groups')}", version, self._keep_groups)
 
     def remember(self, baselines: Mapping[str, float], *, now_s: float) -> None:
         """What a method's baselines are after one more group; a crash before the group is placed has it counted twice."""
@@ -333,6 +336,12 @@ class Ledger:
         in_flight = "SELECT rollout_id, group_id, prompt_id FROM events WHERE kind = 'admitted' AND rollout_id IS NOT NULL"
         for rollout_id, group_id, prompt_id in self.store.read(f"{in_flight} AND rollout_id NOT IN (SELECT rollout_id FROM fates)"):
             self._open[rollout_id] = Admitted(group_id=group_id, prompt_id=prompt_id)
+
+
+def _is_over(table: str) -> str:
+    """That nothing asks for the group of a row any more: (version of the checkpoint, newest groups that stay all the same)."""
+    number = f"SELECT number FROM settled WHERE settled.group_id = {table}.group_id AND (NOT is_placed OR settled.step < ?)"
+    return f"({number}) <= (SELECT max(number) FROM settled) - ?"
 
 
 def _reason(score: Scored) -> str:

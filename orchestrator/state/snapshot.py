@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from orchestrator.rules.curriculum import success_of
 from orchestrator.state.ledger import Ledger
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Prompt, Sample, ScoredTrajectory
@@ -107,7 +108,7 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
     num_done = read("SELECT count(*) FROM events WHERE kind = 'done' AND rollout_id IS NULL")[0][0]
     last = read("SELECT group_id, epoch, row FROM groups ORDER BY group_id DESC LIMIT 1")
     steps = _read_steps(ledger, first=num_done, end=None)
-    scored = _scored(ledger, "step IS NULL")
+    scored = _scored(ledger, "step IS NULL AND group_id NOT IN (SELECT group_id FROM settled)")
     amended = read("SELECT kind, rollout_id FROM events WHERE kind IN ('compared', 'followed') AND rollout_id IS NOT NULL")
     interrupted = _interrupted(ledger)
     running = {scored_one.trajectory.group_id for scored_one in scored} | {group.group_id for group in interrupted}
@@ -166,6 +167,17 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
         if len(steps[step].rows) != num_rows:
             raise LedgerError(f"step {step} was sealed with {num_rows} rows, but the ledger holds {len(steps[step].rows)} of them")
     return steps
+
+
+def read_successes(ledger: Ledger, *, correct_reward: float) -> list[tuple[str, float]]:
+    """(prompt, part of its scored siblings that were correct) of every group that was settled and scored, in that order."""
+    rewards: dict[int, list[float | None]] = collections.defaultdict(list)
+    last = "SELECT rollout_id, reward, max(seq) FROM events WHERE kind IN ('scored', 'followed', 'compared') AND rollout_id IS NOT NULL"
+    for rollout_id, reward, _ in ledger.store.read(f"{last} GROUP BY rollout_id"):
+        rewards[int(rollout_id.partition("/")[0])].append(reward)
+    settled = ledger.store.read("SELECT group_id, prompt_id FROM settled JOIN groups USING (group_id) ORDER BY number")
+    found = [(prompt_id, success_of(rewards[group_id], correct_reward=correct_reward)) for group_id, prompt_id in settled]
+    return [(prompt_id, success) for prompt_id, success in found if success is not None]
 
 
 def commit_of(ledger: Ledger, step: int) -> str | None:

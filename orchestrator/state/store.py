@@ -4,8 +4,9 @@ Whoever books something only appends to a queue; `flush` writes the queue, in or
 holds a prefix of the run's history: whatever ends the process, at whatever instant, no entry is there without those before it. A flush
 survives the end of the process; one that is asked to be durable also survives the end of the machine.
 
-`events` is the history: nothing in it is ever changed or removed. `groups` and `samples` are what a resumed run needs beside it, and shrink
-again: bodies go once nothing can ask for them any more.
+`events` is the history: nothing in it is ever changed or removed, nor in `settled`, the groups in the order in which they were placed in
+a step or given up. `groups` and `samples` are what a resumed run needs beside it, and shrink again: bodies go once nothing can ask for
+them any more and `run.record_groups` newer groups were settled, whose bodies are for `orchestrator.replay`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ CREATE TABLE IF NOT EXISTS groups (
 ) STRICT;
 CREATE INDEX IF NOT EXISTS groups_of_prompt ON groups (prompt_id);
 CREATE INDEX IF NOT EXISTS groups_of_step ON groups (step) WHERE prompt IS NOT NULL;
+CREATE TABLE IF NOT EXISTS settled (
+    number    INTEGER PRIMARY KEY,
+    group_id  INTEGER NOT NULL UNIQUE,
+    step      INTEGER NOT NULL,
+    is_placed INTEGER NOT NULL
+) STRICT;
 CREATE TABLE IF NOT EXISTS samples (
     rollout_id TEXT PRIMARY KEY,
     group_id   INTEGER NOT NULL,

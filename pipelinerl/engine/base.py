@@ -50,6 +50,11 @@ class Engine(Protocol):
 
     limits: Limits
 
+    @property
+    def kv_used(self) -> float | None:
+        """Part of the KV cache that running sequences hold; None where there is none."""
+        ...
+
     def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
         """Take a request; its prefix is cached under this version alone. Raises `EngineError` where it cannot be served."""
         ...

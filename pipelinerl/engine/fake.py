@@ -31,6 +31,10 @@ class FakeEngine:
         self._num_commits = 0
         self._staged: str | None = None
 
+    @property
+    def kv_used(self) -> float | None:
+        return None
+
     def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
         if request.rollout_id in self._requests:
             raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
@@ -49,7 +53,7 @@ class FakeEngine:
 
     def step(self) -> list[Chunk]:
         chunks = []
-        for rollout_id in list(self._requests)[: self.limits.max_running]:
+        for rollout_id in self.running():
             request, seed, length = self._requests[rollout_id]
             position = self._positions[rollout_id] = self._positions[rollout_id] + 1
             token = self.token(seed, position)
@@ -62,6 +66,10 @@ class FakeEngine:
             if finish is not None:
                 self.cancel(rollout_id)
         return chunks
+
+    def running(self) -> list[str]:
+        """The requests that the next pass samples for."""
+        return list(self._requests)[: self.limits.max_running]
 
     def token(self, seed: int, position: int) -> int:
         """The token at a position under the weights current now: another commit, another token."""

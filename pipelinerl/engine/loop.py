@@ -140,6 +140,7 @@ class EngineLoop:
             num_steps=self._num_steps,
             busy_s=self._busy_s,
             idle_s=idle_s,
+            kv_used=self._engine.kv_used,
         )
 
     def handle(self, message: Message) -> None:

@@ -141,6 +141,10 @@ class VllmEngine:
         if recompute:
             self._drop_kv({self._requests[rollout_id] for rollout_id in recompute if rollout_id in self._requests})
 
+    @property
+    def kv_used(self) -> float | None:
+        return float(self._core.engine_core.scheduler.kv_cache_manager.usage)
+
     def _drop_kv(self, request_ids: set[str]) -> None:
         """Preempt running requests, as vLLM does when its cache is full: resumed in the next pass, they are computed from their start.
 

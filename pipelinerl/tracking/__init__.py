@@ -7,6 +7,7 @@ names        journal lines -> points: what each number is called, and on which a
 samples      `sample` lines -> text, with the version of each token
 follow       the loop: journal -> names -> one destination, opened again after a failure
 to_wandb, to_tensorboard, to_prometheus    destinations
+identity     the id of a run in a tracker, kept in the run folder and with every checkpoint
 beside       starts the trackers of a run beside it, and gives them time to finish
 trace        spans -> a Chrome trace, for Perfetto
 """

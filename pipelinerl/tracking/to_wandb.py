@@ -1,8 +1,9 @@
 """Weights & Biases: one run per training run, written by this process alone.
 
-The id is made once and kept in the run folder, so a resumed or requeued training run goes on in the same W&B run. W&B's own step is the
-line's number in the journal: it only grows, and after a resume the server tells which line it has last. What people look at stands over
-axes of its own (`names.AXES`). Where there is no key, and `WANDB_MODE` says nothing else, the run is written offline.
+The id is made once and kept in the run folder and with every checkpoint, so a resumed or requeued training run goes on in the same W&B
+run. W&B's own step is the line's number in the journal: it only grows, and after a resume the server tells which line it has last. What
+people look at stands over axes of its own (`names.AXES`). Where there is no key, and `WANDB_MODE` says nothing else, the run is written
+offline.
 
 Sample tables are capped: `TABLE_ROWS` rows of text a step, `TABLES` tables a run, `CELL_CHARACTERS` a cell; a column has one type.
 """
@@ -21,6 +22,7 @@ import wandb
 
 from pipelinerl.report.rows import Line
 from pipelinerl.report.samples import ShownSample
+from pipelinerl.tracking.identity import id_in_checkpoint
 from pipelinerl.tracking.names import AXES, Point
 
 TABLE_ROWS = 8
@@ -39,7 +41,7 @@ class WandbRun:
     def __init__(self, run_folder: Path, run_line: Line, *, project: str) -> None:
         self._state_file = run_folder / "tracking" / "wandb.json"
         self._state_file.parent.mkdir(exist_ok=True)
-        self._state = state = _read_state(self._state_file)
+        self._state = state = _read_state(self._state_file, known=id_in_checkpoint(run_folder, "wandb"))
         self._is_offline, self._num_lines = True, int(state["num_lines_offline"])
         self._save()  # before W&B hears of it: an id that is forgotten is a second run
         config = run_line.get("config") or {}
@@ -109,11 +111,11 @@ def _has_key() -> bool:
         return False
 
 
-def _read_state(file: Path) -> dict[str, Any]:
+def _read_state(file: Path, *, known: str | None) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
-        return {"id": secrets.token_hex(4), "num_lines_offline": 0}  # 32 bits: one project has few runs
+        return {"id": known or secrets.token_hex(4), "num_lines_offline": 0}  # 32 bits: one project has few runs
 
 
 def _row(sample: ShownSample) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from orchestrator.state.ledger import RUN_ENDED, Facts, Identity, Ledger
-from orchestrator.state.snapshot import commit_of, read_snapshot, read_steps
+from orchestrator.state.snapshot import commit_of, read_snapshot, read_steps, read_successes
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Fate, Outcome, Sample
 from tests.orchestrator import handmade
@@ -334,3 +334,16 @@ def test_a_full_disk_is_told_and_leaves_a_prefix_even_where_there_is_room_again_
     with contextlib.closing(Ledger(path)) as again:
         assert list(again.open_rollouts()) == ["0/0"], "entry 101 must not be there without those before it"
         handmade.admit(again, 1)
+
+
+def test_success_rates_come_back_in_the_order_in_which_groups_were_settled(path: Path):
+    ledger = Ledger(path)
+    for group_id, rewards in ((0, (1.0, 0.0)), (1, (1.0, Outcome.TIMEOUT)), (2, (0.0, 0.5)), (3, (1.0, 1.0))):
+        handmade.admit(ledger, group_id, group_size=2)
+        for member in handmade.plain_group(group_id, rewards).members:
+            ledger.score(member, now_s=1.0)
+    ledger.amend("compared", [handmade.scored(handmade.trajectory(group_id=2, sibling=1), 2.0)], now_s=2.0)
+    for group_id in (2, 0, 1):
+        ledger.give_up(group_id, step=0)
+    killed(ledger)
+    assert read_successes(Ledger(path), correct_reward=1.0) == [("0:2", 0.5), ("0:0", 0.5), ("0:1", 1.0)], "group 3 is not settled"

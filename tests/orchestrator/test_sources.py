@@ -451,3 +451,39 @@ def test_a_mixture_resumed_at_any_position_goes_on_exactly(tmp_path: Path, plugi
         assert [(one.prompt_id, one.text) for one in again] == [(one.prompt_id, one.text) for _, one in seen[start : start + 10]]
     whole.position = seen[3][0]
     assert whole.next().prompt_id == seen[3][1].prompt_id, "and backwards"
+
+
+# --- difficulty ---
+
+
+def test_what_is_too_easy_or_too_hard_is_passed_over_until_its_rest_ends_and_a_resumed_source_passes_over_the_same(tmp_path: Path) -> None:
+    def make() -> PromptSource:
+        return make_source(numbered(tmp_path, 3), difficulty=(0.0, 1.0), shuffle=True)
+
+    measures = [("0:1", 1.0), ("0:2", 0.5)]
+    source = make()
+    take(source, 3)
+    for prompt_id, success in measures:
+        source.measured(prompt_id, success=success)
+    drawn = [prompt.prompt_id for prompt in take(source, 5)]
+    assert sorted(drawn[:2]) == ["1:0", "1:2"], "1 rests for an epoch"
+    assert sorted(drawn[2:]) == ["2:0", "2:1", "2:2"]
+    resumed = make()
+    resumed.position = (1, 0)
+    for prompt_id, success in measures:
+        resumed.measured(prompt_id, success=success)
+    assert [prompt.prompt_id for prompt in take(resumed, 5)] == drawn
+
+
+def test_an_epoch_in_which_everything_rests_is_passed_over_whole(tmp_path: Path) -> None:
+    source = make_source(numbered(tmp_path, 2), difficulty=(0.0, 1.0))
+    for prompt in take(source, 2):
+        source.measured(prompt.prompt_id, success=0.0)
+    assert take(source, 1)[0].prompt_id.startswith("2:")
+
+
+def test_rows_that_never_come_again_cannot_rest(tmp_path: Path) -> None:
+    path = tmp_path / "plugin.py"
+    path.write_text("def rows():\n    yield {'prompt': '1'}")
+    with pytest.raises(DataError, match=r"no rows that come again, so data\.difficulty cannot rest any"):
+        make_source(f"{path}:rows", difficulty=(0.0, 1.0))

@@ -77,6 +77,10 @@ class World:
     """Of policies that an engine fails to stage."""
     bad_score_fraction: float = 0.0
     """Of scores that are a timeout, an error or invalid."""
+    kv_tokens: int | None = None
+    """Tokens that an engine's KV cache holds; None: as many as come."""
+    prefill_s: float = 2e-5
+    """Computing a token of a KV cache anew, where one is bounded."""
     start_s: float = 0.0
     """What everybody needs to load before announcing itself."""
 
@@ -88,9 +92,16 @@ process_ids = itertools.count(1000)
 class SimulatedEngine(FakeEngine):
     """Fails a seeded fraction of forward passes; its tokens tell the version that sampled them, also where it skipped some."""
 
-    def __init__(self, *, fraction: float, seed: int, **options: int) -> None:
+    def __init__(self, *, fraction: float, seed: int, kv_tokens: int | None = None, **options: int) -> None:
         super().__init__(**options)
         self.staged_version = 0
+        self.num_pushed_out = 0
+        """Sequences whose KV cache was taken away."""
+        self.num_computed = 0
+        """Tokens of prompts and of what was pushed out that the last pass computed."""
+        self._kv_tokens = kv_tokens
+        self._held: dict[str, int] = {}
+        """Sequences that run, in the order in which they began to, with the tokens of their KV caches."""
         self._fraction = fraction
         self._random = random.Random(seed)
 
@@ -99,7 +110,32 @@ class SimulatedEngine(FakeEngine):
             for rollout_id in list(self._requests):
                 self.cancel(rollout_id)
             raise EngineError("simulated failure of a forward pass")
+        if self._kv_tokens is not None:
+            self._make_room(self._kv_tokens)
         return super().step()
+
+    @property
+    def kv_used(self) -> float | None:
+        return None if self._kv_tokens is None else sum(self._held.values()) / self._kv_tokens
+
+    def _make_room(self, kv_tokens: int) -> None:
+        """As vLLM does: running sequences grow by a token, the youngest give way where that does not fit, waiting ones fill the rest."""
+        self.num_computed = 0
+        self._held = {name: 1 + held for name, held in self._held.items() if name in self._requests}
+        while sum(self._held.values()) > kv_tokens:
+            self._held.popitem()
+            self.num_pushed_out += 1
+        for name, (request, _, _) in self._requests.items():
+            size = len(request.token_ids) + self._positions[name] + 1
+            if name in self._held or len(self._held) >= self.limits.max_running:
+                continue
+            if sum(self._held.values()) + size > kv_tokens:
+                break
+            self._held[name] = size
+            self.num_computed += size
+
+    def running(self) -> list[str]:
+        return super().running() if self._kv_tokens is None else list(self._held)
 
     def commit(self, recompute: Collection[str] = ()) -> None:
         super().commit(recompute)
@@ -119,6 +155,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
         max_model_tokens=4096,
         max_running=max_running,
         mean_tokens=world.mean_tokens,
+        kv_tokens=world.kv_tokens,
     )
     clock = asyncio.get_running_loop().time
     chance = random.Random(world.seed + engine_id)
@@ -147,6 +184,8 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
             message = link.receive(0)
         await asyncio.sleep(world.step_s * (1 + 0.1 * engine_id))
         loop.advance()
+        if world.kv_tokens is not None:
+            await asyncio.sleep(world.prefill_s * fake.num_computed)
         for answer in loop.outbox:
             link.send(answer)
         loop.outbox.clear()

@@ -86,7 +86,12 @@ class Prompts:
 
     def __init__(self, seed: int) -> None:
         self.position = (0, 0)
+        self.heard: list[tuple[str, float]] = []
+        """Measured success rates."""
         self._seed = seed
+
+    def measured(self, prompt_id: str, *, success: float) -> None:
+        self.heard.append((prompt_id, success))
 
     def next(self) -> Prompt:
         epoch, row = self.position
@@ -113,6 +118,8 @@ class Circumstances:
     credit: Credit = mean_baseline
     step_rules: StepRules | None = None
     held_out: tuple[Prompt, ...] = ()
+    source: Prompts | None = None
+    """None: one of the world's seed."""
     stop_at_s: float | None = None
     """When somebody stops the run."""
     limit_s: float = 1e6
@@ -134,7 +141,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
             engine_hub=hubs[0],
             scorer_hub=hubs[1],
             trainer_hub=hubs[2],
-            source=Prompts(given.world.seed),
+            source=given.source or Prompts(given.world.seed),
             held_out=list(given.held_out),
             credit=given.credit,
             step_rules=given.step_rules,

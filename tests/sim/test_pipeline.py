@@ -643,3 +643,25 @@ def test_a_hundred_thousand_rollouts_are_trained_and_checked(tmp_path: Path):
     print(f"{len(simulated.rows)} rollouts in {seconds:.1f} s, {simulated.seconds:.0f} simulated")
     assert simulated.problems() == []
     assert len(simulated.rows) >= 100_000
+
+
+def test_the_source_hears_how_every_group_went(tmp_path: Path):
+    source = Prompts(0)
+    simulated = run(config(data={"difficulty": [0.0, 1.0]}), folder=tmp_path, source=source)
+    assert simulated.problems() == []
+    assert sorted(prompt for prompt, _ in source.heard) == sorted({row[2] for row in simulated.rows})
+    rewards: dict[str, list[bool]] = collections.defaultdict(list)
+    for row in simulated.rows:
+        rewards[row[2]].append(row[6] >= 1.0)
+    assert {prompt: sum(correct) / 4 for prompt, correct in rewards.items()} == dict(source.heard)
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_with_full_kv_caches_promises_hold_and_fewer_rollouts_push_each_other_out(tmp_path: Path, adapts: bool):
+    """Caches hold about 12 of the 32 sequences that an engine has slots for."""
+    settings = config(pipeline={"adaptive_running": adapts}, engine={"kind": "fake", "count": 2, "max_running": 32})
+    simulated = run(settings, folder=tmp_path, world=World(kv_tokens=400, token_s=1e-5, prefill_s=2e-4))
+    assert simulated.problems() == []
+    limits = {line["max_running"] for line in simulated.lines if line["kind"] == "status"}
+    assert (min(limits) < 80) == adapts, "80 is what 64 slots are given"
+    assert max(limits) == 80

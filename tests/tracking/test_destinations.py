@@ -64,7 +64,10 @@ def steps_of(run_folder: Path) -> list[int]:
 
 def test_wandb_offline_holds_every_step_of_a_run_under_its_own_axis(run_folder: Path) -> None:
     write_run(run_folder, Plan(num_steps=12))
+    (run_folder / "checkpoints/step-000020").mkdir(parents=True)
+    (run_folder / "checkpoints/step-000020/manifest.json").write_text(json.dumps({"trackers": {"wandb": "0badcafe"}}))
     assert send(run_folder, "wandb").returncode == 0
+    assert [path.name.endswith("-0badcafe") for path in run_folder.glob("tracking/wandb/offline-run-*")] == [True], "a checkpoint knows it"
     assert steps_of(run_folder) == list(range(12))
     rows = history(run_folder)
     assert [row["eval/version"] for row in rows if "eval/all/avg@1" in row] == [0, 6, 12]

@@ -109,12 +109,15 @@ def test_training_on_while_a_checkpoint_is_written_does_not_change_it(folders: d
 def test_a_manifest_says_what_the_checkpoint_holds(folders: dict[str, Path], tmp_path: Path) -> None:
     trainer = Trainer(folders["llama"], tmp_path)
     trainer.train(3)
+    (tmp_path / "tracking").mkdir()
+    (tmp_path / "tracking/wandb.json").write_text(json.dumps({"id": "0badcafe"}))
     (saved,) = trainer.save()
     assert isinstance(saved, CheckpointSaved)
     folder = newest(tmp_path / "checkpoints")
     assert folder is not None
     manifest = read_manifest(folder)
     assert (manifest.version, manifest.commit, manifest.num_samples) == (3, "commit-3", 15)
+    assert manifest.trackers == {"wandb": "0badcafe"}
     assert (saved.version, saved.commit, saved.num_bytes) == (3, "commit-3", sum(manifest.files.values()))
     assert set(manifest.files) | {"manifest.json"} == {path.name for path in folder.iterdir()}
 

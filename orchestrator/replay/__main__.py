@@ -1,0 +1,116 @@
+"""`python -m orchestrator.replay RUN --stage scoring`: see `orchestrator.replay`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from orchestrator.replay.batching import batch_again
+from orchestrator.replay.differences import say_batches, say_prompts, say_scores
+from orchestrator.replay.prompts import draw_again
+from orchestrator.replay.recorded import Recording, Settled, read_drawn, read_recording
+from orchestrator.replay.scoring import score_again
+from orchestrator.sources import prompts_of
+from orchestrator.state.ledger import Ledger
+from pipelinerl.config import Config
+from pipelinerl.config_file import load_run
+from pipelinerl.errors import ConfigError, LedgerError, PipelineError
+from pipelinerl.messages import ScoredTrajectory
+
+STAGES = ("prompts", "scoring", "batching")
+NOT_ALONE = {
+    "dispatch": "what it decides follows from when engines answered, which only engines can repeat; `pipelinerl ledger RUN PROMPT` tells"
+    " what it did, and `pipelinerl check RUN` judges it",
+    "refresh": "what it decides follows from when the trainer published and engines answered; the report shows every swap",
+    "following": "it needs its process reward model; recorded step scores are taken over",
+    "comparing": "it is part of scoring",
+    "delivery": "it decides nothing: rows go to the trainer as batching packs them, and `--stage batching` compares these",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.replay", description=__doc__)
+    parser.add_argument("run_folder", type=Path, help="a run's folder")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, over the run's settings")
+    parser.add_argument("--stage", action="append", required=True, help=f"{', '.join(STAGES)}; several follow one another")
+    arguments = parser.parse_args()
+    try:
+        replay(arguments.run_folder, stages=arguments.stage, overrides=arguments.overrides)
+    except* PipelineError as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        print(f"{type(first).__name__}: {first}", file=sys.stderr)
+        sys.exit(1)
+
+
+def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None:
+    """Replay the named stages and print what differs. Raises `ConfigError` for a stage that cannot run alone, `LedgerError`."""
+    for stage in stages:
+        if stage not in STAGES:
+            why = NOT_ALONE.get(stage, "there is no such stage")
+            raise ConfigError(f"{stage} cannot be replayed: {why}. These can: {', '.join(STAGES)}")
+    config = load_run(run_folder, overrides=overrides)
+    if "prompts" in stages:
+        for line in say_prompts(draw_again(prompts_of(config)[0], read_drawn(run_folder / "ledger.sqlite"))):
+            print(line)
+    if set(stages) - {"prompts"}:
+        _replay_groups(config, run_folder, stages=stages)
+
+
+def _replay_groups(config: Config, run_folder: Path, *, stages: list[str]) -> None:
+    own = load_run(run_folder)
+    recording = read_recording(run_folder / "ledger.sqlite", group_size=own.rollout.group_size)
+    if not recording.groups:
+        raise LedgerError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
+    folder = run_folder / "replay"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    (folder / "config.json").write_text(config.model_dump_json(indent=2))
+    kept, all_of_them = len(recording.groups), recording.num_settled
+    print(f"recorded: {kept:,} of {all_of_them:,} groups" + ("; run.record_groups says how many stay" if kept < all_of_them else ""))
+    with contextlib.closing(Ledger(folder / "ledger.sqlite", keep_groups=kept)) as ledger:
+        asyncio.run(_run_stages(config, recording, folder=folder, ledger=ledger, stages=stages))
+    print(f"every rollout: {folder}")
+
+
+async def _run_stages(config: Config, recording: Recording, *, folder: Path, ledger: Ledger, stages: list[str]) -> None:
+    loop = asyncio.get_running_loop()
+    ledger.begin({}, now_s=loop.time(), unix_s=time.time())
+    groups = recording.groups if "scoring" in stages else recording.from_a_step_on()
+    for group in groups:
+        ledger.admit(group.group_id, group.prompt, group_size=len(group.members), position=(0, 0), now_s=loop.time())
+    scored = await _scores(config, groups, folder=folder, ledger=ledger, again="scoring" in stages)
+    if "scoring" in stages:
+        for line in say_scores(groups, scored, path=folder / "scoring.jsonl", model_path=config.model.path):
+            print(line)
+    if "batching" in stages:
+        tail = recording.from_a_step_on()
+        await batch_again(config, tail, scored=scored, folder=folder, ledger=ledger)
+        ledger.flush()
+        new = read_recording(folder / "ledger.sqlite", group_size=config.rollout.group_size)
+        for line in say_batches(tail, new.groups, path=folder / "batching.jsonl"):
+            print(line)
+
+
+async def _scores(config: Config, groups: list[Settled], *, folder: Path, ledger: Ledger, again: bool) -> dict[str, ScoredTrajectory]:
+    members = [member for group in groups for member in group.members]
+    if not again:
+        for member in members:
+            ledger.score(member, now_s=0.0)
+        return {member.trajectory.rollout_id: member for member in members}
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("scoring", total=len(members))
+        return await score_again(config, groups, folder=folder, ledger=ledger, told=lambda done: bar.update(task, completed=done))
+
+
+if __name__ == "__main__":
+    main()

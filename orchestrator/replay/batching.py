@@ -1,0 +1,90 @@
+"""Makes steps of recorded groups once more, in the order in which they were settled: the real stage, with a ledger of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrator.channels import make_channels
+from orchestrator.credit import MethodCredit
+from orchestrator.progress import Progress
+from orchestrator.replay.recorded import Settled
+from orchestrator.rules.admission import Admission, pace_of
+from orchestrator.rules.batch import BatchCut
+from orchestrator.rules.grouping import Grouping
+from orchestrator.stages.batching import Batching, Row, Seal
+from orchestrator.state.ledger import Ledger
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.config import Config
+from pipelinerl.messages import ScoredTrajectory
+from pipelinerl.metrics import Journal
+from pipelinerl.packing import Packing
+from pipelinerl.stages import Channel, Signal
+from pipelinerl.watch import Watch
+
+
+async def batch_again(
+    config: Config, groups: list[Settled], *, scored: Mapping[str, ScoredTrajectory], folder: Path, ledger: Ledger
+) -> None:
+    """Have the method of `config` place or give up every group, from the step of the first on; what it decides stands in `ledger`.
+
+    A rule that carries something from step to step begins afresh where the first steps of the run are not recorded any more.
+    """
+    watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
+    channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1)
+    journal = Journal(folder, "orchestrator")
+    stage = _stage(config, groups, scored=channels.scored, rows=channels.rows, ledger=ledger, journal=journal)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_feed(groups, scored, channels.scored))
+            group.create_task(_drain(channels.rows))
+            await stage.run()
+            channels.rows.close()
+    finally:
+        journal.close()
+
+
+def _stage(
+    config: Config,
+    groups: list[Settled],
+    *,
+    scored: Channel[ScoredTrajectory],
+    rows: Channel[Row | Seal],
+    ledger: Ledger,
+    journal: Journal,
+) -> Batching:
+    pace = pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
+    credit = MethodCredit(method_of(config), config.reward, correct_reward=config.algorithm.correct_reward)
+    batch = config.batch
+    return Batching(
+        scored=scored,
+        rows=rows,
+        grouping=Grouping(group_size=config.rollout.group_size),
+        cut=BatchCut(
+            groups_per_step=batch.groups_per_step,
+            max_staleness=pace.max_staleness,
+            min_survivors=batch.min_survivors,
+            credit=credit,
+            rules=credit.step_rules(),
+            first_step=groups[0].step if groups else 0,
+        ),
+        packing=Packing(max_tokens=batch.max_tokens, num_replicas=config.trainer.layout.replicas),
+        admission=Admission(pace=pace, groups_per_step=batch.groups_per_step, num_steps=config.trainer.steps, max_running=1),
+        credits=Signal(),
+        ledger=ledger,
+        progress=Progress(journal=journal, started_s=0.0),
+        max_given_up=len(groups) + 1,
+    )
+
+
+async def _feed(groups: list[Settled], scored: Mapping[str, ScoredTrajectory], channel: Channel[ScoredTrajectory]) -> None:
+    for group in groups:
+        for member in group.members:
+            await channel.put(scored[member.trajectory.rollout_id])
+    channel.close()
+
+
+async def _drain(rows: Channel[Row | Seal]) -> None:
+    async for _ in rows:
+        pass

@@ -1,0 +1,147 @@
+"""What came out of a replay beside what was recorded: for a person, and as JSON lines with every rollout."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.replay.prompts import DrawnAgain
+from orchestrator.replay.recorded import Decision, Settled
+from pipelinerl.messages import Outcome, Scored, ScoredTrajectory
+from pipelinerl.tokenizer import load_tokenizer
+
+SHOWN = 10
+"""Differences that are printed; all stand in the file."""
+TOLERANCE = 1e-6
+"""Two numbers closer than this are the same: advantages are float32."""
+
+
+def say_prompts(again: DrawnAgain) -> Iterator[str]:
+    """What `draw_again` found."""
+    same = again.num_drawn - len(again.differences)
+    yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"
+    if again.num_passed:
+        yield f"  {again.num_passed:,} between them were not admitted by the run: quarantined"
+    yield from (f"  {line}" for line in again.differences[:SHOWN])
+
+
+def say_scores(groups: list[Settled], again: Mapping[str, ScoredTrajectory], *, path: Path, model_path: Path) -> Iterator[str]:
+    """Old and new scores of every rollout, written to `path`; the summary, line by line."""
+    tokenizer = load_tokenizer(model_path)
+    pairs = [(group, member, again[member.trajectory.rollout_id].score) for group in groups for member in group.members]
+    changed = [pair for pair in pairs if not same_score(pair[1].score, pair[2])]
+    with open(path, "w") as file:
+        for group, member, new in pairs:
+            file.write(json.dumps(_score_line(group, member, new, tokenizer)) + "\n")
+    yield f"scoring: {len(pairs):,} rollouts, {len(pairs) - len(changed):,} as recorded, {len(changed):,} differ"
+    if not pairs:
+        return
+    yield from _means([member.score for _, member, _ in pairs], [new for _, _, new in pairs])
+    moves = collections.Counter((str(member.score.outcome), str(new.outcome)) for _, member, new in pairs)
+    for (old, new), count in sorted(moves.items()):
+        if old != new:
+            yield f"  outcome {old} -> {new}: {count:,}"
+    for group, member, new in sorted(changed, key=_size_of_change, reverse=True)[:SHOWN]:
+        text = tokenizer.decode(member.trajectory.token_ids[len(group.prompt.token_ids) :])
+        name = f"rollout {member.trajectory.rollout_id}, prompt {group.prompt.prompt_id}"
+        yield f"  {name}: {_said(member.score)} -> {_said(new)}   {text[-60:]!r}"
+
+
+def say_batches(groups: list[Settled], again: list[Settled], *, path: Path) -> Iterator[str]:
+    """Old and new fates and advantages of every rollout, written to `path`; the summary, line by line."""
+    new_ones = {name: decision for group in again for name, decision in group.decisions.items()}
+    pairs = [(group, name, old, new_ones[name]) for group in groups for name, old in group.decisions.items()]
+    with open(path, "w") as file:
+        for group, name, old, new in pairs:
+            line = {"rollout_id": name, "prompt_id": group.prompt.prompt_id, "old": _decision(old), "new": _decision(new)}
+            file.write(json.dumps(line) + "\n")
+    moved = [pair for pair in pairs if pair[2].fate != pair[3].fate]
+    credited = [pair for pair in pairs if _gap(pair[2], pair[3]) > TOLERANCE]
+    rows = sum(old.row != new.row for _, _, old, new in pairs)
+    first = f"from step {groups[0].step} on" if groups else "no whole step is recorded"
+    yield f"batching: {len(pairs):,} rollouts, {first}: {len(moved):,} end otherwise, {len(credited):,} with other advantages"
+    fates = collections.Counter((_kind(old.fate), _kind(new.fate)) for _, _, old, new in moved)
+    for (old, new), count in fates.most_common():
+        yield f"  {old} -> {new if new != old else 'another ' + new}: {count:,}"
+    for group, name, old, new in sorted(credited, key=lambda pair: _gap(pair[2], pair[3]), reverse=True)[:SHOWN]:
+        yield f"  rollout {name}, prompt {group.prompt.prompt_id}: advantage {_mean(old)} -> {_mean(new)}"
+    if rows and not moved:
+        yield f"  {rows:,} in another row, or place of it, of the same step"
+
+
+def same_score(old: Scored, new: Scored) -> bool:
+    """True where two scores say the same."""
+    if old.outcome is not new.outcome or old.components.keys() != new.components.keys():
+        return False
+    numbers = [(old.reward or 0.0, new.reward or 0.0), *((old.components[name], new.components[name]) for name in old.components)]
+    return all(abs(before - after) <= TOLERANCE for before, after in numbers)
+
+
+def _means(old: list[Scored], new: list[Scored]) -> Iterator[str]:
+    def mean(values: list[float]) -> str:
+        return f"{np.mean(values):.4g}" if values else "none"
+
+    yield f"  reward, mean: {mean(_rewards(old))} -> {mean(_rewards(new))}"
+    for name in dict.fromkeys(name for score in (*old, *new) for name in score.components):
+        before, after = ([score.components[name] for score in side if name in score.components] for side in (old, new))
+        yield f"  {name}, mean: {mean(before)} -> {mean(after)}"
+    yield f"  ms for one, mean: {np.mean([s.duration_s for s in old]) * 1e3:.3g} -> {np.mean([s.duration_s for s in new]) * 1e3:.3g}"
+
+
+def _rewards(scores: list[Scored]) -> list[float]:
+    return [score.reward for score in scores if score.reward is not None]
+
+
+def _size_of_change(pair: tuple[Settled, ScoredTrajectory, Scored]) -> float:
+    _, member, new = pair
+    if member.score.reward is None or new.reward is None:
+        return float("inf")
+    return abs(member.score.reward - new.reward)
+
+
+def _said(score: Scored) -> str:
+    return f"{score.reward:.4g}" if score.outcome is Outcome.OK else f"{score.outcome} ({score.error[:80]})"
+
+
+def _score_line(group: Settled, member: ScoredTrajectory, new: Scored, tokenizer: Any) -> dict[str, Any]:
+    completion = tokenizer.decode(member.trajectory.token_ids[len(group.prompt.token_ids) :])
+    return {
+        "rollout_id": member.trajectory.rollout_id,
+        "prompt_id": group.prompt.prompt_id,
+        "step": group.step,
+        "is_same": same_score(member.score, new),
+        "old": _score(member.score),
+        "new": _score(new),
+        "prompt": group.prompt.text,
+        "completion": completion,
+    }
+
+
+def _score(score: Scored) -> dict[str, Any]:
+    return {"outcome": str(score.outcome), "reward": score.reward, "components": score.components, "error": score.error}
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    trained = None if decision.advantages is None else float(decision.advantages[decision.advantages != 0].sum())
+    return {"fate": decision.fate, "row": decision.row, "advantage_sum": trained}
+
+
+def _gap(old: Decision, new: Decision) -> float:
+    if old.advantages is None or new.advantages is None:
+        return 0.0
+    return float(np.abs(old.advantages - new.advantages).max())
+
+
+def _mean(decision: Decision) -> str:
+    assert decision.advantages is not None
+    told = decision.advantages[decision.advantages != 0]
+    return f"{told.mean():.4g}" if len(told) else "0"
+
+
+def _kind(fate: str) -> str:
+    return "step" if fate.startswith("step ") else fate

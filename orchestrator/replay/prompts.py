@@ -1,0 +1,41 @@
+"""Draws a run's prompts once more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from orchestrator.replay.recorded import Drawn
+from orchestrator.stages.prompts import Source
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnAgain:
+    """How a source compares with what it gave the run."""
+
+    num_drawn: int
+    num_passed: int
+    """Prompts between them that were not admitted: quarantined ones."""
+    differences: list[str]
+
+
+def draw_again(source: Source, drawn: list[Drawn]) -> DrawnAgain:
+    """Draw until each recorded position; raises `DataError` where the source ends before."""
+    differences: list[str] = []
+    num_passed = 0
+    for each in drawn:
+        prompt = source.next()
+        while source.position < each.position:
+            num_passed += 1
+            prompt = source.next()
+        if source.position != each.position or prompt.prompt_id != each.prompt_id:
+            differences.append(f"group {each.group_id}: prompt {each.prompt_id} -> {prompt.prompt_id}")
+        elif each.prompt is not None and prompt.text != each.prompt.text:
+            differences.append(f"prompt {each.prompt_id}: text {each.prompt.text[-60:]!r} -> {prompt.text[-60:]!r}")
+        elif each.prompt is not None and prompt.columns != each.prompt.columns:
+            names = sorted(name for name in prompt.columns | each.prompt.columns if _differ(name, prompt.columns, each.prompt.columns))
+            differences.append(f"prompt {each.prompt_id}: columns differ: {', '.join(names)}")
+    return DrawnAgain(num_drawn=len(drawn), num_passed=num_passed, differences=differences)
+
+
+def _differ(name: str, one: dict[str, object], other: dict[str, object]) -> bool:
+    return one.get(name) != other.get(name) or (name in one) != (name in other)

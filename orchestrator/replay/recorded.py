@@ -1,0 +1,144 @@
+"""What a ledger holds of the groups that batching settled: the input and the output of its stages."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pipelinerl.errors import LedgerError
+from pipelinerl.messages import Float32, Prompt, ScoredTrajectory
+from pipelinerl.transport.codec import Decoder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What batching did with a rollout."""
+
+    fate: str
+    """`step N`, or the fate with its reason."""
+    row: tuple[int, int] | None
+    """(row, place) in its step."""
+    advantages: Float32 | None
+    """[L] float32; None where it does not train."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A group that was placed in a step or given up."""
+
+    number: int
+    """In the order in which groups were settled, from 1."""
+    group_id: int
+    step: int
+    """The step being filled then."""
+    prompt: Prompt
+    members: tuple[ScoredTrajectory, ...]
+    """All siblings, in order."""
+    decisions: dict[str, Decision]
+    """By rollout."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The settled groups that stand in a ledger whole, oldest first."""
+
+    groups: list[Settled]
+    num_settled: int
+    """Groups settled in the whole run."""
+
+    def from_a_step_on(self) -> list[Settled]:
+        """The groups from the first step of which, and after which, nothing is missing."""
+        start = len(self.groups)
+        while start > 1 and self.groups[start - 2].number == self.groups[start - 1].number - 1:
+            start -= 1
+        tail = self.groups[start - 1 :] if self.groups else []
+        if not tail or tail[0].number == 1:
+            return tail
+        return [group for group in tail if group.step > tail[0].step]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A prompt that was admitted."""
+
+    group_id: int
+    prompt_id: str
+    prompt: Prompt | None
+    """None where only its name stays recorded."""
+    position: tuple[int, int]
+    """(epoch, row) of the source after the draw."""
+
+
+_trajectories: Decoder[ScoredTrajectory] = Decoder(ScoredTrajectory)
+_prompts: Decoder[Prompt] = Decoder(Prompt)
+
+
+def read_recording(path: Path, *, group_size: int) -> Recording:
+    """Raises `LedgerError` where there is no ledger."""
+    with _open(path) as database:
+        ends = "SELECT rollout_id, kind, reason FROM events WHERE rollout_id IN (SELECT rollout_id FROM samples) AND kind = ?"
+        fates = {
+            rollout_id: f"{kind}: {reason}" if reason else kind
+            for each in ("filtered", "stale", "failed")
+            for rollout_id, kind, reason in database.execute(ends, (each,))
+        }
+        members: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
+        decisions: dict[int, dict[str, Decision]] = collections.defaultdict(dict)
+        samples = "SELECT group_id, rollout_id, scored, step, row, place, advantages FROM samples"
+        for group_id, rollout_id, scored, step, row, place, advantages in database.execute(samples):
+            members[group_id].append(_trajectories.decode(scored))
+            decisions[group_id][rollout_id] = Decision(
+                fate=f"step {step}" if step is not None else fates.get(rollout_id, "in flight"),
+                row=None if row is None else (row, place),
+                advantages=None if advantages is None else np.frombuffer(advantages, np.float32),
+            )
+        query = "SELECT number, group_id, settled.step, prompt FROM settled JOIN groups USING (group_id) WHERE prompt IS NOT NULL"
+        groups = [
+            _settled(number, group_id, step, _prompts.decode(prompt), members[group_id], decisions[group_id])
+            for number, group_id, step, prompt in database.execute(f"{query} ORDER BY number")
+            if len(members[group_id]) == group_size
+        ]
+        return Recording(groups=groups, num_settled=database.execute("SELECT count(*) FROM settled").fetchone()[0])
+
+
+def read_drawn(path: Path) -> list[Drawn]:
+    """Every prompt that was admitted, in order. Raises `LedgerError` where there is no ledger."""
+    with _open(path) as database:
+        query = "SELECT group_id, prompt_id, prompt, epoch, row FROM groups ORDER BY group_id"
+        return [
+            Drawn(
+                group_id=group_id,
+                prompt_id=prompt_id,
+                prompt=None if prompt is None else _prompts.decode(prompt),
+                position=(epoch, row),
+            )
+            for group_id, prompt_id, prompt, epoch, row in database.execute(query)
+        ]
+
+
+def _settled(
+    number: int, group_id: int, step: int, prompt: Prompt, members: Sequence[ScoredTrajectory], decisions: dict[str, Decision]
+) -> Settled:
+    whole = [
+        msgspec.structs.replace(member, trajectory=msgspec.structs.replace(member.trajectory, prompt=prompt))
+        for member in sorted(members, key=lambda member: member.trajectory.sibling)
+    ]
+    return Settled(number=number, group_id=group_id, step=step, prompt=prompt, members=tuple(whole), decisions=decisions)
+
+
+@contextlib.contextmanager
+def _open(path: Path):
+    if not path.is_file():
+        raise LedgerError(f"no ledger at {path}: name the folder of a run")
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        try:
+            yield database
+        except sqlite3.OperationalError as error:
+            raise LedgerError(f"{path} is no ledger that can be replayed ({error}): an earlier version's records too little") from error

@@ -1,0 +1,152 @@
+"""Scores recorded trajectories once more: the real stages, with a real scorer in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.channels import Channels, make_channels
+from orchestrator.replay.recorded import Settled
+from orchestrator.rules.grouping import Grouping
+from orchestrator.rules.quarantine import Quarantine
+from orchestrator.stages.asking import Asking
+from orchestrator.stages.comparing import Comparing
+from orchestrator.stages.scoring import Scoring
+from orchestrator.state.ledger import Ledger
+from orchestrator.state.peers import Peers
+from orchestrator.state.scorers import Scorers
+from pipelinerl.config import Config
+from pipelinerl.errors import PeerGone
+from pipelinerl.messages import FromScorer, ScoredTrajectory, Stop
+from pipelinerl.process import die_with_parent
+from pipelinerl.stages import Stage
+from pipelinerl.transport.curve import make_keys
+from pipelinerl.transport.zmq import ZmqHub
+from pipelinerl.watch import Watch, wait_for
+
+END_S = 10.0
+"""How long the scorer may take to end when it is told to. After it, it is killed."""
+
+
+async def score_again(
+    config: Config, groups: list[Settled], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
+) -> dict[str, ScoredTrajectory]:
+    """Have the rewards of `config` score every rollout; by rollout. Step scores are taken over. `told` hears how many are done.
+
+    `folder` is a run folder to be, with the config in it. Raises what the scorer raises, for example for a function it cannot load.
+    """
+    make_keys(folder, ("scorer-0",))
+    hub = ZmqHub(folder, "scorer", accepts=FromScorer)
+    process = await _start_scorer(folder)
+    try:
+        return await _score(config, groups, hub=hub, process=process, ledger=ledger, told=told)
+    finally:
+        try:
+            await asyncio.wait_for(process.wait(), END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        hub.close()
+
+
+async def _score(
+    config: Config,
+    groups: list[Settled],
+    *,
+    hub: ZmqHub,
+    process: asyncio.subprocess.Process,
+    ledger: Ledger,
+    told: Callable[[int], None],
+) -> dict[str, ScoredTrajectory]:
+    watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
+    limit_s = config.engine.ready_deadline_s
+    peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=limit_s, silent_after_s=config.scorer.silent_after_s)
+    scorers = Scorers(peers, expected=1, watch=watch)
+    channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares=config.compares_siblings)
+    stages = _stages(config, channels, scorers=scorers, ledger=ledger, watch=watch)
+    found: dict[str, ScoredTrajectory] = {}
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each.run()) for each in (peers, *stages)]
+        tasks.append(group.create_task(_notice_end(process, folder_log="replay/logs/scorer-0.log")))
+        try:
+            await wait_for(scorers.wait_until_ready(), peer="scorer-0", what="to load the rewards", deadline_s=limit_s)
+            tasks.append(group.create_task(watch.run()))
+            tasks.append(group.create_task(_feed(groups, channels)))
+            await _collect(groups, channels, found=found, told=told)
+        finally:
+            await peers.stop_all(Stop(reason="replayed"), deadline_s=END_S)
+            for task in tasks:
+                task.cancel()
+    return found
+
+
+def _stages(config: Config, channels: Channels, *, scorers: Scorers, ledger: Ledger, watch: Watch) -> list[Stage]:
+    asking = Asking(scorers=scorers, ledger=ledger, watch=watch, quarantine=Quarantine({}))
+    stages: list[Stage] = [
+        Scoring(
+            trajectories=channels.trajectories,
+            scored=channels.scored,
+            asking=asking,
+            ledger=ledger,
+            watch=watch,
+            queue_bytes=config.pipeline.queue_bytes,
+        )
+    ]
+    if config.compares_siblings:
+        stages.append(
+            Comparing(
+                scored=channels.followed,
+                compared=channels.compared,
+                asking=asking,
+                ledger=ledger,
+                watch=watch,
+                grouping=Grouping(group_size=config.rollout.group_size),
+                min_survivors=config.batch.min_survivors,
+                queue_bytes=config.pipeline.queue_bytes,
+            )
+        )
+    return stages
+
+
+async def _feed(groups: list[Settled], channels: Channels) -> None:
+    for group in groups:
+        for member in group.members:
+            await channels.trajectories.put(member.trajectory)
+
+
+async def _collect(groups: list[Settled], channels: Channels, *, found: dict[str, ScoredTrajectory], told: Callable[[int], None]) -> None:
+    recorded = {member.trajectory.rollout_id: member for group in groups for member in group.members}
+    while len(found) < len(recorded):
+        scored = await channels.compared.get()
+        assert scored is not None, "nobody closes the channel"
+        name = scored.trajectory.rollout_id
+        found[name] = msgspec.structs.replace(scored, steps=recorded[name].steps)
+        told(len(found))
+
+
+async def _start_scorer(folder: Path) -> asyncio.subprocess.Process:
+    (folder / "logs").mkdir(exist_ok=True)
+    log = os.open(folder / "logs" / "scorer-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pipelinerl.scorer", "--run-folder", str(folder), "--index", "0"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+    finally:
+        os.close(log)
+
+
+async def _notice_end(process: asyncio.subprocess.Process, *, folder_log: str) -> None:
+    code = await process.wait()
+    raise PeerGone(f"the scorer ended with code {code} before everything was scored: see {folder_log} in the run's folder")

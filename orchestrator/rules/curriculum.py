@@ -1,0 +1,68 @@
+"""Which prompts teach something now? Those whose siblings disagree, by what was measured of each so far; the others rest.
+
+A prompt whose siblings were nearly all correct, or nearly all wrong, when it was last sampled, rests: one epoch the first time, then two,
+then four, at most `MAX_REST`; as soon as it is in the band again it comes in every epoch. So easy prompts leave as the policy learns, hard
+ones are tried again at growing distances, and none is ever lost: whatever was measured, each is drawn at least once in `MAX_REST` + 1
+epochs.
+
+Related: sampling by 1 - success rate (Kimi k1.5, arXiv 2501.12599), which weighs a prompt; here it is drawn or passed over, so that the
+position in the source remains two numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+MAX_REST = 8
+"""Epochs. Longer saves more sampling on what is always right or always wrong, and notices later that it no longer is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    length: int
+    """Epochs passed over."""
+    measured_in: int
+    """Epoch of the measurement."""
+
+    @property
+    def until(self) -> int:
+        """First epoch in which it is drawn again."""
+        return self.measured_in + 1 + self.length
+
+
+def success_of(rewards: Iterable[float | None], *, correct_reward: float) -> float | None:
+    """Part of the scored siblings with at least `correct_reward`; None where none was scored."""
+    known = [reward for reward in rewards if reward is not None]
+    return sum(reward >= correct_reward for reward in known) / len(known) if known else None
+
+
+class Curriculum:
+    """Holds what rests; what it answers follows from the order of the measurements alone."""
+
+    def __init__(self, *, low: float, high: float) -> None:
+        """A success rate strictly between `low` and `high` teaches something."""
+        self._low = low
+        self._high = high
+        self._resting: dict[int, _Rest] = {}
+        """By the prompt's number in its source."""
+
+    @property
+    def num_resting(self) -> int:
+        """Prompts that were outside of the band when they were last measured."""
+        return len(self._resting)
+
+    def measured(self, number: int, *, epoch: int, success: float) -> None:
+        """Of the scored siblings of a prompt, drawn in `epoch`, this part was correct. News of an epoch that was overtaken is dropped."""
+        before = self._resting.get(number)
+        if before is not None and epoch < before.measured_in:
+            return
+        if self._low < success < self._high:
+            self._resting.pop(number, None)
+        elif before is None or epoch > before.measured_in:
+            self._resting[number] = _Rest(length=1 if before is None else min(2 * before.length, MAX_REST), measured_in=epoch)
+
+    def draws(self, number: int, *, epoch: int) -> bool:
+        """True where the prompt is to be sampled in `epoch`, False where it is passed over."""
+        rest = self._resting.get(number)
+        return rest is None or epoch <= rest.measured_in or epoch >= rest.until
