@@ -132,14 +132,14 @@ def _group(samples: np.ndarray, tokens: np.ndarray, *, starts: np.ndarray, read_
     """Siblings as the rules take them; positions are trained tokens only, which is what values are carried between."""
     lengths = samples[:, 2].astype(np.int64)
     rows = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    return ScoredGroup(
+    group = ScoredGroup(
         rewards=samples[:, 1],
         lengths=lengths,
         correct=samples[:, 1] >= correct_reward,
         token_kl=tuple(row[:, 0] for row in rows),
         turns=tuple(np.flatnonzero(row[:, 2]) for row in rows),
-        **{read_as: tuple(row[:, 1] for row in rows)},
     )
+    return dataclasses.replace(group, **{read_as: tuple(row[:, 1] for row in rows)})
 
 
 def _with_credit(held: Held, *, advantages: Float64, returns: Float64) -> Held:
