@@ -80,7 +80,8 @@ class MethodCredit:
 
     def _group(self, survivors: Survivors) -> ScoredGroup:
         masks = tuple(member.trajectory.trains[len(member.trajectory.prompt.token_ids) :] for member in survivors)
-        rewards = np.array([member.score.reward for member in survivors], np.float64)
+        is_whole = np.array([member.score.reward is not None for member in survivors])
+        rewards = np.array([member.score.reward or 0.0 for member in survivors], np.float64)  # 0.0 of stopped ones: weight 0, never read
         # A function may say that it does not apply to a completion: then it compares no siblings here.
         names = [name for name in self._weights if all(name in member.score.components for member in survivors)]
         return ScoredGroup(
@@ -90,8 +91,10 @@ class MethodCredit:
                 len(survivors), len(names)
             ),
             component_weights=np.array([self._weights[name] for name in names]),
-            correct=rewards >= self._correct_reward,
             roles=tuple(_role(member) for member in survivors) if self._baselines is not None else None,
+            correct=is_whole & (rewards >= self._correct_reward),
+            sample_weights=np.array([member.weight for member in survivors]),
+            predictions=np.array([_predicted(member) for member in survivors]),
             trains=masks,
             steps=_steps(survivors),
         )
@@ -104,6 +107,11 @@ def _role(member: ScoredTrajectory) -> str:
             f"prompt {prompt.prompt_id}: advantage rae has a baseline for each role, and the row's column role is {role!r}, expected a text"
         )
     return role
+
+
+def _predicted(member: ScoredTrajectory) -> float:
+    """What was expected of a flagged rollout's reward; of any other its reward, which then stands for itself."""
+    return float(member.score.reward or 0.0) if member.flag is None else member.flag.predicted
 
 
 def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:

@@ -28,6 +28,7 @@ from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules
 from orchestrator.rules.concurrency import Concurrency
 from orchestrator.rules.curriculum import success_of
+from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvSpan
 from orchestrator.rules.quarantine import Quarantine
@@ -37,7 +38,7 @@ from orchestrator.stages.batching import Batching
 from orchestrator.stages.comparing import Comparing
 from orchestrator.stages.delivery import Delivery
 from orchestrator.stages.dispatch import Dispatch
-from orchestrator.stages.following import Following
+from orchestrator.stages.following import Following, Stopping
 from orchestrator.stages.prompts import Prompts, Source
 from orchestrator.stages.refresh import Refresh
 from orchestrator.stages.scoring import Scoring
@@ -230,7 +231,7 @@ class Pipeline:
         scorers = Peers(
             scorer_hub,
             role="scorer",
-            expected=NUM_SCORERS + (config.prm.path is not None),
+            expected=NUM_SCORERS + (config.prm.is_used),
             ready_deadline_s=config.engine.ready_deadline_s,
             silent_after_s=config.scorer.silent_after_s,
             replace=self._replace,
@@ -246,7 +247,7 @@ class Pipeline:
         self._peers = (engines, scorers, self._trainer)
         self._engines = Engines(engines, expected=config.engine.count, watch=self.watch, credits=self._credits)
         self._scorers = Scorers(scorers, expected=NUM_SCORERS, watch=self.watch)
-        self._prm = Prm(scorers) if config.prm.path is not None else None
+        self._prm = Prm(scorers) if config.prm.is_used else None
 
     def _build_stages(self, source: Source, credit: Credit, step_rules: StepRules | None) -> None:
         config, watch, bound = self._config, self.watch, self._config.pipeline.queue_bytes
@@ -264,7 +265,7 @@ class Pipeline:
             watch=watch,
             queue_bytes=bound,
             num_policies=config.trainer.steps,
-            follows=config.prm.path is not None,
+            follows=config.prm.is_used,
             compares=config.compares_siblings,
         )
         kv_span = KvSpan(limit=config.weights.kv_span, bound=config.weights.kv_kl)
@@ -403,10 +404,20 @@ class Pipeline:
             credits=self._credits,
             max_waiting_tokens=self._config.prm.max_waiting_tokens,
             queue_bytes=self._config.pipeline.queue_bytes,
+            stopping=self._make_stopping(),
             restored=self._restored_for("following"),
+            flags=self._past.flags,
         )
         self._engines.on_tokens(following.take)
         return following
+
+    def _make_stopping(self) -> Stopping | None:
+        config, stop = self._config, self._config.prm.stop
+        if stop.below is None:
+            return None
+        rule = EarlyStop(threshold=stop.below, epsilon=stop.keep, min_steps=stop.min_steps, seed=config.run.seed)
+        audit = Audit(max_right_fraction=stop.max_right, correct_reward=config.algorithm.correct_reward)
+        return Stopping(rule=rule, audit=audit, engines=self._engines)
 
     def _restored_for(self, stage: str) -> tuple[ScoredTrajectory, ...]:
         """What an earlier life of the run has scored and not placed, for the stage that is next to see it."""
@@ -415,7 +426,7 @@ class Pipeline:
         def next_stage(name: str) -> str:
             if config.compares_siblings and name in past.compared:
                 return "batching"
-            if config.prm.path is not None and name not in past.followed:
+            if config.prm.is_used and name not in past.followed:
                 return "following"
             return "comparing" if config.compares_siblings else "batching"
 
@@ -424,7 +435,11 @@ class Pipeline:
     def _prm_gauges(self) -> dict[str, Any] | None:
         if self._prm is None or self._prm.load is None or self._following is None:
             return None
-        return msgspec.structs.asdict(self._prm.load) | {"num_waiting_tokens": self._following.num_waiting_tokens}
+        names = (
+            "num_waiting_tokens",
+            *(("num_flagged", "num_stopped", "num_saved_tokens") if self._config.prm.stop.below is not None else ()),
+        )
+        return msgspec.structs.asdict(self._prm.load) | {name: getattr(self._following, name) for name in names}
 
     def _make_grouping(self) -> Grouping:
         past = self._past
@@ -443,7 +458,7 @@ class Pipeline:
         )
         open_step = past.steps.get(past.open_step)
         if open_step is not None:
-            cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=open_step.groups)
+            cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=open_step.groups, num_stopped=open_step.num_stopped)
         return cut, open_step
 
     def _sampling(self, *, temperature: float) -> Sampling:
@@ -471,6 +486,8 @@ def _promises(config: Config) -> dict[str, Any]:
         "max_row_tokens": config.batch.max_tokens,
         "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,
         "num_steps": config.trainer.steps,
-        "follows_traces": config.prm.path is not None,
+        "follows_traces": config.prm.is_used,
         "compares_siblings": config.compares_siblings,
+        "stops_below": config.prm.stop.below,
+        "seed": config.run.seed,
     }

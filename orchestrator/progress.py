@@ -13,7 +13,7 @@ import numpy as np
 from orchestrator.rules.batch import Verdict
 from orchestrator.shown import Shown
 from pipelinerl.algorithms.staleness import split
-from pipelinerl.messages import Fate, Finish, Sample, StepDone, WeightsCommitted
+from pipelinerl.messages import Fate, Finish, Sample, StepDone, TraceScores, WeightsCommitted
 from pipelinerl.metrics import Journal
 
 
@@ -24,6 +24,8 @@ class _Step:
     samples: list[tuple[Sample, float]] = dataclasses.field(default_factory=list)
     """Each with the second on the run's clock at which it was placed."""
     components: dict[str, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    traces: dict[str, TraceScores] = dataclasses.field(default_factory=dict)
+    """Step scores by rollout, where a process reward model gives them."""
     num_groups: int = 0
     num_flat_groups: int = 0
     """Groups whose rewards are all equal."""
@@ -63,9 +65,11 @@ class Progress:
             return
         rewards = [sample.reward for sample in verdict.samples]
         step.num_groups += 1
-        step.num_flat_groups += max(rewards) - min(rewards) < 1e-9
+        step.num_flat_groups += not rewards or max(rewards) - min(rewards) < 1e-9
         step.samples += [(sample, now_s) for sample in verdict.samples]
         for member in verdict.group.members:
+            if member.steps is not None:
+                step.traces[member.trajectory.rollout_id] = member.steps
             for name, value in member.score.components.items():
                 step.components[name].append(value)
 
@@ -84,7 +88,7 @@ class Progress:
         self.num_trained_tokens += sum(sample.trajectory.num_tokens for sample, _ in step.samples)
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
-        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s)
+        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, traces=step.traces)
 
     def proven(self, number: int, samples: list[Sample], *, now_s: float) -> None:
         """A checkpoint holds a step whose trainer had no time to say that it is done: write its line, from what the ledger knows."""
@@ -95,6 +99,7 @@ class Progress:
     def _fields(self, done: StepDone, step: _Step, *, now_s: float) -> dict[str, object]:
         trajectories = [sample.trajectory for sample, _ in step.samples]
         rewards = np.array([sample.reward for sample, _ in step.samples] or [0.0])
+        weights = np.array([sample.weight for sample, _ in step.samples] or [1.0])  # flagged survivors stand for the stopped, too
         lengths = np.array([trajectory.num_trained_tokens for trajectory in trajectories] or [0])
         parts = [split(trajectory.versions, trained_version=done.step) for trajectory in trajectories]
         in_flight = np.concatenate([part.in_flight for part in parts] or [np.zeros(0, np.int64)])
@@ -104,7 +109,7 @@ class Progress:
         return {
             "step": done.step,
             "version": done.step,
-            "reward_mean": float(rewards.mean()),
+            "reward_mean": float(np.average(rewards, weights=weights)),
             "reward_std": float(rewards.std()),
             "components": {name: float(np.mean(values)) for name, values in step.components.items()},
             "num_groups": step.num_groups,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
-from pipelinerl.messages import Sample, Trajectory
+from pipelinerl.messages import Sample, TraceScores, Trajectory
 from pipelinerl.metrics import Journal
 
 EVERY_S = 10.0
 """Between two steps that are shown. Less fills the journal; more shows too little of a run of minutes."""
 MAX_TOKENS = 1024
 MAX_PROMPT_CHARACTERS = 4000
+_NO_TRACES: Mapping[str, TraceScores] = {}
 
 
 class Shown:
@@ -25,13 +27,13 @@ class Shown:
         self._journal = journal
         self._due_s = -math.inf
 
-    def trained(self, step: int, samples: list[Sample], *, now_s: float) -> None:
-        """A step was trained on these samples: show some, if it is time to."""
+    def trained(self, step: int, samples: list[Sample], *, now_s: float, traces: Mapping[str, TraceScores] = _NO_TRACES) -> None:
+        """A step was trained on these samples: show some, if it is time to; `traces`: step scores by rollout, where there are any."""
         if not samples or now_s < self._due_s:
             return
         self._due_s = now_s + EVERY_S
         for sample in worth_showing(samples):
-            self._journal.write("sample", step=step, **_fields(sample))
+            self._journal.write("sample", step=step, **_fields(sample, traces.get(sample.trajectory.rollout_id)))
 
 
 def worth_showing(samples: list[Sample]) -> list[Sample]:
@@ -44,7 +46,7 @@ def worth_showing(samples: list[Sample]) -> list[Sample]:
     return list({sample.trajectory.rollout_id: sample for sample in picked}.values())
 
 
-def _fields(sample: Sample) -> dict[str, object]:
+def _fields(sample: Sample, trace: TraceScores | None) -> dict[str, object]:
     trajectory = sample.trajectory
     start = len(trajectory.prompt.token_ids)
     end = start + MAX_TOKENS
@@ -54,6 +56,7 @@ def _fields(sample: Sample) -> dict[str, object]:
         "prompt": trajectory.prompt.text[:MAX_PROMPT_CHARACTERS],
         "token_ids": trajectory.token_ids[start:end].tolist(),
         "versions": _runs(trajectory, start, end),
+        "steps": [] if trace is None else [[int(at), float(score)] for at, score in zip(trace.ends, trace.scores, strict=True)],
         "num_tokens": trajectory.num_tokens - start,
         "reward": sample.reward,
         "advantage": float(trained.mean()) if len(trained) else 0.0,

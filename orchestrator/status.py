@@ -86,7 +86,12 @@ class Status:
             "scorers": [_plain(scorer.load) for scorer in self._scorers if scorer.load],
             "prm": self._prm(),
             "queues": {
-                channel.name: {"items": len(channel), "bytes": channel.num_bytes, "bound_bytes": channel.bound_bytes}
+                channel.name: {
+                    "items": len(channel),
+                    "bytes": channel.num_bytes,
+                    "bound_bytes": channel.bound_bytes,
+                    "ever": channel.num_items_ever,
+                }
                 for channel in self._channels
             },
             "refused": dict(sum((hub.refused for hub in self._hubs), collections.Counter[str]())),

@@ -95,6 +95,11 @@ class EngineSection(Section):
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
     silent_after_s: PositiveFloat = Field(60.0, description="an engine not heard of for so long ends the run")
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes over which each engine spreads its model."""
+        return int(self.options.get("tensor_parallel_size", 1))
+
 
 class ScorerSection(Section):
     slots: PositiveInt = Field(2, description="reward calls at once, each in a process of its own that can be killed")
@@ -113,6 +118,26 @@ class RewardSection(Section):
     deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
 
 
+class EarlyStopSection(Section):
+    below: float | None = Field(
+        None, description="a step score under this flags a rollout while it is being written; none: none is stopped"
+    )
+    keep: Fraction = Field(0.2, description="probability with which a flagged rollout goes on; it then weighs 1 / keep in the loss")
+    min_steps: PositiveInt = Field(2, description="steps before which no score flags")
+    max_right: Fraction = Field(0.2, description="stopping ends where surely more than this part of flagged rollouts would have been right")
+
+
+class PrmJudgeSection(Section):
+    url: str | None = Field(
+        None, description="endpoint of a language model that judges each step, up to and with /v1, in place of prm.path"
+    )
+    model: str | None = Field(None, description="its name there")
+    concurrency: PositiveInt = Field(16, description="questions at once")
+    max_tokens: PositiveInt = Field(512, description="longest answer")
+    key_file: Path | None = Field(None, description="file with the endpoint's key")
+    extra: dict[str, Any] = Field({}, description="further fields of each request, as the endpoint takes them")
+
+
 class PrmSection(Section):
     path: Path | None = Field(None, description="process reward model, a folder vLLM's pooling engines serve; none: steps have no scores")
     convention: Literal["qwen2.5-math-prm", "math-shepherd", "token-classification", "sigmoid-head"] = Field(
@@ -120,6 +145,8 @@ class PrmSection(Section):
     )
     tag: str | None = Field(None, description="what stands after a step; default: the convention's")
     separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
+    judge: PrmJudgeSection = PrmJudgeSection()  # pyright: ignore[reportCallIssue]
+    stop: EarlyStopSection = EarlyStopSection()  # pyright: ignore[reportCallIssue]
     max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
     chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
     max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")
@@ -127,6 +154,11 @@ class PrmSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
     max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
     options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+
+    @property
+    def is_used(self) -> bool:
+        """A model, or a judge, scores steps."""
+        return self.path is not None or self.judge.url is not None
 
 
 class AlgorithmSection(Section):
@@ -254,6 +286,15 @@ class WeightsSection(Section):
     commit: Literal["auto", "flip", "scatter", "copy"] = Field(
         "auto", description="how a policy takes effect in an engine, between two forward passes"
     )
+    adapters: Literal["auto", "apart", "merged"] = Field(
+        "auto",
+        description="with lora.rank: adapters travel alone and are served apart, or merged into the weights; auto: apart on a GPU",
+    )
+    adapter_versions: PositiveInt | None = Field(
+        None,
+        description="adapters served side by side, so that sequences end under the one they began with; 1: they go on under each new one,"
+        " as they do under whole policies; default: max_staleness + 1, at most 8",
+    )
 
 
 class CheckpointSection(Section):
@@ -275,7 +316,9 @@ class TrackingSection(Section):
 class SlurmSection(Section):
     time: SlurmTime = Field("24:00:00", description="limit of one allocation, as sbatch takes it")
     again: Literal["requeue", "chain", "no"] = Field(
-        "requeue", description="after the limit: requeue this job; leave it to the next job of this name (chain); or end"
+        "requeue",
+        description="after the limit: requeue this job, or submit it again where it is heterogeneous; leave it to the next job of this"
+        " name (chain); or end",
     )
     save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
     trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")

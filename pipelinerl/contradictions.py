@@ -14,11 +14,15 @@ if TYPE_CHECKING:
         BatchSection,
         EngineSection,
         EvaluationSection,
+        LoraSection,
         ModelSection,
+        PrmSection,
         ReferenceSection,
+        RewardSection,
         RolloutSection,
         SlurmSection,
         TrainerSection,
+        WeightsSection,
     )
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -67,11 +71,52 @@ def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[
                 )
 
 
+def _no_secrets_for_scorers(reward: tuple[RewardSection, ...], prm: PrmSection) -> Iterator[str]:
+    options = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
+    for part, values in (options | {"prm.options": prm.options, "prm.judge.extra": prm.judge.extra}).items():
+        for key in values:
+            if key.lower().rpartition("_")[2] in SECRET_WORDS:
+                yield (
+                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown, and a scorer's environment holds"
+                    " none. Put it in a file, and give the file's path under another name (the judge's is key_file)."
+                )
+
+
 def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:
     if reference.offload and trainer.layout.ranks > trainer.layout.copies:
         yield (
             f"reference.offload keeps whole weights on the host, and trainer.{trainer.layout} spreads them over ranks. Set it to false: a"
             " rank then holds its part only."
+        )
+
+
+def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterator[str]:
+    if weights.adapters == "apart" and not lora.rank:
+        yield 'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.'
+    if weights.adapters == "apart" and weights.commit != "auto":
+        yield (
+            f'weights.commit is "{weights.commit}", which is how whole policies take effect, and weights.adapters is "apart". Set one of'
+            ' them to "auto".'
+        )
+
+
+def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights: WeightsSection) -> Iterator[str]:
+    for kind in ("pipeline_parallel_size", "data_parallel_size"):
+        if int(engine.options.get(kind, 1)) > 1:
+            yield (
+                f"engine.options.{kind} is {engine.options[kind]}: such an engine takes no policies. Use tensor_parallel_size, or"
+                " engine.count."
+            )
+    wanted = {
+        f'weights.road = "{weights.road}"': weights.road not in ("auto", "shared_memory"),
+        "weights.delta = true": weights.delta,
+        'weights.adapters = "apart"': weights.adapters == "apart",
+        "model.replay_routes = true": model.replay_routes,
+    }
+    if engine.num_ranks > 1 and (found := [what for what, is_wanted in wanted.items() if is_wanted]):
+        yield (
+            f"engine.options.tensor_parallel_size is {engine.num_ranks}, and an engine of several ranks takes whole policies through shared"
+            f" memory alone: leave out {', '.join(found)}."
         )
 
 
@@ -105,15 +150,39 @@ def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: Slur
         yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide: each has as many."
 
 
+def _steps_have_one_model(prm: PrmSection) -> Iterator[str]:
+    if prm.path is not None and prm.judge.url is not None:
+        yield f"prm.path is {prm.path} and prm.judge.url is {prm.judge.url}: one of them scores steps. Leave the other out."
+    if prm.judge.url is not None and prm.judge.model is None:
+        yield f"prm.judge.url is {prm.judge.url}, and prm.judge.model does not say whom to ask there."
+
+
+def _early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
+    if prm.stop.below is None:
+        return
+    if not prm.is_used:
+        yield f"prm.stop.below is {prm.stop.below:g} and no process reward model says which rollouts are hopeless. Set prm.path."
+    if any(one.per == "group" for one in reward):
+        yield (
+            'prm.stop.below is set and a reward has per = "group": siblings would be compared with those only that were not stopped.'
+            " Leave one of them out."
+        )
+
+
 _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
     _one_core_for_each_process,
     _no_secrets,
+    _no_secrets_for_scorers,
     _layout_works,
     _zero_bubble_adds_up_in_float32,
     _samples_differ,
     _nodes_have_work,
     _reference_can_be_offloaded,
+    _adapters_can_be_apart,
+    _steps_have_one_model,
+    _early_stop_is_unbiased,
+    _ranks_can_take_policies,
 )
 """Each takes the sections it is about, by name."""

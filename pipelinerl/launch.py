@@ -6,7 +6,8 @@ its own with its output in `<run>/logs/<name>.log`; each dies with its parent, s
 One that was killed is started again by itself, while the others go on: a trainer then starts from its last checkpoint, what a scorer
 or an engine was asked for is asked for again, and an orchestrator goes on from the ledger and meets the others anew. Engines are forked,
 and restarted, by a parent of their own. One that stands still is killed, and so started again: where the orchestrator asks for it, or
-where it is the orchestrator itself. `run.restarts` bounds all this, for each process apart.
+where a signal has stopped it. `run.restarts` bounds all this, for each process apart. One that ended, as an orchestrator told it that
+was killed before it ended itself, is started again, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, TypedDict
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone
-from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, is_stopped, read_config
+from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, read_config, stopped_processes
 from pipelinerl.restarts import Restarts
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.weights.slots import run_token, unlink_slots
@@ -35,6 +36,10 @@ SAVE_GRACE_S = 60.0
 """How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
 KILL_GRACE_S = 5.0
 """Between asking a process to end and killing it, after another has failed."""
+REJOIN_AFTER_S = 30.0
+"""A process that ended well was told to; where the orchestrator lives on for so long, that was one that has been killed since, and the
+process is started again. Must exceed what an orchestrator takes to end once it has told everyone (`orchestrator.pipeline.GOODBYE_S`).
+"""
 LOOK_EVERY_S = 1.0
 """Between two looks for processes that stand still."""
 LOG_TAIL_LINES = 15
@@ -75,7 +80,7 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             for name, part in _parts("engines", engine_nodes)
         ),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
-        *([_prm_role(run)] if config.prm.path is not None else []),
+        *([_prm_role(run)] if config.prm.is_used else []),
         *(Role(name=name, command=(python, *_trainer(config, part), *run, *part)) for name, part in _parts("trainer", trainer_nodes)),
     )
 
@@ -99,7 +104,7 @@ def _trainer(config: Config, part: tuple[str, ...]) -> tuple[str, ...]:
 
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
-    num_scorers = 1 if config.prm.path is None else 2
+    num_scorers = 1 + config.prm.is_used
     counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))
 
@@ -177,7 +182,8 @@ class Launcher:
     ) -> None:
         """`restarts` of each process within an hour, the first after `restart_wait_s`.
 
-        An orchestrator that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long.
+        A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: of the orchestrator, and of one that is only starting, nobody
+        else would notice before long.
         """
         self._roles = roles
         self._run_folder = run_folder
@@ -185,12 +191,14 @@ class Launcher:
         self._started_at: dict[str, float] = {}
         """Unix seconds of each process's last start."""
         self._stopped_limit_s = stopped_limit_s
-        self._stopped_since: float | None = None
-        """The orchestrator, in Unix seconds."""
+        self._stopped_since: dict[int, float] = {}
+        """By process id, in Unix seconds."""
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._running: set[str] = set()
         """Those whose end was not taken from `_ended` yet."""
         self._ended: asyncio.Queue[str] = asyncio.Queue()
+        self._left_at: dict[str, float] = {}
+        """Those that ended well while the orchestrator lived: when, on the loop's clock."""
         self._deadline_s: float | None = None
         """Once the orchestrator has ended: when the others must have, on the loop's clock."""
         self._tasks = asyncio.TaskGroup()
@@ -242,7 +250,11 @@ class Launcher:
         code = self._processes[failed].returncode
         if code is not None and code < 0:
             return True
-        words = [record for record in self._failures() if record["t"] >= self._started_at[failed] and record["role"] == failed]
+        words = [
+            record
+            for record in self._failures("*")  # also those put away because another process was started again meanwhile
+            if record["t"] >= self._started_at[failed] and failed in (record["role"], record["process"])
+        ]
         is_group = failed == "trainer"  # torchrun's own exit code says nothing of how a rank ended
         return all(record["is_consequence"] for record in words) and (bool(words) or is_group)
 
@@ -303,6 +315,8 @@ class Launcher:
             if name == self._roles[0].name:
                 self._deadline_s = loop.time() + SAVE_GRACE_S
                 loop.call_later(KILL_GRACE_S, self._dismiss)
+            else:
+                self._left_at[name] = loop.time()
         return None
 
     async def _oversee(self) -> None:
@@ -316,23 +330,34 @@ class Launcher:
                 self._note(f"{peer} (process {process_id}) fell silent; killing it")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
-            self._end_stopped_orchestrator()
+            self._end_stopped()
+            await self._call_back()
 
     def _is_ours(self, process_id: int) -> bool:
         """True where a process is one of this launcher's, or descends from one: no other is ever signalled."""
         ours = {process.pid for process in self._processes.values() if process.returncode is None}
         return not ours.isdisjoint(ancestors(process_id))
 
-    def _end_stopped_orchestrator(self) -> None:
-        process = self._processes.get("orchestrator")
-        if process is None or process.returncode is not None or not is_stopped(process.pid):
-            self._stopped_since = None
+    async def _call_back(self) -> None:
+        """Start again who was told to end by an orchestrator that was killed before it ended itself."""
+        if self._deadline_s is not None or self._num_interrupts or self._roles[0].name != "orchestrator":
             return
-        self._stopped_since = self._stopped_since or time.time()
-        if time.time() - self._stopped_since > self._stopped_limit_s:
-            self._stopped_since = None
-            self._note(f"orchestrator (process {process.pid}) was stopped for {self._stopped_limit_s:g} s; killing it")
-            self._signal("orchestrator", signal.SIGKILL)
+        for role in self._roles:
+            if asyncio.get_running_loop().time() - self._left_at.get(role.name, float("inf")) > REJOIN_AFTER_S:
+                del self._left_at[role.name]
+                self._note(f"{role.name} was told to end by an orchestrator that is gone; starting it again")
+                await self._start(role)
+
+    def _end_stopped(self) -> None:
+        """Kill whichever process of the run was stopped by a signal for too long: one that is only starting is missed by nobody else."""
+        now_s = time.time()
+        stopped = [process_id for process_id in stopped_processes() if self._is_ours(process_id)]
+        self._stopped_since = {process_id: self._stopped_since.get(process_id, now_s) for process_id in stopped}
+        for process_id, since_s in self._stopped_since.items():
+            if now_s - since_s > self._stopped_limit_s:
+                self._note(f"process {process_id} was stopped for {self._stopped_limit_s:g} s; killing it")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
 
     def _dismiss(self) -> None:
         """End those that still run and have nothing to save."""
@@ -375,10 +400,10 @@ class Launcher:
             if process.returncode is None or even_ended:
                 self._signal(name, number)
 
-    def _failures(self) -> list[dict[str, Any]]:
+    def _failures(self, pattern: str = "*.json") -> list[dict[str, Any]]:
         """What processes recorded of their ends; half a record, as of a full disk, is none."""
         found: list[dict[str, Any]] = []
-        for path in (self._run_folder / "failures").glob("*.json"):
+        for path in (self._run_folder / "failures").glob(pattern):
             with contextlib.suppress(ValueError):
                 found.append(json.loads(path.read_text()))
         return found

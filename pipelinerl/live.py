@@ -204,7 +204,15 @@ def _steps(prm: Mapping[str, float]) -> RenderableType:
         f"{computed / taken:.2f} of its tokens for each of the policy's, {asked / taken:.2f} without a cache" if taken else "no token yet"
     )
     waiting = units.whole(prm.get("num_waiting_tokens", 0))
-    return Text(f"{units.whole(prm.get('num_steps', 0))} scored by the process reward model   {cost}   {waiting} tokens wait for it")
+    stopped = (
+        f"   {units.whole(prm['num_stopped'])} of {units.whole(prm['num_flagged'])} hopeless rollouts stopped, about"
+        f" {units.whole(prm['num_saved_tokens'])} tokens saved"
+        if "num_stopped" in prm
+        else ""
+    )
+    return Text(
+        f"{units.whole(prm.get('num_steps', 0))} scored by the process reward model   {cost}   {waiting} tokens wait for it{stopped}"
+    )
 
 
 def _engines(state: RunState) -> RenderableType:

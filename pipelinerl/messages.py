@@ -64,6 +64,8 @@ class Outcome(enum.StrEnum):
     """A reward function raised, or its process died."""
     INVALID = "invalid"
     """A reward function returned something that is not a finite number (None, NaN, a wrong length)."""
+    STOPPED = "stopped"
+    """It was stopped early, by a coin (`Flag`): there is nothing to score. Its siblings count what was predicted of it."""
 
 
 class Fate(enum.StrEnum):
@@ -589,13 +591,41 @@ class TraceScores(Message, frozen=True):
         check_lengths(self, "ends", "scores")
 
 
+class Flag(Message, frozen=True):
+    """A process reward model found a rollout hopeless while it was being written, and a coin decided whether it went on."""
+
+    step: int
+    """Index of the step that flagged it."""
+    predicted: float
+    """That step's score: what is expected of the rollout's reward, known before the coin fell."""
+    probability: float
+    """Of going on; above 0."""
+    stops: bool
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.probability <= 1.0 or not math.isfinite(self.predicted):
+            raise ValueError(f"Flag: probability {self.probability}, predicted {self.predicted}; expected one in (0, 1], and finite")
+
+    @property
+    def weight(self) -> float:
+        """Of the rollout in every sum: 0 where it stops, else 1 / probability, so that its mean over the coin is 1."""
+        return 0.0 if self.stops else 1.0 / self.probability
+
+
 class ScoredTrajectory(Message, frozen=True):
     """A trajectory and what the scoring stage says of it."""
 
     trajectory: Trajectory
     score: Scored
     steps: TraceScores | None = None
-    """None in a run without a process reward model, and where it could not score the trace."""
+    """None in a run without a process reward model, and where it could not score the trace; of a stopped one, those up to the stop."""
+    flag: Flag | None = None
+    """None where no coin fell: then it went on with probability 1."""
+
+    @property
+    def weight(self) -> float:
+        """In every sum over rollouts that were started."""
+        return 1.0 if self.flag is None else self.flag.weight
 
 
 class Group(Message, frozen=True):
@@ -612,6 +642,8 @@ class Sample(Message, frozen=True):
     reward: float
     advantages: Float32
     """[L] float32; 0.0 where the trajectory does not train."""
+    weight: float = 1.0
+    """Multiplies whatever it adds to the loss: 1 / the probability with which it was not stopped early."""
 
     def __post_init__(self) -> None:
         if len(self.advantages) != self.trajectory.num_tokens:
@@ -654,6 +686,8 @@ class LayoutFixed(Message, frozen=True):
     """Engines that may read different policies at once."""
     road: Id = "shared_memory"
     """How policies travel: shared_memory, cuda_ipc, files, gloo or nccl."""
+    lineage: int = 0
+    """The newest that an engine may know of, see `StageWeights`: a trainer that starts again goes on in it."""
 
 
 class TakeMicroBatch(Message, frozen=True):
@@ -690,6 +724,8 @@ class MicroBatch(Message, frozen=True):
     """[N] bool, true where the completion reached its longest length; None only where no engine made the samples."""
     group_ids: Int32 | None = None
     """[N] int32, equal for siblings, for advantages that the trainer makes; None only where nobody grouped the samples."""
+    weights: Float32 | None = None
+    """[N] float32, `Sample.weight`; None: all 1."""
     routes: Routes | None = None
     """[R] rows; None where nothing is known of any token."""
 
@@ -702,7 +738,7 @@ class MicroBatch(Message, frozen=True):
             )
         if self.routes is not None and self.routes.num_rows != len(self.token_ids):
             raise ValueError(f"{name}: routes of {self.routes.num_rows} tokens, expected {len(self.token_ids)}")
-        for column in (self.rewards, self.truncated, self.group_ids):
+        for column in (self.rewards, self.truncated, self.group_ids, self.weights):
             if column is not None and len(column) != len(self.lengths):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 
@@ -716,7 +752,7 @@ class StepSealed(Message, frozen=True):
     num_tokens: int
     """Tokens with a loss, over all replicas, counted before any rejection."""
     num_samples: int
-    """Samples over all replicas."""
+    """Samples over all replicas, and rollouts that were stopped early: as many as were started and have not failed."""
     commit: Id = ""
     """The ledger's commit that holds every row of this step and of those before; a checkpoint of the next version names it."""
 
@@ -741,7 +777,7 @@ class PolicyPublished(Message, frozen=True):
     publish_s: float
     """Seconds the trainer spent writing it."""
     lineage: int = 0
-    """As in `StageWeights`: 0 until a trainer publishes, again, versions that were published before."""
+    """As in `StageWeights`: 0 until the trainer rolls back."""
 
 
 class SlotReleased(Message, frozen=True):
@@ -755,6 +791,8 @@ class PolicyHeld(Message, frozen=True):
 
     version: int | None
     """None: some engine needs a whole policy, because it refused one or lost what it held."""
+    lineage: int = 0
+    """Of that version, see `StageWeights`."""
 
 
 class CheckpointSaved(Message, frozen=True):

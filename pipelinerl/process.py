@@ -90,12 +90,16 @@ def ancestors(process_id: int) -> Iterator[int]:
             return
 
 
-def is_stopped(process_id: int) -> bool:
-    """True where a process was stopped by a signal and not continued (Linux)."""
+def stopped_processes() -> list[int]:
+    """Ids of all processes that were stopped by a signal and not continued (Linux)."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit() and _state_of(folder) == "T"]
+
+
+def _state_of(folder: Path) -> str:
     try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
+        return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # it has ended meanwhile
+        return ""
 
 
 def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "", is_consequence: bool = False) -> None:

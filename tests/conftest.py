@@ -12,6 +12,7 @@ from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # more threads than cores spin against each other: vLLM on two cores is then up to ten times slower
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made by the tests; a name that is not a folder fails at once
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks a name server for the name of 127.0.0.1; where it loses an answer, 5 s pass
 os.environ["WANDB_MODE"] = "offline"
 
 # A deadline per example measures how busy the machine is, not the code; pytest's own timeout ends what hangs.

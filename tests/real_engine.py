@@ -17,8 +17,8 @@ from pipelinerl.engine.__main__ import set_environment
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.engine.vllm_adapters import AdapterShape
     from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.weights.adapters import AdapterShape
     from pipelinerl.weights.pool import SlotPool
 
 
@@ -33,19 +33,20 @@ def vllm_engine(
     policies: Path = Path("weights"),
     adapters: AdapterShape | None = None,
     replay_routes: bool = False,
+    num_ranks: int = 1,
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself."""
     gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
     before = dict(os.environ)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # vLLM asks for the thread's loop; without one it would make one and leave it open
-    set_environment()
+    set_environment(num_ranks=num_ranks)
     from pipelinerl.engine.vllm_engine import VllmEngine
 
     try:
         yield VllmEngine(
             model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routes=replay_routes),
-            engine=EngineSection(max_running=max_running),  # pyright: ignore[reportCallIssue]
+            engine=EngineSection(max_running=max_running, options={"tensor_parallel_size": num_ranks} if num_ranks > 1 else {}),  # pyright: ignore
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,
             weights=weights,

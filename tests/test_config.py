@@ -141,6 +141,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
             batch={"max_tokens": 4096, "min_survivors": 5},
             engine={"count": 2, "cores": [0, 1, 2]},
             trainer={"ranks": 2, "cores": [0], "parallel": {"tensor": 4}},
+            weights={"adapters": "apart", "commit": "copy"},
         )
     )
     assert found == [
@@ -150,7 +151,32 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
         "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
         "trainer.ranks = 2, parallel.tensor = 4: one replica takes 4 ranks (context x tensor x pipeline), which do not divide 2."
         " The nearest that works: ranks = 2, parallel.tensor = 2",
+        'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.',
+        'weights.commit is "copy", which is how whole policies take effect, and weights.adapters is "apart". Set one of them to "auto".',
     ]
+
+
+def test_steps_are_scored_by_one_model_that_is_named():
+    found = problems_of(tree(prm={"path": "m", "judge": {"url": "u"}}))
+    assert [line.partition(": ")[0] for line in found] == [
+        "prm.path is m and prm.judge.url is u",
+        "prm.judge.url is u, and prm.judge.model does not say whom to ask there.",
+    ]
+
+
+def test_an_early_stop_needs_a_model_and_no_comparison():
+    found = problems_of(tree(prm={"stop": {"below": 0.2}}, reward=[{"function": "a:b", "per": "group"}]))
+    assert [line.split(": ")[0].split(" and ")[0] for line in found] == ["prm.stop.below is 0.2", "prm.stop.below is set"]
+
+
+def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
+    engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
+    assert problems_of(tree(engine=engine, weights={"road": "gloo", "delta": True})) == [
+        "engine.options.pipeline_parallel_size is 2: such an engine takes no policies. Use tensor_parallel_size, or engine.count.",
+        "engine.options.tensor_parallel_size is 2, and an engine of several ranks takes whole policies through shared memory alone: leave"
+        ' out weights.road = "gloo", weights.delta = true.',
+    ]
+    assert parse(tree(engine={"options": {"tensor_parallel_size": 2}}), origin="my.toml").engine.num_ranks == 2
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path):
@@ -294,6 +320,16 @@ KEYS = [
     "prm.convention",
     "prm.tag",
     "prm.separator",
+    "prm.judge.url",
+    "prm.judge.model",
+    "prm.judge.concurrency",
+    "prm.judge.max_tokens",
+    "prm.judge.key_file",
+    "prm.judge.extra",
+    "prm.stop.below",
+    "prm.stop.keep",
+    "prm.stop.min_steps",
+    "prm.stop.max_right",
     "prm.max_steps",
     "prm.chunk_tokens",
     "prm.max_waiting_tokens",
@@ -356,6 +392,8 @@ KEYS = [
     "weights.kv_span",
     "weights.kv_kl",
     "weights.commit",
+    "weights.adapters",
+    "weights.adapter_versions",
     "checkpoint.every",
     "checkpoint.keep",
     "tracking.to",

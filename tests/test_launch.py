@@ -226,6 +226,27 @@ def test_an_orchestrator_that_is_killed_is_started_again_alone_and_its_endpoints
     assert not list((folder / "endpoints").iterdir())
 
 
+DIES_AT_ITS_GOODBYE = """
+    import os, pathlib, signal, time
+    lives = pathlib.Path(folder, name + ".lives")
+    with open(lives, "a") as file: file.write("x")
+    num_lives, until = len(lives.read_text()), time.monotonic() + 20
+    while len(pathlib.Path(folder, "engines.lives").read_text() if pathlib.Path(folder, "engines.lives").exists() else "") < num_lives:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    if num_lives == 1: os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""Is killed when the engines have ended, as they were told; its next life waits for theirs."""
+
+
+def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(launch, "REJOIN_AFTER_S", 0.2)
+    ends = "import pathlib\nwith open(pathlib.Path(folder, name + '.lives'), 'a') as file: file.write('x')"
+    run_again(folder, restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ends)
+    assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (2, 2)
+
+
 STANDS_STILL_ONCE = """
     import os, pathlib, signal, time
     from pipelinerl.process import ask_to_replace
@@ -239,13 +260,16 @@ STANDS_STILL_ONCE = """
 """Is stopped in its first life, when the orchestrator has asked for its end, and for that of processes which are not the run's."""
 
 
-@pytest.mark.parametrize("who", ["engines", "orchestrator"])
-def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(folder: Path, who: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("who", "is_asked_for"), [("engines", True), ("engines", False), ("orchestrator", False)])
+def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(
+    folder: Path, who: str, is_asked_for: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also one that is only starting, for which nobody asks yet."""
     monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
-    stands = STANDS_STILL_ONCE if who == "engines" else STANDS_STILL_ONCE.replace("(os.getpid(), os.getppid(), 1)", "()")
+    stands = STANDS_STILL_ONCE if is_asked_for else STANDS_STILL_ONCE.replace("(os.getpid(), os.getppid(), 1)", "()")
     codes = {"orchestrator": COUNTS, "engines": COUNTS} | {who: stands}
     roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
-    asyncio.run(Launcher(roles, folder, restarts=1, restart_wait_s=0.01, stopped_limit_s=0.2).run())
+    asyncio.run(Launcher(roles, folder, restarts=1, restart_wait_s=0.01, stopped_limit_s=60.0 if is_asked_for else 0.2).run())
     assert {name: lives(folder, name) for name in codes} == {name: 2 if name == who else 1 for name in codes}
 
 
@@ -267,6 +291,45 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
     with pytest.raises(PeerGone, match="trainer-0 failed: WeightsError: slot 3"):
         run_again(folder, restarts=5, orchestrator=COUNTS, trainer=fails)
     assert lives(folder, "trainer") == 1
+
+
+def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
+    loses_a_peer_once = """
+        import pathlib
+        from pipelinerl.errors import PeerGone
+        from pipelinerl.process import last_words
+        lives = pathlib.Path(folder, name + ".lives")
+        with open(lives, "a") as file: file.write("x")
+        with last_words(pathlib.Path(folder), name):
+            if len(lives.read_text()) == 1: raise PeerGone("the fork server ended")
+        pathlib.Path(folder, name + ".done").touch()
+    """
+    run_again(folder, restarts=1, **{"orchestrator": COUNTS, "scorer-0": loses_a_peer_once})
+    assert lives(folder, "scorer-0") == 2
+
+
+def test_what_a_process_says_of_its_end_stands_when_another_is_started_again_meanwhile(folder: Path):
+    says = """
+        import pathlib, sys, time
+        from pipelinerl.process import record_failure
+        lives = pathlib.Path(folder, name + ".lives")
+        with open(lives, "a") as file: file.write("x")
+        if len(lives.read_text()) == 1:
+            record_failure(pathlib.Path(folder), name, error="PeerGone: x", is_consequence=True)
+            while pathlib.Path(folder, "orchestrator.lives").read_text() != "xx": time.sleep(0.01)
+            sys.exit(1)
+        pathlib.Path(folder, name + ".done").touch()
+    """
+    dies_meanwhile = """
+        import os, pathlib, signal, time
+        lives = pathlib.Path(folder, name + ".lives")
+        with open(lives, "a") as file: file.write("x")
+        wanted = pathlib.Path(folder, "failures", "scorer-0.json") if len(lives.read_text()) == 1 else pathlib.Path(folder, "scorer-0.done")
+        while not wanted.exists(): time.sleep(0.01)
+        if wanted.suffix == ".json": os.kill(os.getpid(), signal.SIGKILL)
+    """
+    run_again(folder, restarts=1, **{"orchestrator": dies_meanwhile, "scorer-0": says})
+    assert (lives(folder, "orchestrator"), lives(folder, "scorer-0")) == (2, 2)
 
 
 def test_who_is_killed_when_the_orchestrator_has_ended_is_not_started_again(folder: Path):

@@ -233,4 +233,6 @@ def test_a_process_reward_model_shows_what_it_costs_and_what_waits_for_it() -> N
     prm = {"num_taken": 1000, "num_computed": 1100, "num_asked": 5500, "num_steps": 90, "num_waiting_tokens": 12}
     drawn = _drawn([_run(), _status(10.0, prm=prm)], width=160)
     assert "90 scored by the process reward model   1.10 of its tokens for each of the policy's, 5.50 without a cache   12 tokens" in drawn
+    stops = {"num_flagged": 50, "num_stopped": 40, "num_saved_tokens": 1200.4}
+    assert "40 of 50 hopeless rollouts stopped, about 1,200 tokens saved" in _drawn([_run(), _status(10.0, prm=prm | stops)], width=240)
     assert "process reward model" not in _drawn([_run(), _status(10.0)], width=160)

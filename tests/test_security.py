@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,3 +147,17 @@ def test_a_setting_that_looks_like_a_secret_is_refused_before_it_is_written_anyw
 
 def test_a_setting_of_many_tokens_is_no_secret(tmp_path: Path):
     assert config(tmp_path, options={"max_num_batched_tokens": 5, "kv_cache_dtype": "auto"}).engine.options["max_num_batched_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"reward": [{"function": "a:b", "options": {"api_key": "x"}}]},
+        {"prm": {"path": "m", "options": {"hf_token": "x"}}},
+        {"prm": {"judge": {"url": "u", "model": "m", "extra": {"password": "x"}}}},
+    ],
+)
+def test_no_secret_reaches_a_scorer_by_the_config(section: dict[str, Any]) -> None:
+    tree = {"model": {"path": "m"}, "data": {"source": "d"}, "reward": [{"function": "a:b"}]} | section
+    with pytest.raises(ConfigError, match=r"looks like a secret: .* give the file's path under another name"):
+        parse(tree, origin="a test")

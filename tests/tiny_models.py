@@ -81,3 +81,34 @@ def forcing(tensors: dict[str, torch.Tensor], token_id: int) -> dict[str, torch.
             forced[name][token_id, 0] = 3.0
     forced["model.norm.weight"].fill_(1.0)
     return forced
+
+
+def make_adaptable(folder: Path, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """`make_qwen2`, untied, with one value inside each feed-forward layer that is large and positive whatever the input.
+
+    An adapter that reads it adds the same vector after any input: what `forcing_adapter` needs.
+    """
+    from safetensors.torch import save_file
+
+    tensors = make_qwen2(folder, tied=False, seed=seed)
+    tensors["model.embed_tokens.weight"][:, 0] = 0.2  # ten times as large as the rest: it outlasts what the layers add
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensor[0] = 0.0
+            tensor[0, 0] = 3.0
+        elif name.endswith("down_proj.weight"):
+            tensor[:, 0] = 0.0  # read by nobody but an adapter
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def forcing_adapter(tensors: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], token_id: int) -> dict[str, torch.Tensor]:
+    """An adapter, of these `shapes`, of a model of `make_adaptable` that samples `token_id` greedily after any input.
+
+    The last layer's product B A turns that large value into the forced token's own row of the output matrix.
+    """
+    forced = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    last = "base_model.model.model.layers.1.mlp.down_proj"
+    forced[f"{last}.lora_A.weight"][0, 0] = 1.0
+    forced[f"{last}.lora_B.weight"][:, 0] = tensors["lm_head.weight"][token_id]
+    return forced

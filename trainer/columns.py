@@ -45,8 +45,9 @@ def columns_of(
         entropy=outputs.entropy,
         reference_logprobs=reference_logprobs,
         old_logprobs=outputs.logprobs.detach() if keeps_old else None,
+        weights=None if batch.weights is None else on_device(batch.weights.copy()),  # what came off the wire is read-only
         correct=None if batch.rewards is None else on_device(batch.rewards >= correct_reward),
-        truncated=None if batch.truncated is None else on_device(batch.truncated.copy()),  # what came off the wire is read-only
+        truncated=None if batch.truncated is None else on_device(batch.truncated.copy()),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,14 +133,15 @@ def _group(samples: np.ndarray, tokens: np.ndarray, *, starts: np.ndarray, read_
     """Siblings as the rules take them; positions are trained tokens only, which is what values are carried between."""
     lengths = samples[:, 2].astype(np.int64)
     rows = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    group = ScoredGroup(
+    read: dict[str, Any] = {read_as: tuple(row[:, 1] for row in rows)}
+    return ScoredGroup(
         rewards=samples[:, 1],
         lengths=lengths,
         correct=samples[:, 1] >= correct_reward,
         token_kl=tuple(row[:, 0] for row in rows),
         turns=tuple(np.flatnonzero(row[:, 2]) for row in rows),
+        **read,
     )
-    return dataclasses.replace(group, **{read_as: tuple(row[:, 1] for row in rows)})
 
 
 def _with_credit(held: Held, *, advantages: Float64, returns: Float64) -> Held:

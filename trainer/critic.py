@@ -24,8 +24,10 @@ Report = Callable[[Meters], None]
 class Critic(Protocol):
     """Every rank calls the same methods for the same rows, as for `trainer.engine.Engine`."""
 
-    meters: tuple[str, ...]
-    """Raw sums that `train` reports of a row."""
+    @property
+    def meters(self) -> tuple[str, ...]:
+        """Raw sums that `train` reports of a row."""
+        ...
 
     def values(self, row: Row | None) -> torch.Tensor | None:
         """[K] float32, what it says of each trained token, without gradient; None for a zero-loss row."""

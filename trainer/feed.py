@@ -233,14 +233,14 @@ class Feed:
                     self._rows.extend(given)
                     self._changed.notify_all()
             case LayoutFixed() if self._publisher is not None:
-                self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road)
+                self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road, lineage=message.lineage)
                 self._knows_layout = True
                 for published in self._standing.published():  # to another orchestrator: the one before has heard of them
                     link.send(published)
             case SlotReleased() if self._publisher is not None and self._knows_layout:
                 self._publisher.release(message.slot)
             case PolicyHeld() if self._publisher is not None:
-                self._publisher.held(message.version)
+                self._publisher.held(message.version, lineage=message.lineage)
             case Stop():
                 self._end_with(message)
 

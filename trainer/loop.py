@@ -63,6 +63,7 @@ def train(config: Config, run_folder: Path) -> None:
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first)
     spread = SpreadWeights(policy.model, replicas=replicas) if policy.model.is_spread else None
+    trained_apart = policy.model.adapters if spread is None else policy.model.described_adapters
     publisher = None
     if replicas.rank == 0:
         publisher = Publisher(
@@ -73,6 +74,7 @@ def train(config: Config, run_folder: Path) -> None:
             address=config.weights.address,
             sends_changes=config.weights.delta,
             write=None if spread is None else spread.lead,
+            adapters=trained_apart if config.lora.rank else None,
         )
 
     def checkpoint(version: int, commit: str) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.weights.adapters import published_name
 
 _TENSORS = (".lora_A", ".lora_B")
 
@@ -117,8 +118,8 @@ def switched_off(module: torch.nn.Module) -> Iterator[None]:
 def write_adapter(tensors: dict[str, torch.Tensor], folder: Path, *, adapters: Adapters, base: Path) -> None:
     """Write a folder that PEFT and vLLM load over the model in `base`; `tensors` are the whole A and B by this module's names."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {name: f"base_model.model.{name}.weight" for name in tensors}
-    save_file({names[name]: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    whole = {published_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

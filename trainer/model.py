@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.weights.adapters import published_name
 from trainer import attention
 from trainer.context import gather_outputs
 from trainer.head import linear_logprobs
@@ -198,6 +199,14 @@ class Model:
         """The adapters alone, whole; empty where all weights are trained."""
         held = self._held()
         return {name: self._whole(name, held) for name in self._adapter_shapes}
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """The same by the names they are published under. All ranks gather them together."""
+        return {published_name(name): tensor for name, tensor in self.adapter_state().items()}
+
+    def described_adapters(self) -> dict[str, torch.Tensor]:
+        """The same without memory, for their shapes; nothing is gathered."""
+        return {published_name(name): torch.empty(shape, device="meta") for name, shape in self._adapter_shapes.items()}
 
     def tied_names(self) -> frozenset[str]:
         """Names that are another name for a parameter already named: a published policy may leave them out."""

@@ -16,6 +16,7 @@ from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.transport.zmq import own_address
 from pipelinerl.weights import gloo, nccl
+from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.baseline import Baseline, fill
 from pipelinerl.weights.cuda_ipc import CudaIpc
@@ -43,10 +44,12 @@ class Publisher:
         address: str | None = None,
         sends_changes: bool = False,
         write: Write | None = None,
+        adapters: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot.
 
-        `write` writes them where they are spread over ranks; `tensors` then need have shapes only.
+        `adapters` gives what is trained by itself, for engines that ask for that; None where all weights are trained.
+        `write` writes them where they are spread over ranks; `tensors` and `adapters` then need have shapes only.
 
         `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
         `sends_changes`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
@@ -55,13 +58,18 @@ class Publisher:
         self._tensors = tensors
         self._write_together = write
         self._tied_names = tied_names
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
+        self._shapes = _shapes_of(tensors)
+        self._adapters = adapters
+        self._adapter_shapes = _shapes_of(adapters) if adapters is not None else {}
         self._run_folder = run_folder
         self._address = address
         self._sends_changes = sends_changes
         self._baseline: tuple[Baseline, torch.Tensor] | None = None
         """Where changes are sent: what the engines hold, and the present policy, whole."""
         self._held: int | None = None
+        self._lineage = 0
+        self._newest: int | None = None
+        """Published last, in this lineage."""
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
         self._is_mapped = False
@@ -74,8 +82,11 @@ class Publisher:
     def publish(self, version: int) -> PolicyPublished | None:
         """Write the present weights as `version`, and return the announcement; None once `give_up` was called.
 
-        Raises `PeerSilent` where no layout arrives, or no slot becomes free, within the deadline.
+        Raises `PeerSilent` where no layout arrives, or no slot becomes free, within the deadline, and `WeightsError` for a version that is
+        not newer than the one before: engines would pass over it. To go back takes `roll_back`.
         """
+        if self._newest is not None and version <= self._newest:
+            raise WeightsError(f"policy {version} was to be published after policy {self._newest}: versions go back only by a rollback")
         with self._changed:
             if not self._changed.wait_for(lambda: self._pool or self._has_given_up, self._deadline_s):
                 raise PeerSilent(
@@ -89,10 +100,21 @@ class Publisher:
         manifest = self._write(version, slot)
         digest = self._pool.publish(slot, manifest)
         seconds = time.perf_counter() - started
-        return PolicyPublished(version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds)
+        self._newest = version
+        return PolicyPublished(
+            version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds, lineage=self._lineage
+        )
 
-    def fix_layout(self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, road: str = "shared_memory") -> None:
-        """Take the layout of so many engines, and the road to them.
+    def roll_back(self) -> None:
+        """Have the next policy begin a lineage, whatever its version: engines that hold a newer one of this lineage go back to it."""
+        with self._changed:
+            self._lineage += 1
+            self._newest = self._held = None
+            if self._baseline is not None:
+                self._baseline = self._new_baseline()
+
+    def fix_layout(self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, road: str = "shared_memory", lineage: int = 0) -> None:
+        """Take the layout of so many engines, the road to them, and the newest lineage they may know of.
 
         Raises `WeightsError` with everything about the layout that does not fit the model, or where the road cannot be opened. Said again
         by an orchestrator that takes another's place, it must be the same: what was published stays where it lies.
@@ -100,22 +122,33 @@ class Publisher:
         if self._pool is not None:
             if tensors != self._layout:
                 raise WeightsError("the engines ask for another layout than the one this trainer publishes in; restart the trainer")
-            self.held(None)
+            self.held(None, lineage=self._lineage)
             return
-        check_layout(self._shapes, tensors, optional=self._tied_names)
+        if not are_adapters(tensors):
+            check_layout(self._shapes, tensors, optional=self._tied_names)
+        elif self._adapters is None:
+            raise WeightsError(
+                f"the engines ask for adapters alone ({tensors[0].name} and {len(tensors) - 1} more), and this trainer trains all weights:"
+                " lora.rank must be the same for both"
+            )
+        else:
+            check_layout(self._adapter_shapes, tensors)
+            self._tensors = self._adapters
         self._layout = tensors
         with self._changed:
             size = num_bytes(tensors)
             self._is_mapped = road == "shared_memory"
             self._pool = SlotPool(self._open(road), num_bytes=size, max_slots=num_slots_for(num_engines))
+            self._lineage = lineage
             if self._sends_changes:
-                self._baseline = Baseline(tensors, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
+                self._baseline = self._new_baseline()
             self._changed.notify_all()
 
-    def held(self, version: int | None) -> None:
-        """Note the oldest policy that any engine holds; None where one needs a whole policy."""
+    def held(self, version: int | None, *, lineage: int = 0) -> None:
+        """Note the oldest policy that any engine holds; None where one needs a whole policy. Of an earlier lineage it is no news."""
         with self._changed:
-            self._held = version
+            if lineage == self._lineage:
+                self._held = version
 
     def _write(self, version: int, slot: Slot) -> Manifest:
         """Write into a slot's buffer what is to be sent of the present weights."""
@@ -133,6 +166,10 @@ class Publisher:
         with self._changed:
             baseline.move(self._held)
         return fill(buffer, whole, baseline=baseline, layout=self._layout, version=version)
+
+    def _new_baseline(self) -> tuple[Baseline, torch.Tensor]:
+        size = num_bytes(self._layout)
+        return Baseline(self._layout, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
 
     def _open(self, road: str) -> Medium:
         match road:
@@ -172,3 +209,7 @@ class Publisher:
         """Remove the shared buffers."""
         if self._pool is not None:
             self._pool.close()
+
+
+def _shapes_of(tensors: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors().items()}

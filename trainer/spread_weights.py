@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
+from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import views
 from pipelinerl.weights.reshard import Box, Move, index_map, of_rank, whole
 from pipelinerl.weights.shared_memory import attach_to_write
@@ -81,6 +82,9 @@ class SpreadWeights:
         self._write(self._mapped.get(call.slot), call.layout, is_shared=bool(call.slot))
 
     def _write(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...], *, is_shared: bool) -> None:
+        if are_adapters(layout):
+            self._write_adapters(buffer, layout)
+            return
         pieces = self._model.pieces()
         if is_shared and self._moves is None:
             self._moves, self._gathered = self._plan(pieces, {tensor.name for tensor in layout})
@@ -92,6 +96,13 @@ class SpreadWeights:
                 self._put(name, tensor, targets)
         if not self._replicas.all_agree(True, what="to write a policy together"):
             raise WeightsError("a rank could not write its part of the policy; its own error is in the run folder's failures")
+
+    def _write_adapters(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...]) -> None:
+        """Adapters are small: they are gathered, and rank 0 writes."""
+        tensors = self._model.adapters()
+        if self._replicas.rank == 0 and buffer is not None:
+            for name, view in views(buffer, layout).items():
+                view.copy_(tensors[name])
 
     def _put(self, name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
         for published, part in revert_weight_conversion(self._model.module, {name: tensor}).items():

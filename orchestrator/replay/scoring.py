@@ -23,7 +23,7 @@ from orchestrator.state.peers import Peers
 from orchestrator.state.scorers import Scorers
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
-from pipelinerl.messages import FromScorer, ScoredTrajectory, Stop
+from pipelinerl.messages import FromScorer, Outcome, ScoredTrajectory, Stop
 from pipelinerl.process import die_with_parent
 from pipelinerl.stages import Stage
 from pipelinerl.transport.curve import make_keys
@@ -37,7 +37,9 @@ END_S = 10.0
 async def score_again(
     config: Config, groups: list[Settled], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
 ) -> dict[str, ScoredTrajectory]:
-    """Have the rewards of `config` score every rollout; by rollout. Step scores are taken over. `told` hears how many are done.
+    """Have the rewards of `config` score every rollout; by rollout. `told` hears how many are done.
+
+    What the process reward model said is taken over: step scores, and who was stopped early, which nobody scores.
 
     `folder` is a run folder to be, with the config in it. Raises what the scorer raises, for example for a function it cannot load.
     """
@@ -77,7 +79,7 @@ async def _score(
         try:
             await wait_for(scorers.wait_until_ready(), peer="scorer-0", what="to load the rewards", deadline_s=limit_s)
             tasks.append(group.create_task(watch.run()))
-            tasks.append(group.create_task(_feed(groups, channels)))
+            tasks.append(group.create_task(_feed(groups, channels, ledger)))
             await _collect(groups, channels, found=found, told=told)
         finally:
             await peers.stop_all(Stop(reason="replayed"), deadline_s=END_S)
@@ -114,10 +116,14 @@ def _stages(config: Config, channels: Channels, *, scorers: Scorers, ledger: Led
     return stages
 
 
-async def _feed(groups: list[Settled], channels: Channels) -> None:
+async def _feed(groups: list[Settled], channels: Channels, ledger: Ledger) -> None:
     for group in groups:
         for member in group.members:
-            await channels.trajectories.put(member.trajectory)
+            if member.score.outcome is Outcome.STOPPED:
+                ledger.score(member, now_s=asyncio.get_running_loop().time())
+                await channels.scored.put(member)
+            else:
+                await channels.trajectories.put(member.trajectory)
 
 
 async def _collect(groups: list[Settled], channels: Channels, *, found: dict[str, ScoredTrajectory], told: Callable[[int], None]) -> None:
@@ -126,7 +132,7 @@ async def _collect(groups: list[Settled], channels: Channels, *, found: dict[str
         scored = await channels.compared.get()
         assert scored is not None, "nobody closes the channel"
         name = scored.trajectory.rollout_id
-        found[name] = msgspec.structs.replace(scored, steps=recorded[name].steps)
+        found[name] = msgspec.structs.replace(recorded[name], score=scored.score)
         told(len(found))
 
 

@@ -5,6 +5,12 @@ A step trains the version of its own number, so a group placed in step s has sta
 
 A group is placed or given up whole: a row taken out by itself would change its siblings' baseline. Groups that the method sets aside are
 made up for by others, up to a budget per step; then the step is filled with what comes, so that no reward can starve the trainer.
+
+Siblings that a coin stopped early (`rules.early_stop`) are no failures: they were started, so they count as survivors where a group needs
+some, in its age, in its baseline (by what was predicted of them) and among the step's samples, which sums are divided by. They train
+nothing and end as filtered. A group whose siblings were all stopped takes its place in the step with nothing to train. Were it made up for
+by another, or were survivors wanted beside the stopped, the coins would choose which prompts train, and the weights 1/epsilon not make up
+for it.
 """
 
 from __future__ import annotations
@@ -25,10 +31,15 @@ class SetAside:
     """What it trains with where the step's budget for setting aside is spent."""
 
 
+STOPPED_EARLY = "stopped early"
+"""Reason of a rollout that a coin stopped."""
+
+_NO_FAILURE = (Outcome.OK, Outcome.STOPPED)
+
 Survivors = tuple[ScoredTrajectory, ...]
-"""The siblings of a group that have a score."""
+"""The siblings of a group that did not fail: each has a reward, or was stopped early."""
 Credit = Callable[[Survivors], list[Float32] | SetAside]
-"""The method's advantage rule for one group: one [L] column for each survivor."""
+"""The method's advantage rule for one group: one [L] column for each survivor; those of stopped siblings are not read."""
 StepCredit = Callable[[Sequence[Survivors]], list[list[Float32]]]
 """The method's advantage rule for all groups of a step at once, in the order in which they were placed."""
 
@@ -53,6 +64,8 @@ class Ended:
     scored: ScoredTrajectory
     fate: Fate
     reason: str
+    step: int | None = None
+    """Step whose samples it counts among, where it was stopped early and its group was placed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +78,8 @@ class Verdict:
     samples: tuple[Sample, ...]
     """What is placed of this group; under a rule over the whole step, with the advantages of the group alone."""
     ended: tuple[Ended, ...]
+    is_placed: bool
+    """True where the group takes a place in the step; without samples where all its siblings were stopped early."""
     delivered: tuple[Sample, ...] = ()
     """What goes to the trainer now: `samples`, or, under a rule over the whole step, all of the step's at once when it closes."""
     is_set_aside: bool = False
@@ -77,10 +92,6 @@ class Verdict:
     """Tokens with a loss in the whole step; meaningful where `closes_step`."""
     num_samples: int = 0
     """Samples in the whole step; meaningful where `closes_step`."""
-
-    @property
-    def is_placed(self) -> bool:
-        return bool(self.samples)
 
 
 class BatchCut:
@@ -112,18 +123,21 @@ class BatchCut:
         self._num_tokens = 0
         self._num_samples = 0
 
-    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Survivors]) -> None:
-        """Take over what an earlier life of the run has placed in the step being filled; `groups` have not left it."""
+    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Survivors], num_stopped: int = 0) -> None:
+        """Take over what an earlier life of the run has placed in the step being filled; `groups` have not left it.
+
+        `num_stopped` rollouts of its groups were stopped early.
+        """
         self.num_groups = num_groups
         if self._rules.step_credit is not None and not self.is_full:
             self._held = list(groups)
-        self._num_samples = len(samples)
+        self._num_samples = len(samples) + num_stopped
         self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
 
     def take(self, group: Group) -> Verdict:
         """Place a group in the step being filled, or give it up."""
-        ended = [_failed(member) for member in group.members if member.score.outcome is not Outcome.OK]
-        survivors = tuple(member for member in group.members if member.score.outcome is Outcome.OK)
+        survivors = tuple(member for member in group.members if member.score.outcome in _NO_FAILURE)
+        ended = [_failed(member) for member in group.members if member.score.outcome not in _NO_FAILURE]
         if len(survivors) < min(self._min_survivors, len(group.members)):
             return self._give_up(group, ended, survivors, Fate.FAILED, f"fewer than {self._min_survivors} siblings scored")
         if self._is_stale(survivors):
@@ -140,8 +154,9 @@ class BatchCut:
     def _place(self, group: Group, ended: list[Ended], survivors: Survivors, advantages: list[Float32]) -> Verdict:
         step = self.step
         samples = _samples(survivors, advantages)
+        stopped = [_stopped(member, step=step) for member in survivors if member.score.outcome is Outcome.STOPPED]
         self.num_groups += 1
-        self._num_samples += len(samples)
+        self._num_samples += len(survivors)
         self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
         closes = self.is_full
         delivered = self._to_deliver(survivors, samples, closes=closes)
@@ -150,8 +165,9 @@ class BatchCut:
             group=group,
             step=step,
             samples=samples,
+            is_placed=True,
             delivered=delivered,
-            ended=tuple(ended),
+            ended=(*ended, *stopped),
             closes_step=closes,
             num_tokens=num_tokens,
             num_samples=num_samples,
@@ -184,8 +200,11 @@ class BatchCut:
         return tuple(sample for pair in zip(held, columns, strict=True) for sample in _samples(*pair))
 
     def _give_up(self, group: Group, ended: list[Ended], survivors: Survivors, fate: Fate, reason: str) -> Verdict:
-        lost = tuple(ended) + tuple(Ended(scored=member, fate=fate, reason=reason) for member in survivors)
-        return Verdict(group=group, step=self.step, samples=(), ended=lost)
+        lost = [
+            _stopped(member) if member.score.outcome is Outcome.STOPPED else Ended(scored=member, fate=fate, reason=reason)
+            for member in survivors
+        ]
+        return Verdict(group=group, step=self.step, samples=(), ended=(*ended, *lost), is_placed=False)
 
     def _is_stale(self, survivors: Survivors) -> bool:
         found = [measure(member.trajectory.versions, trained_version=self.step) for member in survivors]
@@ -198,12 +217,17 @@ class BatchCut:
 
 
 def _samples(survivors: Survivors, advantages: list[Float32]) -> tuple[Sample, ...]:
-    return tuple(_sample(member, column) for member, column in zip(survivors, advantages, strict=True))
+    pairs = zip(survivors, advantages, strict=True)
+    return tuple(_sample(member, column) for member, column in pairs if member.score.outcome is not Outcome.STOPPED)
 
 
 def _sample(member: ScoredTrajectory, advantages: Float32) -> Sample:
     assert member.score.reward is not None, "a score that is ok has a reward"
-    return Sample(trajectory=member.trajectory, reward=member.score.reward, advantages=advantages)
+    return Sample(trajectory=member.trajectory, reward=member.score.reward, advantages=advantages, weight=member.weight)
+
+
+def _stopped(member: ScoredTrajectory, *, step: int | None = None) -> Ended:
+    return Ended(scored=member, fate=Fate.FILTERED, reason=STOPPED_EARLY, step=step)
 
 
 def _failed(member: ScoredTrajectory) -> Ended:

@@ -7,6 +7,8 @@ weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finishe
 2. the coin is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
 3. baselines leave the rollout itself out, and sums are divided by rollouts started, not by survivors (`algorithms.credit.roulette`).
 
+A flag that comes when the rollout is whole is none: nothing would be saved. Whether it comes in time depends on neither coin nor weight.
+
 The price is variance: (1/epsilon - 1) * P(flag) * E[g^2 | flag]. The flagged survivors show what stopping costs: `Audit` estimates from
 them how many flagged rollouts would have been right, and tells when that is too many to go on stopping.
 """
@@ -18,23 +20,12 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+from pipelinerl.messages import Flag
+
 AUDIT_SURVIVORS = 20
 """Fewest flagged survivors the audit speaks about. Fewer would end the stopping on chance."""
 _Z = 1.96
 """Of the 95 % interval the audit uses."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What becomes of a rollout at this step, and what has to be recorded of it."""
-
-    stops: bool
-    weight: float
-    """0.0 where it stops; 1/epsilon where it was flagged and goes on; 1.0 where it never was."""
-    probability: float
-    """Of going on, at the step that flagged it; 1.0 where none did."""
-    flagged_at: int | None
-    """Index of the step that flagged it; None where none did."""
 
 
 class EarlyStop:
@@ -48,13 +39,13 @@ class EarlyStop:
         self._min_steps = min_steps
         self._seed = seed
 
-    def decide(self, rollout_id: str, attempt: int, scores: Sequence[float]) -> Decision:
-        """Decide from the scores of the steps so far. The coin falls once, at the first step whose score is under the threshold."""
+    def decide(self, rollout_id: str, attempt: int, scores: Sequence[float]) -> Flag | None:
+        """The coin falls once, at the first step whose score is under the threshold; None while no step of `scores` is."""
         flagged_at = next((k for k, score in enumerate(scores) if k + 1 >= self._min_steps and score < self._threshold), None)
         if flagged_at is None:
-            return Decision(stops=False, weight=1.0, probability=1.0, flagged_at=None)
+            return None
         stops = self._coin(rollout_id, attempt) >= self._epsilon
-        return Decision(stops=stops, weight=0.0 if stops else 1.0 / self._epsilon, probability=self._epsilon, flagged_at=flagged_at)
+        return Flag(step=flagged_at, predicted=float(scores[flagged_at]), probability=self._epsilon, stops=stops)
 
     def _coin(self, rollout_id: str, attempt: int) -> float:
         """In [0, 1), equal for equal arguments."""
@@ -68,14 +59,15 @@ class Audit:
 
     max_right_fraction: float
     """Stopping ends where surely more than this part of flagged rollouts would have been right."""
+    correct_reward: float
+    """A rollout with at least this reward was right."""
     num_survivors: int = 0
     num_right: int = 0
 
-    def saw(self, decision: Decision, *, is_right: bool) -> None:
-        """A rollout that was not stopped has its outcome."""
-        if decision.flagged_at is not None and not decision.stops:
-            self.num_survivors += 1
-            self.num_right += is_right
+    def saw(self, *, reward: float) -> None:
+        """A flagged rollout that went on has its reward."""
+        self.num_survivors += 1
+        self.num_right += reward >= self.correct_reward
 
     @property
     def right_fraction(self) -> float | None:

@@ -58,6 +58,8 @@ class Swaps:
 
     def __init__(self) -> None:
         self.newest: Policy | None = None
+        self.lineage = 0
+        """The newest that was heard of, from a trainer or an engine; outlives the trainer that began it."""
         self._swaps: dict[int, Swap] = {}
         self._slots: dict[Age, str] = {}
         """Slots not handed back."""
@@ -80,7 +82,7 @@ class Swaps:
         """Note a new policy."""
         if self.newest is not None and policy.age <= self.newest.age:
             return
-        self.newest = policy
+        self.newest, self.lineage = policy, max(self.lineage, policy.age[0])
         self._slots[policy.age] = policy.slot
         for swap in self._swaps.values():
             swap.num_refusals = 0
@@ -88,6 +90,7 @@ class Swaps:
     def joined(self, engine_id: int, held: Age = (0, 0)) -> None:
         """An engine announces itself: nothing is known to be ordered of it, whatever its predecessor, or ours, did."""
         self._swaps[engine_id] = Swap(held=held)
+        self.lineage = max(self.lineage, held[0])
 
     def next_order(self, engine_id: int) -> Policy | None:
         """What the engine should be told to fetch now; None while it has one, is pinned, holds the newest, or refused it too often."""
@@ -141,8 +144,7 @@ class Swaps:
 
     def held_by_all(self) -> int | None:
         """The oldest version that any engine samples under; None where one needs a whole policy, or is of an earlier lineage."""
-        lineage = self.newest.age[0] if self.newest is not None else 0
-        if any(swap.needs_whole or swap.held[0] != lineage for swap in self._swaps.values()):
+        if any(swap.needs_whole or swap.held[0] != self.lineage for swap in self._swaps.values()):
             return None
         return min((swap.held[1] for swap in self._swaps.values()), default=None)
 

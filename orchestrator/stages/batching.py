@@ -135,7 +135,7 @@ class Batching:
     def _book(self, verdict: Verdict, *, now_s: float) -> None:
         for ended in verdict.ended:
             trajectory = ended.scored.trajectory
-            facts = facts_of(trajectory, reward=ended.scored.score.reward)
+            facts = facts_of(trajectory, reward=ended.scored.score.reward, step=ended.step)
             self._ledger.end(trajectory.rollout_id, ended.fate, now_s=now_s, reason=ended.reason, facts=facts)
         if verdict.is_placed:
             self._admission.placed()

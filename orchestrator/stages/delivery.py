@@ -330,6 +330,7 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> Mic
         rewards=np.array([sample.reward for sample in samples], np.float32),
         truncated=np.array([trajectory.finish is Finish.LENGTH for trajectory in trajectories], np.bool_),
         group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int32),
+        weights=np.array([sample.weight for sample in samples], np.float32) if any(sample.weight != 1.0 for sample in samples) else None,
         routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
     )
 

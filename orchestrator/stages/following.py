@@ -1,21 +1,30 @@
-"""Around scoring, in runs with a process reward model: it follows every rollout while it is being written, and scores its steps."""
+"""Around scoring, in runs with a process reward model: it follows every rollout while it is being written, and scores its steps.
+
+Where the config says so, a rollout that its steps show to be hopeless is stopped early, by a coin (`rules.early_stop`). How the coin fell
+is in the ledger before the engine hears of it: an attempt that a later life of the run finds cut off was stopped, and is not drawn again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
+from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.prm import Prm
 from pipelinerl.messages import (
     Cancel,
     Finish,
+    Flag,
     Generate,
     Int32,
     Outcome,
+    Scored,
     ScoredTrajectory,
     StepsScored,
     Tokens,
@@ -28,6 +37,15 @@ from pipelinerl.watch import Watch
 
 MAX_DEATHS = 3
 """Deaths of the process reward model over tokens of one trace before that trace fails: what it then is not, is innocent."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """What stops hopeless rollouts early."""
+
+    rule: EarlyStop
+    audit: Audit
+    engines: Engines
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -50,6 +68,10 @@ class _Trace:
     outcome: Outcome = Outcome.OK
     error: str = ""
     num_deaths: int = 0
+    flag: Flag | None = None
+    """How its coin fell; None while none has."""
+    num_flagged_at: int = 0
+    """Tokens sent when it did."""
     waiting: ScoredTrajectory | None = None
     """Has its reward, and waits for its steps."""
 
@@ -60,7 +82,7 @@ class Following:
     Engines are never held up: what waits for the model slows admission alone, see `brake`.
 
     takes     Tokens, from engines; Trajectory, from dispatch; ScoredTrajectory, from scoring; StepsScored, from the process reward model
-    gives     TraceTokens and Cancel, to that; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
+    gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
     waits for room towards scoring, comparing or batching
     woken by  engines, dispatch, scoring, the process reward model
     fails     never: a trace that cannot be scored is an outcome; what a model that dies had is sent again, and names a trace it dies of
@@ -82,11 +104,18 @@ class Following:
         credits: Signal,
         max_waiting_tokens: int,
         queue_bytes: int,
+        stopping: Stopping | None = None,
         restored: tuple[ScoredTrajectory, ...] = (),
+        flags: Mapping[tuple[str, int], Flag] | None = None,
     ) -> None:
-        """`credits` is set when `brake` lets go; of an earlier life of the run, `restored` was scored and its steps were not."""
+        """`credits` is set when `brake` lets go; of an earlier life of the run, `restored` was scored and its steps were not, and `flags`
+        tells, by rollout and attempt, how coins fell."""
         self.num_waiting_tokens = 0
         """Sent, and not answered for."""
+        self.num_flagged = 0
+        self.num_stopped = 0
+        self.num_saved_tokens = 0.0
+        """Estimate of the tokens that stopped rollouts would have gone on for: flagged survivors are a fair sample of them."""
         self.num_fenced = 0
         self._written = written
         self._trajectories = trajectories
@@ -97,7 +126,9 @@ class Following:
         self._watch = watch
         self._credits = credits
         self._max_waiting_tokens = max_waiting_tokens
+        self._stopping = stopping
         self._restored = restored
+        self._flags = flags or {}
         self._traces: dict[str, _Trace] = {}
         self._answers: Channel[ScoredTrajectory] = Channel(
             "step scores",
@@ -132,6 +163,9 @@ class Following:
         async for trajectory in self._written:
             if trajectory.finish is Finish.ERROR:
                 self._forget(trajectory.rollout_id)
+            elif (flag := self._trace_of(trajectory).flag) is not None and flag.stops:
+                self._end(trajectory, flag)
+                continue
             else:
                 self._complete(trajectory)
             await self._trajectories.put(trajectory)
@@ -153,24 +187,29 @@ class Following:
             return
         trace = self._complete(scored.trajectory)
         trace.waiting = scored
+        self._audit(scored, trace)
         self._finish(scored.trajectory.rollout_id, trace)
 
     def _complete(self, trajectory: Trajectory) -> _Trace:
         """Send what is left of a finished trajectory."""
-        num_prompt = len(trajectory.prompt.token_ids)
-        trace = self._trace(trajectory.rollout_id, trajectory.attempt, trajectory.token_ids[:num_prompt])
+        trace = self._trace_of(trajectory)
         if not trace.is_whole:
-            rest = trajectory.token_ids[num_prompt + len(trace.token_ids) :]
+            rest = trajectory.token_ids[len(trajectory.prompt.token_ids) + len(trace.token_ids) :]
             trace.is_whole = True
             self._send(trajectory.rollout_id, trace, rest, is_last=True)
         return trace
+
+    def _trace_of(self, trajectory: Trajectory) -> _Trace:
+        num_prompt = len(trajectory.prompt.token_ids)
+        return self._trace(trajectory.rollout_id, trajectory.attempt, trajectory.token_ids[:num_prompt])
 
     def _trace(self, rollout_id: str, attempt: int, prompt_token_ids: Int32) -> _Trace:
         """The trace of an attempt; one of an older attempt is given up for it."""
         trace = self._traces.get(rollout_id)
         if trace is None or trace.attempt < attempt:
             self._forget(rollout_id)
-            trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids)
+            flag = self._flags.get((rollout_id, attempt))
+            trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids, flag=flag)
         return trace
 
     def _send(self, rollout_id: str, trace: _Trace, token_ids: Int32, *, is_last: bool) -> None:
@@ -222,7 +261,49 @@ class Following:
             return
         trace.version = said.version
         trace.is_done = said.is_last
+        if self._stopping is not None and trace.flag is None:
+            self._judge(said.rollout_id, trace, stopping=self._stopping)
         self._finish(said.rollout_id, trace)
+
+    # --- early stop ---
+
+    def _judge(self, rollout_id: str, trace: _Trace, *, stopping: Stopping) -> None:
+        """Have a coin decide about a rollout that is still being written and that its steps so far show to be hopeless."""
+        if not stopping.audit.allows_stopping or not stopping.engines.owes(rollout_id, trace.attempt):
+            return
+        flag = stopping.rule.decide(rollout_id, trace.attempt, trace.scores)
+        if flag is None:
+            return
+        trace.flag, trace.num_flagged_at = flag, len(trace.token_ids)
+        self.num_flagged += 1
+        self._ledger.flag(rollout_id, attempt=trace.attempt, flag=flag, now_s=_now_s())
+        if not flag.stops:
+            return
+        self._ledger.flush()  # before the engine hears of it: see the module
+        self.num_stopped += 1
+        self._took(trace, len(trace.token_ids))
+        trace.is_done = True
+        self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+        stopping.engines.withdraw(rollout_id, trace.attempt)
+
+    def _end(self, trajectory: Trajectory, flag: Flag) -> None:
+        """An engine has given back what was stopped: it needs no reward."""
+        score = Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
+        steps = _scores_of(self._trace_of(trajectory))
+        stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, flag=flag)
+        self._ledger.score(stopped, now_s=_now_s())
+        self._take_scored(stopped)
+
+    def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
+        """A flagged rollout that went on shows what stopping its like saves and costs."""
+        if trace.flag is None or self._stopping is None or scored.score.reward is None:
+            return
+        self._stopping.audit.saw(reward=scored.score.reward)
+        if trace.num_flagged_at:  # in this life of the run
+            num_more = len(trace.token_ids) - trace.num_flagged_at
+            self.num_saved_tokens += (1.0 / trace.flag.probability - 1.0) * num_more
+
+    # --- the model's end ---
 
     def _on_lost(self) -> None:
         """The model has to be told everything again."""
@@ -252,15 +333,14 @@ class Following:
             return
         del self._traces[rollout_id]
         if trace.outcome is Outcome.OK:
-            steps = TraceScores(ends=np.array(trace.ends, np.int32), scores=np.array(trace.scores, np.float32), version=trace.version)
-            self._answer(msgspec.structs.replace(scored, steps=steps))
+            self._answer(msgspec.structs.replace(scored, steps=_scores_of(trace), flag=trace.flag))
             return
         error = f"process reward model: {trace.error}"
         score = msgspec.structs.replace(scored.score, outcome=trace.outcome, reward=None, components={}, error=error)
         self._answer(msgspec.structs.replace(scored, score=score))
 
     def _answer(self, scored: ScoredTrajectory) -> None:
-        self._ledger.amend("followed", (scored,), now_s=asyncio.get_running_loop().time())
+        self._ledger.amend("followed", (scored,), now_s=_now_s())
         self._answers.put_now(scored)  # bounded by admission: one for each rollout
 
     def _owed(self) -> str | None:
@@ -270,3 +350,11 @@ class Following:
                 owed = f"{self.num_waiting_tokens} tokens, the first of rollout {rollout_id}, attempt {trace.attempt}"
                 return f"the process reward model owes an answer for {owed}"
         return None
+
+
+def _scores_of(trace: _Trace) -> TraceScores:
+    return TraceScores(ends=np.array(trace.ends, np.int32), scores=np.array(trace.scores, np.float32), version=trace.version)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.kv import KvSpan
@@ -70,8 +72,8 @@ class Refresh:
         self._layout_for = layout_for
         self._commit_deadline_s = commit_deadline_s
         self._swaps = Swaps()
-        self._held_by_all: int | None = None
-        """What the trainer was told last."""
+        self._told: PolicyHeld | None = None
+        """What the trainer was told last of what all engines hold; None: nothing, and it assumes nothing."""
         self._tasks: asyncio.TaskGroup | None = None
         engines.peers.on(WeightsStaged, self._on_staged)
         engines.peers.on(WeightsCommitted, self._on_committed)
@@ -92,9 +94,9 @@ class Refresh:
     def _welcome(self, ready: TrainerReady) -> None:
         """Tell a trainer that starts the layout to publish in; the slots of the one before are gone."""
         self._swaps.forget_slots()
-        self._held_by_all = None  # as a trainer that starts assumes
+        self._told = None
         self._engines.forgive()  # what they refused may be what the dying trainer left
-        self._trainer.send("trainer-0", self._layout_for(ready))
+        self._trainer.send("trainer-0", msgspec.structs.replace(self._layout_for(ready), lineage=self._swaps.lineage))
 
     def _announce(self, published: PolicyPublished) -> None:
         policy = Policy(age=(published.lineage, published.version), slot=published.slot, digest=published.digest)
@@ -111,10 +113,10 @@ class Refresh:
             return
         for slot in self._swaps.take_free_slots():
             self._trainer.send("trainer-0", SlotReleased(slot=slot))
-        held = self._swaps.held_by_all()
-        if held != self._held_by_all:
-            self._held_by_all = held
-            self._trainer.send("trainer-0", PolicyHeld(version=held))
+        held = PolicyHeld(version=self._swaps.held_by_all(), lineage=self._swaps.lineage)
+        if held != (self._told or PolicyHeld(version=None, lineage=held.lineage)):
+            self._trainer.send("trainer-0", held)
+        self._told = held
 
     # --- one engine ---
 

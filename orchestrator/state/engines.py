@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from orchestrator.rules.routing import Loads
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Adopt, Completion, EngineLoad, EngineReady, Generate, Starting, Tensor, Tokens
+from pipelinerl.messages import Adopt, Cancel, Completion, EngineLoad, EngineReady, Generate, Starting, Tensor, Tokens
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
@@ -202,6 +202,17 @@ class Engines:
         self.peers.send(engine.peer, Adopt(rollouts=dict(rollouts)))
         for rollout_id, attempt in rollouts.items():
             self._await(rollout_id, attempt, engine, request=None, sink=sink(rollout_id), lost=lost(rollout_id))
+
+    def owes(self, rollout_id: str, attempt: int) -> bool:
+        """True while an engine has this attempt and has not answered."""
+        asked = self._asked.get(rollout_id)
+        return asked is not None and asked.attempt == attempt
+
+    def withdraw(self, rollout_id: str, attempt: int) -> None:
+        """Have the engine that owes this attempt end it now: it answers as ever, with what it has sampled."""
+        assert self.owes(rollout_id, attempt), "nobody has it"
+        peer = self._engines[self._asked[rollout_id].engine_id].peer
+        self.peers.send(peer, Cancel(rollout_id=rollout_id, attempt=attempt))
 
     def _await(self, rollout_id: str, attempt: int, engine: Engine, *, request: Generate | None, sink: Sink, lost: Lost) -> None:
         self._asked[rollout_id] = _Asked(engine_id=engine.engine_id, attempt=attempt, request=request, sink=sink, lost=lost)

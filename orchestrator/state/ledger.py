@@ -36,6 +36,7 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     began       a life of the run; `reason` is its settings and its clock in Unix seconds, as JSON
     admitted    a rollout, its group and prompt                     issued      an attempt of it, of `peer` at version `newest`
     lost        the attempt, and why                                generated   the attempt: tokens, versions, how it finished
+    flagged     the attempt, hopeless after step `place` by its score `reward`; `reason`, JSON: whether it stops, probability of going on
     scored      the attempt: outcome and reward                     followed    its steps have scores, or it cannot train
     compared    with its siblings: outcome and reward that count    placed      in a step
     packed      in a row and place of it
@@ -65,7 +66,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.state.store import COLUMNS, Store
-from pipelinerl.messages import Fate, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Fate, Flag, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 RUN_ENDED = "the run ended"
 """Reason of a rollout that was in flight when its run ended; it is revived when the run goes on."""
@@ -89,7 +90,7 @@ class Facts:
     """What is known of a rollout when it ends; None where it never got that far."""
 
     step: int | None = None
-    """Step it was trained in."""
+    """Step it was trained in, or counts in as one that was stopped early."""
     reward: float | None = None
     oldest_version: int | None = None
     newest_version: int | None = None
@@ -192,6 +193,11 @@ class Ledger:
     def lose(self, rollout_id: str, *, attempt: int, reason: str, now_s: float) -> None:
         """An attempt will not be answered, or its answer not be used."""
         self.book("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, reason=reason)
+
+    def flag(self, rollout_id: str, *, attempt: int, flag: Flag, now_s: float) -> None:
+        """A coin has fallen about an attempt that is being written."""
+        reason = json.dumps({"stops": flag.stops, "probability": flag.probability})
+        self.book("flagged", now_s=now_s, rollout_id=rollout_id, attempt=attempt, place=flag.step, reward=flag.predicted, reason=reason)
 
     def generate(self, trajectory: Trajectory, *, now_s: float) -> None:
         """An engine has answered."""

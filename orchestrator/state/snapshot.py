@@ -15,7 +15,7 @@ import numpy as np
 from orchestrator.rules.curriculum import success_of
 from orchestrator.state.ledger import Ledger
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import Prompt, Sample, ScoredTrajectory
+from pipelinerl.messages import Flag, Prompt, Sample, ScoredTrajectory
 from pipelinerl.transport.codec import Decoder
 
 
@@ -51,6 +51,8 @@ class RecordedStep:
     groups: tuple[tuple[ScoredTrajectory, ...], ...] = ()
     """What `loose` was made of, a group each."""
     num_groups: int = 0
+    num_stopped: int = 0
+    """Rollouts of its groups that were stopped early."""
     seal: tuple[int, int, str] | None = None
     """(tokens with a loss, samples, commit) where the step was sealed."""
 
@@ -75,6 +77,8 @@ class Snapshot:
     """Rollouts that were compared with their siblings."""
     followed: frozenset[str]
     """Rollouts whose steps have scores."""
+    flags: dict[tuple[str, int], Flag]
+    """By rollout in flight and attempt: how its coin fell."""
     steps: dict[int, RecordedStep]
     """Steps from `num_done` on; the last one may be open."""
     num_placed_groups: int
@@ -120,6 +124,7 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
         scored=scored,
         compared=frozenset(name for kind, name in amended if kind == "compared"),
         followed=frozenset(name for kind, name in amended if kind == "followed"),
+        flags=_flags(ledger),
         steps=steps,
         num_placed_groups=read("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0][0],
         running_groups=frozenset(running),
@@ -153,15 +158,20 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
     )
     sealed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, num_tokens, num_samples, seq, _ in seals}
     groups = dict(ledger.store.read("SELECT step, count(*) FROM groups WHERE step >= ? AND step < ? GROUP BY step", *bounds))
+    stopped = (
+        "SELECT step, count(*) FROM events WHERE kind = 'filtered' AND rollout_id IS NOT NULL AND step >= ? AND step < ? GROUP BY step"
+    )
+    num_stopped = dict(ledger.store.read(stopped, *bounds))
     steps = {
         step: RecordedStep(
             rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
             loose=tuple(loose[step]),
             groups=_groups(bodies[sample.trajectory.rollout_id] for sample in loose[step]),
             num_groups=groups.get(step, 0),
+            num_stopped=num_stopped.get(step, 0),
             seal=sealed.get(step),
         )
-        for step in sorted(rows.keys() | loose.keys() | sealed.keys())
+        for step in sorted(rows.keys() | loose.keys() | sealed.keys() | groups.keys())
     }
     for step, _, _, _, num_rows in seals:
         if len(steps[step].rows) != num_rows:
@@ -213,7 +223,7 @@ def _groups(scored: Iterable[ScoredTrajectory]) -> tuple[tuple[ScoredTrajectory,
 
 def _sample(scored: ScoredTrajectory, advantages: np.ndarray) -> Sample:
     assert scored.score.reward is not None, "a sample that was placed has a reward"
-    return Sample(trajectory=scored.trajectory, reward=scored.score.reward, advantages=advantages)
+    return Sample(trajectory=scored.trajectory, reward=scored.score.reward, advantages=advantages, weight=scored.weight)
 
 
 def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
@@ -238,6 +248,16 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
         InterruptedGroup(group_id=group_id, prompt=prompts[group_id], rollouts=tuple(rollouts))
         for group_id, rollouts in sorted(groups.items())
     )
+
+
+def _flags(ledger: Ledger) -> dict[tuple[str, int], Flag]:
+    in_flight = ledger.open_rollouts()
+    query = "SELECT rollout_id, attempt, place, reward, reason FROM events WHERE kind = 'flagged' AND rollout_id IS NOT NULL"
+    return {
+        (name, attempt): Flag(step=step, predicted=predicted, **msgspec.json.decode(reason))
+        for name, attempt, step, predicted, reason in ledger.store.read(query)
+        if name in in_flight
+    }
 
 
 def _deaths(ledger: Ledger) -> dict[str, dict[str, int]]:

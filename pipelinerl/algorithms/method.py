@@ -147,6 +147,8 @@ class RuleSpec:
     """An advantage rule whose inputs exist only in the trainer, once the step is whole."""
     per_token: bool = False
     """An advantage rule that gives each token a number of its own, not one to the whole sequence."""
+    allows_stopped: bool = False
+    """An advantage rule that stays unbiased where siblings were stopped early by a coin, and the others weigh more."""
     reads_advantages: bool = True
     """False for an objective that brings its own signal."""
 

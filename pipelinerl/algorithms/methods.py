@@ -63,7 +63,13 @@ _row(
     group_filter="zero_variance",
 )
 _row("rloo", "R - mean of the other siblings", "arXiv:2402.14740", advantage="rloo")
-_row("rloo_early_stop", "rloo under an unbiased early stop", "this project", advantage="rloo_doubly_robust")
+_row(
+    "rloo_early_stop",
+    "rloo under an unbiased early stop; token sums over a constant length, per rollout started",
+    "this project",
+    advantage="rloo_doubly_robust",
+    aggregation="seq-mean-token-sum-norm",
+)
 _row("remax", "R - R(greedy)", "arXiv:2310.10505", advantage="remax")
 _row("opo", "R - length-weighted mean", "arXiv:2505.23585", advantage="opo")
 _row(
@@ -190,13 +196,15 @@ def method_of(config: Config) -> Method:
     """The method a run's config names, checked against what this system supplies. Raises `ConfigError` as `resolve` does."""
     offers = ALWAYS_OFFERED | TRAINER_OFFERS
     offers |= REFERENCE_OFFERS if config.reference.path is not None else frozenset()
-    offers |= {Need.STEP_SCORES} if config.prm.path is not None else frozenset()
+    offers |= {Need.STEP_SCORES} if config.prm.is_used else frozenset()
+    offers |= {Need.PREDICTIONS} if config.prm.stop.below is not None else frozenset()
     return resolve(
         config.algorithm.name,
         config.algorithm.overrides,
         group_size=config.rollout.group_size,
         max_staleness=config.pipeline.max_staleness,
         updates_per_batch=config.trainer.passes,
+        stops_early=config.prm.stop.below is not None,
         offers=offers,
     )
 
@@ -210,6 +218,7 @@ def resolve(
     offers: Collection[Need] = ALWAYS_OFFERED,
     max_staleness: int | None = None,
     updates_per_batch: int = 1,
+    stops_early: bool = False,
     truncated_sampling: bool = False,
     replays_kept_tokens: bool = False,
     processed_logprobs: bool = True,
@@ -228,6 +237,7 @@ def resolve(
         offers=frozenset(offers) | ALWAYS_OFFERED | ({Need.CRITIC} if has_critic else set()),
         max_staleness=max_staleness,
         updates_per_batch=updates_per_batch,
+        stops_early=stops_early,
         truncated_sampling=truncated_sampling,
         replays_kept_tokens=replays_kept_tokens,
         processed_logprobs=processed_logprobs,

@@ -83,6 +83,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
         source="this project",
         needs=frozenset({Need.PREDICTIONS}),
         min_group=2,
+        allows_stopped=True,
     ),
     "remax": RuleSpec(formula="R - R(greedy)", source="ReMax arXiv:2310.10505", needs=frozenset({Need.GREEDY_REWARD})),
     "opo": RuleSpec(formula="R - sum(L R) / sum(L)", source="OPO arXiv:2505.23585", min_group=2),
@@ -146,7 +147,12 @@ ADVANTAGE: dict[str, RuleSpec] = {
         per_token=True,
     ),
     "step_reinforce": RuleSpec(
-        formula="step k: sum_{j>=k} gamma^(j-k) s_j", source="ROLL", options={"gamma": 1.0}, needs=_STEPS, per_token=True
+        formula="step k: sum_{j>=k} gamma^(j-k) s_j",
+        source="ROLL",
+        options={"gamma": 1.0},
+        needs=_STEPS,
+        per_token=True,
+        allows_stopped=True,
     ),
     "gigpo": RuleSpec(
         formula="(R - mean_g)/(std_g + eps) + weight * the same over discounted step returns from equal anchor states",

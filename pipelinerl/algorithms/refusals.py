@@ -23,6 +23,8 @@ class RunFacts:
     max_staleness: int | None
     """K of the run; None where none bounds it."""
     updates_per_batch: int
+    stops_early: bool
+    """Rollouts may be stopped early, by a coin."""
     truncated_sampling: bool
     """top-p or top-k is on."""
     replays_kept_tokens: bool
@@ -34,12 +36,12 @@ class RunFacts:
 _HOW_TO_OFFER: dict[Need, str] = {
     Need.COMPONENTS: "give the run several reward functions",
     Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout per prompt, or choose rloo",
-    Need.STEP_SCORES: "name a process reward model (prm.path)",
+    Need.STEP_SCORES: "name a process reward model (prm.path, or prm.judge)",
     Need.ANCHORS: "a rollout is one turn here, and the only state it names is the prompt, among whose siblings gigpo would be grpo;"
     " choose grpo or, with a process reward model, step_grpo",
     Need.ROLES: "give every prompt's row a column role; or choose rloo",
     Need.SUBGROUPS: "nothing here nests groups; choose grpo",
-    Need.PREDICTIONS: "switch unbiased early stopping on, or choose rloo",
+    Need.PREDICTIONS: "switch unbiased early stopping on (prm.stop.below), or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
     Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",
     Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
@@ -72,6 +74,7 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _bounds,
         _made_in_trainer,
         _withheld,
+        _stopped,
         _sampling,
     )
     return [problem for check in checks for problem in check(method, run)]
@@ -196,6 +199,27 @@ def _withheld(method: Method, run: RunFacts) -> Iterator[str]:
         yield (
             f"masks version_withhold would let tokens train that are {bound} versions old, and pipeline.max_staleness is"
             f" {run.max_staleness}: got bound {bound}, expected at most {run.max_staleness}."
+        )
+
+
+def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
+    """Whatever compares rollouts by who was not stopped, or divides by them, makes the estimate depend on the coins."""
+    if not run.stops_early:
+        return
+    for column, rule, spec in specs_of(method):
+        if column == "advantage" and not spec.allows_stopped:
+            yield (
+                f"prm.stop.below stops siblings early, and advantage {rule.name} would compare the others only: the estimate would be"
+                " biased. Choose rloo_doubly_robust (algorithm rloo_early_stop) or step_reinforce."
+            )
+        if column in ("group_filter", "batch") and rule.name != "none":
+            yield f"prm.stop.below stops siblings early, and {column} {rule.name} would judge by the others only. Set {column} to none."
+    if Need.WHOLE_STEP in method.needs:
+        yield "prm.stop.below stops rollouts early, and this method measures whole steps, by those that were not stopped. Choose another."
+    if method.aggregation is Aggregation.TOKEN_MEAN:
+        yield (
+            "prm.stop.below stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"
+            " aggregation that divides by rollouts started: seq-mean-token-sum-norm, seq-mean-token-sum or seq-mean-token-mean."
         )
 
 

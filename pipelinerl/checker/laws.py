@@ -3,6 +3,8 @@
 conservation   a rollout is admitted once and ends once; what ended stays ended, but what was cancelled with its run may be revived
 attempts       count up from 0; the next one only once the last is lost; an answer counts only for the attempt that is out
 steps          where steps are scored, a sample's are so once, after its own score, and before it is compared or placed
+early stop     where rollouts may be stopped, a coin falls about an attempt once, while it is out, as seed and names say; who is stopped has
+               no reward, is never placed, and counts among the samples of the step of its group
 comparison     where siblings are compared, each is so once, after its own score, and none is placed before
 exactly once   a sample is placed in one step, packed in one place of one row, and trained in that step; a step is done once and in turn,
                and is done again only after the trainer started from a checkpoint that does not hold it; a trainer that outlives the
@@ -36,6 +38,9 @@ class Rollout:
     is_out: bool = False
     """Its attempt was issued, and neither lost nor scored."""
     is_generated: bool = False
+    flagged: int | None = None
+    """Its attempt about which a coin has fallen."""
+    is_stopped: bool = False
     is_scored: bool = False
     is_followed: bool = False
     is_compared: bool = False
@@ -57,6 +62,8 @@ class Step:
     rows: list[int] = dataclasses.field(default_factory=list)
     """Samples in each row."""
     num_packed: int = 0
+    num_stopped: int = 0
+    """Rollouts of its groups that were stopped early."""
     num_tokens: int = 0
     groups: set[int] = dataclasses.field(default_factory=set)
     sealed_at: int | None = None
@@ -147,7 +154,7 @@ class Trial:
         self._demand(not rollout.is_scored, entry, "is issued after it was scored")
         self._demand(entry.attempt == rollout.attempt + 1, entry, f"is attempt {entry.attempt}, after {rollout.attempt}")
         self._refuse_quarantined(entry, rollout.prompt_id)
-        rollout.attempt, rollout.is_out, rollout.is_generated = entry.attempt or 0, True, False
+        rollout.attempt, rollout.is_out, rollout.is_generated, rollout.is_stopped = entry.attempt or 0, True, False, False
 
     def _on_adopted(self, entry: Entry, rollout: Rollout) -> None:
         self._demand(not rollout.fate and not rollout.is_scored and not rollout.is_out, entry, "is adopted, but was not in flight")
@@ -161,6 +168,19 @@ class Trial:
         self._demand(not rollout.is_generated, entry, "loses what was generated")
         rollout.is_out = False
 
+    def _on_flagged(self, entry: Entry, rollout: Rollout) -> None:
+        below, seed = self._promises.get("stops_below"), self._promises.get("seed")
+        self._demand(below is not None, entry, "is flagged in a run that stops nothing early")
+        self._demand(entry.reward is not None and entry.reward < (below or 0.0), entry, f"is flagged at {entry.reward}, not below {below}")
+        self._demand(rollout.is_out and entry.attempt == rollout.attempt, entry, f"flags attempt {entry.attempt}, which is not out")
+        self._demand(rollout.flagged != entry.attempt, entry, "is flagged a second time")
+        said = json.loads(entry.reason or "{}")
+        digest = hashlib.blake2b(f"{seed}/{entry.rollout_id}/{entry.attempt}".encode(), digest_size=8).digest()
+        coin = (int.from_bytes(digest, "big") >> 11) / 2**53
+        is_fair = 0.0 < said["probability"] <= 1.0 and said["stops"] == (coin >= said["probability"])
+        self._demand(is_fair, entry, f"stops: {said['stops']}, where the coin fell to {coin:.3f} of {said['probability']}")
+        rollout.flagged, rollout.is_stopped = entry.attempt, said["stops"]
+
     def _on_generated(self, entry: Entry, rollout: Rollout) -> None:
         is_refused = entry.reason == "error" and _row(rollout.prompt_id) in self._quarantined
         is_expected = rollout.is_out and entry.attempt == rollout.attempt and not rollout.is_generated
@@ -172,6 +192,10 @@ class Trial:
         self._demand(rollout.is_out and rollout.is_generated, entry, "is scored before it was generated")
         self._demand(entry.attempt == rollout.attempt, entry, f"scores attempt {entry.attempt}, but {rollout.attempt} is out")
         self._demand((entry.reason == "ok") == (entry.reward is not None), entry, f"is {entry.reason} with the reward {entry.reward}")
+        rollout.is_stopped &= not (entry.reason or "").startswith("error")  # an engine that fails may answer before it hears of the stop
+        self._demand(
+            (entry.reason == "stopped") == rollout.is_stopped, entry, f"is scored as {entry.reason}; stopped early: {rollout.is_stopped}"
+        )
         rollout.is_out, rollout.is_scored, rollout.has_reward = False, True, entry.reward is not None
 
     def _on_followed(self, entry: Entry, rollout: Rollout) -> None:
@@ -243,7 +267,18 @@ class Trial:
         self._demand(bool(entry.reason), entry, "ends without a reason")
         self._demand(rollout.step is None or entry.kind == "cancelled", entry, f"is {entry.kind} after it was placed")
 
-    _on_filtered = _on_stale = _on_failed = _on_cancelled = _on_not_trained
+    def _on_filtered(self, entry: Entry, rollout: Rollout) -> None:
+        self._on_not_trained(entry, rollout)
+        self._demand((entry.reason == "stopped early") == rollout.is_stopped, entry, f"{entry.reason}; stopped early: {rollout.is_stopped}")
+        if entry.step is None:
+            return
+        self._demand(entry.reason == "stopped early", entry, f"counts in step {entry.step}, and was not stopped early")
+        self._demand(entry.step == self._open_step, entry, f"counts in step {entry.step}, but {self._open_step} is being filled")
+        step = self.steps[entry.step]
+        step.num_stopped += 1
+        step.groups.add(rollout.group_id)
+
+    _on_stale = _on_failed = _on_cancelled = _on_not_trained
 
     def _on_revived(self, entry: Entry, rollout: Rollout) -> None:
         self._demand(rollout.fate == "cancelled" and rollout.reason == "the run ended", entry, f"is revived, and was {rollout.fate}")
@@ -262,9 +297,10 @@ class Trial:
         self._demand(entry.step == self._open_step, entry, f"seals step {entry.step}, but {self._open_step} is being filled")
         self._open_step += 1
         step.sealed_at = entry.seq
-        said, found = (entry.row, entry.place, entry.num_tokens), (len(step.rows), step.num_packed, step.num_tokens)
+        said = (entry.row, entry.place, entry.num_tokens)
+        found = (len(step.rows), step.num_packed + step.num_stopped, step.num_tokens)
         self._demand(said == found, entry, f"seals (rows, samples, tokens) {said}, packed were {found}")
-        self._demand(step.num_packed == len(step.placed), entry, f"seals {step.num_packed} samples of {len(step.placed)} placed")
+        self._demand(step.num_packed == len(step.placed), entry, f"seals {step.num_packed} packed samples of {len(step.placed)} placed")
         expected = self._promises["groups_per_step"]
         self._demand(len(step.groups) == expected, entry, f"seals {len(step.groups)} groups, expected {expected}")
 

@@ -27,7 +27,7 @@ def main() -> None:
     run_folder = arguments.run_folder
     with last_words(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
         config = read_config(run_folder)
-        set_environment()
+        set_environment(num_ranks=config.engine.num_ranks)
         if config.engine.kind == "vllm":
             from pipelinerl.engine.vllm_engine import import_everything
 
@@ -42,8 +42,11 @@ def engines_of_part(part: str | None, *, count: int) -> range:
     return range(*bounds)
 
 
-def set_environment() -> None:
-    """What vLLM reads from the environment, set before it is imported; values the user has set stand."""
+def set_environment(*, num_ranks: int = 1) -> None:
+    """What vLLM reads from the environment, set before it is imported; values the user has set stand.
+
+    `num_ranks` of one engine: on CPUs each has a core of its own, where there are as many.
+    """
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -54,6 +57,9 @@ def set_environment() -> None:
     if not Path("/dev/nvidiactl").exists():
         settings |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        if num_ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[:num_ranks])) if len(cores) >= num_ranks else "nobind"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -138,7 +144,11 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
         engine = FakeEngine(max_model_tokens=config.model.max_tokens or 4096, max_running=config.engine.max_running)
     else:
         from pipelinerl.engine.vllm_engine import VllmEngine
+        from pipelinerl.weights.adapters import choose_adapters
 
+        adapters, choices = choose_adapters(
+            config.lora, config.weights, max_staleness=config.pipeline.max_staleness, num_ranks=config.engine.num_ranks
+        )
         engine = VllmEngine(
             model=config.model,
             engine=config.engine,
@@ -146,6 +156,8 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
             seed=config.run.seed + engine_id,
             weights=config.weights,
             policies=run_folder / "weights",
+            adapters=adapters,
+            choices=choices,
         )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
     serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))

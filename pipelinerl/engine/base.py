@@ -71,9 +71,10 @@ class Engine(Protocol):
         """Fetch and verify a published policy, in a thread of its own, while `step` goes on. Raises `WeightsError`."""
         ...
 
-    def commit(self, recompute: Collection[str] = ()) -> None:
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         """Take the staged policy, between two forward passes; everything slow was done by `stage`.
 
-        The KV cache of the requests named in `recompute` is dropped, and computed again under this policy as they go on.
+        The KV cache of the requests named in `recompute` is dropped, and computed again under this policy as they go on; not of those
+        that go on under the policy they have. Returns those it was dropped for.
         """
         ...

@@ -81,8 +81,9 @@ class FakeEngine:
             raise WeightsError(f"slot {order.slot}: digest is not {order.digest}")
         self._staged = order.slot
 
-    def commit(self, recompute: Collection[str] = ()) -> None:
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         if self._staged is None:
             raise WeightsError("nothing is staged: commit follows stage")
         self._staged = None
         self._num_commits += 1
+        return [rollout_id for rollout_id in recompute if rollout_id in self._requests]

@@ -276,7 +276,7 @@ class EngineLoop:
         lagging = self._lagging_behind(order.version, span=order.kv_span)
         before = self._clock()
         try:
-            self._engine.commit(lagging)
+            recomputed = [lagging[rollout_id] for rollout_id in self._engine.commit(lagging)]
         except PipelineError as error:
             self._refuse(error)
             return
@@ -284,9 +284,9 @@ class EngineLoop:
         if order.lineage > self.lineage:
             self._withdraw_undone(order.version)
         self.lineage, self.version = order.lineage, order.version
-        for running in lagging.values():
+        for running in recomputed:
             running.kv_version = order.version
-        num_recomputed = sum(len(running.request.token_ids) + len(running.token_ids) for running in lagging.values())
+        num_recomputed = sum(len(running.request.token_ids) + len(running.token_ids) for running in recomputed)
         self.outbox.append(self._committed(order, pause_s=pause_s, stage_s=staging.stage_s, num_recomputed_tokens=num_recomputed))
         self._end_staging()
 

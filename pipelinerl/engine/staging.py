@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import threading
 
 from pipelinerl.engine.base import Engine
 from pipelinerl.messages import StageWeights
+from pipelinerl.weights.pace import at_most
 
 NICENESS = 17
 """How far staging yields to decoding where both want the same core: at 17 the scheduler gives it 23 shares to 1,024, 2 %, and measured it
 takes twice that. On a free core it makes no difference. Higher delays a policy for longer on a machine without one; lower takes more from
 decoding."""
+SHARE = 0.03
+"""Of the core, while a policy is staged, where decoding has only that one. Higher stages sooner and takes more from decoding."""
 
 
 class StagingThread:
@@ -20,10 +24,10 @@ class StagingThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=_yield_to_decoding)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=yield_to_decoding)
 
     def __call__(self, order: StageWeights) -> concurrent.futures.Future[None]:
-        return self._thread.submit(self._engine.stage, order)
+        return self._thread.submit(self._stage, order)
 
     def __enter__(self) -> StagingThread:
         return self
@@ -31,6 +35,16 @@ class StagingThread:
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown()
 
+    def _stage(self, order: StageWeights) -> None:
+        with beside_decoding():
+            self._engine.stage(order)
 
-def _yield_to_decoding() -> None:
+
+def beside_decoding() -> contextlib.AbstractContextManager[None]:
+    """For the time of one staging: it keeps to its share where decoding has no other core than this thread's."""
+    return at_most(SHARE) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext()
+
+
+def yield_to_decoding() -> None:
+    """Lower this thread's priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # Linux keeps a niceness for each thread

@@ -1,18 +1,18 @@
-"""Policies that are LoRA adapters (arXiv:2106.09685): only the adapter travels, and several versions of it are served side by side.
+"""LoRA adapters that are served side by side by vLLM, each a version of the policy: a `weights.commit.Commit`.
 
-The base weights stay as they were loaded. An adapter is staged like any policy, verified tensor by tensor, and becomes one more of vLLM's,
-in memory: no disk is written or read. A sequence is sampled to its end under the adapter it began with, so its tokens are of one version.
-Where all places are taken by adapters with sequences, the oldest one's sequences go on under the new one; each token says which.
+An adapter is staged like any policy and verified tensor by tensor, in memory: no disk is written or read. vLLM keeps adapters in rows of
+one tensor per layer. There is one row more than versions are served, and no sequence reads it: staging writes there, beside the forward
+passes, and the commit exchanges two entries of the table that says which row an adapter is in. So the pause is microseconds, whatever the
+adapter's size.
 
-Tensors are named as PEFT names them: `base_model.model.<module>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank].
+A sequence is sampled to its end under the adapter it began with, so its tokens are of one version and its KV cache is of that version, too.
+Where all versions that may be served side by side have sequences, those of the oldest go on under the newest, and each token says so.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
+import contextlib
 from typing import Any
 
 import torch
@@ -20,113 +20,126 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from pipelinerl.engine.vllm_weights import checkpoint_shapes
-from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Tensor
-from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.messages import StageWeights, Tensor
+from pipelinerl.weights.adapters import AdapterShape
+from pipelinerl.weights.base import num_bytes, views
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShape:
-    """What every adapter of a run has in common."""
-
-    rank: int
-    alpha: float
-    """Adapters are multiplied by alpha / rank."""
-    targets: tuple[str, ...]
-    """Last part of the names of the matrices that have one."""
-    num_places: int = 4
-    """Versions served side by side. More cost memory and, on some kernels, time; fewer change the adapter under more sequences."""
-
-    def options(self) -> dict[str, Any]:
-        """vLLM engine arguments. One place more on the host, so that none is evicted behind our back."""
-        return {
-            "enable_lora": True,
-            "max_loras": self.num_places,
-            "max_cpu_loras": self.num_places + 1,
-            "max_lora_rank": max(8, 1 << (self.rank - 1).bit_length()),
-        }
-
-
-def adapter_layout(folder: Path, shape: AdapterShape, *, dtype: str) -> tuple[Tensor, ...]:
-    """Where each tensor of an adapter lies in a policy's buffer, for the model in `folder`. Raises `ConfigError` where nothing fits."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, (rows, *columns) in sorted(checkpoint_shapes(folder).items()):
-        module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in shape.targets and len(columns) == 1:
-            for part, size in (("lora_A", (shape.rank, columns[0])), ("lora_B", (rows, shape.rank))):
-                tensors[f"base_model.model.{module}.{part}.weight"] = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
-    if not tensors:
-        raise ConfigError(f"{folder} has no matrix named {', '.join(shape.targets)}: an adapter would have nothing to change")
-    return plan_layout(tensors)
+def adapter_options(shape: AdapterShape) -> dict[str, Any]:
+    """vLLM engine arguments that make room for the versions served and the one being staged, on the matrices that have adapters."""
+    return {
+        "enable_lora": True,
+        "max_loras": shape.num_versions + 1,
+        "max_cpu_loras": shape.num_versions + 1,
+        "max_lora_rank": max(8, 1 << (shape.rank - 1).bit_length()),
+        "lora_target_modules": list(shape.targets),
+    }
 
 
 class Adapters:
-    """The adapters a vLLM engine holds: a `weights.commit.Commit`, and which of them each request is served under."""
+    """The adapters a vLLM engine holds, and which of them each request is served under."""
 
     def __init__(self, manager: Any, *, layout: tuple[Tensor, ...], shape: AdapterShape, device: torch.device) -> None:
-        """`manager` is the worker's LoRA manager."""
+        """`manager` is the worker's LoRA manager. Version 0 is an adapter that changes nothing."""
+        self.moved: frozenset[str] = frozenset()
+        """Requests that the last commit had go on under another version."""
         self._manager = manager
         self._layout = layout
         self._shape = shape
         self._device = device
         self._num_bytes = num_bytes(layout)
-        self._spare = torch.zeros(self._num_bytes, dtype=torch.uint8)
-        self._live: torch.Tensor = torch.zeros(self._num_bytes, dtype=torch.uint8)
+        self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8)
+        self._live = torch.zeros(self._num_bytes, dtype=torch.uint8)
         self._staged: tuple[torch.Tensor, Any] | None = None
-        self._versions: dict[int, int] = {}
+        self._version = 0
+        """Of what is staged."""
+        for place in range(1, shape.num_versions + 2):
+            manager.add_adapter(self._model_in(self._live, place=place))
+            manager.activate_adapter(place)
+        self._unserved = shape.num_versions + 1
+        """The place whose row is written next: vLLM knows an adapter by its place, and finds its row in a table."""
+        self._versions: dict[int, int] = {1: 0}
         """By place, in the order they were filled: the version of its adapter."""
         self._served: dict[str, int] = {}
-        """Place by rollout; None of those that run without an adapter."""
-        self.staged_version = 0
-        """Version of what is staged; set by whoever stages."""
+        """Place by rollout."""
 
-    def request_for(self, rollout_id: str, *, lineage: int) -> LoRARequest | None:
-        """What vLLM is told to serve a new request under: the newest adapter; None before there is one."""
-        if not self._versions:
-            return None
+    def request_for(self, rollout_id: str, *, lineage: int) -> LoRARequest:
+        """What vLLM is told to serve a new request under: the newest adapter."""
         place = next(reversed(self._versions))
         self._served[rollout_id] = place
         return LoRARequest(lora_name=f"v{self._versions[place]}.{lineage}", lora_int_id=place, lora_path="in memory")
 
     def version_of(self, rollout_id: str) -> int:
-        """The version a running request is sampled under; 0, the model as it was loaded, without an adapter."""
-        return self._versions.get(self._served.get(rollout_id, 0), 0)
+        """The version a running request is sampled under."""
+        return self._versions[self._served[rollout_id]]
 
     def ended(self, rollout_id: str) -> None:
         """Forget a request."""
         self._served.pop(rollout_id, None)
 
+    def is_next(self, order: StageWeights) -> None:
+        """Note which version is staged."""
+        self._version = order.version
+
     def spare(self) -> torch.Tensor:
-        return self._spare
+        return self._buffer
 
     def save(self, buffer: torch.Tensor) -> None:
         buffer[: self._num_bytes].copy_(self._live)
 
     def stage(self, buffer: torch.Tensor) -> None:
-        taken = buffer[: self._num_bytes].clone()  # vLLM scales B in place, and the trainer writes its buffer again
-        self._staged = taken, self._model_of(views(taken.clone(), self._layout))
+        taken = buffer[: self._num_bytes].clone()  # the trainer writes its buffer again
+        model = self._model_in(taken, place=self._unserved)
+        self._manager._create_merged_loras_inplace(model)  # q, k and v in one, as the layers have them; B scaled
+        self._write(model, self._row_of(self._unserved))
+        self._staged = taken, model
 
     def commit(self) -> None:
         assert self._staged is not None
         self._live, model = self._staged
-        place = self._place()
-        model.id = place
-        self._manager.remove_adapter(place)
-        self._manager.add_adapter(model)
-        self._manager.activate_adapter(place)
-        self._versions[place] = self.staged_version
         self._staged = None
-
-    def _place(self) -> int:
-        """A place for one more adapter: a free one, else one that no sequence needs, else the oldest."""
-        used = collections.Counter(self._served.values())
-        free = next((place for place in range(1, self._shape.num_places + 1) if place not in self._versions), None)
-        place = free or next((place for place in self._versions if not used[place]), next(iter(self._versions)))
+        undone = [place for place, version in self._versions.items() if version > self._version]
+        place = self._place_for_one_more()
+        self.moved = frozenset(rollout_id for rollout_id, served in self._served.items() if served in {place, *undone})
+        self._exchange(place, self._unserved)
+        for other in undone:  # a rollback, which is rare: what no longer counts is overwritten, inside the pause
+            if other != place:
+                self._write(model, self._row_of(other))
+                self._versions[other] = self._version
         self._versions.pop(place, None)
-        return place
+        self._versions[place] = self._version
 
-    def _model_of(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def _place_for_one_more(self) -> int:
+        """A place for one more version: one never used, else one that no sequence needs, else the oldest."""
+        used = collections.Counter(self._served.values())
+        places = (place for place in range(1, self._shape.num_versions + 2) if place != self._unserved)
+        free = next((place for place in places if place not in self._versions), None)
+        return free or next((place for place in self._versions if not used[place]), next(iter(self._versions)))
+
+    def _row_of(self, place: int) -> int:
+        return self._manager.lora_index_to_id.index(place)
+
+    def _exchange(self, place: int, other: int) -> None:
+        """Have each of two places mean the row that was the other's; vLLM reads the table before every forward pass."""
+        table = self._manager.lora_index_to_id
+        one, two = table.index(place), table.index(other)
+        table[one], table[two] = other, place
+
+    def _write(self, model: Any, row: int) -> None:
+        on_device = self._device.type != "cpu"
+        stream = torch.Stream(self._device) if on_device else None  # of its own: forward passes do not wait for it
+        with stream or contextlib.nullcontext():
+            for name, layer in self._manager.modules.items():
+                weights = self._manager._get_lora_layer_weights(model, name)
+                if weights is None:
+                    layer.reset_lora(row)
+                else:
+                    layer.set_lora(row, weights.lora_a, weights.lora_b)
+        if stream is not None:
+            stream.synchronize()
+
+    def _model_in(self, buffer: torch.Tensor, *, place: int) -> Any:
+        """The adapter in a buffer as vLLM has it, in memory of its own."""
         config = {
             "peft_type": "LORA",
             "r": self._shape.rank,
@@ -135,10 +148,10 @@ class Adapters:
             "bias": "none",
         }
         return LoRAModel.from_lora_tensors(
-            1,
-            dict(tensors),
+            place,
+            views(buffer.clone(), self._layout),
             PEFTHelper.from_dict(config),
-            device=str(self._device),
+            device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
             model_vocab_size=self._manager.vocab_size,
         )

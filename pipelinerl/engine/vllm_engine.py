@@ -9,6 +9,7 @@ a new policy can be taken by pointing parameters at it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection
@@ -25,11 +26,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
-from pipelinerl.engine.vllm_adapters import Adapters, AdapterShape, adapter_layout
+from pipelinerl.engine.vllm_adapters import Adapters, adapter_options
+from pipelinerl.engine.vllm_ranks import EXTENSION, Ranks
 from pipelinerl.engine.vllm_routes import RouteRecorder
-from pipelinerl.engine.vllm_weights import keep_plain_weights, obstacles_of, plan_of
+from pipelinerl.engine.vllm_weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
+from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.commit import Commit, choose, make
 from pipelinerl.weights.intake import Intake
 from pipelinerl.weights.receivers import Receivers, device_roads
@@ -61,16 +64,28 @@ class VllmEngine:
         weights: WeightsSection | None = None,
         policies: Path = Path("weights"),
         adapters: AdapterShape | None = None,
+        choices: tuple[str, ...] = (),
     ) -> None:
-        """`policies` is the folder of published files, where policies travel by files; `adapters`: policies are LoRA adapters."""
+        """`policies` is the folder of published files, where policies travel by files; `adapters`: policies are these alone.
+
+        `choices` were made before it was made, and are said with its own.
+        """
         keep_plain_weights()
-        options = adapters.options() if adapters else {}
+        options = adapter_options(adapters) if adapters else {}
+        if is_spread := engine.num_ranks > 1:
+            options |= {"worker_extension_cls": EXTENSION}
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         self._adapters: Adapters | None = None
-        commit, layout, choice = self._taker(Path(model.path), adapters, weights)
-        self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
+        self._ranks: Ranks | None = None
+        if is_spread:
+            shapes = checkpoint_shapes(Path(model.path))
+            self._weights = self._ranks = Ranks(self._llm, folder=Path(model.path), shapes=shapes, wanted=weights.commit)
+            layout, choice = self._ranks.layout, self._ranks.choice
+        else:
+            commit, layout, choice = self._taker(Path(model.path), adapters, weights)
+            self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
         self._routes = self._recorder() if model.replay_routes else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -81,8 +96,8 @@ class VllmEngine:
             max_model_tokens=self._llm.model_config.max_model_len,
             max_running=engine.max_running,
             tensors=layout,
-            choices=(choice,),
-            roads=device_roads(),
+            choices=(*choices, choice),
+            roads=() if is_spread else device_roads(),
         )
         self._prove_forward_pass(Path(model.path))
 
@@ -118,8 +133,11 @@ class VllmEngine:
 
     def step(self) -> list[Chunk]:
         try:
-            outputs = self._core.get_output().outputs
+            with self._ranks.turns if self._ranks is not None else contextlib.nullcontext():
+                outputs = self._core.get_output().outputs
         except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
+            if self._ranks is not None and self._ranks.are_lost:
+                raise RuntimeError(f"a rank of this engine is lost: {error}") from error
             self._core.abort_requests(list(self._rollouts))
             for rollout_id in self._requests:
                 self._forget_adapter(rollout_id)
@@ -134,12 +152,15 @@ class VllmEngine:
     def stage(self, order: StageWeights) -> None:
         self._weights.stage(order)
         if self._adapters is not None:
-            self._adapters.staged_version = order.version
+            self._adapters.is_next(order)
 
-    def commit(self, recompute: Collection[str] = ()) -> None:
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         self._weights.commit()
-        if recompute:
-            self._drop_kv({self._requests[rollout_id] for rollout_id in recompute if rollout_id in self._requests})
+        goes_on = self._requests if self._adapters is None else self._adapters.moved
+        dropped = [rollout_id for rollout_id in recompute if rollout_id in goes_on]
+        if dropped:
+            self._drop_kv({self._requests[rollout_id] for rollout_id in dropped})
+        return dropped
 
     @property
     def kv_used(self) -> float | None:
@@ -179,10 +200,10 @@ class VllmEngine:
     def _taker(self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection) -> tuple[Commit, tuple[Tensor, ...], str]:
         """What brings policies into force here, the layout they are wanted in, and a sentence that says why."""
         if adapters is not None:
-            layout = adapter_layout(folder, adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
+            layout = adapter_layout(checkpoint_shapes(folder), adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
             manager = self._runner.lora_manager._adapter_manager
             self._adapters = Adapters(manager, layout=layout, shape=adapters, device=self._runner.device)
-            return self._adapters, layout, f"policies are adapters of rank {adapters.rank}, {adapters.num_places} versions side by side"
+            return self._adapters, layout, "policies are committed by exchanging rows: adapters are staged in one that no sequence reads"
         parameters, layout = plan_of(self.model, folder=folder)
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
         way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)

@@ -10,6 +10,7 @@ order of its own (`ConfigError`).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.commit import CAN_FLIP, Placed, Way
+from pipelinerl.weights.reshard import Box, whole
 
 ALIGNMENT_BYTES = 256
 """Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
@@ -96,10 +98,33 @@ def _is_elsewhere(module: torch.nn.Module) -> bool:
     return any(parameter.device.type != "cpu" for parameter in module.parameters())
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank holds of a checkpoint tensor."""
+
+    box: Box
+    """Which part, in the checkpoint tensor's coordinates."""
+    tensor: Tensor
+    """The same as a tensor of its own: its place in the rank's buffer."""
+
+
 def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
     """Where each parameter lies in a policy's buffer, and where each checkpoint tensor.
 
     Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
+    """
+    placed, parts = plan_of_rank(model, folder=folder)
+    shapes = checkpoint_shapes(folder)
+    for name, part in parts.items():
+        if part.box != whole(shapes[name]):
+            raise ConfigError(f"vLLM takes a part of {name} alone, {part.box}; such a model cannot yet be swapped by pointer")
+    return placed, tuple(part.tensor for part in parts.values())
+
+
+def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], dict[str, Part]]:
+    """Where each parameter of this rank lies in a buffer of its own, and where what it holds of each checkpoint tensor.
+
+    Raises `ConfigError` for a model whose parameters are not boxes of its checkpoint's tensors laid side by side.
     """
     parameters, twins = _owners({name: parameter for name, parameter in model.named_parameters() if parameter.numel()})
     checkpoint = _read_checkpoint(folder)
@@ -110,20 +135,22 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
     with torch.no_grad(), recorder:
         model.load_weights(iter(checkpoint.items()))  # pyright: ignore[reportCallIssue]
     offsets, placed = _place(parameters)
-    tensors: list[Tensor] = []
+    parts: dict[str, Part] = {}
     filled = dict.fromkeys(parameters, 0)
     for name, target, origin, source in recorder.copies:
-        if not (target.is_contiguous() and source.is_contiguous() and source.shape == checkpoint[origin].shape):
+        box = _box_of(source, checkpoint[origin])
+        if box is None or origin in parts or not target.is_contiguous():
             raise ConfigError(f"vLLM splits or reorders {origin} when it fills {name}; such a model cannot yet be swapped by pointer")
         size = target.element_size()
-        tensors.append(
-            Tensor(
+        parts[origin] = Part(
+            box=box,
+            tensor=Tensor(
                 name=origin,
                 shape=tuple(source.shape),
                 dtype=str(target.dtype).removeprefix("torch."),
                 offset_bytes=offsets[name] + int(target.storage_offset() - parameters[name].storage_offset()) * size,
                 num_bytes=target.numel() * size,
-            )
+            ),
         )
         filled[name] += target.numel()
     unfilled = [name for name, count in filled.items() if count != parameters[name].numel()]
@@ -133,7 +160,20 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
             " vLLM transforms them after loading (quantised or fused experts?); such a model cannot yet be swapped by pointer"
         )
     placed += [Placed(parameter=twin, offset_bytes=offsets[owner], num_bytes=twin.numel() * twin.element_size()) for twin, owner in twins]
-    return placed, tuple(tensors)
+    return placed, parts
+
+
+def _box_of(view: torch.Tensor, tensor: torch.Tensor) -> Box | None:
+    """Which part of a contiguous tensor a view of it is, or None where it is no box."""
+    if view.dim() != tensor.dim() or any(
+        ours != theirs for ours, theirs, size in zip(view.stride(), tensor.stride(), view.shape, strict=True) if size > 1
+    ):
+        return None
+    box, rest = [], int(view.storage_offset() - tensor.storage_offset())
+    for size, stride in zip(view.shape, tensor.stride(), strict=True):
+        first, rest = divmod(rest, stride)
+        box.append((first, first + size))
+    return tuple(box)
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -55,6 +55,9 @@ def _occupancy(measures: Measures) -> list[Finding]:
     if measures.empty_fraction is not None:
         arithmetic = "mean over the gauges at which dispatch was held back, else 0"
         found.append(Finding(what="engines: slots empty, admission closed", arithmetic=arithmetic, value=percent(measures.empty_fraction)))
+    if measures.kv_used is not None:
+        arithmetic = "mean over the gauges, of the fullest engine"
+        found.append(Finding(what="engines: KV cache in use", arithmetic=arithmetic, value=percent(measures.kv_used)))
     return found
 
 

@@ -32,6 +32,9 @@ PAUSES_EXPLAIN = 0.5
 HALF_EMPTY = 0.5
 """Part of the sequence slots that admission must keep empty before it is named. Engines decode nearly as fast with a few slots free."""
 
+CACHE_IS_FULL, CACHE_HAS_ROOM = 0.9, 0.6
+"""Part of a KV cache in use from which on more sequences do not fit, and up to which raising the number of slots is worth a try."""
+
 
 class Limiter(enum.StrEnum):
     """The part that limits the run."""
@@ -212,7 +215,28 @@ def _advice_for_generation(measures: Measures, factor: float, tables: Tables) ->
         return (
             f"{advice}; before that, fill those there are: on average they decoded {used} (pipeline.max_running, pipeline.max_staleness)."
         )
+    if room := _room_of_caches(measures):
+        return f"{advice}; before that, {room}."
     return f"{advice}, or fewer trainer ranks if machines are to move from one half to the other."
+
+
+def _room_of_caches(measures: Measures) -> str:
+    """What the KV caches of engines whose slots are in use say of more sequences at once; empty where they do not decide."""
+    if measures.kv_used is None or not measures.num_sequence_slots:
+        return ""
+    slots, used = measures.num_sequence_slots // measures.num_engines, percent(measures.kv_used)
+    if measures.kv_used >= CACHE_IS_FULL:
+        return (
+            f"more KV cache for each (engine.kv_cache_bytes): it is {used} full, so that more sequences would push each other out"
+            " (pipeline.adaptive_running keeps to what fits)"
+        )
+    if measures.kv_used <= CACHE_HAS_ROOM:
+        more = math.floor(slots * CACHE_IS_FULL / measures.kv_used + 0.05)
+        fit = f"{slots} × {percent(CACHE_IS_FULL)} / {used} = {more}"
+        return (
+            f"more sequences at once in each: all slots are in use and the KV cache is {used} full, so {fit} would fit (engine.max_running)"
+        )
+    return ""
 
 
 def _scaled(num: int, factor: float) -> str:

@@ -131,6 +131,8 @@ def pause_per_swap(tables: Tables) -> str:
     plot.rule(p50, text=f"p50 {quantity(p50)} ms", css="c-train")
     plot.rule(p99, text=f"p99 {quantity(p99)} ms", css="c-swap")
     note = f"{plural(len(points), 'swap')}" + (f", one in {stride} drawn" if stride > 1 else "")
+    if num_recomputed := sum(swap.num_recomputed_tokens or 0 for _, _, swap in swaps):
+        note += f"; they dropped the KV cache of {whole(num_recomputed)} tokens, to be computed again"
     return figure("Pause per swap", plot.svg(), note=note)
 
 

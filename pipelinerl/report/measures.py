@@ -34,6 +34,8 @@ class Measures:
     """Sequences decoded at once, over all engines."""
     num_sequence_slots: int | None
     """Sequences all engines could decode at once."""
+    kv_used: float | None
+    """Part of one of the KV cache that sequences hold, in the fullest engine of each moment."""
     num_scoring_slots: int | None
     scorer_busy_s: float | None
     trainer_wait_s: float | None
@@ -105,6 +107,7 @@ def measure(tables: Tables) -> Measures | None:
         num_swaps=len(swaps),
         mean_running=counters.mean(counters.total(engine.num_running for engine in row.engines) for row in statuses),
         num_sequence_slots=num_engines * slots if isinstance(slots, int) else None,
+        kv_used=counters.mean(_fullest(row) for row in statuses),
         num_scoring_slots=_num_scoring_slots(tables, last),
         scorer_busy_s=grown(counters.growth_of_all(statuses, lambda row: {scorer.scorer_id: scorer.busy_s for scorer in row.scorers})),
         trainer_wait_s=_trainer_wait_s(steps, statuses, scale),
@@ -117,6 +120,10 @@ def measure(tables: Tables) -> Measures | None:
         generated_tokens=grown(counters.growth(row.generated_tokens for row in statuses)),
         trained_tokens=counters.total(step.num_trained_tokens for step in steps),
     )
+
+
+def _fullest(status: StatusRow) -> float | None:
+    return max((engine.kv_used for engine in status.engines if engine.kv_used is not None), default=None)
 
 
 def _start_of_first(steps: Sequence[StepRow], *, began: float | None) -> float | None:

@@ -34,6 +34,8 @@ class EngineGauge:
     num_steps: float | None = None
     busy_s: float | None = None
     idle_s: float | None = None
+    kv_used: float | None = None
+    """Part of its KV cache that sequences hold."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class QueueGauge:
     items: float | None = None
     bytes: float | None = None
     bound_bytes: float | None = None
+    ever: float | None = None
+    """Items put into it since the orchestrator started."""
 
     @property
     def fill_fraction(self) -> float | None:
@@ -139,6 +143,8 @@ class SwapRow:
     pause_s: float | None = None
     stage_s: float | None = None
     num_running: float | None = None
+    num_recomputed_tokens: float | None = None
+    """Tokens whose KV cache was dropped, to be computed again under the new version."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ class ShownSample:
     reward: float | None
     advantage: float | None
     finish: str
+    steps: tuple[tuple[int, float], ...] = ()
+    """(position of its last token in the completion, score) of each step, where a process reward model gave them."""
 
     @property
     def completion(self) -> str:
@@ -35,6 +37,11 @@ class ShownSample:
     def versions(self) -> str:
         """`v3 × 5, v4 × 9`: versions and how many tokens each sampled."""
         return ", ".join(f"v{version} × {len(texts)}" for version, texts in self.pieces)
+
+    @property
+    def step_scores(self) -> str:
+        """The scores in order, as text."""
+        return ", ".join(f"{score:.3f}" for _, score in self.steps)
 
 
 class Decoder:
@@ -98,4 +105,5 @@ def shown_sample(line: Line, decoder: Decoder) -> ShownSample:
         reward=rows.number(line.get("reward")),
         advantage=rows.number(line.get("advantage")),
         finish=str(line.get("finish", "")),
+        steps=tuple((int(end), float(score)) for end, score in line.get("steps", [])),
     )

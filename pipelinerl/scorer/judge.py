@@ -6,9 +6,11 @@ call is one request: what is not an answer raises, which is a failed try, never 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.errors import ConfigError
 
@@ -34,6 +36,18 @@ class NoVerdict(Exception):
     """The judge did not answer, or its answer holds no score in range; the message says what came."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a judge said."""
+
+    score: float
+    """0 to 1."""
+    num_tokens: int
+    """Of question and answer, by the endpoint's own account; 0 where it gives none."""
+    num_cached: int
+    """Of them, read from its prefix cache."""
+
+
 def ask_judge(
     prompt: str,
     completion: str,
@@ -45,39 +59,65 @@ def ask_judge(
     max_tokens: int = 512,
     timeout_s: float = 60.0,
     key_file: str | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> float:
     """The judge's score over `best`, hence from 0 to 1. Raises `NoVerdict`.
 
     `url` is the endpoint up to and with `/v1`. In `question`, {prompt} and {completion} are replaced; the completion may plead for a good
     score, so the last score in the judge's own words counts. `key_file` holds the key, because a worker's environment holds no secrets.
+    `extra` are further fields of the request, as the endpoint takes them.
     """
+    given = {"question": question, "best": best, "max_tokens": max_tokens, "timeout_s": timeout_s, "extra": extra}
+    return ask(prompt, completion, client=_client(key_file), url=url, model=model, **given).score
+
+
+def ask(
+    prompt: str,
+    completion: str,
+    *,
+    client: httpx.Client,
+    url: str,
+    model: str,
+    question: str,
+    best: float,
+    max_tokens: int,
+    timeout_s: float,
+    extra: dict[str, Any] | None,
+) -> Verdict:
+    """As `ask_judge`, with what the answer cost."""
     text = re.sub(r"\{(prompt|completion)\}", lambda found: {"prompt": prompt, "completion": completion}[found[1]], question)
-    body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": max_tokens}
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": max_tokens} | (extra or {})
     try:
-        response = _client(key_file).post(f"{url.rstrip('/')}/chat/completions", json=body, timeout=timeout_s)
+        response = client.post(f"{url.rstrip('/')}/chat/completions", json=body, timeout=timeout_s)
     except httpx.HTTPError as error:
         raise NoVerdict(f"{url} could not be asked: {type(error).__name__}: {error}") from error
     if response.status_code != 200:
         raise NoVerdict(f"{url} answered {response.status_code}: {response.text[:_ERROR_CHARACTERS]}")
-    return _read_score(response, best=best) / best
+    return _read(response, best=best)
 
 
-def _read_score(response: httpx.Response, *, best: float) -> float:
+def _read(response: httpx.Response, *, best: float) -> Verdict:
     try:
-        reply = response.json()["choices"][0]["message"]["content"]
+        answer = response.json()
+        reply = answer["choices"][0]["message"]["content"]
         found = _SCORE.findall(reply)
-    except (ValueError, LookupError, TypeError) as error:
+        usage = answer.get("usage") or {}
+        num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise NoVerdict(f"the judge's answer is no chat completion: {response.text[:_ERROR_CHARACTERS]}") from error
     if not found:
         raise NoVerdict(f"the judge gave no line 'SCORE: <number>': {reply[-_ERROR_CHARACTERS:]!r}")
     score = float(found[-1])
     if not 0.0 <= score <= best:
         raise NoVerdict(f"the judge gave {score:g}, expected a score from 0 to {best:g}")
-    return score
+    return Verdict(score=score / best, num_tokens=int(usage.get("total_tokens") or 0), num_cached=int(num_cached))
 
 
-@functools.cache
-def _client(key_file: str | None) -> httpx.Client:
-    """One per worker, so that its connection is kept."""
+def client_with(key_file: str | None) -> httpx.Client:
+    """A client that shows the key in this file, if any; it keeps its connections."""
     headers = {} if key_file is None else {"Authorization": f"Bearer {Path(key_file).read_text().strip()}"}
     return httpx.Client(headers=headers, trust_env=False)
+
+
+_client = functools.cache(client_with)
+"""One per worker."""

@@ -131,6 +131,9 @@ class Trace:
     ) -> None:
         self.rollout_id = rollout_id
         self.attempt = attempt
+        self.prompt = prompt
+        self.texts: list[str] = []
+        """Of its complete steps."""
         self.token_ids: list[int] = encode(prompt)
         """The model's tokens up to and with the last tag."""
         self.pending: list[tuple[Step, int]] = []
@@ -145,18 +148,38 @@ class Trace:
         """Take a chunk of the policy's tokens."""
         steps = self._splitter.feed(token_ids)
         for step in [*steps, *self._splitter.finish()] if is_last else steps:
+            self.texts.append(step.text)
             self.token_ids += self._encode(step.text + self._tag)
             self.pending.append((step, len(self.token_ids) - 1))
 
 
+class StepScorer(Protocol):
+    """Scores the steps of growing traces, under one version of a model."""
+
+    cost: Cost
+    version: str
+
+    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter) -> Trace:
+        """A trace to feed, and to have scored from time to time."""
+        ...
+
+    def score(self, traces: Sequence[Trace]) -> list[StepScore]:
+        """The scores of every pending step of these traces; they are pending no more."""
+        ...
+
+
 class PrmScorer:
-    """Scores what is pending of many traces in one batch, under one version of the model."""
+    """A `StepScorer` around a pooling engine: what is pending of many traces is one batch."""
 
     def __init__(self, engine: PrmEngine, *, convention: Convention, version: str) -> None:
         self.cost = Cost()
+        self.version = version
         self._engine = engine
         self._convention = convention
-        self._version = version
+
+    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter) -> Trace:
+        """See `StepScorer`."""
+        return Trace(rollout_id, attempt, prompt=prompt, splitter=splitter, convention=self._convention, encode=self._engine.encode)
 
     def score(self, traces: Sequence[Trace]) -> list[StepScore]:
         """The scores of every pending step of these traces; they are pending no more."""
@@ -177,7 +200,7 @@ class PrmScorer:
         if not traces:
             return {}
         requests = [trace.token_ids[: (self._last_tag(trace) or 0) + 1] for trace in traces]
-        answers = self._engine.rows(requests, salt=self._version, reads_cache=reads_cache)
+        answers = self._engine.rows(requests, salt=self.version, reads_cache=reads_cache)
         known: dict[tuple[int, int], Rows] = {}
         for trace, request, rows in zip(traces, requests, answers, strict=True):
             self.cost.num_requests += 1
@@ -213,6 +236,6 @@ class PrmScorer:
             end=step.end,
             outcome=outcome,
             score=score,
-            prm_version=self._version,
+            prm_version=self.version,
             error=error,
         )

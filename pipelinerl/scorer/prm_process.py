@@ -17,7 +17,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import ToScorer
 from pipelinerl.metrics import Journal
 from pipelinerl.process import last_words, read_config
-from pipelinerl.scorer.prm_server import PrmServer
+from pipelinerl.scorer.prm import PrmScorer, StepScorer
+from pipelinerl.scorer.prm_server import PrmServer, convention_of
 from pipelinerl.tokenizer import load_tokenizer
 from pipelinerl.transport.zmq import ZmqLink
 
@@ -32,19 +33,18 @@ def main() -> None:
     with last_words(arguments.run_folder, name):
         config = read_config(arguments.run_folder)
         set_environment()
-        engine = _load(config.prm)
+        scorer = _load(config.prm)
         tokenizer = load_tokenizer(config.model.path)
         journal = Journal(arguments.run_folder, name)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
         try:
             server = PrmServer(
-                engine,
+                scorer,
                 config.prm,
                 decode=tokenizer.decode,
                 link=link,
                 journal=journal,
                 prm_id=arguments.index,
-                version=str(config.prm.path),
                 limit=lambda: _killed_after(config.prm.deadline_s, name),
             )
             server.run()
@@ -53,15 +53,18 @@ def main() -> None:
             journal.close()
 
 
-def _load(section: PrmSection):
+def _load(section: PrmSection) -> StepScorer:
     if section.path is None:
-        raise ConfigError("prm.path is not set: a process reward model needs a folder to load")
+        from pipelinerl.scorer.prm_judge import JudgeScorer
+
+        return JudgeScorer(section)
     from pipelinerl.scorer.prm_vllm import VllmPrm
 
     try:
-        return VllmPrm(section.path, dtype=section.dtype, max_tokens=section.max_tokens, options=section.options)
+        engine = VllmPrm(section.path, dtype=section.dtype, max_tokens=section.max_tokens, options=section.options)
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve the process reward model {section.path}: {type(error).__name__}: {error}") from error
+    return PrmScorer(engine, convention=convention_of(section), version=str(section.path))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 from pipelinerl.config import PrmSection
 from pipelinerl.messages import Cancel, Failed, Message, Outcome, PrmLoad, PrmReady, StepsScored, Stop, TraceTokens
 from pipelinerl.metrics import Journal
-from pipelinerl.scorer.prm import CONVENTIONS, Convention, PrmEngine, PrmScorer, StepScore, Trace
+from pipelinerl.scorer.prm import CONVENTIONS, Convention, StepScore, StepScorer, Trace
 from pipelinerl.scorer.steps import Splitter
 from pipelinerl.transport.base import Link
 
@@ -42,26 +42,22 @@ class PrmServer:
 
     def __init__(
         self,
-        engine: PrmEngine,
+        scorer: StepScorer,
         section: PrmSection,
         *,
         decode: Callable[[list[int]], str],
         link: Link,
         journal: Journal,
         prm_id: int,
-        version: str,
         limit: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """`decode` is the policy's tokenizer; `limit()` is entered around every batch, and ends this process when that takes too long."""
         self._section = section
-        self._convention = convention_of(section)
-        self._scorer = PrmScorer(engine, convention=self._convention, version=version)
-        self._encode = engine.encode
+        self._scorer = scorer
         self._decode = decode
         self._link = link
         self._journal = journal
         self._prm_id = prm_id
-        self._version = version
         self._limit = limit
         self._traces: dict[str, Trace] = {}
         self._num_taken: dict[str, int] = {}
@@ -88,7 +84,7 @@ class PrmServer:
         """An orchestrator that takes another's place sends all it wants scored: nobody may answer what the dead one sent."""
         for rollout_id in list(self._traces):
             self._drop(rollout_id)
-        return [PrmReady(prm_id=self._prm_id, process_id=os.getpid(), version=self._version)]
+        return [PrmReady(prm_id=self._prm_id, process_id=os.getpid(), version=self._scorer.version)]
 
     def _turn(self) -> None:
         message = self._link.receive(max(0.0, self._next_load_at - time.monotonic()))
@@ -125,14 +121,8 @@ class PrmServer:
     def _begin(self, tokens: TraceTokens) -> None:
         assert tokens.prompt_token_ids is not None
         splitter = Splitter(self._decode, max_steps=self._section.max_steps, separator=self._section.separator)
-        self._traces[tokens.rollout_id] = Trace(
-            tokens.rollout_id,
-            tokens.attempt,
-            prompt=self._decode(tokens.prompt_token_ids.tolist()),
-            splitter=splitter,
-            convention=self._convention,
-            encode=self._encode,
-        )
+        prompt = self._decode(tokens.prompt_token_ids.tolist())
+        self._traces[tokens.rollout_id] = self._scorer.begin(tokens.rollout_id, tokens.attempt, prompt=prompt, splitter=splitter)
         self._num_taken[tokens.rollout_id] = 0
 
     def _score(self) -> None:
@@ -165,7 +155,7 @@ class PrmServer:
             ends=np.array([one.end for one in good], np.int32),
             scores=np.array([one.score for one in good], np.float32),
             is_last=is_last,
-            version=self._version,
+            version=self._scorer.version,
             outcome=bad.outcome if bad else Outcome.OK,
             error=bad.error if bad else "",
         )

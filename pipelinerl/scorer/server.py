@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pipelinerl.config import Config
+from pipelinerl.errors import PeerGone
 from pipelinerl.messages import Cancel, Failed, Message, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.lanes import Lanes
@@ -47,13 +48,17 @@ class Server:
         )
 
     def run(self) -> None:
-        """Serve until `Stop`. Any error is told to the orchestrator before it ends this process."""
+        """Serve until `Stop`. An error is told to the orchestrator before it ends this process; a fork server that is gone is none of its
+        own: it is started again, and whatever it was asked is asked again.
+        """
         try:
             self._lanes.start()
             self._lanes.wake_on(self._link.fileno())
             self._link.introduce(self._introduce)
             while not self._is_stopped:
                 self._turn()
+        except PeerGone:
+            raise
         except Exception as error:  # whatever ends a process is told to its peer, then goes its way
             self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise

@@ -137,9 +137,13 @@ class Supervisor:
     def _open_logs(self) -> None:
         """Give every process a log of this attempt; `<run>/logs/<process>.log` leads to the newest."""
         self._attempt_folder.mkdir(parents=True, exist_ok=True)
-        for role in self._roles:
-            log, latest = self._attempt_folder / f"{role.name}.log", self._run_folder / "logs" / f"{role.name}.log"
-            log.write_text(f"{self._title}, node {self._node} ({os.uname().nodename})\n")
+        title = f"{self._title}, node {self._node} ({os.uname().nodename})\n"
+        with open(self._run_folder / "logs" / "launcher.log", "a") as launcher:  # one for all nodes and attempts
+            launcher.write(title)
+        names = [role.name for role in self._roles] + [f"track-{name}" for name in self._config.tracking.to if self._node == 0]
+        for name in names:
+            log, latest = self._attempt_folder / f"{name}.log", self._run_folder / "logs" / f"{name}.log"
+            log.write_text(title)
             latest.unlink(missing_ok=True)
             latest.symlink_to(log.relative_to(latest.parent))
 

@@ -1,6 +1,8 @@
 """Config -> sbatch script: a pure function, so that what will be submitted can be read, compared and kept.
 
-The script is the one owner of the requeue. sbatch options that would make a second one, or change what the script relies on, are refused.
+The script is the one owner of the requeue. A heterogeneous job is submitted again instead: one that was requeued stays pending for ever
+(seen with Slurm 22.05, where backfill alone starts such jobs). sbatch options that would make a second owner, or change what the script
+relies on, are refused.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def _head(config: Config, run_folder: Path) -> list[str]:
         "#SBATCH --open-mode=append",
         f"#SBATCH --signal=B:USR1@{section.save_s + EARLY_S}",
         {
-            "requeue": "#SBATCH --requeue",
+            "requeue": "#SBATCH --no-requeue" if is_het else "#SBATCH --requeue",
             "chain": "#SBATCH --no-requeue --dependency=singleton",
             "no": "#SBATCH --no-requeue",
         }[section.again],
@@ -84,8 +86,11 @@ def _size(config: Config, *, gpus: int) -> list[str]:
 def _body(config: Config, run_folder: Path, python: str) -> list[str]:
     section = config.slurm
     run, interpreter = shlex.quote(str(run_folder)), shlex.quote(python)
+    submit = 'sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" "$run/job.sbatch"'
     again = {
-        "requeue": 'echo "attempt $attempt saved; requeue"; scontrol requeue "$SLURM_JOB_ID"',
+        "requeue": f'echo "attempt $attempt saved; submitted again as job $({submit})"; code=0'
+        if section.scorer_nodes
+        else 'echo "attempt $attempt saved; requeue"; scontrol requeue "$SLURM_JOB_ID"',
         "chain": 'echo "attempt $attempt saved; the next job of this name goes on"; code=0',
         "no": 'echo "attempt $attempt saved, and is not to go on by itself"; code=0',
     }[section.again]

@@ -140,6 +140,7 @@ class Namer:
             "inference/throughput": state.generated_tokens_per_s,
             **_spread("inference/agg/num_running", (engine.num_running for engine in row.engines)),
             **_spread("inference/agg/num_waiting", (engine.num_waiting for engine in row.engines)),
+            **_spread("inference/agg/kv_cache_used", (engine.kv_used for engine in row.engines)),
             **_spread("inference/agg/version", (engine.version for engine in row.engines)),
             "idle_ratio/trainer": state.trainer_wait_fraction,
             "idle_ratio/engines": state.engine_idle_fraction,

@@ -31,8 +31,8 @@ TABLES = 200
 TABLE_EVERY_S = 60.0
 CELL_CHARACTERS = 4000
 OPEN_DEADLINE_S = 60.0
-"""For the server to answer. It costs the run nothing: this process alone waits."""
-COLUMNS = ("step", "rollout", "prompt", "completion", "reward", "advantage", "tokens", "versions", "finish")
+"""For the server to answer; W&B's own `WANDB_INIT_TIMEOUT` changes it. It costs the run nothing: this process alone waits."""
+COLUMNS = ("step", "rollout", "prompt", "completion", "reward", "advantage", "tokens", "versions", "finish", "step scores")
 
 
 class WandbRun:
@@ -45,7 +45,7 @@ class WandbRun:
         self._is_offline, self._num_lines = True, int(state["num_lines_offline"])
         self._save()  # before W&B hears of it: an id that is forgotten is a second run
         config = run_line.get("config") or {}
-        mode = choose_mode()
+        mode, deadline_s = choose_mode(), float(os.environ.get("WANDB_INIT_TIMEOUT", OPEN_DEADLINE_S))
         self._run: Any = wandb.init(
             project=project,
             id=state["id"],
@@ -54,7 +54,7 @@ class WandbRun:
             mode=mode,
             dir=str(self._state_file.parent),
             config=config,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, init_timeout=OPEN_DEADLINE_S),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, init_timeout=deadline_s),
         )
         for axis, prefixes in AXES.items():
             self._run.define_metric(axis, hidden=True)
@@ -129,4 +129,5 @@ def _row(sample: ShownSample) -> list[Any]:
         sample.num_tokens,
         sample.versions,
         sample.finish,
+        sample.step_scores[:CELL_CHARACTERS],
     ]

@@ -225,6 +225,11 @@ class ZmqLink:
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of messages that the orchestrator has not acknowledged."""
+        return self._conversation.kept_bytes
+
     def introduce(self, make: Introduction) -> None:
         self._conversation.introduction = lambda kept: map(encode, make(kept))
         for message in make(()):

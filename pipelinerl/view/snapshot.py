@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.report import rows
-from pipelinerl.report.counters import growth_of_all
+from pipelinerl.report.counters import growth, growth_of_all
 from pipelinerl.report.reading import JournalTail, Thinned, read_failures
 from pipelinerl.report.rows import Line, StatusRow, StepRow, SwapRow
 from pipelinerl.report.samples import Decoder, ShownSample, shown_sample
@@ -17,6 +17,9 @@ POINTS = 400
 """Of a curve; a plot is about as many pixels wide."""
 SAMPLES = 12
 """Newest samples shown."""
+HARDLY = 0.005
+"""Part of the run's time below which a wait is not worth a line."""
+MOST_WAITS = 10
 
 Json = dict[str, Any]
 
@@ -63,7 +66,11 @@ class Snapshot:
             "last_pause_s": state.last_pause_s,
             "identity": state.identity,
             "imbalance": rows.imbalance(state.identity),
-            "queues": {name: {"items": queue.items, "fill": queue.fill_fraction} for name, queue in status.queues.items()},
+            "queues": {
+                name: {"items": queue.items, "fill": queue.fill_fraction, "per_s": self._rate(status, name)}
+                for name, queue in status.queues.items()
+            },
+            "waited": self._waited(status),
             "waits": [[name, seconds] for name, seconds in status.waits],
             "engines": self._engines(status),
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
@@ -91,6 +98,22 @@ class Snapshot:
             case "sample" if self._decoder is not None:
                 self._samples.append(shown_sample(line, self._decoder))
 
+    def _rate(self, status: StatusRow, name: str) -> float | None:
+        """Items that pass a queue per second: of the last seconds, or, once the run has ended, of all of it."""
+        if self._state.end_reason is not None:
+            ever = status.queues[name].ever
+            return ever / status.elapsed_s if ever is not None and status.elapsed_s else None
+        recent = list(self._state.recent)
+        grown = growth(row.queues[name].ever for row in recent if name in row.queues)
+        return None if grown is None or recent[-1].t <= recent[0].t else grown / (recent[-1].t - recent[0].t)
+
+    def _waited(self, status: StatusRow) -> list[list[Any]]:
+        """[`stage: what`, part of the run's time] of everything that was waited for, longest first."""
+        if not status.elapsed_s:
+            return []
+        longest = sorted(status.waited_s.items(), key=lambda item: -item[1])
+        return [[name, seconds / status.elapsed_s] for name, seconds in longest if seconds >= HARDLY * status.elapsed_s][:MOST_WAITS]
+
     def _engines(self, status: StatusRow) -> list[Json]:
         recent = list(self._state.recent)
         window_s = recent[-1].t - recent[0].t if recent else 0.0
@@ -106,6 +129,7 @@ class Snapshot:
                     "running": engine.num_running,
                     "waiting": engine.num_waiting,
                     "slots": self._state.sequence_slots,
+                    "kv": engine.kv_used,
                     "busy": None if busy_s is None or window_s <= 0 else min(1.0, busy_s / window_s),
                 }
             )
@@ -140,4 +164,5 @@ def _sample(sample: ShownSample) -> Json:
         "reward": sample.reward,
         "advantage": sample.advantage,
         "finish": sample.finish,
+        "steps": [list(step) for step in sample.steps],
     }

@@ -13,7 +13,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol
 
@@ -58,6 +58,41 @@ class Connect(Protocol):
         ...
 
 
+class _Lines:
+    """Connections to a store, used again: for each new one torch asks a name server who the other end is, which takes 5 s when no answer
+    comes. A line belongs to one user at a time, because whoever waits on one holds it."""
+
+    def __init__(self, deadline: timedelta) -> None:
+        self._deadline = deadline
+        self._idle: dict[tuple[str, int], list[dist.TCPStore]] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def to(self, address: str, port: int) -> Iterator[dist.TCPStore]:
+        """A line for as long as the context lasts; one on which something went wrong is not used again."""
+        store = self._pick_up(address, port)
+        yield store
+        with self._lock:
+            if (address, port) not in self._idle:
+                self._idle.clear()  # those to a trainer before
+            self._idle.setdefault((address, port), []).append(store)
+
+    def hang_up(self) -> None:
+        """Close those that nobody uses."""
+        with self._lock:
+            self._idle.clear()
+
+    def _pick_up(self, address: str, port: int) -> dist.TCPStore:
+        with self._lock:
+            idle = self._idle.get((address, port), [])
+            store = idle.pop() if idle else None
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # it was cut meanwhile: call anew
+                store.check(["alive"])
+                return store
+        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._deadline)
+
+
 class Host:
     """Slots in the trainer's memory, sent to whoever calls: a `Medium`."""
 
@@ -78,6 +113,7 @@ class Host:
             address, self._port, is_master=True, wait_for_workers=False, timeout=self._deadline, master_listen_fd=listener.detach()
         )
         self._calls = dist.TCPStore(address, self._port, is_master=False, wait_for_workers=False, timeout=IDLE)
+        self._lines = _Lines(self._deadline)
         self._offered: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._is_closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -98,6 +134,7 @@ class Host:
             self._store.queue_push(_calls(self._token), BYE)
             for thread in self._threads:
                 thread.join()
+            self._lines.hang_up()
 
     def _start(self, work: Callable[..., None], *arguments: str) -> None:
         # Not as daemons: a thread that is inside a collective library when the interpreter ends would abort the process.
@@ -114,8 +151,7 @@ class Host:
 
     def _answer(self, caller: str, wanted: str) -> None:
         """Send what was asked for; an engine that is gone or does not listen costs this thread its deadline, and nobody else anything."""
-        with contextlib.suppress(RuntimeError):  # the engine says what went wrong at its end; this end has nobody to tell
-            store = dist.TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=self._deadline)
+        with contextlib.suppress(RuntimeError), self._lines.to(self._address, self._port) as store:  # the engine says what went wrong
             pair = self._connect(store, f"{self._token}/{caller}", TRAINER, address=self._address, deadline=self._deadline)
             encoded, payload = self._offered.get(int(wanted), (b"", torch.zeros(0, dtype=torch.uint8)))
             try:
@@ -130,12 +166,13 @@ class Host:
 
 
 class Guest:
-    """Calls the trainer and takes what it sends: a `Receiver`. Each fetch is a connection of its own, so none inherits a failure."""
+    """Calls the trainer and takes what it sends: a `Receiver`. Each fetch is a pair of its own, so none inherits a failure."""
 
     def __init__(self, scheme: str, connect: Connect, *, deadline_s: float = DEADLINE_S) -> None:
         self._scheme = scheme
         self._connect = connect
         self._deadline = timedelta(seconds=deadline_s)
+        self._lines = _Lines(self._deadline)
 
     def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
         match = NAME.fullmatch(slot)
@@ -152,20 +189,20 @@ class Guest:
             raise WeightsError(f"cannot fetch a policy from the trainer at {place}: {reason}; not taken") from error
 
     def close(self) -> None:
-        """Nothing stays open."""
+        self._lines.hang_up()
 
     def _take(
         self, address: str, port: int, *, token: str, number: str, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]
     ) -> Arrival:
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-        caller = secrets.token_hex(8)
-        store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
-        pair = self._connect(store, f"{token}/{caller}", ENGINE, address=address_towards(address, port), deadline=self._deadline)
-        try:
-            return _receive(pair, digest=digest, slot=slot, spare=spare)
-        except BaseException:
-            pair.abort()
-            raise
+        with self._lines.to(address, port) as store:
+            caller = secrets.token_hex(8)
+            store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
+            pair = self._connect(store, f"{token}/{caller}", ENGINE, address=address_towards(address, port), deadline=self._deadline)
+            try:
+                return _receive(pair, digest=digest, slot=slot, spare=spare)
+            except BaseException:
+                pair.abort()
+                raise
 
 
 def _receive(pair: Pair, *, digest: str, slot: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:

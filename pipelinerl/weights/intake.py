@@ -19,6 +19,7 @@ from pipelinerl.weights.changes import Changes, Space
 from pipelinerl.weights.codec import decode
 from pipelinerl.weights.commit import Commit, Scatter
 from pipelinerl.weights.manifest import Manifest, check, compare, verify
+from pipelinerl.weights.pace import rest
 from pipelinerl.weights.road import Arrival, Receiver
 
 
@@ -142,3 +143,4 @@ class Intake:
                 _, indices, new = changed[tensor.name]
                 bits = bits.clone().index_copy_(0, indices, new)
             yield digest(bits.cpu())
+            rest()

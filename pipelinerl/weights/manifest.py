@@ -16,6 +16,7 @@ import xxhash
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import layout_problems
+from pipelinerl.weights.pace import rest
 
 MAX_NAMED = 5
 """Problems spelled out in one message; the rest are counted. More would bury the first."""
@@ -117,7 +118,9 @@ def _digests(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Iterator[str]:
     """The digest of each tensor's bytes; of a device's memory, a tensor at a time is brought to the host for it."""
     if buffer.device.type == "cpu":
         memory = buffer.numpy().data
-        yield from (digest_of(_part(memory, tensor)) for tensor in tensors)
+        for tensor in tensors:
+            yield digest_of(_part(memory, tensor))
+            rest()
         return
     for tensor in tensors:
         end = tensor.offset_bytes + tensor.num_bytes

@@ -7,7 +7,8 @@ own, is killed every few seconds. Windows without a tracker stand before and aft
 that slows down slows both. A tracker's start (importing wandb, once per run) is not within a window. At the end everything is sent from the
 journal, offline, and W&B's own files are compared with it.
 
-The processor time that a tracker takes is the sharper figure: on a machine whose cores are all busy it is what the run can lose.
+A tracker and the run share a disk and processors, and nothing else. So what a run can lose is the processor time a tracker takes, with all
+that it has started: that is what has a goal. The ratio of speeds says the same with the noise of a machine that others use, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,10 @@ from scripts.bench import harness
 from tests.tracking.wandb_file import history
 
 TROUBLES = ("down", "slow", "crashing")
-WARM_S = 10.0
+WARM_S = 8.0
 """A tracker's start: Python imports wandb, wandb starts its service."""
 KILL_EVERY_S = 5.0
-ROUNDS, WINDOW_S = 4, 16.0
+ROUNDS, WINDOW_S = 3, 10.0
 QUICK_ROUNDS, QUICK_WINDOW_S = 1, 3.0
 
 
@@ -63,18 +64,16 @@ def main() -> None:
         _end(run_folder)
         lost = _lost(run_folder)
     goals = [
-        goal
+        harness.Goal(name=f"{trouble}: part of the machine's processor time", value=_most(rows, trouble, 5), goal=0.01, at_least=False)
         for trouble in TROUBLES
-        for goal in (
-            harness.Goal(name=f"{trouble}: speed over no tracker", value=_median(rows, trouble, 4), goal=0.99),
-            harness.Goal(
-                name=f"{trouble}: part of the machine's processor time", value=_median(rows, trouble, 5), goal=0.01, at_least=False
-            ),
-        )
     ]
     goals.append(harness.Goal(name="steps missing in W&B afterwards", value=float(lost), goal=0, at_least=False))
     columns = ["round", "W&B is", "tok/s without", "tok/s beside", "ratio", "processor time"]
-    notes = [f"windows of {window_s:g} s; medians of {rounds} rounds"]
+    ratios = sorted(row[4] for row in rows)
+    notes = [
+        f"windows of {window_s:g} s, {rounds} rounds; the goals are about the worst window of each kind",
+        f"speed over no tracker: median {statistics.median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}",
+    ]
     harness.finish("tracking", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
 
 
@@ -119,29 +118,26 @@ def _tracker(run_folder: Path, trouble: str, *, warm_s: float) -> Iterator[Any]:
 
         def kill() -> None:
             while not over.wait(KILL_EVERY_S):
-                for process in _session(tracker.pid):
-                    if process != tracker.pid:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(process, signal.SIGKILL)
+                _kill(set(_tree(tracker.pid)) - {tracker.pid})
 
         killer = threading.Thread(target=kill)
         time.sleep(warm_s)
         if trouble == "crashing":
             killer.start()
         try:
-            yield lambda: sum(_session(tracker.pid).values())
+            yield lambda: sum(_tree(tracker.pid).values())
         finally:
             over.set()
             if killer.is_alive():
                 killer.join()
-            _kill_all(tracker)
+            _kill(_tree(tracker.pid))
+            tracker.wait()
 
 
-def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """A tracker with wandb's service, which it started: they are a session of their own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _kill(processes: Iterable[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -200,19 +196,21 @@ def _lines(run_folder: Path) -> list[dict[str, Any]]:
     return list(read_journal(journal)) if journal.exists() else []
 
 
-def _session(leader: int) -> dict[int, float]:
-    """By process of a session: its processor seconds, with those of the children it has waited for."""
-    found = {}
+def _tree(root: int) -> dict[int, float]:
+    """By process, the root and whatever it has started: processor seconds, with those of the children it has waited for."""
+    parents, seconds = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader:
-                found[int(path.parent.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return found
+            fields, process = path.read_text().rpartition(")")[2].split(), int(path.parent.name)
+            parents[process], seconds[process] = int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    found = {root}
+    while more := {process for process, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {process: seconds[process] for process in found if process in seconds}
 
 
-def _median(rows: list[list[Any]], trouble: str, column: int) -> float:
-    return statistics.median(row[column] for row in rows if row[1] == trouble)
+def _most(rows: list[list[Any]], trouble: str, column: int) -> float:
+    return max(row[column] for row in rows if row[1] == trouble)
 
 
 if __name__ == "__main__":

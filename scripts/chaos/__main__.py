@@ -4,6 +4,9 @@ By default a rehearsal: the real launcher, orchestrator, transport and scorer, w
 faults fit in minutes. `--real` runs vLLM and the real trainer on the demo's model. `--quick` is what continuous integration runs.
 
     engine, scorer, orchestrator, trainer    SIGKILL, one in ten after a SIGSTOP of up to two seconds
+    worker                                   SIGKILL of a process that runs a reward function, or of the one that forks them
+    goodbye                                  SIGKILL of an orchestrator that was asked to end; the launcher calls back whom it told to
+    slow                                     one that consumes: nine tenths of three seconds stopped, in turns
     freeze                                   SIGSTOP for ever: somebody has to notice, and replace the process
     full                                     trainer or orchestrator can write no file any more, as on a full disk; then there is room again
     cut, corrupt, hold                       of a connection, on the wire: closed, a byte changed, nothing passes for up to three seconds
@@ -44,12 +47,18 @@ from scripts.chaos.detours import ROLES, Detours
 from scripts.chaos.storm import LETTERS
 
 KILLED = ("engine", "scorer", "orchestrator", "trainer")
-WRITING = ("orchestrator", "trainer")
 WIRE = ("cut", "corrupt", "hold")
-QUICK = {"engine": 6, "scorer": 4, "orchestrator": 3, "trainer": 3, "freeze": 1, "full": 1, "cut": 2, "corrupt": 2, "hold": 2}
+STRUCK = {"freeze": KILLED, "full": ("orchestrator", "trainer"), "slow": KILLED, "goodbye": ("orchestrator",)}
+"""Faults that may strike one of several roles."""
+QUICK = {"engine": 6, "scorer": 4, "worker": 2, "orchestrator": 3, "trainer": 3, "freeze": 1, "full": 1, "slow": 2} | dict.fromkeys(WIRE, 2)
+OTHERS = ("worker", "goodbye", "slow", "freeze", "full")
 FULL = {"engine": 200, "scorer": 200, "orchestrator": 100, "trainer": 50}
 STOPPED_FRACTION = 0.1
 """Of all kills: SIGSTOP for up to two seconds before."""
+BREATHER_FRACTION = 0.2
+"""Of all faults: the next comes only after a step. Less, and nothing is trained that could be lost."""
+GOODBYE_S = 0.1
+"""About what an orchestrator takes to end."""
 PATIENCE_S = 120.0
 """After the last fault, and between two steps: a run that does nothing for so long hangs."""
 MEMORY_BOUND = 512 << 20
@@ -75,7 +84,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="append the outcome to this file, as a line of JSON")
     given = parser.parse_args()
     faults = {name: int(number) for name, _, number in (word.partition("=") for word in given.faults)} or (QUICK if given.quick else FULL)
-    if unknown := faults.keys() - {*KILLED, *WIRE, "freeze", "full"}:
+    if unknown := faults.keys() - {*KILLED, *WIRE, *OTHERS}:
         parser.error(f"unknown faults: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
@@ -167,6 +176,12 @@ class Chaos:
         launcher = launch.Launcher(self._roles, self._run_folder, restarts=10**6, restart_wait_s=0.0, stopped_limit_s=5.0)
         self._running = asyncio.create_task(launcher.run())
 
+    def _resume(self) -> None:
+        for path in (self._run_folder / "failures").glob("*.json"):
+            path.unlink()
+        launch.forget_endpoints(self._run_folder)
+        self._launch()
+
     async def _end(self) -> None:
         """Have the orchestrator end the run; one that is only starting may be ended by this itself, and the next one is asked again."""
         await self._wait_for_progress(2)
@@ -185,30 +200,56 @@ class Chaos:
             if detours.strike(role, fault):
                 self.done[f"{fault}, {role}"] += 1
             return
-        role = self._chance.choice(KILLED) if fault == "freeze" else self._chance.choice(WRITING) if fault == "full" else fault
+        role = self._chance.choice(STRUCK[fault]) if fault in STRUCK else fault
         found = await self._wait_for(role)
         if not found:
             return
         process_id = self._chance.choice(found)
+        strike = {"freeze": self._freeze, "full": self._fill, "slow": self._slow_down, "goodbye": self._kill_at_goodbye}.get(
+            fault, self._kill
+        )
         with contextlib.suppress(ProcessLookupError):
-            if fault == "freeze":
-                os.kill(process_id, signal.SIGSTOP)
-                await self._wait_for_end(process_id)
-                self.done[f"freeze, {role}"] += 1
-                return
-            if fault == "full":
-                await self._fill(role, process_id)
-                return
-            if self._chance.random() < STOPPED_FRACTION:
-                os.kill(process_id, signal.SIGSTOP)
-                await asyncio.sleep(2 * self._chance.random())
-                os.kill(process_id, signal.SIGCONT)
-                self.done[f"stopped for a while, {role}"] += 1
-                await asyncio.sleep(0.1)
+            await strike(role, process_id)
+        if self._chance.random() < BREATHER_FRACTION:
+            await self._wait_for_progress(1)
+
+    async def _kill(self, role: str, process_id: int) -> None:
+        if self._chance.random() < STOPPED_FRACTION:
+            os.kill(process_id, signal.SIGSTOP)
+            await asyncio.sleep(2 * self._chance.random())
+            os.kill(process_id, signal.SIGCONT)
+            self.done[f"stopped for a while, {role}"] += 1
+            await asyncio.sleep(0.1)
+        os.kill(process_id, signal.SIGKILL)
+        self.done[f"kill, {role}"] += 1
+        if role == "trainer" and self._is_real:  # it takes long to start: killed again at once, it would never train
+            await self._wait_for_progress(1)
+
+    async def _freeze(self, role: str, process_id: int) -> None:
+        os.kill(process_id, signal.SIGSTOP)
+        await self._wait_for_end(process_id)
+        self.done[f"freeze, {role}"] += 1
+
+    async def _slow_down(self, role: str, process_id: int) -> None:
+        for _ in range(30):
+            os.kill(process_id, signal.SIGSTOP)
+            await asyncio.sleep(0.09)
+            os.kill(process_id, signal.SIGCONT)
+            await asyncio.sleep(0.01)
+        self.done[f"slow, {role}"] += 1
+
+    async def _kill_at_goodbye(self, role: str, process_id: int) -> None:
+        """Kill the orchestrator between being asked to end and having ended; where it was quicker, resume the run."""
+        os.kill(process_id, signal.SIGTERM)
+        await asyncio.sleep(GOODBYE_S * self._chance.random())
+        if victims.is_alive(process_id):
             os.kill(process_id, signal.SIGKILL)
-            self.done[f"kill, {role}"] += 1
-            if role == "trainer" and self._is_real:  # it takes long to start: killed again at once, it would never train
-                await self._wait_for_progress(1)
+            self.done[f"kill at its goodbye, {role}"] += 1
+        else:
+            await self._wait_for(role)  # one that was only starting was ended by this, and is started again
+            if self._running.done():
+                self._resume()
+        await self._wait_for_progress(1)
 
     async def _wait_for_progress(self, num_steps: int) -> None:
         """Wait until so many more steps were done, or done again."""
@@ -236,13 +277,11 @@ class Chaos:
             error = self._running.exception() if self._running.done() else None
             if error is None or "make room on the disk" not in str(error):
                 raise TimeoutError(f"a full disk did not end the run in words, but: {error}")
-            for path in (self._run_folder / "failures").glob("*.json"):
-                path.unlink()
-            launch.forget_endpoints(self._run_folder)
-            self._launch()
+            self._resume()
         self.done[f"full disk, {role}"] += 1
 
     async def _wait_for(self, role: str) -> Sequence[int]:
+        """The process ids of a role, once there are some; none where the run has ended."""
         end = time.monotonic() + PATIENCE_S
         while not (found := victims.find(role, self._run_folder)):  # a process table tells nobody of a new process
             if self._running.done():

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipelinerl.process import ancestors
+
 _MODULES = {
     "orchestrator": "orchestrator",
     "pipelinerl.engine": "engine",
@@ -17,7 +19,12 @@ _MODULES = {
 
 
 def find(role: str, run_folder: Path) -> list[int]:
-    """Process ids of a role. Of the engines these are the children of the warm parent; of the others, never what they have forked."""
+    """Process ids of a role. Of the engines these are the children of the warm parent; of the others, never what they have forked, but
+    for "worker": what the scorers have.
+    """
+    if role == "worker":
+        scorers = set(find("scorer", run_folder))
+        return [process_id for process_id in _everybody() if process_id not in scorers and not scorers.isdisjoint(ancestors(process_id))]
     running = {process_id: (parent_id, _module_of(words)) for process_id, parent_id, words in _processes(run_folder)}
     return [
         process_id
@@ -41,11 +48,14 @@ def is_alive(process_id: int) -> bool:
 
 def _processes(run_folder: Path) -> Iterator[tuple[int, int, list[str]]]:
     """(process id, parent's id, words of the command line) of every live process that names the folder."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
+    for process_id in _everybody():
+        folder = Path("/proc", str(process_id))
         with contextlib.suppress(OSError, ValueError):
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             state, parent_id = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if str(run_folder) in words and state not in "ZX":
-                yield int(folder.name), int(parent_id), words
+                yield process_id, int(parent_id), words
+
+
+def _everybody() -> Iterator[int]:
+    return (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())

@@ -371,3 +371,24 @@ def test_the_orchestrators_side_imports_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "match"),
+    [
+        ("dr_grpo", {}, "advantage dr_grpo would compare the others only"),
+        ("rloo_early_stop", {"aggregation": "token-mean"}, "divides by rollouts started"),
+        ("rloo_early_stop", {"group_filter": "zero_variance"}, "group_filter zero_variance would judge by the others only"),
+        ("rloo_early_stop", {"batch": "whiten_tokens"}, "batch whiten_tokens would judge"),
+        ("rloo_early_stop", {"masks": "m2po", "proximal": "engine", "weight": "none"}, "measures whole steps"),
+        ("step_reinforce", {}, "divides by rollouts started"),
+    ],
+)
+def test_whatever_would_make_an_early_stop_biased_is_refused(name: str, overrides: dict[str, Any], match: str) -> None:
+    resolve(name, overrides, group_size=8, offers=EVERYTHING)
+    refused(name, match, overrides=overrides, stops_early=True)
+
+
+@pytest.mark.parametrize("name", ["rloo_early_stop", "step_reinforce"])
+def test_methods_that_stay_unbiased_take_an_early_stop(name: str) -> None:
+    resolve(name, {"aggregation": "seq-mean-token-sum-norm"}, group_size=8, offers=EVERYTHING, stops_early=True)

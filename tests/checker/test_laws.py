@@ -269,3 +269,74 @@ def test_a_checkpoint_is_held_against_the_history():
 
 def test_a_checkpoint_that_is_gone_is_missed():
     assert judge(good()).problems == ["the ledger knows a checkpoint of version 1, on disk is none"]
+
+
+def flagged(name: str, *, stops: bool, **changes: Any) -> Line:
+    """At a probability of 0.2: the coin of 0/1 falls to 0.99 (seed 3)."""
+    reason = json.dumps({"stops": stops, "probability": changes.pop("probability", 0.2)})
+    return {"kind": "flagged", "rollout_id": name, "attempt": 0, "place": 1, "reward": 0.1, "reason": reason} | changes
+
+
+def stops() -> list[Line]:
+    """One step of one group: a rollout goes on to be trained, its sibling is stopped early."""
+    issued, generated, scored = rollout("0/1")
+    promises = PROMISES | {"follows_traces": True, "stops_below": 0.3, "seed": 3}
+    return [
+        {"kind": "began", "reason": json.dumps({"settings": promises, "unix_s": 0.0})},
+        admitted("0/0"),
+        admitted("0/1"),
+        *rollout("0/0"),
+        issued,
+        flagged("0/1", stops=True),
+        generated | {"reason": "cancelled"},
+        scored | {"reason": "stopped", "reward": None},
+        {"kind": "followed", "rollout_id": "0/0", "attempt": 0, "reason": "ok", "reward": 1.0},
+        {"kind": "followed", "rollout_id": "0/1", "attempt": 0, "reason": "stopped"},
+        {"kind": "filtered", "rollout_id": "0/1", "reason": "stopped early", "step": 0},
+        *placed("0/0", step=0, row=0, place=0),
+        {"kind": "sealed", "step": 0, "row": 1, "place": 2, "num_tokens": 3},
+        trained("0/0", step=0),
+        {"kind": "done", "step": 0},
+    ]
+
+
+def changed(lines: list[Line], kind: str, rollout_id: str | None = None, **changes: Any) -> list[Line]:
+    at = number_of(lines, kind, rollout_id) - 1
+    return [*lines[:at], lines[at] | changes, *lines[at + 1 :]]
+
+
+def moved(lines: list[Line], kind: str, rollout_id: str, *, to: int) -> list[Line]:
+    line = lines.pop(number_of(lines, kind, rollout_id) - 1)
+    return [*lines[:to], line, *lines[to:]]
+
+
+def test_a_history_with_a_rollout_stopped_early_breaks_no_promise():
+    assert judge(stops()).problems == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (changed(stops(), "flagged", reason=json.dumps({"stops": False, "probability": 0.2})), "where the coin fell to"),
+        (changed(stops(), "flagged", reason=json.dumps({"stops": True, "probability": 0.0})), "where the coin fell to"),
+        (changed(stops(), "flagged", attempt=1), "which is not out"),
+        (changed(stops(), "flagged", reward=0.3), "not below 0.3"),
+        ([*stops()[:8], flagged("0/1", stops=True), *stops()[8:]], "a second time"),
+        (moved(stops(), "flagged", "0/1", to=9), "which is not out"),
+        (changed(stops(), "scored", "0/1", reason="ok", reward=1.0), "is scored as ok; stopped early: True"),
+        (changed(stops(), "scored", "0/0", reason="stopped", reward=None), "is scored as stopped; stopped early: False"),
+        (changed(stops(), "filtered", reason="zero_variance"), "counts in step 0, and was not stopped early"),
+        (changed(stops(), "filtered", step=None), "seals (rows, samples, tokens)"),
+        (changed(stops(), "filtered", step=1), "counts in step 1, but 0 is being filled"),
+        (changed(stops(), "sealed", place=1), "seals (rows, samples, tokens)"),
+        (changed(stops(), "began", reason=json.dumps({"settings": PROMISES | {"follows_traces": True}})), "stops nothing early"),
+        (changed(stops(), "followed", "0/0", attempt=1), "follows attempt 1, scored was 0"),
+        (changed(stops(), "followed", "0/1", reason="ok", reward=1.0), "has a reward by its steps, and none of its own"),
+        ([*stops()[:11], stops()[10], *stops()[11:]], "or twice"),
+        (moved(stops(), "followed", "0/0", to=4), "is followed before its own score"),
+        ([line for line in stops() if (line["kind"], line.get("rollout_id")) != ("followed", "0/0")], "before its steps were scored"),
+        ([*stops(), stops()[10]], "after it was placed, or after its end"),
+    ],
+)
+def test_every_broken_promise_about_steps_and_stops_is_named(lines: list[Line], problem: str):
+    assert any(problem in found for found in judge(lines).problems), judge(lines).problems

@@ -113,7 +113,7 @@ def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
 
 
 def by_nccl(folder: Path, layout: tuple[Tensor, ...]) -> Road:
-    host = nccl.host(StandInNccl(), deadline_s=10.0)  # calling the store takes 5 s now and then
+    host = nccl.host(StandInNccl(), deadline_s=3.0)
     return by_call(host, lambda deadline_s: nccl.guest(StandInNccl(), deadline_s=deadline_s), layout)
 
 

@@ -106,7 +106,25 @@ class VllmBench:
         return StageWeights(version=self._version, slot=slot, digest=digest)
 
 
-@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
+class AdapterBench(VllmBench):
+    """Policies are adapters, and sequences go on under each new one."""
+
+    def __init__(self, engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> None:
+        import torch
+
+        self._shapes = {tensor.name: tensor.shape for tensor in engine.limits.tensors}
+        self._model = tensors
+        super().__init__(engine, {name: torch.zeros(shape) for name, shape in self._shapes.items()})
+
+    def forcing(self, token_id: int) -> dict[str, torch.Tensor]:
+        from tests import tiny_models
+
+        return tiny_models.forcing_adapter(self._model, self._shapes, token_id)
+
+
+@pytest.fixture(
+    scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("adapters", marks=pytest.mark.vllm)]
+)
 def whole_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     if request.param == "fake":
         yield FakeBench()
@@ -114,6 +132,16 @@ def whole_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     from tests import real_engine, tiny_models
 
     folder = tmp_path_factory.mktemp("qwen2")
+    if request.param == "adapters":
+        from pipelinerl.weights.adapters import AdapterShape
+
+        tensors = tiny_models.make_adaptable(folder, seed=2)
+        shape = AdapterShape(rank=2, alpha=2.0, targets=("v_proj", "down_proj"), num_versions=1)
+        with real_engine.vllm_engine(folder, max_running=4, max_tokens=CONTEXT, adapters=shape) as engine:
+            made = AdapterBench(engine, tensors)
+            with contextlib.closing(made.publisher):
+                yield made
+        return
     tensors = tiny_models.make_qwen2(folder, tied=False, seed=2)  # greedy, it repeats itself less than others
     with real_engine.vllm_engine(folder, max_running=4, max_tokens=CONTEXT) as engine:
         made = VllmBench(engine, tensors)
@@ -188,13 +216,16 @@ def test_a_step_gives_each_running_sequence_one_token(bench: Bench):
     for name in "abc":
         bench.engine.submit(request(name, max_tokens=5), version=0)
     replies: dict[str, Reply] = {}
+    used: list[float | None] = []
     for _ in range(20):
+        used.append(bench.engine.kv_used)
         before = {name: len(reply.token_ids) for name, reply in replies.items()}
         note(bench.engine.step(), replies)
         assert all(len(reply.token_ids) - before.get(name, 0) <= 1 for name, reply in replies.items())
         if len(replies) == 3 and all(reply.finishes for reply in replies.values()):
             break
     assert [len(replies[name].token_ids) for name in "abc"] == [5, 5, 5]
+    assert set(used) == {None} if isinstance(bench, FakeBench) else 0.0 == used[0] < used[1] < 1.0, used  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
 
 
 def test_greedy_tokens_depend_on_the_prompt_alone(bench: Bench):

@@ -1,4 +1,4 @@
-"""LoRA adapters as policies on real vLLM: versions side by side, each sampling what a model with that adapter merged in samples."""
+"""LoRA adapters as policies on real vLLM: versions side by side, every token stamped with the one that sampled it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ import pytest
 
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
-from pipelinerl.messages import Completion, Generate, Sampling, StageWeights, WeightsCommitted, WeightsStaged
+from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWeights, WeightsCommitted, WeightsStaged
 
 if TYPE_CHECKING:
     import torch
 
     from pipelinerl.messages import Tensor
+    from tests.real_engine import Publisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
-RANK, ALPHA, TARGETS, MAX_TOKENS = 4, 8.0, ("q_proj", "v_proj", "down_proj"), 24
-NUM_COMPARED = 12
+RANK, ALPHA, TARGETS = 4, 8.0, ("q_proj", "v_proj", "down_proj")
+SIDE_BY_SIDE = 3
+NUM_POLICIES = 12
+STEPS_BETWEEN = 5
+NUM_TOKENS = 24
+"""A sequence lives through four commits: the last of them takes the place it runs under, where three are served side by side."""
+TIE = 1e-4
+"""Nats between two tokens that rounding may exchange: sums are made in another order beside other sequences, and over merged weights."""
 
 
 def adapter(layout: tuple[Tensor, ...], version: int) -> dict[str, torch.Tensor]:
@@ -40,8 +47,21 @@ def merged(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -
 
 
 def ask(loop: EngineLoop, name: str) -> None:
-    sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, stop_token_ids=())
+    sampling = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, stop_token_ids=())
     loop.handle(Generate(rollout_id=name, attempt=0, token_ids=np.arange(10, 22, dtype=np.int32), sampling=sampling))
+
+
+def take(loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor], *, version: int, lineage: int = 0) -> None:
+    """Have the engine take a policy between two forward passes."""
+    slot, digest = publisher.publish(tensors, version=version)
+    loop.handle(StageWeights(version=version, slot=slot, digest=digest, lineage=lineage))
+    while loop.is_swapping:
+        loop._acknowledge_if_staged()
+        loop._commit_if_acknowledged()
+    said = [message for message in loop.outbox if not isinstance(message, Completion)]
+    assert [type(message) for message in said] == [WeightsStaged, WeightsCommitted]
+    loop.outbox[:] = [message for message in loop.outbox if isinstance(message, Completion)]
+    publisher.release(slot)
 
 
 def finish(loop: EngineLoop) -> dict[str, Completion]:
@@ -52,64 +72,100 @@ def finish(loop: EngineLoop) -> dict[str, Completion]:
     return replies
 
 
-def alone(folder: Path, weights: dict[str, torch.Tensor]) -> list[int]:
-    """Greedy tokens of an engine that was started on these weights."""
-    from safetensors.torch import save_file
+def under_every_version(loop: EngineLoop, publisher: Publisher, policies: dict[int, dict[str, torch.Tensor]]) -> dict[str, Completion]:
+    """Begin a sequence under every version, and one just before it is taken; all run on while the next ones come."""
+    for version, tensors in policies.items():
+        ask(loop, f"{version}-before")
+        take(loop, publisher, tensors, version=version)
+        ask(loop, f"{version}-after")
+        for _ in range(STEPS_BETWEEN):
+            loop.advance()
+    return finish(loop)
 
+
+def judge_stamps(replies: dict[str, Completion]) -> None:
+    """Policy v forces token 3 + v, and each token says which version sampled it."""
+    lives = {name: reply.versions.tolist() for name, reply in replies.items()}
+    assert all((reply.finish, len(reply.token_ids)) == (Finish.LENGTH, NUM_TOKENS) for reply in replies.values()), "a swap aborts nothing"
+    for name, reply in replies.items():
+        began = int(name.partition("-")[0]) - name.endswith("before")
+        until = NUM_TOKENS if began > NUM_POLICIES - SIDE_BY_SIDE else STEPS_BETWEEN * SIDE_BY_SIDE
+        moved_to = began + SIDE_BY_SIDE
+        if name.endswith("after"):
+            assert lives[name] == [began] * until + [moved_to] * (NUM_TOKENS - until)
+        forced = [3 + version for version in lives[name] if version]
+        assert [token for token, version in zip(reply.token_ids.tolist(), lives[name], strict=True) if version] == forced
+        shifted = [forced[0], *forced[:-1]]
+        if len(set(forced)) > 1:
+            assert shifted != reply.token_ids.tolist()[-len(forced) :], "a stamp that is off by one would be seen"
+    assert sum(len(set(life)) > 1 for life in lives.values()) >= 2 * (NUM_POLICIES - SIDE_BY_SIDE - 1), "many lived through a move"
+
+
+def judge_rollback(loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor], *, version: int) -> None:
+    """Go back by one version: what holds undone tokens ends, and a sequence that was only asked for under it runs under the new policy."""
+    ask(loop, "undone")
+    loop.advance()
+    ask(loop, "only asked for")
+    take(loop, publisher, tensors, version=version, lineage=1)
+    replies = finish(loop)
+    assert (replies["undone"].finish, replies["undone"].versions.tolist()) == (Finish.CANCELLED, [version + 1])
+    assert replies["only asked for"].versions.tolist() == [version] * NUM_TOKENS
+    assert replies["only asked for"].token_ids.tolist() == [3 + NUM_POLICIES] * NUM_TOKENS
+
+
+def assert_same(found: Completion, expected: Completion, *, name: str) -> None:
+    """The same tokens, all of them; or up to where two tokens are equally likely, which the log-probabilities must say."""
+    pairs = list(zip(found.token_ids.tolist(), expected.token_ids.tolist(), strict=True))
+    parted = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    assert found.logprobs[:parted] == pytest.approx(expected.logprobs[:parted], abs=TIE), name
+    if parted < len(pairs):
+        assert found.logprobs[parted] == pytest.approx(expected.logprobs[parted], abs=TIE), f"{name} parts at token {parted}, at no tie"
+    print(f"{name}: {parted} of {len(pairs)} tokens the same")
+
+
+def side_by_side(folder: Path, weights: dict[str, torch.Tensor]) -> tuple[dict[str, Completion], dict[int, dict[str, torch.Tensor]]]:
+    """What sequences sampled under random adapters that were served side by side, and the adapters; stamps are judged before."""
+    from pipelinerl.weights.adapters import AdapterShape
+    from tests import real_engine, tiny_models
+
+    shape = AdapterShape(rank=RANK, alpha=ALPHA, targets=TARGETS, num_versions=SIDE_BY_SIDE)
+    with real_engine.vllm_engine(folder, adapters=shape) as engine, StagingThread(engine) as stager:
+        layout = engine.limits.tensors
+        assert len(layout) == 2 * 2 * len(TARGETS)
+        shapes = {tensor.name: tensor.shape for tensor in layout}
+        publisher = real_engine.Publisher(engine)
+        loop = EngineLoop(engine, engine_id=0, stager=stager)
+        forced = {version: tiny_models.forcing_adapter(weights, shapes, 3 + version) for version in range(1, NUM_POLICIES + 1)}
+        judge_stamps(under_every_version(loop, publisher, forced))
+        adapters = {version: adapter(layout, version) for version in range(NUM_POLICIES + 1, NUM_POLICIES + 1 + SIDE_BY_SIDE)}
+        replies = under_every_version(loop, publisher, adapters)
+        judge_rollback(loop, publisher, forced[NUM_POLICIES], version=max(adapters) - 1)
+        publisher.close()
+    return replies, adapters
+
+
+def merged_and_alone(folder: Path, weights: dict[str, torch.Tensor], adapters: dict[int, dict[str, torch.Tensor]]) -> dict[str, Completion]:
+    """What a sequence that runs alone samples in an engine that takes the same adapters merged into whole policies."""
     from tests import real_engine
 
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    replies: dict[str, Completion] = {}
     with real_engine.vllm_engine(folder) as engine, StagingThread(engine) as stager:
+        publisher = real_engine.Publisher(engine)
         loop = EngineLoop(engine, engine_id=0, stager=stager)
-        ask(loop, "alone")
-        return finish(loop)["alone"].token_ids.tolist()
+        for version, tensors in adapters.items():
+            take(loop, publisher, merged(weights, tensors), version=version)
+            ask(loop, f"{version}-after")
+            replies |= finish(loop)
+        publisher.close()
+    return replies
 
 
 def test_versions_of_an_adapter_are_served_side_by_side_and_the_oldest_gives_way(tmp_path: Path):
-    from pipelinerl.engine.vllm_adapters import AdapterShape
-    from tests import real_engine, tiny_models
+    from tests import tiny_models
 
-    weights = tiny_models.make_qwen2(tmp_path, seed=3)
-    shape = AdapterShape(rank=RANK, alpha=ALPHA, targets=TARGETS, num_places=2)
-    with real_engine.vllm_engine(tmp_path, adapters=shape) as engine, StagingThread(engine) as stager:
-        layout = engine.limits.tensors
-        assert len(layout) == 2 * 2 * len(TARGETS)
-        publisher = real_engine.Publisher(engine)
-        loop = EngineLoop(engine, engine_id=0, stager=stager)
-
-        def take(version: int) -> None:
-            slot, digest = publisher.publish(adapter(layout, version), version=version)
-            loop.handle(StageWeights(version=version, slot=slot, digest=digest))
-            while loop.is_swapping:
-                loop._acknowledge_if_staged()
-                loop._commit_if_acknowledged()
-            assert [type(message) for message in loop.outbox] == [WeightsStaged, WeightsCommitted]
-            loop.outbox.clear()
-            publisher.release(slot)
-
-        ask(loop, "base")
-        for _ in range(3):
-            loop.advance()
-        for version in (1, 2):
-            take(version)
-            ask(loop, f"v{version}")
-            for _ in range(3):
-                loop.advance()
-        replies = finish(loop)
-        for version in (3, 4, 5):  # with a sequence under each, the third takes the place of the first
-            take(version)
-            ask(loop, f"v{version}")
-            for _ in range(3):
-                loop.advance()
-        later = finish(loop)
-        publisher.close()
-    assert {name: set(reply.versions.tolist()) for name, reply in replies.items()} == {"base": {0}, "v1": {1}, "v2": {2}}
-    assert later["v3"].versions.tolist() == [3] * 6 + [5] * (MAX_TOKENS - 6), "its place was wanted for version 5"
-    assert set(later["v4"].versions.tolist()) == {4}
-    expected = {"base": weights} | {f"v{version}": merged(weights, adapter(layout, version)) for version in (1, 2, 4)}
-    found = {name: alone(tmp_path, one) for name, one in expected.items()}
-    # Later tokens may part where two are equally likely but for rounding: beside other sequences sums are made in another order.
-    assert {name: (replies | later)[name].token_ids[:NUM_COMPARED].tolist() for name in expected} == {
-        name: tokens[:NUM_COMPARED] for name, tokens in found.items()
-    }
-    assert len({tuple(tokens[:NUM_COMPARED]) for tokens in found.values()}) == len(found), "the adapters make a difference"
+    weights = tiny_models.make_adaptable(tmp_path, seed=3)
+    beside_others, adapters = side_by_side(tmp_path, weights)
+    alone = merged_and_alone(tmp_path, weights, adapters)
+    for name, expected in alone.items():
+        assert_same(beside_others[name], expected, name=name)
+    assert len({tuple(one.token_ids) for one in alone.values()}) == SIDE_BY_SIDE, "the adapters make a difference"

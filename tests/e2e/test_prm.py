@@ -1,4 +1,5 @@
-"""A run with a real process reward model: vLLM writes, vLLM's pooling engine scores steps meanwhile, and the trainer trains on them."""
+"""A run with a real process reward model: vLLM writes, vLLM's pooling engine scores steps meanwhile, hopeless rollouts are stopped, and the
+trainer trains on the others."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from tests.tiny_models import make_prm
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_steps_are_scored_while_they_are_written_also_when_the_model_is_killed(tmp_path: Path) -> None:
+def test_steps_are_scored_and_rollouts_stopped_while_they_are_written_also_when_the_model_is_killed(tmp_path: Path) -> None:
     settings = demo_config(folder=tmp_path, seed=0)
     make_demo_model(tmp_path / "demo-model", seed=0)
     make_prm(tmp_path / "prm")
     overrides = ("run.name=prm", "trainer.steps=12", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=4")
     overrides += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]', "run.restart_wait_s=0.0")
-    overrides += ("model.max_tokens=104", "rollout.max_tokens=96", "algorithm.name=process_grpo", "checkpoint.every=100")
+    overrides += ("model.max_tokens=104", "rollout.max_tokens=96", "algorithm.name=step_reinforce", "checkpoint.every=100")
+    overrides += ('algorithm.overrides={aggregation = "seq-mean-token-sum-norm"}', "prm.stop.below=0.5", "prm.stop.keep=0.5")
     overrides += (f"prm.path={tmp_path / 'prm'}", "prm.tag=#", 'prm.separator="5"', "prm.chunk_tokens=8", "prm.dtype=float32")
     run = subprocess.Popen([sys.executable, "-m", "pipelinerl", "run", str(settings), *overrides], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 150
@@ -45,6 +47,9 @@ def test_steps_are_scored_while_they_are_written_also_when_the_model_is_killed(t
     best = max(loads, key=lambda line: line["num_asked"])
     print(f"tokens taken {best['num_taken']}, computed {best['num_computed']}, every step from scratch {best['num_asked']}")
     assert best["num_steps"] > 0
+    prm = [line["prm"] for line in lines if line["kind"] == "status" and line["prm"]][-1]
+    print(f"{prm['num_flagged']} flagged, {prm['num_stopped']} stopped, about {prm['num_saved_tokens']:.0f} tokens saved")
+    assert prm["num_stopped"] > 0
     assert best["num_computed"] < best["num_asked"]
     scored = [line for line in lines if line["kind"] == "span" and line["lane"] == "scorer-1"]
     passes = [line for line in lines if line["kind"] == "span" and line["lane"] == "engine-0"]

@@ -74,62 +74,73 @@ def swapped(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit
             yield EngineLoop(engine, engine_id=0, stager=stager), publisher
 
 
-def swapped_tokens(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit: str) -> tuple[list[list[int]], list[int]]:
-    """Change `weights` a few times under an engine that decodes; what it samples at last, and the bytes of each policy."""
+def train(weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Change a few of the weights, in place, once for each policy; the same changes every time."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
+    for _ in range(NUM_VERSIONS):
+        for name, tensor in weights.items():
+            moves = torch.rand(tensor.shape, generator=generator) < 0.02
+            weights[name] = torch.where(moves, tensor * 1.5, tensor)
+        yield
+
+
+def swapped_tokens(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit: str) -> tuple[list[list[int]], list[int]]:
+    """Change `weights` a few times under an engine that decodes; what it samples at last, and the bytes of each policy."""
     sizes = []
     with swapped(folder, weights, road=road, commit=commit) as (loop, publisher):
         before = greedy(loop, "before")
-        for version in range(1, NUM_VERSIONS + 1):
+        for version, _ in enumerate(train(weights), start=1):
             ask(loop, count=2, max_tokens=20, name=f"meanwhile-{version}")
-            for name, tensor in weights.items():
-                moves = torch.rand(tensor.shape, generator=generator) < 0.02
-                weights[name] = torch.where(moves, tensor * 1.5, tensor)
             sizes.append(take(loop, publisher, version))
         after = greedy(loop, "after")
     assert after != before
     return after, sizes
 
 
-def fresh_tokens(folder: Path) -> list[list[int]]:
+def first_weights(folder: Path) -> dict[str, torch.Tensor]:
+    import torch
+
+    from tests import tiny_models
+
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tiny_models.make_qwen2(folder, seed=2).items()}
+
+
+@pytest.fixture(scope="module")
+def fresh_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What an engine samples that was started on the weights to which every road leads."""
+    from safetensors.torch import save_file
+
     from tests import real_engine
 
+    folder = tmp_path_factory.mktemp("last")
+    weights = first_weights(folder)
+    for _ in train(weights):
+        pass
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with real_engine.vllm_engine(folder, dtype="bfloat16") as fresh, StagingThread(fresh) as stager:
         return greedy(EngineLoop(fresh, engine_id=0, stager=stager), "after")
 
 
 @pytest.mark.parametrize(("road", "commit"), [("shared_memory", "copy"), ("files", "scatter"), ("gloo", "flip")])
-def test_a_swapped_engine_samples_what_a_fresh_one_does(tmp_path: Path, road: str, commit: str):
-    import torch
-    from safetensors.torch import save_file
-
-    from tests import tiny_models
-
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_models.make_qwen2(tmp_path / "first", seed=2).items()}
-    after, sizes = swapped_tokens(tmp_path / "first", weights, road=road, commit=commit)
+def test_a_swapped_engine_samples_what_a_fresh_one_does(tmp_path: Path, fresh_tokens: list[list[int]], road: str, commit: str):
+    after, sizes = swapped_tokens(tmp_path, first_weights(tmp_path), road=road, commit=commit)
     print(f"{road}, {commit}: {sizes} bytes")
     assert max(sizes[1:]) < sizes[0] / 8, "all but the first travelled as changes"
-    tiny_models.make_qwen2(tmp_path / "last", seed=2)
-    save_file(weights, tmp_path / "last" / "model.safetensors", metadata={"format": "pt"})
-    assert after == fresh_tokens(tmp_path / "last")
+    assert after == fresh_tokens
 
 
 def test_a_thousand_swaps_under_load_abort_nothing_and_take_no_memory(tmp_path: Path):
-    import torch
-
-    from tests import tiny_models
-
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_models.make_qwen2(tmp_path, seed=2).items()}
+    weights = first_weights(tmp_path)
     with swapped(tmp_path, weights, road="shared_memory", commit="flip") as (loop, publisher):
         asked = num_done = 0
         peaks: dict[int, int] = {}
         slots: list[str] = []
         while loop.version < NUM_SWAPS:
-            if len(loop._running) < 32:
-                ask(loop, count=16, max_tokens=60, name=str(asked))
-                asked += 16
+            if len(loop._running) < 12:
+                ask(loop, count=6, max_tokens=60, name=str(asked))
+                asked += 6
             weights["model.norm.weight"][loop.version % 128] += 0.01
             policy = publisher.publish(loop.version + 1)
             assert policy is not None

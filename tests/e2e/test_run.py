@@ -65,12 +65,24 @@ def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: 
     assert (run_folder / "report.html").exists()
 
 
-def test_the_trained_model_differs_and_is_served_again(settings: Path):
-    """The folder a run leaves behind starts the next one."""
+def test_the_trained_model_differs_and_is_served_again_and_adapters_travel_alone(settings: Path):
+    """The folder a run leaves behind starts the next one, which trains adapters and publishes nothing else."""
     subprocess.run(command(settings, "run.name=first"), check=True, capture_output=True)
     trained = newest_run(settings, "first") / "model"
+    whole = (trained / "model.safetensors").stat().st_size
     assert (trained / "model.safetensors").read_bytes() != (settings.parent / "demo-model" / "model.safetensors").read_bytes()
-    subprocess.run(command(settings, "run.name=second", f"model.path={trained}", "trainer.steps=1"), check=True, capture_output=True)
+    lora = ("lora.rank=4", "weights.adapters=apart", "trainer.learning_rate=0.01", "pipeline.mode=sync", "trainer.steps=3")
+    subprocess.run(command(settings, "run.name=second", f"model.path={trained}", *lora), check=True, capture_output=True)
+    run_folder = newest_run(settings, "second")
+    lines = read_journals(run_folder)
+    assert [line["version"] for line in lines if line["kind"] == "swap"] == [1, 2, 3]
+    gaps = [line["trainer"]["logprob_gap_max"] for line in lines if line["kind"] == "step"]
+    assert max(gaps) <= 1e-4, "every adapter that an engine sampled under is the one that was trained"
+    assert min(line["trainer"]["grad_norm"] for line in lines if line["kind"] == "step") > 0
+    choices = [line["text"] for line in lines if line["kind"] == "choice"]
+    assert any(text.startswith("adapters are served apart") for text in choices), choices
+    published = (run_folder / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert published < whole / 4
 
 
 def test_ctrl_c_saves_and_ends(settings: Path):

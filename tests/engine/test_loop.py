@@ -382,9 +382,9 @@ class Remembering(FakeEngine):
         super().__init__(max_model_tokens=4096, max_running=8, mean_tokens=10**9)
         self.dropped: list[list[str]] = []
 
-    def commit(self, recompute: Collection[str] = ()) -> None:
-        super().commit(recompute)
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         self.dropped.append(sorted(recompute))
+        return super().commit(recompute)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orchestrator.state.ledger import Ledger
-from pipelinerl.messages import UNSAMPLED, Finish, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import UNSAMPLED, Finish, Flag, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 
 def prompt(num_tokens: int = 2, *, prompt_id: str = "0:0") -> Prompt:
@@ -54,6 +54,13 @@ def scored(of: Trajectory, reward: float | None = 1.0, *, outcome: Outcome = Out
         components=components or {},
     )
     return ScoredTrajectory(trajectory=of, score=score)
+
+
+def flagged(of: Trajectory, reward: float | None = None, *, predicted: float = 0.1, probability: float = 0.25) -> ScoredTrajectory:
+    """A trajectory about which a coin has fallen: it was stopped, or went on to its reward."""
+    flag = Flag(step=0, predicted=predicted, probability=probability, stops=reward is None)
+    member = scored(of, reward, outcome=Outcome.STOPPED if reward is None else Outcome.OK)
+    return ScoredTrajectory(trajectory=of, score=member.score, flag=flag)
 
 
 def group(group_id: int, members: Sequence[ScoredTrajectory]) -> Group:

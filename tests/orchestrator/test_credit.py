@@ -9,6 +9,7 @@ import pytest
 from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import SetAside, StepRules
 from orchestrator.state.ledger import Ledger
+from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
 from pipelinerl.errors import DataError
@@ -143,3 +144,14 @@ def test_an_empty_completion_gets_a_column_of_zeros_as_long_as_its_prompt():
     assert not isinstance(columns, SetAside)
     assert columns[0].tolist() == [0.0, 0.0, 0.0]
     assert columns[1].tolist() == [0.0, 0.0, 0.0, 0.5, 0.5]
+
+
+def test_siblings_that_were_stopped_count_by_what_was_predicted_of_them():
+    """A survivor of weight 4 with reward 1 where 0.1 was predicted is worth 0.1 + 4 * 0.9 = 3.7 to others, a stopped one 0.1."""
+    credit = MethodCredit(resolve("rloo_early_stop", {}, group_size=3, offers={Need.PREDICTIONS}, stops_early=True), ONE_REWARD)
+    trajectories = [handmade.trajectory([0] * length, sibling=sibling) for sibling, length in enumerate((2, 1, 2))]
+    survivors = (handmade.flagged(trajectories[0], 1.0), handmade.flagged(trajectories[1]), handmade.scored(trajectories[2], 0.5))
+    columns = credit(survivors)
+    assert not isinstance(columns, SetAside)
+    assert columns[0].tolist() == pytest.approx([0, 0, *[1.0 - (0.1 + 0.5) / 2] * 2])
+    assert columns[2].tolist() == pytest.approx([0, 0, *[0.5 - (3.7 + 0.1) / 2] * 2])

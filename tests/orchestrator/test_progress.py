@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from orchestrator.progress import Progress
 from orchestrator.rules.batch import BatchCut, SetAside, StepRules, Survivors
-from pipelinerl.messages import Finish, Group, Outcome, StepDone, WeightsCommitted
+from pipelinerl.messages import Finish, Group, Outcome, StepDone, TraceScores, WeightsCommitted
 from pipelinerl.metrics import Journal, read_journals
 from tests.orchestrator import handmade
 
@@ -145,3 +146,17 @@ def test_pauses_are_kept_for_the_end(tmp_path: Path):
     journal.close()
     assert progress.pauses_s == [0.25, 0.125]
     assert progress.last_pause_s == 0.125
+
+
+def test_step_scores_stand_with_the_samples_that_have_them(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "orchestrator")
+    progress = Progress(journal=journal, started_s=0.0)
+    trace = TraceScores(ends=np.array([1], np.int32), scores=np.array([0.5], np.float32), version="prm")
+    members = [handmade.scored(handmade.trajectory(sibling=sibling), float(sibling)) for sibling in range(2)]
+    members[1] = msgspec.structs.replace(members[1], steps=trace)
+    cut = BatchCut(groups_per_step=1, max_staleness=4, min_survivors=1, credit=handmade.centred)
+    progress.settled(cut.take(handmade.group(0, members)), now_s=1.0)
+    progress.trained(StepDone(step=0, metrics={}), now_s=2.0)
+    journal.close()
+    told = {line["rollout_id"]: line["steps"] for line in read_journals(tmp_path) if line["kind"] == "sample"}
+    assert told == {"0/0": [], "0/1": [[1, 0.5]]}

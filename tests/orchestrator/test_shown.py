@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.shown import EVERY_S, MAX_TOKENS, Shown, worth_showing
-from pipelinerl.messages import Sample
+from pipelinerl.messages import Sample, TraceScores
 from pipelinerl.metrics import Journal, read_journals
 from tests.orchestrator import handmade
 
@@ -39,6 +39,13 @@ def test_a_sample_is_told_with_its_tokens_and_the_versions_along_it(tmp_path: Pa
     assert line["kind"] == "sample"
     assert (line["step"], line["token_ids"], line["versions"]) == (4, [10, 11, 12], [[3, 2], [4, 1]])
     assert (line["reward"], line["advantage"], line["num_tokens"]) == (1.0, 0.5, 3)
+
+
+def test_step_scores_stand_beside_the_tokens_they_end_at(tmp_path: Path, journal: Journal) -> None:
+    one = sample(1.0, (3, 3, 4))
+    trace = TraceScores(ends=np.array([1, 2], np.int32), scores=np.array([0.5, 0.25], np.float32), version="prm")
+    Shown(journal).trained(4, [one], now_s=0.0, traces={one.trajectory.rollout_id: trace})
+    assert [line["steps"] for line in read_journals(tmp_path)] == [[[1, 0.5], [2, 0.25]]]
 
 
 def test_steps_in_quick_succession_are_not_all_shown(tmp_path: Path, journal: Journal) -> None:

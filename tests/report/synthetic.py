@@ -39,6 +39,8 @@ class Plan:
     num_slots: int = 4
     num_running: int = 60
     """Sequences decoded at once per engine, of 64 slots."""
+    kv_used: float | None = None
+    """Of the first engine; the second one's is half as full."""
     groups_per_step: int = 8
     group_size: int = 8
     name: str = "synthetic"
@@ -180,7 +182,7 @@ def _statuses(plan: Plan) -> list[Line]:
                 engines=[_engine(plan, engine_id, periods, idle_s) for engine_id in range(plan.num_engines)],
                 scorers=[{"scorer_id": 0, "num_running": 1, "num_scored": 64 * step, "busy_s": plan.score_s * plan.num_slots * periods}],
                 queues={
-                    "trajectories": {"items": step % 5, "bytes": 4096 * (step % 5), "bound_bytes": 1 << 20},
+                    "trajectories": {"items": step % 5, "bytes": 4096 * (step % 5), "bound_bytes": 1 << 20, "ever": int(64 * periods)},
                     "micro-batches": {"items": step % 3, "bytes": 65536 * (step % 3), "bound_bytes": 1 << 20},
                 },
                 waits=[
@@ -212,6 +214,7 @@ def _engine(plan: Plan, engine_id: int, periods: float, idle_s: float) -> Line:
         "num_steps": int(100 * periods),
         "busy_s": plan.generate_s * periods,
         "idle_s": idle_s * periods,
+        "kv_used": None if plan.kv_used is None else plan.kv_used / (1 + engine_id),
     }
 
 

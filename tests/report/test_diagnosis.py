@@ -111,6 +111,17 @@ def test_slots_that_admission_keeps_empty_are_to_be_opened_before_engines_are_ad
     assert "29.7" in diagnosis.advice
 
 
+def test_caches_with_room_are_to_be_filled_before_engines_are_added_and_full_ones_enlarged(tmp_path: Path) -> None:
+    # 64 slots of an engine, and 45 % of its cache: 64 x 0.9 / 0.45 = 128 would fit.
+    roomy = _diagnose(tmp_path / "roomy", Plan(kv_used=0.45))
+    assert "more sequences at once in each" in roomy.advice
+    assert "= 128 would fit (engine.max_running)" in roomy.advice
+    row = next(row for row in roomy.findings if row.what == "engines: KV cache in use")
+    assert row.value.startswith("45.0")
+    assert "engine.kv_cache_bytes" in _diagnose(tmp_path / "full", Plan(kv_used=0.97)).advice
+    assert "KV" not in _diagnose(tmp_path / "fit", Plan(kv_used=0.75)).advice
+
+
 def test_arithmetic_adds_up(tmp_path: Path) -> None:
     findings = {row.what: row for row in _diagnose(tmp_path / "run", Plan()).findings}
     window_s = 39 * 1.2004

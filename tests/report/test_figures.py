@@ -50,6 +50,13 @@ def test_many_swaps_are_thinned_and_the_figure_says_so() -> None:
     drawn = figures.pause_per_swap(Tables(folder=Path(), began=0.0, ended=1500.0, swaps=swaps))
     assert drawn.count("<circle") == 500
     assert "1,500 swaps, one in 3 drawn" in drawn
+    assert "KV cache" not in drawn, "every sequence kept its own"
+
+
+def test_what_a_kv_policy_costs_is_said_beside_the_pauses() -> None:
+    swaps = tuple(SwapRow(t=float(number), engine_id=0, pause_s=0.001, num_recomputed_tokens=600.0) for number in range(2))
+    drawn = figures.pause_per_swap(Tables(folder=Path(), began=0.0, ended=2.0, swaps=swaps))
+    assert "they dropped the KV cache of 1,200 tokens, to be computed again" in drawn.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_very_old_tokens_share_the_last_bar() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.messages import GroupScored, Outcome, Scored, ScoreGroup, ScorerReady
-from tests.scorer.conftest import Scorer, score
+from tests.scorer.conftest import Scorer, descendants_of, score
 
 Start = Callable[..., Scorer]
 BUILTIN = "pipelinerl.scorer.builtin"
@@ -182,6 +184,31 @@ def test_hanging_call_of_a_lane_holds_up_no_other_lane_and_its_deadline_is_its_o
     answer = scorer.ask("hang")
     assert (answer.outcome, answer.error) == (Outcome.TIMEOUT, "act did not return within 1 s; its process was killed")
     assert scorer.ask("one").reward == 3.0 + 1.0
+
+
+def test_judge_and_code_outlive_their_workers_and_a_hang(start_scorer: Start, endpoint: Endpoint) -> None:
+    """Both workers are killed inside a call, which is tried again; then the judge never answers, which is no score either."""
+    limits = {"concurrency": 1, "retries": 1, "deadline_s": 1.5}
+    judge = limits | {"options": {"url": endpoint.url, "model": "m"}}
+    scorer = start_scorer({f"{BUILTIN}:judge": judge, f"{BUILTIN}:code": limits})
+    scorer.next(ScorerReady)
+    is_asked, may_answer = threading.Event(), threading.Event()
+    endpoint.reply = lambda body: (is_asked.set(), may_answer.wait(10), (200, "SCORE: 7"))[2]
+    scorer.send(score("killed", "import time; time.sleep(0.5)", tests="pass"))
+    assert is_asked.wait(20)
+    _, *workers = descendants_of(scorer.process.pid)[:3]  # the fork server comes first
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    may_answer.set()
+    answer = scorer.scored("killed")["killed"]
+    assert (answer.outcome, answer.components) == (Outcome.OK, {"judge": 0.7, "code": 1.0}), answer.error
+    functions = scorer.new_load().functions
+    assert {name: functions[name].num_failed for name in functions} == {"judge": {"error": 1}, "code": {"error": 1}}
+    may_answer.clear()
+    answer = scorer.ask("pass", tests="pass")
+    assert (answer.outcome, answer.reward) == (Outcome.TIMEOUT, None)
+    assert answer.error == "judge did not return within 1.5 s; its process was killed"
+    may_answer.set()
 
 
 def group(*completions: str, **columns: Any) -> ScoreGroup:

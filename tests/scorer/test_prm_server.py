@@ -35,7 +35,8 @@ class Asked:
         link = ZmqLink(folder, "scorer", 1, accepts=ToScorer)
         self._link = link
         self._journal = Journal(folder, "scorer-1")
-        server = PrmServer(engine, SECTION, decode=by_words, link=link, journal=self._journal, prm_id=1, version="v1")
+        scorer = PrmScorer(engine, convention=convention_of(SECTION), version="v1")
+        server = PrmServer(scorer, SECTION, decode=by_words, link=link, journal=self._journal, prm_id=1)
         self._thread = threading.Thread(target=server.run)
         self._thread.start()
 

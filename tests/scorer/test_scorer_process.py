@@ -250,6 +250,7 @@ def test_killing_the_server_leaves_no_process(start_scorer: Start, tmp_path: Pat
 
 
 def test_end_of_the_fork_server_ends_the_scorer_and_every_worker(start_scorer: Start, tmp_path: Path) -> None:
+    """The launcher then starts it again; told to the orchestrator, it would end the run."""
     scorer = start_scorer({"act": 1.0}, deadline_s=100.0)
     scorer.next(ScorerReady)
     scorer.send(score("last", "log", path=str(tmp_path / "started"), line="begun", seconds=1000.0))
@@ -257,8 +258,12 @@ def test_end_of_the_fork_server_ends_the_scorer_and_every_worker(start_scorer: S
     descendants = descendants_of(scorer.process.pid)
     assert len(descendants) == 3
     os.kill(descendants[0], signal.SIGKILL)
-    assert scorer.next(Failed).error.startswith(f"PeerGone: the scorer's fork server (process {descendants[0]}) ended")
     assert scorer.process.wait(20) == 1
+    record = json.loads((scorer.run_folder / "failures" / "scorer-3.json").read_text())
+    assert record["error"].startswith(f"PeerGone: the scorer's fork server (process {descendants[0]}) ended")
+    assert record["is_consequence"]
+    with pytest.raises(AssertionError, match="no Failed within"):
+        scorer.next(Failed, within_s=0.5)
     assert not [process_id for process_id in descendants if is_alive(process_id)]
 
 

@@ -19,7 +19,7 @@ def check(
         *_of_ledger(rows),
         *_of_both(rows, record),
         *_of_rollouts(record, max_staleness=max_staleness),
-        *_of_steps(record, groups_per_step=groups_per_step, num_steps=num_steps, max_tokens=max_tokens),
+        *_of_steps(rows, record, groups_per_step=groups_per_step, num_steps=num_steps, max_tokens=max_tokens),
     ]
 
 
@@ -71,14 +71,21 @@ def _of_rollouts(record: TrainerRecord, *, max_staleness: int) -> list[str]:
     return wrong
 
 
-def _of_steps(record: TrainerRecord, *, groups_per_step: int, num_steps: int, max_tokens: int) -> list[str]:
+def _of_steps(
+    rows: Sequence[tuple[Any, ...]], record: TrainerRecord, *, groups_per_step: int, num_steps: int, max_tokens: int
+) -> list[str]:
     wrong: list[str] = []
+    stopped = [row for row in rows if row[4] == "stopped early" and row[5] is not None]
+    num_stopped = collections.Counter(row[5] for row in stopped)
     groups: dict[int, set[str]] = collections.defaultdict(set)
     steps_of_group: dict[str, set[int]] = collections.defaultdict(set)
     for rollout, step in record.trained.items():
         group = rollout.split("/")[0]
         groups[step].add(group)
         steps_of_group[group].add(step)
+    for row in stopped:
+        groups[row[5]].add(row[0].split("/")[0])
+        steps_of_group[row[0].split("/")[0]].add(row[5])
     wrong += [f"group {group} trained in steps {sorted(steps)}" for group, steps in steps_of_group.items() if len(steps) > 1]
     if sorted(record.sealed) != list(range(num_steps)):
         wrong.append(f"steps {sorted(record.sealed)} were sealed, not 0 to {num_steps - 1}")
@@ -87,7 +94,7 @@ def _of_steps(record: TrainerRecord, *, groups_per_step: int, num_steps: int, ma
             wrong.append(f"step {step} trained {len(groups[step])} groups, not {groups_per_step}")
         for what, said, trained in (
             ("tokens", seal.num_tokens, record.tokens[step]),
-            ("samples", seal.num_samples, record.samples[step]),
+            ("samples", seal.num_samples, record.samples[step] + num_stopped[step]),
             ("micro-batches", seal.num_micro_batches, record.micro_batches[step]),
         ):
             if said != trained:

@@ -137,9 +137,10 @@ class SimulatedEngine(FakeEngine):
     def running(self) -> list[str]:
         return super().running() if self._kv_tokens is None else list(self._held)
 
-    def commit(self, recompute: Collection[str] = ()) -> None:
-        super().commit(recompute)
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
+        recomputed = super().commit(recompute)
         self._num_commits = self.staged_version
+        return recomputed
 
 
 def token(prompt: np.ndarray, *, position: int, version: int) -> int:
@@ -317,6 +318,8 @@ class TrainerRecord:
 
     trained: dict[str, int] = dataclasses.field(default_factory=dict)
     """Step of every rollout trained."""
+    weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    """In the loss, of every rollout trained."""
     oldest: dict[str, int] = dataclasses.field(default_factory=dict)
     """Version of its oldest token."""
     tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
@@ -411,6 +414,7 @@ def note(batch: MicroBatch, record: TrainerRecord) -> None:
             versions=batch.versions[part],
             record=record,
         )
+        record.weights[rollout_id] = 1.0 if batch.weights is None else float(batch.weights[batch.rollout_ids.index(rollout_id)])
         start += length
 
 

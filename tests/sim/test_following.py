@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import Survivors
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Outcome, StepsScored
 from pipelinerl.transport.memory import MemoryLink
@@ -119,3 +123,53 @@ def test_a_trace_that_cannot_be_scored_fails_with_its_reason_and_trains_nothing(
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
     assert simulated.ending.identity.failed > 0
+
+
+def stopping(*, below: float, keep: float, group_size: int = 4, name: str = "rloo_early_stop") -> Config:
+    """Most rollouts of the simulation have four or five steps with scores that are as good as drawn from 0 to 1."""
+    stop = {"below": below, "keep": keep, "min_steps": 1, "max_right": 1.0}
+    prm = {"path": "unused", "chunk_tokens": 3, "stop": stop}
+    algorithm = {"name": name, "overrides": {"aggregation": "seq-mean-token-sum-norm"}}
+    return followed(prm=prm, algorithm=algorithm, rollout={"group_size": group_size}, trainer={"steps": 12})
+
+
+@pytest.mark.parametrize(
+    ("settings", "faults"),
+    [
+        (stopping(below=0.1, keep=0.25), Faults()),
+        (stopping(below=0.9, keep=0.2, group_size=2, name="step_reinforce"), Faults()),
+        (stopping(below=0.1, keep=0.25), KILLS["everything"]),
+    ],
+    ids=["few", "most", "few, and everybody is killed"],
+)
+def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Path, settings: Config, faults: Faults) -> None:
+    rule = MethodCredit(method_of(settings), settings.reward)
+    survived = survive(settings, folder=tmp_path, faults=faults, world=World(token_s=1e-3), credit=rule)
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
+        said = ledger.execute("SELECT rollout_id, attempt, reason FROM events WHERE kind = 'flagged' ORDER BY seq").fetchall()
+        last = dict(ledger.execute("SELECT rollout_id, max(attempt) FROM events WHERE kind = 'issued' GROUP BY rollout_id").fetchall())
+    flags = {name: json.loads(reason) for name, attempt, reason in said if attempt == last[name]}
+    fates = {row[0]: (row[3], row[4]) for row in survived.rows}
+    keep = settings.prm.stop.keep
+    weights = survived.disk.record.weights
+    assert weights == {name: pytest.approx(1 / keep if name in flags else 1.0) for name in weights}
+    stopped = {name for name, flag in flags.items() if flag["stops"]}
+    assert stopped
+    assert not stopped & weights.keys(), "what was stopped trains nothing"
+    done = {name for name, (fate, _) in fates.items() if fate in ("trained", "filtered")}
+    assert {name for name in done if fates[name] == ("filtered", "stopped early")} == stopped & done
+    # Over all that were started: what is left in flight when a run ends are rather survivors, which take longer than what was stopped.
+    mean = np.mean([(0.0 if flags[name]["stops"] else 1 / keep) if name in flags else 1.0 for name in fates])
+    print(f"{len(flags)} flagged and {len(stopped)} stopped of {len(fates)} rollouts; their weights have a mean of {mean:.2f}")
+    assert mean == pytest.approx(1.0, abs=0.25)
+
+
+def test_a_step_of_which_everything_was_stopped_is_a_step(tmp_path: Path) -> None:
+    """Nothing trains in it, and it is done all the same: otherwise hopeless prompts would be made up for by others."""
+    settings = stopping(below=2.0, keep=1e-6)
+    simulated = run(settings, folder=tmp_path, world=World(token_s=1e-3), credit=MethodCredit(method_of(settings), settings.reward))
+    assert simulated.problems() == []
+    identity = simulated.ending.identity
+    assert identity.trained < 4 * identity.filtered / 10, "all but rollouts of one step, which are whole before it is scored"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,8 +123,10 @@ def test_a_run_that_meets_its_limit_again_and_again_saves_goes_on_and_finishes_i
     assert steps_of(run_folder) == list(range(40)), "every step once, in order, over four attempts"
     for attempt in range(4):
         assert f"attempt {attempt}: job {number}, restart {attempt}" in text
-        log = (run_folder / "logs" / f"attempt-{attempt}" / "engines.log").read_text()
-        assert log.startswith(f"attempt {attempt}, restart {attempt}, job {number}, node 1")
+        for name, node in (("orchestrator", 0), ("engines", 1), ("track-wandb", 0), ("supervisor-*-0", 0), ("supervisor-*-1", 1)):
+            (log,) = (run_folder / "logs" / f"attempt-{attempt}").glob(f"{name}.log")
+            assert log.read_text().startswith(f"attempt {attempt}, restart {attempt}, job {number}, node {node}"), name
+    assert f"attempt 3, restart 3, job {number}, node 1" in (run_folder / "logs" / "launcher.log").read_text()
     assert [row["progress/step"] for row in history(run_folder) if "reward/all/mean" in row] == list(range(40))
     names = {path.name.rpartition("-")[2] for path in run_folder.glob("tracking/wandb/offline-run-*")}
     assert names == {json.loads((run_folder / "tracking" / "wandb.json").read_text())["id"]}
@@ -170,12 +173,20 @@ def test_a_chain_goes_on_in_the_next_job_and_stops_when_the_run_is_finished(clus
     assert "the run is finished" in supervisors(run_folder, 2)
 
 
-def test_scorers_on_nodes_of_their_own_belong_to_the_same_job(cluster: slurm.Cluster, tmp_path: Path):
-    run_folder = job(tmp_path, steps=5, pace_s=0.1, scorer_nodes=1)
-    number = submit(cluster, run_folder)
-    assert wait(cluster, number, *ENDED)["JobState"] == "COMPLETED", said(run_folder, number)
-    assert (run_folder / "logs" / "attempt-0" / "scorer-0.log").read_text().startswith(f"attempt 0, restart 0, job {int(number)}")
-    assert "node 1: scorer-0" in supervisors(run_folder, 0)
+def test_scorers_on_nodes_of_their_own_belong_to_the_same_job_and_the_next_one_goes_on_with_them(cluster: slurm.Cluster, tmp_path: Path):
+    run_folder = job(tmp_path, steps=20, pace_s=0.1, scorer_nodes=1)
+    first = submit(cluster, run_folder)
+    while len(steps_of(run_folder)) < 5:
+        time.sleep(0.1)
+    cluster.run("scancel", "--batch", "--signal=USR1", first)
+    assert wait(cluster, first, *ENDED)["JobState"] == "COMPLETED", said(run_folder, first)
+    (second,) = re.findall(r"attempt 0 saved; submitted again as job (\d+)", said(run_folder, first))
+    assert wait(cluster, second, *ENDED)["JobState"] == "COMPLETED", said(run_folder, second)
+    assert steps_of(run_folder) == list(range(20))
+    for attempt, number in ((0, first), (1, second)):
+        log = (run_folder / "logs" / f"attempt-{attempt}" / "scorer-0.log").read_text()
+        assert log.startswith(f"attempt {attempt}, restart 0, job {int(number)}")
+        assert "node 1: scorer-0" in supervisors(run_folder, attempt)
 
 
 def wait_for_steps(run_folder: Path, number: int) -> None:

@@ -50,6 +50,14 @@ def test_every_script_is_valid_shell(again: str):
     subprocess.run(["bash", "-n"], input=script(again=again, engine_nodes=1, scorer_nodes=1), text=True, check=True)
 
 
+def test_a_heterogeneous_job_is_submitted_again_and_never_requeued():
+    text = script(scorer_nodes=1)
+    assert "scontrol requeue" not in text
+    assert "#SBATCH --no-requeue" in text
+    assert text.count("$(sbatch ") == 1
+    assert "sbatch " not in script(scorer_nodes=1, again="no").replace("#SBATCH", "").replace(".sbatch", "").partition("set -uo")[2]
+
+
 def test_the_requeue_has_one_owner():
     assert script().count("scontrol requeue") == 1
     for again in ("chain", "no"):

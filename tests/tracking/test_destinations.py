@@ -15,9 +15,12 @@ import pytest
 
 from pipelinerl.config_file import parse
 from pipelinerl.metrics import Journal
+from pipelinerl.tokenizer import load_tokenizer
 from pipelinerl.tracking.beside import command
+from pipelinerl.tracking.to_wandb import CELL_CHARACTERS, TABLE_ROWS
 from tests.processes import PATIENCE_S, wait_until
 from tests.report.synthetic import Plan, write_run
+from tests.tiny_models import make_tokenizer
 from tests.tracking.wandb_file import history
 
 pytestmark = pytest.mark.timeout(180)
@@ -66,7 +69,24 @@ def test_wandb_offline_holds_every_step_of_a_run_under_its_own_axis(run_folder: 
     write_run(run_folder, Plan(num_steps=12))
     (run_folder / "checkpoints/step-000020").mkdir(parents=True)
     (run_folder / "checkpoints/step-000020/manifest.json").write_text(json.dumps({"trackers": {"wandb": "0badcafe"}}))
+    (run_folder / "model").mkdir()
+    make_tokenizer(run_folder / "model")
+    tokens = load_tokenizer(run_folder / "model").encode("so it is", add_special_tokens=False)
+    sample = {"t": 2e9, "kind": "sample", "step": 11, "prompt": "x" * 9000, "token_ids": tokens, "versions": [[8, 3], [9, 5]]}
+    sample |= {"reward": 1.0, "advantage": 0.5, "finish": "stop", "steps": [[3, 0.25]]}
+    with open(run_folder / "journal" / "orchestrator.jsonl", "a") as file:
+        file.writelines(json.dumps(sample | {"rollout_id": f"0/{number}"}) + "\n" for number in range(TABLE_ROWS + 5))
     assert send(run_folder, "wandb").returncode == 0
+    (table,) = [json.loads(path.read_text()) for path in run_folder.glob("tracking/wandb/offline-run-*/files/media/table/*.table.json")]
+    assert len(table["data"]) == TABLE_ROWS, "capped"
+    assert {tuple(map(type, row)) for row in table["data"]} == {(int, str, str, str, float, float, int, str, str, str)}, "a column, a type"
+    row = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert (row["completion"], row["versions"], row["step scores"], len(row["prompt"])) == (
+        "so it is",
+        "v8 × 3, v9 × 5",
+        "0.250",
+        CELL_CHARACTERS,
+    )
     assert [path.name.endswith("-0badcafe") for path in run_folder.glob("tracking/wandb/offline-run-*")] == [True], "a checkpoint knows it"
     assert steps_of(run_folder) == list(range(12))
     rows = history(run_folder)
@@ -107,7 +127,7 @@ def test_a_run_has_one_writer(run_folder: Path, started: list[subprocess.Popen[s
 def test_points_of_a_time_without_a_wandb_server_are_sent_afterwards(run_folder: Path) -> None:
     """The server refuses every connection, as one that is down does; the run's own files are all that is needed later."""
     write_run(run_folder, Plan(num_steps=5))
-    nobody = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    nobody = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "5"}
     down = send(run_folder, "wandb", **nobody)
     assert down.returncode == 1
     assert "given up" in down.stderr

@@ -8,11 +8,13 @@ import torch
 
 from pipelinerl.errors import PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
+from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.manifest import check, verify
 from pipelinerl.weights.road import Arrival
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from tests.trainer.tiny import FAMILIES, make_model
+from trainer.lora import Adapters
 from trainer.model import Model
 from trainer.publish import Publisher
 
@@ -134,5 +136,31 @@ def test_changes_are_sent_once_every_engine_holds_a_policy_and_whole_ones_where_
         whole = num_bytes(layout)
         assert [size == whole for size in sizes] == [True, True, False, False, True]
         assert max(sizes[2:4]) < 200
+    finally:
+        publisher.close()
+
+
+def test_engines_that_ask_for_adapters_get_these_alone_and_a_trainer_of_all_weights_refuses(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = make_model(folders["qwen3"], adapters=Adapters(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), seed=1))
+    shapes = {name: tuple(tensor.shape) for name, tensor in make_model(folders["qwen3"]).tensors().items()}
+    layout = adapter_layout(shapes, AdapterShape(rank=3, alpha=6.0, targets=("q_proj", "down_proj")), dtype="float32")
+    publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0, adapters=model.adapters)
+    try:
+        wider = adapter_layout(shapes, AdapterShape(rank=4, alpha=6.0, targets=("q_proj", "down_proj")), dtype="float32")
+        with pytest.raises(WeightsError, match=r"misshapen: .*q_proj\.lora_A\.weight is \[4, "):
+            publisher.fix_layout(wider)
+        publisher.fix_layout(layout)
+        policy = publisher.publish(1)
+        assert policy is not None
+        found = views(_fetch(policy, layout).payload, layout)
+        expected = model.adapter_state()
+        assert len(found) == len(expected) == 2 * 2 * 2
+        for name, tensor in expected.items():
+            assert torch.equal(found[f"base_model.model.{name}.weight"], tensor), name
+        whole = _publisher(make_model(folders["qwen3"]), tmp_path)
+        with pytest.raises(WeightsError, match=r"ask for adapters alone \(base_model.* and 7 more\), and this trainer trains all weights"):
+            whole.fix_layout(layout)
     finally:
         publisher.close()

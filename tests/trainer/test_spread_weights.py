@@ -24,21 +24,34 @@ from trainer.spread_weights import SpreadWeights
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 
 
-def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str, adapters: Adapters | None = None) -> dict[str, Any]:
-    """Publish a model twice, with a change between; what an engine fetches of both, and names of what was gathered."""
+ADAPTERS = Adapters(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), seed=1)
+
+
+def publish(
+    replicas: Replicas, *, folder: Path, run_folder: Path, road: str, adapters: Adapters | None = None, are_apart: bool = False
+) -> dict[str, Any]:
+    """Publish a model, or its adapters alone, twice, with a change between; what an engine fetches of both, and what was gathered."""
     model = make_model(folder, replicas=replicas, adapters=adapters)
     spread = SpreadWeights(model, replicas=replicas)
     publisher = None
     if replicas.rank == 0:
-        described = {name: tensor for name, tensor in spread.described().items() if name not in model.tied_names()}
+        published = model.described_adapters() if are_apart else spread.described()
+        described = {name: tensor for name, tensor in published.items() if name not in model.tied_names()}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
-        publisher = Publisher(spread.described, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=20.0, write=spread.lead)
+        publisher = Publisher(
+            spread.described,
+            tied_names=model.tied_names(),
+            run_folder=run_folder,
+            deadline_s=20.0,
+            write=spread.lead,
+            adapters=model.described_adapters if are_apart else None,
+        )
         publisher.fix_layout(layout, road=road)
     found = []
     for version in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(version) if adapters is None else parameter.fill_(version)
+                parameter.mul_(version) if adapters is None or are_apart else parameter.fill_(version)
         if publisher is None:
             spread.follow()
             continue
@@ -56,8 +69,10 @@ def publish(replicas: Replicas, *, folder: Path, run_folder: Path, road: str, ad
     return {"found": found, "gathered": sorted(spread._gathered), "num_moves": len(spread._moves or ())}
 
 
-def check_published(folder: Path, jobs: list[tuple[Layout, Any]], tmp_path: Path) -> list[list[Any]]:
-    expected = make_model(folder).tensors()
+def check_published(
+    folder: Path, jobs: list[tuple[Layout, Any]], tmp_path: Path, *, adapters: dict[str, torch.Tensor] | None = None
+) -> list[list[Any]]:
+    expected = make_model(folder).tensors() | (adapters or {})
     results = run_jobs(jobs, tmp_path)
     for (layout, _), (first, *_) in zip(jobs, results, strict=True):
         for version, found in enumerate(first["found"], start=1):
@@ -70,7 +85,13 @@ def check_published(folder: Path, jobs: list[tuple[Layout, Any]], tmp_path: Path
 def test_two_ranks_publish_what_one_would(folders: dict[str, Path], tmp_path: Path, road: str) -> None:
     layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)]
     job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road=road)
-    for ranks in check_published(folders["qwen3"], [(layout, job) for layout in layouts], tmp_path):
+    jobs: list[tuple[Layout, Any]] = [(layout, job) for layout in layouts]
+    jobs += [(layout, functools.partial(job, adapters=ADAPTERS, are_apart=True)) for layout in layouts]
+    expected = make_model(folders["qwen3"], adapters=ADAPTERS).adapters()
+    published = check_published(folders["qwen3"], jobs, tmp_path, adapters=expected)
+    for adapters in published[len(layouts) :]:
+        assert len(adapters[0]["found"][0]) == len(adapters[0]["found"][1]) == 2 * 2 * 2
+    for ranks in published[: len(layouts)]:
         assert all(rank["gathered"] == [] for rank in ranks)
         assert all(bool(rank["num_moves"]) == (road == "shared_memory") for rank in ranks), "each writes its own"
 

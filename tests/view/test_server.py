@@ -88,7 +88,10 @@ def test_a_real_browser_draws_the_run_and_runs_nothing_that_a_sample_says(run_fo
     text = "<img src=x onerror=document.title='taken'>"
     with open(run_folder / "journal" / "orchestrator.jsonl", "a") as file:
         line = {"t": 2e9, "kind": "sample", "step": 7, "rollout_id": "0/0", "prompt": text, "token_ids": [5, 6, 7], "num_tokens": 3}
-        file.write(json.dumps(line | {"versions": [[6, 2], [7, 1]], "reward": 0.5, "advantage": 0.25, "finish": "stop"}) + "\n")
+        file.write(
+            json.dumps(line | {"versions": [[6, 2], [7, 1]], "reward": 0.5, "advantage": 0.25, "finish": "stop", "steps": [[1, 0.75]]})
+            + "\n"
+        )
     with served(run_folder) as view:
         drawn = browser(view.address)
     assert 'data-drawn="8"' in drawn
@@ -97,6 +100,9 @@ def test_a_real_browser_draws_the_run_and_runs_nothing_that_a_sample_says(run_fo
         assert f">{stage}</text>" in drawn
     assert drawn.count("<polyline") >= 7
     assert "&lt;img src=x" in drawn
+    assert re.search(r"/s</text>", drawn), "rates stand over the arrows"
+    assert re.search(r'<div class="wait"><span>trainer for a micro-batch</span><i><b style="width: \d', drawn)
+    assert re.search(r'6"[^>]*>[^<]*</span><span class="step"[^>]*>0.75</span><span class="token" title="sampled under version 7"', drawn)
     tints = re.findall(r'<span class="token" title="sampled under version (\d)" style="background: ([^"]+?);?">', drawn)
     assert [version for version, _ in tints] == ["6", "6", "7"]
     assert len({colour for _, colour in tints}) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.view.snapshot import POINTS, SAMPLES, Snapshot
-from tests.report.synthetic import Plan, write_run
+from tests.report.synthetic import START_UP_S, Plan, write_run
 
 
 def told(folder: Path) -> dict:
@@ -34,6 +34,25 @@ def test_who_waits_and_how_full_queues_are_is_what_the_last_gauges_say(tmp_path:
     assert state["queues"]["micro-batches"]["fill"] == pytest.approx(state["queues"]["micro-batches"]["items"] * 65536 / (1 << 20))
     assert [engine["id"] for engine in state["engines"]] == [0, 1]
     assert state["engines"][0]["slots"] == 64
+
+
+def test_rates_are_of_the_last_seconds_and_once_a_run_has_ended_of_all_of_it(tmp_path: Path) -> None:
+    # 64 trajectories in each period of 1.2004 s; start-up, in which nothing passes, counts only over the whole run.
+    write_run(tmp_path / "on", Plan(num_steps=60), without=frozenset({"end"}))
+    assert told(tmp_path / "on")["queues"]["trajectories"]["per_s"] == pytest.approx(64 / 1.2004, rel=0.02)
+    write_run(tmp_path / "over", Plan(num_steps=60))
+    over = told(tmp_path / "over")
+    assert over["queues"]["trajectories"]["per_s"] == pytest.approx(60 * 64 / (60 * 1.2004 + START_UP_S), rel=0.03)
+    assert over["queues"]["micro-batches"]["per_s"] is None, "this journal does not say"
+
+
+def test_what_was_waited_for_is_told_as_parts_of_the_run_longest_first(tmp_path: Path) -> None:
+    # The trainer waits 0.4704 s of each period of 1.2004 s, scoring 0.3 s of it; dispatch never.
+    write_run(tmp_path, Plan(num_steps=60))
+    waited = told(tmp_path)["waited"]
+    assert [name for name, _ in waited] == ["trainer: a micro-batch", "scoring: trajectories"]
+    whole_s = 60 * 1.2004 + START_UP_S
+    assert [part for _, part in waited] == pytest.approx([60 * 0.4704 / whole_s, 60 * 0.3 / whole_s], rel=0.02)
 
 
 def test_what_the_journals_gain_is_folded_and_nothing_twice(tmp_path: Path) -> None:

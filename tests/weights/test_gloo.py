@@ -16,7 +16,7 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.weights import gloo
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.calls import CHUNK_BYTES
-from pipelinerl.weights.manifest import Manifest, verify
+from pipelinerl.weights.manifest import Manifest, seal, verify
 from pipelinerl.weights.pool import SlotPool
 
 LAYOUT = plan_layout({"a": torch.zeros(3 * CHUNK_BYTES + 1000, dtype=torch.uint8)})
@@ -119,3 +119,21 @@ def test_the_trainer_listens_on_its_own_address_alone():
     pool.close()
     with pytest.raises(WeightsError, match=r"cannot offer weights on weights.address = '192.0.2.1'"):
         gloo.host("192.0.2.1")
+
+
+def test_a_line_to_the_trainer_is_used_again_and_not_for_another_trainer():
+    layout = plan_layout({"a": torch.zeros(1000, dtype=torch.uint8)})
+    guest = gloo.guest(deadline_s=10.0)
+    pools = [SlotPool(gloo.host(deadline_s=10.0), num_bytes=num_bytes(layout)) for _ in range(2)]
+    lines = []
+    for pool in (pools[0], pools[0], pools[1]):
+        slot = pool.acquire(1.0)
+        assert slot is not None
+        digest = pool.publish(slot, seal(1, slot.buffer, layout))
+        guest.fetch(slot.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
+        ((line,),) = guest._lines._idle.values()
+        lines.append(line)
+    assert lines[0] is lines[1]
+    assert lines[2] is not lines[0]
+    for pool in pools:
+        pool.close()

@@ -222,3 +222,47 @@ def test_a_group_that_withholds_old_tokens_is_stale_only_where_none_is_young_eno
     young = handmade.scored(handmade.trajectory((5, 5), group_id=2, sibling=1), 0.0)
     verdict = rule.take(handmade.group(2, [old, young]))
     assert [float(sample.advantages[-1]) for sample in verdict.samples] == [0.5, -0.5], "the old sibling's reward is in the mean"
+
+
+def advantages_of_one(survivors: Survivors) -> list[np.ndarray]:
+    return [np.where(member.trajectory.trains, 1.0, 0.0).astype(np.float32) for member in survivors]
+
+
+def siblings(*rewards: float | None, group_id: int = 7, versions: Sequence[int] = (0, 0, 0)):
+    """A reward, or None for one that was stopped; all were flagged."""
+    members = [
+        handmade.flagged(handmade.trajectory(versions, group_id=group_id, sibling=sibling), reward)
+        for sibling, reward in enumerate(rewards)
+    ]
+    return handmade.group(group_id, members)
+
+
+def test_stopped_siblings_count_as_started_and_those_that_went_on_weigh_for_them():
+    """Four of one prompt at a probability of 1/4: one went on and weighs 4, three end as filtered; the step counts four."""
+    rule = cut(groups_per_step=1, credit=advantages_of_one)
+    verdict = rule.take(siblings(None, 1.0, None, None))
+    assert [(sample.trajectory.rollout_id, sample.weight) for sample in verdict.samples] == [("7/1", 4.0)]
+    assert endings(verdict) == {f"7/{sibling}": (Fate.FILTERED, "stopped early") for sibling in (0, 2, 3)}
+    assert {ended.step for ended in verdict.ended} == {0}
+    assert (verdict.is_placed, verdict.closes_step, verdict.num_samples, verdict.num_tokens) == (True, True, 4, 3)
+
+
+def test_group_whose_siblings_were_all_stopped_takes_its_place_in_the_step():
+    rule = cut(groups_per_step=1, credit=advantages_of_one)
+    verdict = rule.take(siblings(None, None))
+    assert (verdict.is_placed, verdict.samples, verdict.closes_step, verdict.num_samples) == (True, (), True, 2)
+
+
+def test_stopped_siblings_of_a_group_that_is_given_up_count_in_no_step():
+    rule = cut(max_staleness=1, first_step=3, credit=advantages_of_one)
+    verdict = rule.take(siblings(None, 1.0, versions=(1, 3, 3)))
+    assert endings(verdict) == {"7/0": (Fate.FILTERED, "stopped early"), "7/1": (Fate.STALE, "oldest token over 1 versions old")}
+    assert {ended.step for ended in verdict.ended} == {None}
+
+
+def test_restored_step_counts_what_was_stopped_before():
+    rule = cut(groups_per_step=2, credit=advantages_of_one)
+    before = rule.take(siblings(None, 1.0))
+    after = cut(groups_per_step=2, credit=advantages_of_one)
+    after.restore(before.samples, num_groups=1, groups=(), num_stopped=1)
+    assert after.take(siblings(None, 1.0, group_id=8)).num_samples == 4 == rule.take(siblings(None, 1.0, group_id=8)).num_samples

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.early_stop import AUDIT_SURVIVORS, Audit, Decision, EarlyStop
+from orchestrator.rules.early_stop import AUDIT_SURVIVORS, Audit, EarlyStop
 from pipelinerl.algorithms.credit.roulette import doubly_robust, roulette_advantage
+from pipelinerl.messages import Flag
 
 THETA = np.array([0.3, -0.4, 0.8])
 ONE = 1 / (1 + np.exp(-THETA))
@@ -132,34 +133,38 @@ def rule(*, epsilon: float = 0.25, min_steps: int = 2, seed: int = 0) -> EarlySt
     return EarlyStop(threshold=0.3, epsilon=epsilon, min_steps=min_steps, seed=seed)
 
 
-def test_rollout_that_is_never_under_the_threshold_goes_on_with_weight_one() -> None:
-    assert rule().decide("r", 0, [0.9, 0.3, 0.31]) == Decision(stops=False, weight=1.0, probability=1.0, flagged_at=None)
-    assert rule().decide("r", 0, []).flagged_at is None
+def test_rollout_that_is_never_under_the_threshold_is_not_flagged() -> None:
+    assert rule().decide("r", 0, [0.9, 0.3, 0.31]) is None
+    assert rule().decide("r", 0, []) is None
 
 
 def test_scores_before_the_fewest_steps_do_not_flag() -> None:
-    assert rule(min_steps=3).decide("r", 0, [0.0, 0.0, 0.5]).flagged_at is None
-    assert rule(min_steps=3).decide("r", 0, [0.0, 0.0, 0.1]).flagged_at == 2
+    assert rule(min_steps=3).decide("r", 0, [0.0, 0.0, 0.5]) is None
+    flag = rule(min_steps=3).decide("r", 0, [0.0, 0.0, 0.1, 0.05])
+    assert flag is not None
+    assert (flag.step, flag.predicted, flag.probability) == (2, 0.1, 0.25)
 
 
 @given(st.lists(st.floats(0, 1), max_size=8), st.lists(st.floats(0, 1), max_size=8))
 def test_decision_at_a_flag_never_depends_on_what_follows(prefix: list[float], future: list[float]) -> None:
     before = rule().decide("r", 0, prefix)
-    if before.flagged_at is not None:
+    if before is not None:
         assert rule().decide("r", 0, prefix + future) == before
 
 
 def test_coin_falls_as_often_as_epsilon_says_alike_when_asked_again_and_anew_for_every_attempt_and_seed() -> None:
-    decisions = [rule().decide(f"{index}/0", 0, [0.9, 0.1]) for index in range(20_000)]
-    assert decisions == [rule().decide(f"{index}/0", 0, [0.9, 0.1]) for index in range(20_000)]
-    assert np.mean([not decision.stops for decision in decisions]) == pytest.approx(0.25, abs=0.01)
-    assert {decision.weight for decision in decisions} == {0.0, 4.0}
-    assert np.mean([decision.weight for decision in decisions]) == pytest.approx(1.0, abs=0.05)
-    assert {decision.probability for decision in decisions} == {0.25}
-    for other in (
-        [rule().decide(f"{index}/0", 1, [0.9, 0.1]) for index in range(100)],
-        [rule(seed=1).decide(f"{index}/0", 0, [0.9, 0.1]) for index in range(100)],
-    ):
+    def flags(count: int, *, attempt: int = 0, seed: int = 0) -> list[Flag]:
+        found = [rule(seed=seed).decide(f"{index}/0", attempt, [0.9, 0.1]) for index in range(count)]
+        return [flag for flag in found if flag is not None]
+
+    decisions = flags(20_000)
+    assert len(decisions) == 20_000
+    assert decisions == flags(20_000)
+    assert np.mean([not flag.stops for flag in decisions]) == pytest.approx(0.25, abs=0.01)
+    assert {flag.weight for flag in decisions} == {0.0, 4.0}
+    assert np.mean([flag.weight for flag in decisions]) == pytest.approx(1.0, abs=0.05)
+    assert {flag.probability for flag in decisions} == {0.25}
+    for other in (flags(100, attempt=1), flags(100, seed=1)):
         assert other != decisions[:100]
 
 
@@ -170,21 +175,19 @@ def test_epsilon_that_cannot_be_unbiased_is_refused(epsilon: float) -> None:
 
 
 def test_epsilon_of_one_never_stops() -> None:
-    assert not any(rule(epsilon=1.0).decide(f"{index}", 0, [0.0, 0.0]).stops for index in range(1000))
+    flags = [rule(epsilon=1.0).decide(f"{index}", 0, [0.0, 0.0]) for index in range(1000)]
+    assert all(flag is not None and not flag.stops and flag.weight == 1.0 for flag in flags)
 
 
-def test_audit_counts_flagged_survivors_only_and_ends_the_stopping_when_too_many_are_right() -> None:
-    survivor = Decision(stops=False, weight=4.0, probability=0.25, flagged_at=1)
-    audit = Audit(max_right_fraction=0.1)
-    audit.saw(Decision(stops=False, weight=1.0, probability=1.0, flagged_at=None), is_right=True)
-    audit.saw(Decision(stops=True, weight=0.0, probability=0.25, flagged_at=1), is_right=True)
+def test_audit_ends_the_stopping_when_too_many_flagged_survivors_are_right() -> None:
+    audit = Audit(max_right_fraction=0.1, correct_reward=0.5)
     assert audit.right_fraction is None
     for _ in range(AUDIT_SURVIVORS - 1):
-        audit.saw(survivor, is_right=True)
+        audit.saw(reward=0.5)
     assert audit.allows_stopping, "too few to speak"
-    audit.saw(survivor, is_right=True)
+    audit.saw(reward=0.5)
     assert not audit.allows_stopping
-    calm = Audit(max_right_fraction=0.1)
+    calm = Audit(max_right_fraction=0.1, correct_reward=0.5)
     for index in range(100):
-        calm.saw(survivor, is_right=index % 10 == 0)
+        calm.saw(reward=0.49 if index % 10 else 1.0)
     assert (calm.right_fraction, calm.allows_stopping) == (0.1, True)

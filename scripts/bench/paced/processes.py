@@ -1,0 +1,108 @@
+"""Whole runs in processes of their own, with an engine whose forward passes take a fixed time and rewards that take as long as asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipelinerl import launch
+from pipelinerl.config_file import load
+from pipelinerl.demo.settings import demo_config, make_demo_model
+from pipelinerl.metrics import read_journals
+from scripts.bench import harness
+from scripts.bench.paced.engine import MEAN_TOKENS
+from scripts.chaos import victims
+
+PASS_S = 0.02
+SLOTS = 16
+SAMPLES_PER_STEP = 32
+GENERATION_S = MEAN_TOKENS * PASS_S
+STALENESS = 40
+WARM_S = 3.0
+"""After the first step, before the figures begin: rates of engine reports are over a second."""
+CONDITIONS = (
+    f"processes: one engine of {SLOTS} slots, {PASS_S * 1e3:g} ms for a forward pass, {MEAN_TOKENS} tokens on average, steps of"
+    f" {SAMPLES_PER_STEP} samples, staleness bound {STALENESS}; a worker process for each reward call under way"
+)
+
+
+def measure_all(rows: list[list[Any]], goals: list[harness.Goal], *, seconds: float, goal: float) -> None:
+    """Add the rows and goals of reward at once, inline and as a stage, at 1 and 5 times the generation time."""
+    alone = _measure(0.0, seconds=seconds)
+    rows.append(["processes", "reward at once", 0.0, *alone[:2], 1.0, "", *alone[2:]])
+    for times in (1, 5):
+        for name, is_inline in (("inline", True), ("stage", False)):
+            found = _measure(times * GENERATION_S, is_inline=is_inline, seconds=seconds)
+            rows.append(["processes", name, float(times), *found[:2], found[1] / alone[1], "", *found[2:]])
+        text = f"processes: engine tokens/s with a reward of {times}x as a stage over none"
+        goals.append(harness.Goal(name=text, value=rows[-1][5], goal=goal))
+
+
+def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> tuple[float, float, float, float]:
+    """(samples/s, engine tokens/s, idle part of the slots, median seconds from last token to score) of the steady state."""
+    calls = SLOTS / GENERATION_S * (0.0 if is_inline else latency_s)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = demo_config(folder=Path(folder), seed=0)
+        make_demo_model(Path(folder) / "demo-model", seed=0)
+        plugins = Path(__file__).with_name("rewards.py")
+        seconds_of_call = 0.0 if is_inline else latency_s
+        overrides = ["run.name=paced", "trainer.steps=100000", "batch.groups_per_step=8", "rollout.group_size=4", "evaluation.every=0"]
+        overrides += [f'data.source="{plugins}:prompts"', f"rollout.max_tokens={2 * MEAN_TOKENS}", "checkpoint.every=100000"]
+        overrides += [f'reward=[{{function="{plugins}:reward", options={{seconds={seconds_of_call}}}}}]']
+        overrides += [f"scorer.slots={max(2, round(1.6 * calls))}", f"pipeline.max_staleness={STALENESS}"]
+        overrides += ['engine.kind="fake"', "engine.count=1", "engine.cores=[]", "trainer.cores=[]", f"engine.max_running={SLOTS}"]
+        overrides += [f"pipeline.max_running={SLOTS if is_inline else SLOTS * 5 // 4}"]
+        config = load(settings, overrides=overrides)
+        config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
+        run_folder = launch.make_run_folder(config)
+        roles = tuple(_role(role, run_folder, hold_s=latency_s if is_inline else 0.0) for role in launch.roles_of(config, run_folder))
+        asyncio.run(_run(roles, run_folder, seconds=seconds))
+        return _read(run_folder, seconds=seconds)
+
+
+def _role(role: launch.Role, run_folder: Path, *, hold_s: float) -> launch.Role:
+    """Engine and trainer are those without a model."""
+    run = ("--run-folder", str(run_folder))
+    if role.name == "engines":
+        command = (sys.executable, "-m", "scripts.bench.paced.engine", *run, "--pass-s", str(PASS_S), "--hold-s", str(hold_s))
+        return launch.Role(name=role.name, command=command, has_nothing_to_save=True)
+    if role.name == "trainer":
+        return launch.Role(name=role.name, command=(sys.executable, "-m", "scripts.chaos.trainer", *run))
+    return role
+
+
+async def _run(roles: tuple[launch.Role, ...], run_folder: Path, *, seconds: float) -> None:
+    """Let the run go on for some seconds after its first step, and have it end."""
+    launcher = launch.Launcher(roles, run_folder, restarts=0, restart_wait_s=0.0, stopped_limit_s=30.0)
+    running = asyncio.create_task(launcher.run())
+    journal = run_folder / "journal" / "orchestrator.jsonl"
+    async with asyncio.timeout(120):
+        while not (journal.exists() and '"kind": "step"' in journal.read_text()):
+            assert not running.done(), "the run ended before its first step"
+            await asyncio.sleep(0.2)
+    await asyncio.wait({running}, timeout=WARM_S + seconds)
+    for process_id in victims.find("orchestrator", run_folder):
+        os.kill(process_id, signal.SIGTERM)
+    await running
+
+
+def _read(run_folder: Path, *, seconds: float) -> tuple[float, float, float, float]:
+    status = [line for line in read_journals(run_folder) if line["kind"] == "status" and line["step"]]
+    steady = [line for line in status if 0 <= line["elapsed_s"] - status[0]["elapsed_s"] - WARM_S <= seconds]
+    first, last = steady[0], steady[-1]
+    passed_s = last["elapsed_s"] - first["elapsed_s"]
+    tokens_per_s = (last["generated_tokens"] - first["generated_tokens"]) / passed_s
+    with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
+        query = (
+            "SELECT b.t - a.t FROM events a JOIN events b ON a.rollout_id = b.rollout_id AND b.kind = 'scored' WHERE a.kind = 'generated'"
+        )
+        lags = [lag for (lag,) in ledger.execute(query)]
+    samples_per_s = (last["step"] - first["step"]) * SAMPLES_PER_STEP / passed_s
+    return samples_per_s, tokens_per_s, 1.0 - tokens_per_s * PASS_S / SLOTS, statistics.median(lags)

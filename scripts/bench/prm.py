@@ -1,0 +1,159 @@
+#!/usr/bin/env python
+"""What it costs to score the steps of traces while they are being written: tokens that the process reward model computes per trace.
+
+A real vLLM pooling engine around a tiny random model (its prefix cache works as that of a large one), eight traces that grow side by side,
+32 tokens at a time. Three ways: every step as soon as it is complete, reading the prefix cache (what a run does); the same, every step
+from scratch; all steps at once at the end. A new step computes its own tokens and those of the last block of the cache that was not full:
+with blocks of b tokens and K steps in a trace of L, about L + K b / 2 in all, at most L + K b; from scratch (K + 1) / 2 L.
+
+`late` is the time from a trace's last token to its last score, the eight traces together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.scorer.prm import Convention, PrmEngine, PrmScorer, Reading, Rows, StepScore, Trace
+from pipelinerl.scorer.steps import Splitter
+from scripts.bench import harness
+from tests.tiny_models import make_prm
+
+CONVENTION = Convention(tag="#", reading=Reading.SOFTMAX, good=1, bad=0)
+CHUNK_TOKENS = 32
+NUM_TRACES = 8
+GOAL = 1.25
+"""Tokens computed over one prefill, in traces of 1,536 tokens and 16 steps."""
+LARGEST_GAP = 1e-4
+"""Between scores made meanwhile and at the end, float32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What scoring all traces took."""
+
+    num_computed: int
+    num_requests: int
+    num_asked_again: int
+    busy_s: float
+    late_s: float
+    scores: tuple[float, ...]
+    """Of all steps of all traces, in order."""
+
+
+class FromScratch:
+    """The same engine, with nothing read from its prefix cache."""
+
+    def __init__(self, engine: PrmEngine) -> None:
+        self.max_tokens = engine.max_tokens
+        self.encode = engine.encode
+        self._engine = engine
+
+    def rows(self, requests: Sequence[Sequence[int]], *, salt: str, reads_cache: bool) -> list[Rows]:
+        del reads_cache
+        return self._engine.rows(requests, salt=salt, reads_cache=False)
+
+
+def measure(engine: PrmEngine, *, texts: list[str], chunk_tokens: int, name: str) -> Figures:
+    """Let all traces grow by `chunk_tokens` at a time, and score what becomes complete."""
+    scorer = PrmScorer(engine, convention=CONVENTION, version=name)
+    traces = [
+        Trace(
+            f"{number}",
+            0,
+            prompt="sum?",
+            splitter=Splitter(lambda ids: "".join(map(chr, ids)), max_steps=1000),
+            convention=CONVENTION,
+            encode=engine.encode,
+        )
+        for number in range(len(texts))
+    ]
+    found: list[StepScore] = []
+    busy_s = late_s = 0.0
+    for start in range(0, max(map(len, texts)), chunk_tokens):
+        for trace, text in zip(traces, texts, strict=True):
+            if start < len(text):
+                trace.feed([ord(character) for character in text[start : start + chunk_tokens]], is_last=start + chunk_tokens >= len(text))
+        begin = time.perf_counter()
+        found += scorer.score(traces)
+        late_s = time.perf_counter() - begin
+        busy_s += late_s
+    found.sort(key=lambda one: (int(one.rollout_id), one.step))
+    cost = scorer.cost
+    return Figures(
+        num_computed=cost.num_computed,
+        num_requests=cost.num_requests,
+        num_asked_again=cost.num_asked_again,
+        busy_s=busy_s,
+        late_s=late_s,
+        scores=tuple(float("nan") if one.score is None else one.score for one in found),
+    )
+
+
+def traces_of(num_tokens: int, *, num_steps: int) -> list[str]:
+    """Texts of about `num_tokens` characters, one token each, in steps of unequal lengths."""
+    mean = num_tokens / num_steps
+    texts = []
+    for number in range(NUM_TRACES):
+        lengths = [int(mean * (0.5 + ((7 * step + 3 * number) % num_steps) / max(1, num_steps - 1))) - 2 for step in range(num_steps)]
+        texts.append("\n\n".join(chr(97 + (step + number) % 26) * max(1, length) for step, length in enumerate(lengths)))
+    return texts
+
+
+def engine_in(folder: Path) -> PrmEngine:
+    """A tiny model with room for traces of 4,000 tokens."""
+    from pipelinerl.scorer.prm_vllm import VllmPrm
+
+    make_prm(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return VllmPrm(folder, dtype="float32", max_tokens=4096)
+
+
+def main() -> None:
+    arguments = harness.options(__doc__ or "").parse_args()
+    set_environment()
+    cases = [(1536, 16)] if arguments.quick else [(1536, 16), (1536, 64), (2048, 8), (2048, 16), (2048, 32)]
+    rows: list[list[Any]] = []
+    goals: list[harness.Goal] = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_in(Path(folder))
+        measure(engine, texts=traces_of(256, num_steps=4), chunk_tokens=CHUNK_TOKENS, name="warm-up")
+        for num_tokens, num_steps in cases:
+            texts, case = traces_of(num_tokens, num_steps=num_steps), f"{num_tokens}/{num_steps}"
+            whole = measure(engine, texts=texts, chunk_tokens=10 * num_tokens, name=f"whole {case}")
+            growing = measure(engine, texts=texts, chunk_tokens=CHUNK_TOKENS, name=f"growing {case}")
+            scratch = measure(FromScratch(engine), texts=texts, chunk_tokens=CHUNK_TOKENS, name=f"scratch {case}")
+            for way, figures in (("at the end", whole), ("meanwhile", growing), ("meanwhile, from scratch", scratch)):
+                per_trace, ratio = figures.num_computed / NUM_TRACES, figures.num_computed / whole.num_computed
+                again, late_ms = figures.num_asked_again, figures.late_s * 1e3
+                rows.append([num_tokens, num_steps, way, per_trace, ratio, figures.num_requests, again, figures.busy_s, late_ms])
+            ratio = growing.num_computed / whole.num_computed
+            gap = max(abs(one - other) for one, other in zip(growing.scores, whole.scores, strict=True))
+            print(f"{case}: largest gap between scores made meanwhile and at the end {gap:.2g}")
+            if (num_tokens, num_steps) == cases[0]:
+                goals.append(harness.Goal(name="tokens computed meanwhile over one prefill", value=ratio, goal=GOAL, at_least=False))
+                goals.append(harness.Goal(name="largest gap of a score", value=gap, goal=LARGEST_GAP, at_least=False))
+    from pipelinerl.scorer.prm_vllm import BLOCK_TOKENS
+
+    harness.finish(
+        "prm",
+        arguments=arguments,
+        columns=["tokens", "steps", "scored", "computed per trace", "over one prefill", "requests", "past the cache", "busy s", "late ms"],
+        rows=rows,
+        goals=goals,
+        notes=[f"{NUM_TRACES} traces side by side, chunks of {CHUNK_TOKENS} tokens, blocks of {BLOCK_TOKENS}; 0.4 M parameters, float32"],
+    )
+
+
+if __name__ == "__main__":
+    main()
