@@ -53,7 +53,7 @@ class Critic(Protocol):
 class ValueCritic:
     """A value model: [K] values of the state before each trained token."""
 
-    meters = (
+    meters: tuple[str, ...] = (
         "value_loss_sum",
         "value_clipped_sum",
         "value_sum",
@@ -67,9 +67,10 @@ class ValueCritic:
         """`clip` is the distance from the values at the start of the step within which an improvement counts."""
         self._engine = engine
         self._clip = clip
-        self.values = engine.outputs
-        self.complete = engine.complete
-        self.drop = engine.drop
+
+    def values(self, row: Row | None) -> torch.Tensor | None:
+        """See `Critic`."""
+        return self._engine.outputs(row)
 
     def train(self, held: Held, *, report: Report) -> None:
         """See `Critic`: the clipped value loss, towards the returns."""
@@ -90,6 +91,14 @@ class ValueCritic:
     def update(self, sealed: StepSealed) -> Update:
         """See `Critic`: a mean over tokens."""
         return self._engine.update(sealed.step, denominator=float(max(sealed.num_tokens, 1)))
+
+    def complete(self) -> None:
+        """See `Critic`."""
+        self._engine.complete()
+
+    def drop(self) -> None:
+        """See `Critic`."""
+        self._engine.drop()
 
 
 def finish_critic_meters(numbers: dict[str, float]) -> dict[str, float]:

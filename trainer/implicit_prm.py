@@ -22,13 +22,11 @@ from trainer.torch_engine import TorchEngine
 class ImplicitPrm:
     """A `trainer.critic.Critic` whose values are log phi of each trained token."""
 
-    meters = ("prm_loss_sum", "prm_accuracy_sum", "prm_sequences_sum")
+    meters: tuple[str, ...] = ("prm_loss_sum", "prm_accuracy_sum", "prm_sequences_sum")
 
     def __init__(self, engine: TorchEngine[Outputs], *, beta: float) -> None:
         self._engine = engine
         self._beta = beta
-        self.complete = engine.complete
-        self.drop = engine.drop
 
     def values(self, row: Row | None) -> torch.Tensor | None:
         """See `Critic`."""
@@ -58,3 +56,11 @@ class ImplicitPrm:
     def update(self, sealed: StepSealed) -> Update:
         """See `Critic`: a mean over sequences."""
         return self._engine.update(sealed.step, denominator=float(max(sealed.num_samples, 1)))
+
+    def complete(self) -> None:
+        """See `Critic`."""
+        self._engine.complete()
+
+    def drop(self) -> None:
+        """See `Critic`."""
+        self._engine.drop()
