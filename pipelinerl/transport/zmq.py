@@ -46,9 +46,9 @@ SILENT_S = 2.0
 """An orchestrator that gave no sign for so long may have been replaced: its address is looked up again. It answers reminders, so a living
 one is never quiet for longer than two of them, unless it is very busy, and then looking costs the reading of a small file.
 """
-RENEW_S = 3.0
-"""An orchestrator that owes a sign for so long is connected to anew: after bytes that it cannot decrypt, ZeroMQ gives a connection up for
-good. Shorter breaks connections to one that is merely busy; what was on its way is sent again.
+RENEW_AFTER = 2
+"""Looks in a row, a reminder apart, after which an orchestrator that owes a sign and is silent is connected to anew: after bytes that it
+cannot decrypt, ZeroMQ gives a connection up for good. Fewer breaks connections to one that is merely busy; what was sent comes again.
 """
 MAX_FORMER = 10_000
 """Connections remembered that were replaced, of all peers. Each peer replaces one when its connection breaks."""
@@ -223,7 +223,8 @@ class ZmqLink:
         self._conversation = Conversation("the orchestrator", transmit=self._transmit, keeps_for_successor=True)
         self._bodies: collections.deque[memoryview] = collections.deque()
         """Messages to be handed over, still encoded."""
-        self._heard_at = self._connected_at = time.monotonic()
+        self._heard_at = time.monotonic()
+        self._silent_looks = 0
         self._next_reminder = self._heard_at + REMIND_EVERY_S
 
     @property
@@ -248,8 +249,6 @@ class ZmqLink:
         while True:
             now = time.monotonic()
             if now >= self._next_reminder:
-                if (message := self._take()) is not None:  # who did not listen cannot say that it was silent
-                    return message
                 self._next_reminder = now + REMIND_EVERY_S
                 self._conversation.remind()
                 self._look_for_successor()
@@ -286,7 +285,8 @@ class ZmqLink:
             if endpoint != self._endpoint:
                 self._connect(endpoint)
             else:
-                if self.kept_bytes and min(self.silent_s, time.monotonic() - self._connected_at) > RENEW_S:
+                self._silent_looks += 1
+                if self.kept_bytes and self._silent_looks > RENEW_AFTER:
                     self._connect(endpoint)
                 self._conversation.show_sign()  # the connection may be a new one, and only who speaks on it can be answered
         except (PeerSilent, ConfigError, zmq.ZMQError):  # between two orchestrators there is none, or a damaged one: look again
@@ -294,7 +294,7 @@ class ZmqLink:
 
     def _connect(self, endpoint: _Endpoint) -> None:
         """Connect to `endpoint` in place of the present one, which may be the same, and gone."""
-        before, self._endpoint, self._connected_at = self._endpoint, endpoint, time.monotonic()
+        before, self._endpoint, self._silent_looks = self._endpoint, endpoint, 0
         with contextlib.suppress(zmq.ZMQError):  # given up already
             self._socket.disconnect(before.address)
         self._socket.connect(endpoint.address)
@@ -306,7 +306,7 @@ class ZmqLink:
                 frame = self._socket.recv(_NOBLOCK, copy=False)
             except zmq.Again:
                 return None
-            self._heard_at = time.monotonic()
+            self._heard_at, self._silent_looks = time.monotonic(), 0
             self._bodies += self._conversation.hear(frame.buffer)
         return self._decoder.decode(self._bodies.popleft())
 
