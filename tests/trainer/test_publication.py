@@ -27,6 +27,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
     """Whoever reads the weights waits until the next step's first row was taken: if that waited, too, none would go on."""
     model = make_model(folders["qwen3"])
     samples = [make_sample(np.random.default_rng(3), prompt=3, completion=5)]
+    samples[0]["advantages"][:] = 1  # its ratios are far below 1: a negative one would be clipped, and nothing move
     step, _ = make_step(model, learning_rate=1e-2)
     after: list[dict[str, torch.Tensor]] = []
 
@@ -74,6 +75,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
             )
             loop.run(0, 10)
         assert [policy.version for policy in published] == [1, 2, 3]
+        assert not torch.equal(*(weights["model.norm.weight"] for weights in after[:2])), "a step moves the weights"
         for policy, expected in zip(published, after, strict=True):
             found = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(0))
             for name, tensor in views(found.payload, layout).items():
