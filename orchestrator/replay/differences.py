@@ -89,7 +89,7 @@ def _means(old: list[Scored], new: list[Scored]) -> Iterator[str]:
     yield f"  reward, mean: {mean(_rewards(old))} -> {mean(_rewards(new))}"
     for name in dict.fromkeys(name for score in (*old, *new) for name in score.components):
         before, after = ([score.components[name] for score in side if name in score.components] for side in (old, new))
-        yield f"  {name}, mean: {mean(before)} -> {mean(after)}"
+        yield f"  component {name}, mean: {mean(before)} -> {mean(after)}"
     yield f"  ms for one, mean: {np.mean([s.duration_s for s in old]) * 1e3:.3g} -> {np.mean([s.duration_s for s in new]) * 1e3:.3g}"
 
 

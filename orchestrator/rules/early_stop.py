@@ -55,7 +55,10 @@ class EarlyStop:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Audit:
-    """How often flagged rollouts that went on were right after all. They are a fair sample of all flagged: the coin chose them."""
+    """How often flagged rollouts that went on were right after all. They are a fair sample of all flagged: the coin chose them.
+
+    A run that goes on after its orchestrator ended counts anew.
+    """
 
     max_right_fraction: float
     """Stopping ends where surely more than this part of flagged rollouts would have been right."""

@@ -20,6 +20,8 @@ SAMPLES = 12
 HARDLY = 0.005
 """Part of the run's time below which a wait is not worth a line."""
 MOST_WAITS = 10
+SERVICE = frozenset({"starts", "policies", "completions", "scores", "comparisons", "steps"})
+"""What helper loops of the stages wait for nearly all the time: it says nothing about who is slow."""
 
 Json = dict[str, Any]
 
@@ -71,7 +73,7 @@ class Snapshot:
                 for name, queue in status.queues.items()
             },
             "waited": self._waited(status),
-            "waits": [[name, seconds] for name, seconds in status.waits],
+            "waits": [[name, seconds] for name, seconds in status.waits if _tells(name)],
             "engines": self._engines(status),
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
             "curves": self._curves(),
@@ -112,7 +114,9 @@ class Snapshot:
         if not status.elapsed_s:
             return []
         longest = sorted(status.waited_s.items(), key=lambda item: -item[1])
-        return [[name, seconds / status.elapsed_s] for name, seconds in longest if seconds >= HARDLY * status.elapsed_s][:MOST_WAITS]
+        return [[name, seconds / status.elapsed_s] for name, seconds in longest if _tells(name) and seconds >= HARDLY * status.elapsed_s][
+            :MOST_WAITS
+        ]
 
     def _engines(self, status: StatusRow) -> list[Json]:
         recent = list(self._state.recent)
@@ -152,6 +156,10 @@ class Snapshot:
             "pause_ms": [(swap.t - began, None if swap.pause_s is None else 1000 * swap.pause_s) for swap in swaps],
         }
         return {name: [[x, y] for x, y in points if x is not None and y is not None] for name, points in curves.items()}
+
+
+def _tells(wait: str) -> bool:
+    return wait.partition(": ")[2] not in SERVICE
 
 
 def _sample(sample: ShownSample) -> Json:

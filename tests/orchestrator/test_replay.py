@@ -104,7 +104,7 @@ def test_another_reward_and_a_filter_show_what_they_change(run_folder: Path, cap
     said = capsys.readouterr().out
     assert "scoring: 8 rollouts, 1 as recorded, 7 differ" in said, "the component has another name"
     assert "reward, mean: 2 -> 2" in said
-    assert "nothing, mean: 2 -> none" in said
+    assert "component nothing, mean: 2 -> none" in said
     assert "batching: 8 rollouts, from step 0 on: 3 end otherwise, 0 with other advantages" in said
     assert "step -> filtered: zero_variance: 2" in said
     assert "step -> another step: 1" in said, "the group behind moves up"
@@ -117,7 +117,7 @@ def test_rewards_that_compare_siblings_are_part_of_scoring(run_folder: Path, cap
     replay(run_folder, stages=["scoring"], overrides=overrides)
     said = capsys.readouterr().out
     assert "reward, mean: 2 -> 7" in said, "half of 10 more"
-    assert "constant, mean: none -> 10" in said
+    assert "component constant, mean: none -> 10" in said
 
 
 def test_another_algorithm_gives_other_advantages(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,7 @@ def _statuses(plan: Plan) -> list[Line]:
                     "trainer: a micro-batch": wait_s,
                     "dispatch: an admission credit": idle_s * periods,
                     "scoring: trajectories": 0.3 * periods,
+                    "scoring: scores": period_s * periods,
                 },
                 reward_mean=0.5,
                 staleness_mean=0.5,

@@ -149,6 +149,7 @@ def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Pat
     assert survived.ending.reason == "finished"
     with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
         said = ledger.execute("SELECT rollout_id, attempt, reason FROM events WHERE kind = 'flagged' ORDER BY seq").fetchall()
+        cut_off = {name for (name,) in ledger.execute("SELECT rollout_id FROM events WHERE kind = 'generated' AND reason = 'cancelled'")}
         last = dict(ledger.execute("SELECT rollout_id, max(attempt) FROM events WHERE kind = 'issued' GROUP BY rollout_id").fetchall())
     flags = {name: json.loads(reason) for name, attempt, reason in said if attempt == last[name]}
     fates = {row[0]: (row[3], row[4]) for row in survived.rows}
@@ -156,7 +157,8 @@ def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Pat
     weights = survived.disk.record.weights
     assert weights == {name: pytest.approx(1 / keep if name in flags else 1.0) for name in weights}
     stopped = {name for name, flag in flags.items() if flag["stops"]}
-    assert stopped
+    assert len(cut_off) > len(stopped) / 2, "engines are told while they write"
+    assert faults != Faults() or cut_off <= stopped, "and nobody else is"
     assert not stopped & weights.keys(), "what was stopped trains nothing"
     done = {name for name, (fate, _) in fates.items() if fate in ("trained", "filtered")}
     assert {name for name in done if fates[name] == ("filtered", "stopped early")} == stopped & done

@@ -25,19 +25,19 @@ SLOTS = 16
 SAMPLES_PER_STEP = 32
 GENERATION_S = MEAN_TOKENS * PASS_S
 STALENESS = 40
-WARM_S = 3.0
-"""After the first step, before the figures begin: rates of engine reports are over a second."""
+WARM_S = 2.0
+"""After the first step, before the figures begin."""
 CONDITIONS = (
     f"processes: one engine of {SLOTS} slots, {PASS_S * 1e3:g} ms for a forward pass, {MEAN_TOKENS} tokens on average, steps of"
     f" {SAMPLES_PER_STEP} samples, staleness bound {STALENESS}; a worker process for each reward call under way"
 )
 
 
-def measure_all(rows: list[list[Any]], goals: list[harness.Goal], *, seconds: float, goal: float) -> None:
-    """Add the rows and goals of reward at once, inline and as a stage, at 1 and 5 times the generation time."""
+def measure_all(rows: list[list[Any]], goals: list[harness.Goal], *, latencies: tuple[int, ...], seconds: float, goal: float) -> None:
+    """Add the rows and goals of reward at once, inline and as a stage, at so many times the generation time."""
     alone = _measure(0.0, seconds=seconds)
     rows.append(["processes", "reward at once", 0.0, *alone[:2], 1.0, "", *alone[2:]])
-    for times in (1, 5):
+    for times in latencies:
         for name, is_inline in (("inline", True), ("stage", False)):
             found = _measure(times * GENERATION_S, is_inline=is_inline, seconds=seconds)
             rows.append(["processes", name, float(times), *found[:2], found[1] / alone[1], "", *found[2:]])
@@ -54,7 +54,12 @@ def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> tu
         plugins = Path(__file__).with_name("rewards.py")
         seconds_of_call = 0.0 if is_inline else latency_s
         overrides = ["run.name=paced", "trainer.steps=100000", "batch.groups_per_step=8", "rollout.group_size=4", "evaluation.every=0"]
-        overrides += [f'data.source="{plugins}:prompts"', f"rollout.max_tokens={2 * MEAN_TOKENS}", "checkpoint.every=100000"]
+        overrides += [
+            f'data.source="{plugins}:prompts"',
+            f"rollout.max_tokens={2 * MEAN_TOKENS}",
+            "model.max_tokens=104",
+            "checkpoint.every=100000",
+        ]
         overrides += [f'reward=[{{function="{plugins}:reward", options={{seconds={seconds_of_call}}}}}]']
         overrides += [f"scorer.slots={max(2, round(1.6 * calls))}", f"pipeline.max_staleness={STALENESS}"]
         overrides += ['engine.kind="fake"', "engine.count=1", "engine.cores=[]", "trainer.cores=[]", f"engine.max_running={SLOTS}"]
@@ -87,22 +92,23 @@ async def _run(roles: tuple[launch.Role, ...], run_folder: Path, *, seconds: flo
         while not (journal.exists() and '"kind": "step"' in journal.read_text()):
             assert not running.done(), "the run ended before its first step"
             await asyncio.sleep(0.2)
-    await asyncio.wait({running}, timeout=WARM_S + seconds)
+    await asyncio.wait({running}, timeout=WARM_S + seconds + 1.0)
     for process_id in victims.find("orchestrator", run_folder):
         os.kill(process_id, signal.SIGTERM)
     await running
 
 
 def _read(run_folder: Path, *, seconds: float) -> tuple[float, float, float, float]:
-    status = [line for line in read_journals(run_folder) if line["kind"] == "status" and line["step"]]
-    steady = [line for line in status if 0 <= line["elapsed_s"] - status[0]["elapsed_s"] - WARM_S <= seconds]
-    first, last = steady[0], steady[-1]
-    passed_s = last["elapsed_s"] - first["elapsed_s"]
-    tokens_per_s = (last["generated_tokens"] - first["generated_tokens"]) / passed_s
+    lines = list(read_journals(run_folder))
+    begin = min(line["t"] for line in lines if line["kind"] == "step") + WARM_S
+    # An engine reports once a second, so its first report after `begin` and the last one up to the end are exact.
+    loads = [line for line in lines if line["kind"] == "load" and "num_steps" in line and begin <= line["t"] <= begin + seconds + 1.0]
+    first, last = loads[0], loads[-1]
+    tokens_per_s = (last["num_tokens"] - first["num_tokens"]) / (last["t"] - first["t"])
     with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
         query = (
             "SELECT b.t - a.t FROM events a JOIN events b ON a.rollout_id = b.rollout_id AND b.kind = 'scored' WHERE a.kind = 'generated'"
         )
         lags = [lag for (lag,) in ledger.execute(query)]
-    samples_per_s = (last["step"] - first["step"]) * SAMPLES_PER_STEP / passed_s
-    return samples_per_s, tokens_per_s, 1.0 - tokens_per_s * PASS_S / SLOTS, statistics.median(lags)
+        (mean_tokens,) = ledger.execute("SELECT avg(num_tokens) FROM events WHERE kind = 'generated'").fetchone()
+    return tokens_per_s / mean_tokens, tokens_per_s, 1.0 - tokens_per_s * PASS_S / SLOTS, statistics.median(lags)
