@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone
 from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, read_config, stopped_processes
-from pipelinerl.restarts import Restarts
+from pipelinerl.restarts import REJOIN_AFTER_S, Restarts
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.weights.slots import run_token, unlink_slots
 
@@ -36,10 +36,6 @@ SAVE_GRACE_S = 60.0
 """How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
 KILL_GRACE_S = 5.0
 """Between asking a process to end and killing it, after another has failed."""
-REJOIN_AFTER_S = 30.0
-"""A process that ended well was told to; where the orchestrator lives on for so long, that was one that has been killed since, and the
-process is started again. Must exceed what an orchestrator takes to end once it has told everyone (`orchestrator.pipeline.GOODBYE_S`).
-"""
 LOOK_EVERY_S = 1.0
 """Between two looks for processes that stand still."""
 LOG_TAIL_LINES = 15

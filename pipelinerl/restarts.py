@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import collections
 
+REJOIN_AFTER_S = 30.0
+"""A process that ended well was told to; where the orchestrator lives on for so long, that was one that has been killed since, and the
+process is started again. Must exceed what an orchestrator takes to end once it has told everyone (`orchestrator.pipeline.GOODBYE_S`).
+"""
 WINDOW_S = 3600.0
 """Restarts older than this are forgotten: a run of weeks outlives a bad hour now and then. Longer ends it for old troubles."""
 MAX_WAIT_S = 60.0

@@ -3,6 +3,7 @@
 Importing vLLM takes 6 to 9 seconds; a fork takes milliseconds, so N engines start in the time of one. The parent runs no torch
 operation and touches no device, which keeps the fork safe. One that is killed is forked again, and says so before it loads anything, so
 that others are asked for what it had. The parent ends when all engines ended, and takes all down when one fails by an error of its own.
+One that was told to end while the others live on was told by an orchestrator that has been killed since: it is forked again, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.process import die_with_parent, last_words, read_config, record_failure
-from pipelinerl.restarts import Restarts
+from pipelinerl.restarts import REJOIN_AFTER_S, Restarts
+
+LOOK_EVERY_S = 0.05
+"""Between two looks for engines that ended. Longer delays those that are forked again."""
 
 
 def main() -> None:
@@ -73,6 +77,8 @@ class _Parent:
         self._run_folder = run_folder
         self._children: dict[int, tuple[int, float]] = {}
         """By process id: engine id, and when it was forked."""
+        self._left_at: dict[int, float] = {}
+        """By engine id: when it ended well, in Unix seconds."""
         budget = {"budget": config.run.restarts, "first_wait_s": config.run.restart_wait_s}
         self._restarts = {engine_id: Restarts(**budget) for engine_id in engine_ids}
 
@@ -82,10 +88,15 @@ class _Parent:
             self._fork(engine_id, wait_s=None)
         verdict = 0
         while self._children:
-            process_id, status = os.wait()
+            process_id, status = os.waitpid(-1, os.WNOHANG)
+            if not process_id:
+                self._call_back()
+                time.sleep(LOOK_EVERY_S)
+                continue
             engine_id, forked_at = self._children.pop(process_id)
             code = os.waitstatus_to_exitcode(status)
             if not code or verdict:
+                self._left_at[engine_id] = time.time()
                 continue
             error = f"engine-{engine_id} (process {process_id}) {_how(code)}"
             print(error, file=sys.stderr, flush=True)
@@ -99,6 +110,14 @@ class _Parent:
             for other in self._children:
                 os.kill(other, signal.SIGTERM)
         return verdict
+
+    def _call_back(self) -> None:
+        """Fork engines again that ended while others live on, unless the run is ending."""
+        for engine_id, left_at in list(self._left_at.items()):
+            if time.time() - left_at > REJOIN_AFTER_S:
+                del self._left_at[engine_id]
+                print(f"engine-{engine_id} was told to end by an orchestrator that is gone; starting it again", file=sys.stderr, flush=True)
+                self._fork(engine_id, wait_s=0.0)
 
     def _fork(self, engine_id: int, *, wait_s: float | None) -> None:
         """`wait_s`: a replacement waits so long before it loads."""
