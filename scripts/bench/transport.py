@@ -240,6 +240,10 @@ class Prompts:
     def __init__(self) -> None:
         self._token_ids = np.arange(32, dtype=np.int32)
         self._count = 0
+        self.position = (0, 0)
+
+    def measured(self, prompt_id: str, *, success: float) -> None:
+        """Every prompt is as hard as the next."""
 
     def next(self) -> Prompt:
         self._count += 1
