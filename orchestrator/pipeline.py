@@ -338,6 +338,8 @@ class Pipeline:
                 credits=credits,
                 ledger=self._ledger,
                 progress=self._progress,
+                watch=watch,
+                queue_bytes=bound,
                 max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
                 settled=functools.partial(_measure, source, config.algorithm.correct_reward),
                 restored=self._restored_for("batching"),

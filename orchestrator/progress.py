@@ -101,9 +101,8 @@ class Progress:
         rewards = np.array([sample.reward for sample, _ in step.samples] or [0.0])
         weights = np.array([sample.weight for sample, _ in step.samples] or [1.0])  # flagged survivors stand for the stopped, too
         lengths = np.array([trajectory.num_trained_tokens for trajectory in trajectories] or [0])
-        parts = [split(trajectory.versions, trained_version=done.step) for trajectory in trajectories]
-        in_flight = np.concatenate([part.in_flight for part in parts] or [np.zeros(0, np.int64)])
-        in_queue = np.concatenate([part.in_queue for part in parts] or [np.zeros(0, np.int64)])
+        parts = split([trajectory.versions for trajectory in trajectories], trained_version=done.step)
+        in_flight, in_queue = parts.in_flight, parts.in_queue
         ages = in_flight + in_queue
         counts = np.bincount(ages)  # a step trains no token younger than itself
         return {

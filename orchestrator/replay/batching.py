@@ -34,7 +34,7 @@ async def batch_again(
     watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
     channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1)
     journal = Journal(folder, "orchestrator")
-    stage = _stage(config, groups, scored=channels.scored, rows=channels.rows, ledger=ledger, journal=journal)
+    stage = _stage(config, groups, scored=channels.scored, rows=channels.rows, ledger=ledger, journal=journal, watch=watch)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_feed(groups, scored, channels.scored))
@@ -53,6 +53,7 @@ def _stage(
     rows: Channel[Row | Seal],
     ledger: Ledger,
     journal: Journal,
+    watch: Watch,
 ) -> Batching:
     pace = pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
     credit = MethodCredit(method_of(config), config.reward, correct_reward=config.algorithm.correct_reward)
@@ -74,6 +75,8 @@ def _stage(
         credits=Signal(),
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
+        watch=watch,
+        queue_bytes=config.pipeline.queue_bytes,
         max_given_up=len(groups) + 1,
     )
 

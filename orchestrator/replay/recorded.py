@@ -91,7 +91,7 @@ def read_recording(path: Path, *, group_size: int) -> Recording:
         }
         members: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
         decisions: dict[int, dict[str, Decision]] = collections.defaultdict(dict)
-        samples = "SELECT group_id, rollout_id, scored, step, row, place, advantages FROM samples"
+        samples = "SELECT group_id, rollout_id, scored, step, row, place, advantages FROM samples JOIN trajectories USING (rollout_id)"
         for group_id, rollout_id, scored, step, row, place, advantages in database.execute(samples):
             members[group_id].append(_trajectories.decode(scored))
             decisions[group_id][rollout_id] = Decision(

@@ -17,6 +17,7 @@ from pipelinerl.errors import Stalled
 from pipelinerl.messages import Group, Sample, ScoredTrajectory
 from pipelinerl.packing import Packing
 from pipelinerl.stages import Channel, Signal
+from pipelinerl.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,8 @@ class Batching:
         credits: Signal,
         ledger: Ledger,
         progress: Progress,
+        watch: Watch,
+        queue_bytes: int,
         max_given_up: int,
         settled: Callable[[Group], None] = lambda group: None,
         restored: tuple[ScoredTrajectory, ...] = (),
@@ -99,8 +102,17 @@ class Batching:
         self._loose = open_step.loose if open_step else ()
         self._next_row = len(open_step.rows) if open_step else 0
         """Number of the next row of the step being filled."""
+        self._packed: Channel[Row | Seal] = Channel(
+            "packed", giver=self.name, taker="ledger", watch=watch, bound_bytes=queue_bytes, size=lambda item: item.num_bytes
+        )
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._record())
+            await self._batch()
+            self._packed.close()
+
+    async def _batch(self) -> None:
         step = self._cut.step
         if not self._cut.is_holding:
             for sample in self._loose:
@@ -149,22 +161,27 @@ class Batching:
             self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
 
     async def _pack(self, step: int, rows: list[list[Sample]]) -> None:
-        """Send rows on, each once it is recorded."""
-        if not rows:
-            return
-        loop = asyncio.get_running_loop()
         for samples in rows:
-            self._ledger.pack(samples, step=step, row=self._next_row, now_s=loop.time())
+            self._ledger.pack(samples, step=step, row=self._next_row, now_s=asyncio.get_running_loop().time())
             self._next_row += 1
-        await loop.run_in_executor(None, self._ledger.flush)
-        for samples in rows:
-            await self._rows.put(Row(step=step, samples=tuple(samples)))
+            await self._packed.put(Row(step=step, samples=tuple(samples)))
 
     async def _seal(self, step: int, num_tokens: int, num_samples: int) -> None:
-        """Send on what is left of a step, and that this is all."""
+        """Pack what is left of a step, and say that this is all."""
         await self._pack(step, self._packing.flush())
-        loop = asyncio.get_running_loop()
+        now_s = asyncio.get_running_loop().time()
         num_rows, self._next_row = self._next_row, 0
-        commit = self._ledger.seal(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=num_samples, now_s=loop.time())
-        await loop.run_in_executor(None, functools.partial(self._ledger.flush, durably=True))
-        await self._rows.put(Seal(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=commit))
+        commit = self._ledger.seal(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=num_samples, now_s=now_s)
+        await self._packed.put(Seal(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=commit))
+
+    async def _record(self) -> None:
+        """Send everything packed on, once it is written; while the ledger writes, more is packed, which is then written together."""
+        loop = asyncio.get_running_loop()
+        async for first in self._packed:
+            items = [first]
+            while (item := self._packed.get_now()) is not None:
+                items.append(item)
+            durably = any(isinstance(item, Seal) for item in items)
+            await loop.run_in_executor(None, functools.partial(self._ledger.flush, durably=durably))
+            for item in items:
+                await self._rows.put(item)

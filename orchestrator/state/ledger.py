@@ -65,7 +65,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.state.store import COLUMNS, Store
+from orchestrator.state.store import Store
 from pipelinerl.messages import Fate, Flag, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 RUN_ENDED = "the run ended"
@@ -73,8 +73,6 @@ RUN_ENDED = "the run ended"
 
 _NO_PROMPT = Prompt(prompt_id="", text="", token_ids=np.zeros(0, np.int32))
 """Stands in a recorded trajectory: siblings share their prompt, which is recorded with the group."""
-_NAMES = tuple(COLUMNS.replace(",", " ").split())
-_INSERT = f"INSERT INTO events ({COLUMNS}) VALUES ({','.join('?' * len(_NAMES))})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +156,29 @@ class Ledger:
         self.flush(durably=True)
         return identity
 
-    def book(self, kind: str, *, now_s: float, **columns: Any) -> int:
+    def book(
+        self,
+        kind: str,
+        *,
+        now_s: float,
+        rollout_id: str | None = None,
+        group_id: int | None = None,
+        prompt_id: str | None = None,
+        attempt: int | None = None,
+        step: int | None = None,
+        row: int | None = None,
+        place: int | None = None,
+        peer: str | None = None,
+        reason: str | None = None,
+        reward: float | None = None,
+        oldest: int | None = None,
+        newest: int | None = None,
+        num_tokens: int | None = None,
+    ) -> int:
         """Append an entry of any kind; return its number."""
         sequence = next(self._sequence)
-        columns |= {"seq": sequence, "t": now_s, "kind": kind}
-        self.store.put(_INSERT, *(columns.get(name) for name in _NAMES))
+        rollout = (rollout_id, group_id, prompt_id, attempt)
+        self.store.append((sequence, now_s, kind, *rollout, step, row, place, peer, reason, reward, oldest, newest, num_tokens))
         return sequence
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -220,7 +236,8 @@ class Ledger:
         name, group_id, attempt = trajectory.rollout_id, trajectory.group_id, trajectory.attempt
         with self.together():
             self.book("scored", now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
-            self.store.put("INSERT INTO samples (rollout_id, group_id, scored) VALUES (?, ?, ?)", name, group_id, _without_prompt(scored))
+            self.store.put("INSERT INTO samples (rollout_id, group_id) VALUES (?, ?)", name, group_id)
+            self.store.put("INSERT INTO trajectories VALUES (?, ?)", name, _without_prompt(scored))
 
     def amend(self, kind: str, members: Sequence[ScoredTrajectory], *, now_s: float) -> None:
         """Scores have changed: by `followed`, each has its step scores, or by `compared`, its part of what compares siblings."""
@@ -228,7 +245,7 @@ class Ledger:
             for member in members:
                 name, attempt, score = member.trajectory.rollout_id, member.trajectory.attempt, member.score
                 self.book(kind, now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
-                self.store.put("UPDATE samples SET scored = ? WHERE rollout_id = ?", _without_prompt(member), name)
+                self.store.put("UPDATE trajectories SET scored = ? WHERE rollout_id = ?", _without_prompt(member), name)
 
     def place(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
         """A group becomes part of a step."""

@@ -206,7 +206,9 @@ def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
     """Recorded trajectories, each with its group's prompt, in the order in which they were scored."""
     query = f"SELECT group_id, prompt FROM groups WHERE group_id IN (SELECT group_id FROM samples WHERE {where})"
     prompts = {group_id: _prompts.decode(body) for group_id, body in ledger.store.read(query)}
-    bodies = ledger.store.read(f"SELECT group_id, scored FROM samples WHERE {where} ORDER BY rowid")
+    bodies = ledger.store.read(
+        f"SELECT group_id, scored FROM samples JOIN trajectories USING (rollout_id) WHERE {where} ORDER BY samples.rowid"
+    )
     return tuple(_with_prompt(_trajectories.decode(body), prompts[group_id]) for group_id, body in bodies)
 
 

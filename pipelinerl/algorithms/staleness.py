@@ -7,6 +7,7 @@ most K; the check at the moment a batch is cut is the guarantee, admission only 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessParts:
-    """Where the staleness of every sampled token of one rollout came from; the two add up to it."""
+    """Where the staleness of every sampled token came from; the two add up to it."""
 
     in_flight: Ages
     """[sampled tokens] versions published between the token and the last one of its rollout."""
@@ -41,22 +42,33 @@ class StalenessParts:
 def token_staleness(versions: Versions, *, trained_version: int) -> Ages:
     """[sampled tokens] trained_version - version. Raises `ValueError` for a token newer than the policy being trained."""
     ages = trained_version - versions[versions != UNSAMPLED].astype(np.int64)
-    if (ages < 0).any():
-        raise ValueError(
-            f"staleness: a token carries version {int(versions.max())}, newer than version {trained_version} being trained; the trainer"
-            " publishes a version before any engine can sample under it"
-        )
+    _check(int(ages.min(initial=0)), trained_version=trained_version)
     return ages
 
 
 def measure(versions: Versions, *, trained_version: int) -> Staleness | None:
     """Staleness over all sampled tokens; None where nothing was sampled."""
-    ages = token_staleness(versions, trained_version=trained_version)
-    return Staleness(oldest=int(ages.max()), newest=int(ages.min())) if len(ages) else None
+    sampled = versions[versions != UNSAMPLED]
+    if not len(sampled):
+        return None
+    staleness = Staleness(oldest=trained_version - int(sampled.min()), newest=trained_version - int(sampled.max()))
+    _check(staleness.newest, trained_version=trained_version)
+    return staleness
 
 
-def split(versions: Versions, *, trained_version: int) -> StalenessParts:
-    """In-flight and in-queue parts for each sampled token of one rollout."""
-    ages = token_staleness(versions, trained_version=trained_version)
-    in_queue = np.full_like(ages, ages.min() if len(ages) else 0)
+def split(rollouts: Sequence[Versions], *, trained_version: int) -> StalenessParts:
+    """In-flight and in-queue parts for each sampled token of rollouts, laid end to end."""
+    sampled = [versions[versions != UNSAMPLED] for versions in rollouts]
+    lengths = [len(versions) for versions in sampled]
+    ages = token_staleness(np.concatenate([*sampled, np.zeros(0, np.int64)]), trained_version=trained_version)
+    newest = [trained_version - int(versions.max()) for versions in sampled if len(versions)]
+    in_queue = np.repeat(np.array(newest, np.int64), [length for length in lengths if length])
     return StalenessParts(in_flight=ages - in_queue, in_queue=in_queue)
+
+
+def _check(newest: int, *, trained_version: int) -> None:
+    if newest < 0:
+        raise ValueError(
+            f"staleness: a token carries version {trained_version - newest}, newer than version {trained_version} being trained; the"
+            " trainer publishes a version before any engine can sample under it"
+        )

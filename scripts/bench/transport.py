@@ -34,6 +34,7 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config_file import parse
 from pipelinerl.messages import (
+    CheckpointSaved,
     Completion,
     EngineLoad,
     EngineReady,
@@ -344,6 +345,8 @@ class Peers:
                 self._step, self._row = message.step + 1, 0
                 yield peer, StepDone(step=message.step, metrics={})
                 yield peer, PolicyPublished(version=message.step + 1, slot=f"slot-{message.step}", digest="", num_bytes=0, publish_s=0.0)
+                if message.step + 1 == self._steps:
+                    yield peer, CheckpointSaved(version=self._steps, commit=message.commit, num_bytes=0, save_s=0.0)
                 yield from self._pulls(2)
             case _:
                 return
@@ -431,7 +434,7 @@ def _orchestrate(folder: Path, config: Config, writer: int) -> None:
     async def run() -> Meter:
         hubs = [ZmqHub(folder, role, accepts=kind) for role, kind in _ROLES]
         with contextlib.closing(Meter(folder)) as journal, contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
-            ending = await _pipeline(config, hubs, journal, ledger).run()
+            ending = await asyncio.wait_for(_pipeline(config, hubs, journal, ledger).run(), DEADLINE_S)
         for hub in hubs:
             hub.close()
         assert ending.identity.trained == config.trainer.steps * config.batch.groups_per_step * GROUP_SIZE, ending.identity

@@ -18,10 +18,10 @@ def test_staleness_counts_versions_per_token_and_ignores_what_no_policy_sampled(
 
 
 def test_every_token_knows_how_much_of_its_age_is_flight_and_how_much_queue() -> None:
-    parts = split(VERSIONS, trained_version=7)
-    assert parts.in_flight.tolist() == [3, 3, 2, 0]
-    assert parts.in_queue.tolist() == [1, 1, 1, 1]
-    assert not len(split(VERSIONS[:1], trained_version=7).in_flight)
+    parts = split([VERSIONS, VERSIONS[:1], VERSIONS[:2]], trained_version=7)
+    assert parts.in_flight.tolist() == [3, 3, 2, 0, 0]
+    assert parts.in_queue.tolist() == [1, 1, 1, 1, 4]
+    assert not len(split([], trained_version=7).in_flight)
 
 
 def test_a_token_from_the_future_is_an_error_not_a_negative_age() -> None:

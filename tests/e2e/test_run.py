@@ -52,7 +52,9 @@ def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: 
     lines = read_journals(run_folder)
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [0, 1, 2, 3]
-    assert [line["version"] for line in lines if line["kind"] == "swap"] == [1, 2, 3, 4]
+    swaps = [line["version"] for line in lines if line["kind"] == "swap"]
+    assert swaps == sorted({*swaps, 4})  # only upwards, to the last; an engine behind goes straight to the newest of those published
+    assert mode != "sync" or swaps == [1, 2, 3, 4]
     assert max(line["staleness_max"] for line in steps) <= {"streaming": 3, "one_step_off": 1, "sync": 0}[mode]
     assert steps[0]["trainer"]["logprob_gap_max"] <= 1e-4
     with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:

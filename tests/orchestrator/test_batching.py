@@ -56,6 +56,8 @@ def stage(
         credits=Signal(),
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
+        watch=watch,
+        queue_bytes=1,
         max_given_up=100,
         restored=restored,
         open_step=open_step,
