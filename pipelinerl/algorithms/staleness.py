@@ -58,11 +58,10 @@ def measure(versions: Versions, *, trained_version: int) -> Staleness | None:
 
 def split(rollouts: Sequence[Versions], *, trained_version: int) -> StalenessParts:
     """In-flight and in-queue parts for each sampled token of rollouts, laid end to end."""
-    sampled = [versions[versions != UNSAMPLED] for versions in rollouts]
-    lengths = [len(versions) for versions in sampled]
-    ages = token_staleness(np.concatenate([*sampled, np.zeros(0, np.int64)]), trained_version=trained_version)
-    newest = [trained_version - int(versions.max()) for versions in sampled if len(versions)]
-    in_queue = np.repeat(np.array(newest, np.int64), [length for length in lengths if length])
+    sampled = [part for versions in rollouts if len(part := versions[versions != UNSAMPLED])]
+    ages = trained_version - np.concatenate([*sampled, np.zeros(0, np.int64)]).astype(np.int64, copy=False)
+    _check(int(ages.min(initial=0)), trained_version=trained_version)
+    in_queue = np.repeat([trained_version - int(part.max()) for part in sampled], [len(part) for part in sampled])
     return StalenessParts(in_flight=ages - in_queue, in_queue=in_queue)
 
 

@@ -30,6 +30,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 """msgpack extension code of each column type. Codes are part of the wire format: add, never renumber."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_Ext = msgspec.msgpack.Ext
 _M = TypeVar("_M", bound=Message)
 
 assert sys.byteorder == "little", "columns travel as the machine's own little-endian bytes"
@@ -70,7 +71,7 @@ def _plain(value: Any) -> Any:
             raise TypeError(
                 f"column of dtype {value.dtype} and {value.ndim} dimensions cannot travel; use 1-D of {sorted(map(str, _CODES))}"
             )
-        return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).data)
+        return _Ext(code, value.data if value.flags.c_contiguous else np.ascontiguousarray(value).data)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot travel: {value!r}")
@@ -85,7 +86,9 @@ def _column(code: int, data: memoryview) -> np.ndarray:
 
 def _check_dtype(expected: Any, value: Any) -> Any:
     dtype = _wanted(expected)
-    if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
+    if type(value) is np.ndarray and value.dtype is dtype:
+        return value
+    if type(value) is not np.ndarray or value.dtype != dtype:
         got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
         raise ValueError(f"expected a column of {dtype}, got {got}")
     return value

@@ -161,11 +161,12 @@ class Conversation:
                 self._transmit(self._header(Kind.AGAIN))
             return ()
         taken = [memoryview(frame)[HEADER_BYTES:]]
-        while (early := self._early.pop(number + len(taken), None)) is not None:
+        self._unsaid_bytes += len(frame)
+        while self._early and (early := self._early.pop(number + len(taken), None)) is not None:
             taken.append(memoryview(early)[HEADER_BYTES:])
             self._early_bytes -= len(early)
+            self._unsaid_bytes += len(early)
         self._heard += len(taken)
-        self._unsaid_bytes += sum(map(len, taken)) + HEADER_BYTES * len(taken)
         if self._unsaid_bytes >= WINDOW_BYTES // 4:
             self._unsaid_bytes = 0
             self._transmit(self._header(Kind.HEARD))
@@ -201,5 +202,6 @@ class Conversation:
             self.send(body)
 
     def _header(self, kind: Kind, *, number: int = 0, receiver: int | None = None) -> bytes:
-        heard = self._heard if receiver is None else 0
-        return pack(kind, sender=self.identity, receiver=self._other if receiver is None else receiver, number=number, heard=heard)
+        if receiver is not None:
+            return pack(kind, self.identity, receiver, number, 0)
+        return pack(kind, self.identity, self._other, number, self._heard)

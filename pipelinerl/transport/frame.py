@@ -58,7 +58,7 @@ def schema_of(classes: list[type[Message]]) -> int:
 SCHEMA = schema_of([cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Message)])
 
 
-def pack(kind: Kind, *, sender: int, receiver: int, number: int, heard: int) -> bytes:
+def pack(kind: Kind, sender: int, receiver: int, number: int, heard: int) -> bytes:
     """A header."""
     return _HEADER.pack(MAGIC, WIRE, kind, SCHEMA, sender, receiver, number, heard)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -38,6 +39,9 @@ LINGER_MS = 1000
 """How long a closing socket tries to deliver what was sent. Longer delays the end of a run whose peer is dead."""
 COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are cheaper copied than shared with ZeroMQ's thread."""
+FREE_BYTES = 64 << 20
+"""Twice what may be on its way to one peer."""
+_M_TRIM_THRESHOLD = -1
 MAX_UNREAD = 1000
 """Frames ZeroMQ holds that the hub has not read, for each peer; then it reads no more from that connection, and nothing is lost. Only a
 peer that ignores its credit gets there: what it sends on stays with it.
@@ -331,6 +335,7 @@ def own_address(run_folder: Path, role: str) -> str:
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
+    _keep_freed_memory()
     socket.sndhwm = 0
     socket.linger = 0  # of a connection that is given up; closing states its own
     socket.maxmsgsize = MAX_MESSAGE_BYTES + HEADER_BYTES
@@ -356,3 +361,12 @@ def _read_endpoint(path: Path, *, deadline_s: float) -> _Endpoint:
         return msgspec.json.decode(text, type=_Endpoint)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no endpoint that an orchestrator has published: {error}") from None
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep up to `FREE_BYTES` that this process has freed, where it can be told so (glibc).
+
+    By itself it gives memory back with every burst of frames that has gone, and faults it in again, page by page, for the next one.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, FREE_BYTES)

@@ -67,7 +67,7 @@ from pipelinerl.messages import (
 from pipelinerl.metrics import Journal
 from pipelinerl.process import die_with_parent
 from pipelinerl.transport.codec import encode
-from pipelinerl.transport.conversation import LIMIT_BYTES
+from pipelinerl.transport.conversation import WINDOW_BYTES
 from pipelinerl.transport.curve import make_keys, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
@@ -96,7 +96,10 @@ def main() -> None:
     if arguments.only in (None, "stages"):
         _stages(rows, goals, notes, steps=20 if quick else 80)
     if arguments.only in (None, "growth"):
-        _growth(rows, goals, measured=16_000 if quick else 48_000, repetitions=1 if quick else 3, largest=10**5)
+        if quick:
+            _growth(rows, goals, groups_per_step=500, num_steps=2, repetitions=1, largest=10**4)
+        else:
+            _growth(rows, goals, groups_per_step=1000, num_steps=3, repetitions=2, largest=10**5)
     columns = ["what", "per second", "MB/s", "µs CPU each", "beside the reference"]
     harness.finish("transport", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
 
@@ -148,7 +151,7 @@ def _send_ours(folder: Path, count: int) -> None:
         link.send(completion)
         if number % 8 == 0:  # as an engine does between two forward passes; its credit comes back that way
             link.receive(0.0)
-        while link.kept_bytes > LIMIT_BYTES // 2:  # an engine has decoding to do meanwhile
+        while link.kept_bytes > WINDOW_BYTES:  # an engine has decoding to do meanwhile
             link.receive(0.001)
     while not isinstance(link.receive(1.0), Stop):
         pass
@@ -505,13 +508,16 @@ class LoopHub:
         pass
 
 
-def _growth(rows: list[list[Any]], goals: list[harness.Goal], *, measured: int, repetitions: int, largest: int) -> None:
+def _growth(
+    rows: list[list[Any]], goals: list[harness.Goal], *, groups_per_step: int, num_steps: int, repetitions: int, largest: int
+) -> None:
     """Take turns, and of each size the lowest: whatever else the machine does only ever adds."""
-    sizes = [(1_000, 10), (largest, 10), (10_000, 10), (10_000, 100), (10_000, 1000)]
-    cost = dict.fromkeys(sizes, float("inf"))
+    cost = dict.fromkeys([(1_000, 10), (10_000, 10), (largest, 10), (10_000, 1000)], float("inf"))
     for _ in range(repetitions):
-        for size in sizes:
-            cost[size] = min(cost[size], _cost(in_flight=size[0], num_engines=size[1], measured=measured))
+        for size in cost:
+            cost[size] = min(
+                cost[size], _cost(in_flight=size[0], num_engines=size[1], groups_per_step=groups_per_step, num_steps=num_steps)
+            )
     for (in_flight, num_engines), each in cost.items():
         rows.append([f"growth: {in_flight} in flight, {num_engines} engines", 1e6 / each, "", each, each / cost[1_000, 10]])
     more_rollouts, more_engines = cost[largest, 10] / cost[1_000, 10], cost[10_000, 1000] / cost[10_000, 10]
@@ -519,10 +525,10 @@ def _growth(rows: list[list[Any]], goals: list[harness.Goal], *, measured: int, 
     goals.append(harness.Goal(name="cost with 1,000 engines over 10", value=more_engines, goal=1.2, at_least=False))
 
 
-def _cost(*, in_flight: int, num_engines: int, measured: int) -> float:
+def _cost(*, in_flight: int, num_engines: int, groups_per_step: int, num_steps: int) -> float:
     """Microseconds of processor for each rollout, once the engines hold `in_flight`; in a process of its own."""
     reader, writer = os.pipe()
-    child = _fork(lambda: _measure_growth(writer, in_flight, num_engines, measured), core=ORCHESTRATOR_CORE)
+    child = _fork(lambda: _measure_growth(writer, in_flight, num_engines, groups_per_step, num_steps), core=ORCHESTRATOR_CORE)
     os.close(writer)
     with os.fdopen(reader) as result:
         text = result.read()
@@ -532,10 +538,10 @@ def _cost(*, in_flight: int, num_engines: int, measured: int) -> float:
     return float(text)
 
 
-def _measure_growth(writer: int, in_flight: int, num_engines: int, measured: int) -> None:
-    groups_per_step, num_tokens = 1000, 16
+def _measure_growth(writer: int, in_flight: int, num_engines: int, groups_per_step: int, num_steps: int) -> None:
+    num_tokens = 16
     per_step = groups_per_step * GROUP_SIZE
-    steps = measured // per_step + 2
+    steps = num_steps + 2
     max_staleness = in_flight // per_step + 4
     config = _config(
         num_engines=num_engines,
