@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -101,7 +100,7 @@ class Pipeline:
         self._config = config
         self._journal = journal
         self._ledger = ledger
-        ledger.begin(_promises(config), now_s=asyncio.get_running_loop().time(), unix_s=time.time())
+        ledger.begin(_promises(config), now_s=asyncio.get_running_loop().time(), unix_s=journal.clock())
         self._past = read_snapshot(ledger)
         source.position = self._past.position
         if config.data.difficulty is not None:

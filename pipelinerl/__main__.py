@@ -160,7 +160,9 @@ def check(run_folder: RunFolder) -> None:
 def replay(
     run_folder: RunFolder,
     overrides: Overrides = None,
-    stage: Annotated[list[str] | None, typer.Option(help="prompts, scoring, batching; several follow one another")] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="prompts, dispatch, scoring, batching, delivery, refresh; several follow one another")
+    ] = None,
 ) -> None:
     """Run stages of a recorded run once more, alone, and tell what comes out otherwise: no engine, no trainer.
 
