@@ -368,9 +368,11 @@ class Pipeline:
         def hear(load: EngineLoad) -> None:
             if load.kv_used is None:
                 return
-            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_outstanding=engines.num_outstanding)
+            num_held = load.num_running + load.num_waiting
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=engines.num_outstanding)
             if concurrency.limit != admission.max_running:
                 admission.max_running = concurrency.limit
+                self._journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
                 self._credits.set()
 
         engines.on_load(hear)

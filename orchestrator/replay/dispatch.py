@@ -30,8 +30,10 @@ from pipelinerl.config import Config
 from pipelinerl.messages import Completion, Finish, Generate, Message, Prompt, Sampling
 from pipelinerl.metrics import Journal
 
-SAME_TIME_S = 0.05
-"""An attempt that is asked for within this much of when it was counts as asked for when it was."""
+SAME_TIME_S = 1.0
+"""An attempt that is asked for within this much of when it was is answered when it was. Less lets the milliseconds by which a busy loop is
+late add up; more gives an engine that is asked earlier or later, under other settings, an answer that did not take its time."""
+WORTH_SAYING_S = 0.05
 _FATES = ("placed", "filtered", "stale", "failed")
 _SAID = ("admitted", "issued", "lost")
 """What dispatch says itself. It admits and issues at once, so that nothing it hears lies between."""
@@ -54,7 +56,7 @@ class Issue:
 
 def dispatch_again(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
     """Which engine each attempt goes to, beside the recorded one; line by line."""
-    kinds = ENGINE_KINDS | {*_FATES, *_SAID, "generated", "status", "evaluation"}
+    kinds = ENGINE_KINDS | {*_FATES, *_SAID, "generated", "limit", "evaluation"}
     events = needed(read_events(run_folder, kinds=kinds), run_folder=run_folder)
     old = {_attempt(event): _issue(event) for event in events if event.kind == "issued"}
     with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
@@ -66,7 +68,7 @@ def dispatch_again(config: Config, *, run_folder: Path, folder: Path) -> Iterato
 
 
 async def _run(
-    config: Config, events: list[Event], *, old: dict[Attempt, Issue], drawn: list[Drawn], ledger: Ledger, journal: Journal
+    config: Config, events: list[Event], *, old: dict[Attempt, Issue], drawn: collections.deque[Drawn], ledger: Ledger, journal: Journal
 ) -> None:
     heard = list(in_turns([event for event in events if event.kind not in ("evaluation", "admitted", "lost")], answers=("issued",)))
     engines = _Answers(old, {_attempt(event): event for event in heard if event.kind == "generated"})
@@ -87,10 +89,20 @@ async def _run(
         quarantine=quarantine,
         first_group_id=min((int(name.partition("/")[0]) for name, _ in old), default=0),
     )
-    for each in drawn:
-        side.channels.prompts.put_now(each)  # when each was drawn is not recorded; there are as many as in the run
+
+    def begin(event: Event) -> None:
+        """Stages begin when everyone is there. When each prompt was drawn is not recorded; there are as many as in the run."""
+        side.hear(event)
+        while drawn:
+            side.channels.prompts.put_now(drawn.popleft())
+
     steps = _Steps(events, side, group_size=config.rollout.group_size)
-    around = {"generated": lambda event: None, "status": functools.partial(_limit, side), **dict.fromkeys(_FATES, steps.settled)}
+    around = {
+        "generated": lambda event: None,
+        "limit": functools.partial(_limit, side),
+        "trainer": begin,
+        **dict.fromkeys(_FATES, steps.settled),
+    }
     await happen_again(
         heard,
         hear=lambda event: around.get(event.kind, side.hear)(event),
@@ -167,20 +179,20 @@ class _Steps:
 
 
 def _limit(side: EngineSide, event: Event) -> None:
-    """Adaptive concurrency, as the gauges had it."""
-    if side.config.pipeline.adaptive_running and event.fields["max_running"] != side.admission.max_running:
+    """What adaptive concurrency came to."""
+    if side.config.pipeline.adaptive_running:
         side.admission.max_running = event.fields["max_running"]
         side.credits.set()
 
 
-def _drawn(run_folder: Path, events: list[Event]) -> list[Drawn]:
+def _drawn(run_folder: Path, events: list[Event]) -> collections.deque[Drawn]:
     """The prompts of the recorded groups, without what dispatch does not look at."""
     groups = {_group_of(event) for event in events if event.kind == "issued"}
-    return [
+    return collections.deque(
         Drawn(prompt=Prompt(prompt_id=each.prompt_id, text="", token_ids=_NOTHING), position=each.position)
         for each in read_drawn(run_folder / "ledger.sqlite")
         if each.group_id in groups
-    ]
+    )
 
 
 def _say(old: dict[Attempt, Issue], new: dict[Attempt, Issue], *, path: Path) -> Iterator[str]:
@@ -199,9 +211,9 @@ def _say(old: dict[Attempt, Issue], new: dict[Attempt, Issue], *, path: Path) ->
     for name, attempt in sorted(moved, key=lambda each: old[each].t)[:SHOWN]:
         yield f"  rollout {name}, attempt {attempt}: {old[name, attempt]} -> {new[name, attempt]}"
     gaps = np.array([new[attempt].t - old[attempt].t for attempt in both] or [0.0])
-    late, early = np.count_nonzero(gaps > SAME_TIME_S), np.count_nonzero(gaps < -SAME_TIME_S)
+    late, early = np.count_nonzero(gaps > WORTH_SAYING_S), np.count_nonzero(gaps < -WORTH_SAYING_S)
     yield (
-        f"  asked for {late:,} later and {early:,} earlier than recorded, by more than {1000 * SAME_TIME_S:g} ms;"
+        f"  asked for {late:,} later and {early:,} earlier than recorded, by more than {1000 * WORTH_SAYING_S:g} ms;"
         f" median {1000 * np.median(gaps):+.3g} ms, from {gaps.min():+.3g} to {gaps.max():+.3g} s"
     )
 
@@ -210,8 +222,6 @@ def _not_recorded(config: Config, events: list[Event]) -> Iterator[str]:
     num_evaluations = sum(event.kind == "evaluation" for event in events)
     if num_evaluations:
         yield f"  not recorded: when engines answered {num_evaluations} evaluations, which fill slots here and there"
-    if config.pipeline.adaptive_running:
-        yield "  not recorded: the limit of adaptive concurrency between two gauges, half a second apart"
     if config.prm.is_used:
         yield "  not recorded: when the process reward model held admission back"
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.replay.clock import simulate
-from orchestrator.replay.events import Event, in_turns, read_events
+from orchestrator.replay.events import Event, read_events
 from orchestrator.replay.stand_ins import ENGINE_KINDS, EngineSide, happen_again, needed
 from pipelinerl.config import Config
 from pipelinerl.messages import StageWeights
@@ -47,7 +47,7 @@ def _order_again(config: Config, events: list[Event], *, folder: Path) -> dict[i
 
         async def run() -> EngineSide:
             side = EngineSide(config, journal=journal)
-            await happen_again(in_turns(events, answers=()), hear=side.hear, stages=(*side.peers, side.refresh), rest_s=1.0)
+            await happen_again(events, hear=side.hear, stages=(*side.peers, side.refresh), rest_s=1.0)
             return side
 
         sent = simulate(run()).engine_hub.sent
