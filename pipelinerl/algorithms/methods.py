@@ -205,6 +205,7 @@ def method_of(config: Config) -> Method:
         max_staleness=config.pipeline.max_staleness,
         updates_per_batch=config.trainer.passes,
         stops_early=config.prm.stop.below is not None,
+        compares_siblings=config.compares_siblings,
         offers=offers,
     )
 
@@ -219,6 +220,7 @@ def resolve(
     max_staleness: int | None = None,
     updates_per_batch: int = 1,
     stops_early: bool = False,
+    compares_siblings: bool = False,
     truncated_sampling: bool = False,
     replays_kept_tokens: bool = False,
     processed_logprobs: bool = True,
@@ -238,6 +240,7 @@ def resolve(
         max_staleness=max_staleness,
         updates_per_batch=updates_per_batch,
         stops_early=stops_early,
+        compares_siblings=compares_siblings,
         truncated_sampling=truncated_sampling,
         replays_kept_tokens=replays_kept_tokens,
         processed_logprobs=processed_logprobs,

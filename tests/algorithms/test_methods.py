@@ -145,10 +145,16 @@ def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None
     assert supplied_method_of(run_with("reinforce_pp", overrides={"advantage": {"kl_coef": 0.0}})).name == "reinforce_pp"
 
 
-@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("hierarchical_grpo", "subgroups"), ("remax", "greedy_reward")])
+@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("hierarchical_grpo", "subgroups")])
 def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would(name: str, need: str) -> None:
-    with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: "):
+    with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: {name} .* of an episode of several turns"):
         supplied_method_of(run_with(name, reference="models/base"))
+
+
+def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> None:
+    assert supplied_method_of(run_with("remax")).adds_greedy
+    refused("remax", "makes that depend on what its siblings sampled", compares_siblings=True)
+    assert not resolve("rloo", group_size=8, compares_siblings=True).adds_greedy
 
 
 def test_several_passes_over_a_step_want_a_policy_that_stays() -> None:
@@ -262,7 +268,6 @@ def test_a_group_of_one_may_train_with_a_rule_that_compares_no_siblings() -> Non
 @pytest.mark.parametrize(
     ("name", "need"),
     [
-        ("remax", "needs greedy_reward"),
         ("otb", "needs square_sum"),
         ("ppo", "needs critic"),
         ("vapo", "needs critic"),
