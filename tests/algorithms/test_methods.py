@@ -14,7 +14,7 @@ from pipelinerl.algorithms.loss import correction as correction_module
 from pipelinerl.algorithms.loss import mask as mask_module
 from pipelinerl.algorithms.loss import objective
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, Aggregation, Method, Need, Rule
-from pipelinerl.algorithms.methods import METHODS, render_table, resolve, table_rows
+from pipelinerl.algorithms.methods import METHODS, render_rules, render_table, resolve, table_rows
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
 from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
 from pipelinerl.config import Config
@@ -117,6 +117,17 @@ def test_every_row_has_a_formula_and_a_source_and_is_printed() -> None:
         assert all((formula, source)), name
         assert all(part in text for part in (f"{name} ", formula, cost, source))
     assert len(table_rows()) == len(METHODS)
+
+
+def test_every_rule_is_printed_with_its_formula_its_defaults_and_its_source() -> None:
+    lines = render_rules().splitlines()
+    for column, table in COLUMNS.items():
+        at = lines.index(f"{column}:")
+        for line, (name, spec) in zip(lines[at + 1 :], table.items(), strict=False):
+            assert line.split()[0] == name
+            assert all(part in line for part in (spec.formula, spec.source, *spec.options)), name
+            assert name in ("none", "current") or spec.source, f"{column} {name} has no source"
+    assert "tau=to be stated" in render_rules()
 
 
 def test_the_table_says_what_a_method_costs_and_what_it_waits_for() -> None:
