@@ -535,7 +535,7 @@ class Trajectory(Message, frozen=True):
     rollout_id: Id
     group_id: int
     sibling: int
-    """0 .. group size - 1."""
+    """0 .. group size - 1; the group size for a greedy one."""
     attempt: int
     prompt: Prompt
     token_ids: Int32
@@ -555,6 +555,8 @@ class Trajectory(Message, frozen=True):
     """Seconds on the run's clock."""
     routes: Routes | None = None
     """[L - 1] rows; as in `Completion`."""
+    is_greedy: bool = False
+    """Sampled at temperature 0 beside its siblings, only for its reward, which is their baseline: it never trains."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "trains", "logprobs", "versions")

@@ -80,8 +80,7 @@ def _replay(config: Config, run_folder: Path, *, folder: Path, stages: list[str]
 
 
 def _replay_groups(config: Config, run_folder: Path, *, folder: Path, stages: list[str]) -> Iterator[str]:
-    own = load_run(run_folder)
-    recording = read_recording(run_folder / "ledger.sqlite", group_size=own.rollout.group_size)
+    recording = read_recording(run_folder / "ledger.sqlite")
     if not recording.groups:
         raise LedgerError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
     (folder / "config.json").write_text(config.model_dump_json(indent=2))
@@ -93,7 +92,7 @@ def _replay_groups(config: Config, run_folder: Path, *, folder: Path, stages: li
         with contextlib.closing(Ledger(own_path, keep_groups=kept)) as ledger:
             yield from asyncio.run(_run_stages(config, recording, folder=folder, ledger=ledger, stages=stages))
         if "batching" in stages:
-            path, recording = own_path, read_recording(own_path, group_size=config.rollout.group_size)
+            path, recording = own_path, read_recording(own_path)
     if "delivery" in stages:
         yield from deliver_again(config, recording, ledger_path=path, folder=folder)
 
@@ -112,7 +111,7 @@ async def _run_stages(config: Config, recording: Recording, *, folder: Path, led
         tail = recording.from_a_step_on()
         await batch_again(config, tail, scored=scored, folder=folder, ledger=ledger)
         ledger.flush()
-        new = read_recording(folder / "ledger.sqlite", group_size=config.rollout.group_size)
+        new = read_recording(folder / "ledger.sqlite")
         said += say_batches(tail, new.groups, path=folder / "batching.jsonl")
     return said
 

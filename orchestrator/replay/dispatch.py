@@ -74,7 +74,7 @@ async def _run(
     engines = _Answers(old, {_attempt(event): event for event in heard if event.kind == "generated"})
     side = EngineSide(config, journal=journal, told=engines.asked)
     engines.say = side.engine_hub.say
-    quarantine = Quarantine({})
+    num_siblings = 1 + max((int(name.partition("/")[2]) for name, _ in old), default=0)  # a greedy one included
     dispatch = Dispatch(
         prompts=side.channels.prompts,
         trajectories=side.channels.written,
@@ -84,9 +84,9 @@ async def _run(
         ledger=ledger,
         watch=side.watch,
         sampling=Sampling(max_tokens=config.rollout.max_tokens, temperature=1.0, stop_token_ids=()),
-        group_size=config.rollout.group_size,
+        group_size=num_siblings,
         queue_bytes=config.pipeline.queue_bytes,
-        quarantine=quarantine,
+        quarantine=Quarantine({}),
         first_group_id=min((int(name.partition("/")[0]) for name, _ in old), default=0),
     )
 
@@ -96,7 +96,7 @@ async def _run(
         while drawn:
             side.channels.prompts.put_now(drawn.popleft())
 
-    steps = _Steps(events, side, group_size=config.rollout.group_size)
+    steps = _Steps(events, side, num_siblings=num_siblings)
     around = {
         "generated": lambda event: None,
         "limit": functools.partial(_limit, side),
@@ -151,11 +151,11 @@ class _Steps:
 
     name = "steps"
 
-    def __init__(self, events: list[Event], side: EngineSide, *, group_size: int) -> None:
+    def __init__(self, events: list[Event], side: EngineSide, *, num_siblings: int) -> None:
         placed = {_group_of(event) for event in events if event.kind == "placed"}
         self._placed = placed
         self._side = side
-        self._group_size = group_size
+        self._num_siblings = num_siblings
         self._num_whole: collections.Counter[int] = collections.Counter()
         self._due: set[int] = set()
         self._over: set[int] = set()
@@ -170,7 +170,7 @@ class _Steps:
         self._settle(_group_of(event))
 
     def _settle(self, group_id: int) -> None:
-        if group_id not in self._due or group_id in self._over or self._num_whole[group_id] < self._group_size:
+        if group_id not in self._due or group_id in self._over or self._num_whole[group_id] < self._num_siblings:
             return
         self._over.add(group_id)
         admission = self._side.admission
