@@ -27,6 +27,7 @@ def trajectory_of(
         finish=completion.finish,
         error=completion.error,
         routes=completion.routes,
+        recomputed=completion.recomputed,
         engine_id=engine_id,
         admitted_at=admitted_at,
         finished_at=finished_at,
