@@ -243,10 +243,10 @@ def view(
 
 @app.command()
 def algorithms() -> None:
-    """Print the table of methods: name, formula, source."""
-    from pipelinerl.algorithms.methods import render_table
+    """Print the table of methods, and the rules that each of their columns may be overridden with: formulas, defaults, sources."""
+    from pipelinerl.algorithms.methods import render_rules, render_table
 
-    console.print(render_table(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{render_table()}\n{render_rules()}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -544,7 +544,7 @@ class Trajectory(Message, frozen=True):
     rollout_id: Id
     group_id: int
     sibling: int
-    """0 .. group size - 1."""
+    """0 .. group size - 1; the group size for a greedy one."""
     attempt: int
     prompt: Prompt
     token_ids: Int32
@@ -566,6 +566,8 @@ class Trajectory(Message, frozen=True):
     """[L - 1] rows; as in `Completion`."""
     recomputed: Recomputed = ()
     """As in `Completion`: of the tokens after the prompt."""
+    is_greedy: bool = False
+    """Sampled at temperature 0 beside its siblings, only for its reward, which is their baseline: it never trains."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "trains", "logprobs", "versions")

@@ -84,7 +84,7 @@ class Publication:
             self._under_way = None
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call: seconds that publishing took beside training, where it is done so; policies without room, where there were."""
+        """Since the last call: seconds that publishing took beside training, where it is done so; policies without room, if any."""
         found = {"publish_beside_s": self._beside_s} if self._spread is None and self._publisher is not None else {}
         found |= {"policies_skipped": float(self._num_skipped)} if self._num_skipped else {}
         self._beside_s, self._num_skipped = 0.0, 0

@@ -67,8 +67,7 @@ def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None
 
 
 def _replay_groups(config: Config, run_folder: Path, *, stages: list[str]) -> None:
-    own = load_run(run_folder)
-    recording = read_recording(run_folder / "ledger.sqlite", group_size=own.rollout.group_size)
+    recording = read_recording(run_folder / "ledger.sqlite")
     if not recording.groups:
         raise LedgerError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
     folder = run_folder / "replay"
@@ -96,7 +95,7 @@ async def _run_stages(config: Config, recording: Recording, *, folder: Path, led
         tail = recording.from_a_step_on()
         await batch_again(config, tail, scored=scored, folder=folder, ledger=ledger)
         ledger.flush()
-        new = read_recording(folder / "ledger.sqlite", group_size=config.rollout.group_size)
+        new = read_recording(folder / "ledger.sqlite")
         for line in say_batches(tail, new.groups, path=folder / "batching.jsonl"):
             print(line)
 

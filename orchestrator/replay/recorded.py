@@ -80,7 +80,7 @@ _trajectories: Decoder[ScoredTrajectory] = Decoder(ScoredTrajectory)
 _prompts: Decoder[Prompt] = Decoder(Prompt)
 
 
-def read_recording(path: Path, *, group_size: int) -> Recording:
+def read_recording(path: Path) -> Recording:
     """Raises `LedgerError` where there is no ledger."""
     with _open(path) as database:
         ends = "SELECT rollout_id, kind, reason FROM events WHERE rollout_id IN (SELECT rollout_id FROM samples) AND kind = ?"
@@ -99,11 +99,12 @@ def read_recording(path: Path, *, group_size: int) -> Recording:
                 row=None if row is None else (row, place),
                 advantages=None if advantages is None else np.frombuffer(advantages, np.float32),
             )
+        sizes = dict(database.execute("SELECT group_id, count(*) FROM events WHERE kind = 'admitted' GROUP BY group_id"))
         query = "SELECT number, group_id, settled.step, prompt FROM settled JOIN groups USING (group_id) WHERE prompt IS NOT NULL"
         groups = [
             _settled(number, group_id, step, _prompts.decode(prompt), members[group_id], decisions[group_id])
             for number, group_id, step, prompt in database.execute(f"{query} ORDER BY number")
-            if len(members[group_id]) == group_size
+            if len(members[group_id]) == sizes[group_id]
         ]
         return Recording(groups=groups, num_settled=database.execute("SELECT count(*) FROM settled").fetchone()[0])
 

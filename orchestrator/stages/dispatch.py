@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from orchestrator.rollouts.single_turn import trajectory_of
@@ -42,6 +43,8 @@ class Rollout:
     version: int
     """Of the engine that the group was admitted to: under an older one it might come to exceed the staleness bound."""
     admitted_at: float
+    is_greedy: bool
+    """It is the last of its siblings, in a run whose method asks for one, see `rules.batch.StepRules`."""
 
 
 class Dispatch:
@@ -69,6 +72,7 @@ class Dispatch:
         watch: Watch,
         sampling: Sampling,
         group_size: int,
+        adds_greedy: bool = False,
         chunk_tokens: int = 0,
         brake: Callable[[], str | None] = lambda: None,
         queue_bytes: int,
@@ -88,12 +92,14 @@ class Dispatch:
         self._ledger = ledger
         self._watch = watch
         self._sampling = sampling
+        self._greedy = msgspec.structs.replace(sampling, temperature=0.0)
         self._group_size = group_size
+        self._num_siblings = group_size + adds_greedy
         self._chunk_tokens = chunk_tokens
         self._brake = brake
         self._quarantine = quarantine
         self._group_ids = itertools.count(first_group_id)
-        self._again: dict[int, list[Rollout]] = {group.group_id: _rollouts_of(group) for group in interrupted}
+        self._again: dict[int, list[Rollout]] = {group.group_id: _rollouts_of(group, group_size=group_size) for group in interrupted}
         """By group: attempts to issue, in place of some that were lost."""
         self._running: dict[int, dict[str, int]] = collections.defaultdict(dict)
         """By group: the rollouts in engines, and in which."""
@@ -159,11 +165,18 @@ class Dispatch:
         now_s = _now_s()
         group_id = next(self._group_ids)
         self._admission.admitted()
-        names = self._ledger.admit(group_id, drawn.prompt, group_size=self._group_size, position=drawn.position, now_s=now_s)
+        names = self._ledger.admit(group_id, drawn.prompt, group_size=self._num_siblings, position=drawn.position, now_s=now_s)
         version = self._engines[engine_id].version
         for sibling, name in enumerate(names):
             rollout = Rollout(
-                rollout_id=name, group_id=group_id, sibling=sibling, attempt=0, prompt=drawn.prompt, version=version, admitted_at=now_s
+                rollout_id=name,
+                group_id=group_id,
+                sibling=sibling,
+                attempt=0,
+                prompt=drawn.prompt,
+                version=version,
+                admitted_at=now_s,
+                is_greedy=sibling >= self._group_size,
             )
             self._ask(rollout, engine_id)
 
@@ -174,7 +187,7 @@ class Dispatch:
             rollout_id=rollout.rollout_id,
             attempt=rollout.attempt,
             token_ids=rollout.prompt.token_ids,
-            sampling=self._sampling,
+            sampling=self._greedy if rollout.is_greedy else self._sampling,
             chunk_tokens=self._chunk_tokens,
         )
         version = self._engines[engine_id].version
@@ -299,6 +312,7 @@ class Dispatch:
                 prompt=rollout.prompt,
                 group_id=rollout.group_id,
                 sibling=rollout.sibling,
+                is_greedy=rollout.is_greedy,
                 engine_id=engine_id,
                 admitted_at=rollout.admitted_at,
                 finished_at=now_s,
@@ -311,7 +325,7 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _rollouts_of(group: InterruptedGroup) -> list[Rollout]:
+def _rollouts_of(group: InterruptedGroup, *, group_size: int) -> list[Rollout]:
     """What an earlier life of the run left in engines, from now on."""
     return [
         Rollout(
@@ -322,6 +336,7 @@ def _rollouts_of(group: InterruptedGroup) -> list[Rollout]:
             prompt=group.prompt,
             version=one.version,
             admitted_at=_now_s(),
+            is_greedy=one.sibling >= group_size,
         )
         for one in group.rollouts
     ]

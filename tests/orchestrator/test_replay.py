@@ -144,7 +144,7 @@ def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: p
 
 
 def test_only_the_newest_groups_stay_and_batching_begins_with_the_first_whole_step(run_folder: Path, tmp_path: Path) -> None:
-    recording = read_recording(run_folder / "ledger.sqlite", group_size=2)
+    recording = read_recording(run_folder / "ledger.sqlite")
     assert [group.step for group in recording.groups] == [0, 1, 2, 3]
     assert Recording(groups=recording.groups[1:], num_settled=4).from_a_step_on() == recording.groups[2:], "of step 1 some may be gone"
     assert Recording(groups=[recording.groups[0], recording.groups[2]], num_settled=4).from_a_step_on() == []
@@ -157,11 +157,11 @@ def test_only_the_newest_groups_stay_and_batching_begins_with_the_first_whole_st
         asyncio.run(batch_again(load_run(run_folder), recording.groups, scored=scored, folder=tmp_path, ledger=ledger))
         ledger.saved(2, "commit", now_s=1.0)
         ledger.flush()
-        again = read_recording(tmp_path / "ledger.sqlite", group_size=2)
+        again = read_recording(tmp_path / "ledger.sqlite")
         assert [group.group_id for group in again.groups] == [2, 3], "the third is in no checkpoint"
         ledger.saved(4, "commit", now_s=1.0)
         ledger.flush()
-        assert [group.group_id for group in read_recording(tmp_path / "ledger.sqlite", group_size=2).groups] == [3]
+        assert [group.group_id for group in read_recording(tmp_path / "ledger.sqlite").groups] == [3]
 
 
 def test_prompts_are_drawn_again_and_what_changed_in_the_source_is_named(run_folder: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def small_disk(folder: Path, *, size_bytes: int) -> Iterator[Path]:
 def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_one_before_serves_on(
     road: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The disk is full when policy 2 is published, has room for 3, is full for 4 until the loop waits for rows, and once more for the last."""
+    """The disk is full when policy 2 is published, has room for 3, is full for 4 until the loop waits for rows, and again for 5."""
     model = make_model(folders["qwen3"])
     samples = [make_sample(np.random.default_rng(3), prompt=3, completion=5)]
     step, _ = make_step(model, learning_rate=1e-2)
