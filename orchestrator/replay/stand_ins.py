@@ -14,7 +14,6 @@ from orchestrator.channels import make_channels
 from orchestrator.progress import Progress
 from orchestrator.replay.events import Event
 from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.rules.kv import KvSpan
 from orchestrator.stages.refresh import Refresh
 from orchestrator.state.engines import Engines
 from orchestrator.state.peers import Peers
@@ -105,7 +104,6 @@ class EngineSide:
             journal=journal,
             layout_for=lambda trainer: LayoutFixed(tensors=()),
             commit_deadline_s=config.pipeline.stall_limit_s,
-            kv_span=KvSpan(limit=config.weights.kv_span, bound=config.weights.kv_kl),
         )
 
     def hear(self, event: Event) -> None:

@@ -2,12 +2,12 @@
 """What does a tracker in trouble cost the run, and what does it lose? Weights & Biases down, slow and crashing, beside one real run.
 
 The demo's model on real vLLM and the real trainer, without a last step. Beside it, in turns: a tracker whose server refuses every
-connection; one whose server takes connections and never answers; one whose server answers nonsense and whose service, a process of W&B's own, is
-killed every few seconds. Each runs through short segments and is stopped (SIGSTOP, with all it has started) for every other one, so that a
-machine that slows down slows both: a segment's speed is held against the mean of the two around it, and the median of these ratios
-counts. It then has two segments' work to do in one, so this is twice what it costs, at most. As many segments without any tracker, halved
-in the same way, say how far such a median is from 1 by chance. A tracker's start (importing wandb, once per run) is not within a segment.
-At the end everything is sent from the journal, offline, and W&B's own files are compared with it.
+connection; one whose server takes connections and never answers; one whose server answers nonsense and whose service, a process of W&B's
+own, is killed every few seconds. Each runs through short segments and is stopped (SIGSTOP, with all it has started) for every other one,
+so that a machine that slows down slows both: a segment's speed is held against the mean of the two around it, and the median of these
+ratios counts. It then has two segments' work to do in one, so this is twice what it costs, at most. As many segments without any tracker,
+halved in the same way, say how far such a median is from 1 by chance. A tracker's start (importing wandb, once per run) is not within a
+segment. At the end everything is sent from the journal, offline, and W&B's own files are compared with it.
 
 A tracker and the run share a disk and processors, and nothing else, so what a run can lose is told by the processor time, too, that a
 tracker takes with all it has started.
