@@ -30,7 +30,7 @@ from orchestrator.rules.concurrency import Concurrency
 from orchestrator.rules.curriculum import success_of
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.grouping import Grouping
-from orchestrator.rules.kv import KvSpan
+from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
 from orchestrator.stages.asking import Asking
@@ -271,7 +271,7 @@ class Pipeline:
             follows=config.prm.is_used,
             compares=config.compares_siblings,
         )
-        kv_span = KvSpan(limit=config.weights.kv_span, bound=config.weights.kv_kl)
+        kv_policy = KvPolicy(span=config.weights.kv_span, bound=config.weights.kv_kl)
         self._delivery = Delivery(
             rows=channels.rows,
             published=channels.published,
@@ -284,7 +284,7 @@ class Pipeline:
             watch=watch,
             num_booked=past.num_done,
             recorded=past.steps,
-            kv_span=kv_span,
+            kv_policy=kv_policy,
         )
         self._refresh = Refresh(
             published=channels.published,
@@ -296,7 +296,7 @@ class Pipeline:
             journal=self._journal,
             layout_for=self._layout_for,
             commit_deadline_s=config.pipeline.stall_limit_s,
-            kv_span=kv_span,
+            kv_policy=kv_policy,
         )
         cut, open_step = self._make_cut(credit, step_rules, max_staleness=pace.max_staleness)
         quarantine = Quarantine(past.deaths)

@@ -35,6 +35,7 @@ def trajectory_of(
         finish=completion.finish,
         error=completion.error,
         routes=completion.routes,
+        recomputed=completion.recomputed,
         is_greedy=is_greedy,
         engine_id=engine_id,
         admitted_at=admitted_at,

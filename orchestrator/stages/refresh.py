@@ -9,7 +9,7 @@ import msgspec
 
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
-from orchestrator.rules.kv import KvSpan
+from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.swaps import Policy, Swaps
 from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.peers import Peers
@@ -58,10 +58,10 @@ class Refresh:
         journal: Journal,
         layout_for: Callable[[TrainerReady], LayoutFixed],
         commit_deadline_s: float,
-        kv_span: KvSpan | None = None,
+        kv_policy: KvPolicy | None = None,
     ) -> None:
-        """`kv_span`: how far KV caches may lag; default: as far as they do."""
-        self._kv_span = kv_span or KvSpan()
+        """`kv_policy`: how far KV caches may lag; default: as far as they do."""
+        self._kv_policy = kv_policy or KvPolicy()
         self._published = published
         self._engines = engines
         self._trainer = trainer
@@ -126,9 +126,14 @@ class Refresh:
         if policy is None or self._tasks is None:
             return
         lineage, version = policy.age
-        when_idle = self._admission.pace.swaps_when_idle
         order = StageWeights(
-            version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage, kv_span=self._kv_span.span
+            version=version,
+            slot=policy.slot,
+            digest=policy.digest,
+            when_idle=self._admission.pace.swaps_when_idle,
+            lineage=lineage,
+            kv_span=self._kv_policy.span,
+            kv_lag=self._kv_policy.lag,
         )
         if self._engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
