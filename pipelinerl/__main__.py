@@ -115,15 +115,11 @@ def compare(
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
     from pipelinerl.live import show
+    from pipelinerl.report.reading import has_journal
 
-    async def follow() -> None:
-        until = asyncio.Event()
-        if '"kind": "end"' in (run_folder / "journal" / "orchestrator.jsonl").read_text():
-            until.set()
-        await show(run_folder, console=console, until=until)
-
+    has_journal(run_folder)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(follow())
+        asyncio.run(show(run_folder, console=console, until=asyncio.Event()))
 
 
 @app.command()
