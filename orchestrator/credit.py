@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orchestrator.rules.batch import SetAside, StepRules, Survivors
+from orchestrator.rules.batch import SetAside, StepRules, Survivors, greedy_of, sampled_of
 from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
 from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
 from pipelinerl.algorithms.credit.batch_rule import Credit
@@ -52,14 +52,16 @@ class MethodCredit:
             step_credit=self.over_step if needs_step else None,
             refill_batches=int(self._method.group_filter.options.get("refill", 0) or 0),
             withhold=self._method.withhold_bound,
+            adds_greedy=self._method.adds_greedy,
         )
 
     def __call__(self, survivors: Survivors) -> list[Float32] | SetAside:
-        """One [L] float32 column for each survivor, or why the method's filter would set the group aside.
+        """One [L] float32 column for each survivor but the greedy one, or why the method's filter would set the group aside.
 
         Zeros where the trainer makes the advantages, which has what they are made of.
         """
-        group = self._group(survivors)
+        greedy, survivors = greedy_of(survivors), sampled_of(survivors)
+        group = self._group(survivors, greedy=greedy)
         credit = np.zeros(len(survivors))
         if not self._leaves_to_trainer:
             credit = group_advantages(group, method=self._method, baselines=self._baselines)
@@ -72,13 +74,12 @@ class MethodCredit:
 
     def over_step(self, groups: Sequence[Survivors]) -> list[list[Float32]]:
         """The columns of all groups of a step, after the method's rule over the whole step."""
-        scored = [self._group(survivors) for survivors in groups]
+        sampled = [sampled_of(survivors) for survivors in groups]
+        scored = [self._group(members, greedy=greedy_of(survivors)) for members, survivors in zip(sampled, groups, strict=True)]
         credits = step_advantages([group_advantages(group, method=self._method) for group in scored], scored, method=self._method)
-        return [
-            _columns(credit, group=group, survivors=survivors) for credit, group, survivors in zip(credits, scored, groups, strict=True)
-        ]
+        return [_columns(credit, group=group, survivors=members) for credit, group, members in zip(credits, scored, sampled, strict=True)]
 
-    def _group(self, survivors: Survivors) -> ScoredGroup:
+    def _group(self, survivors: Survivors, *, greedy: ScoredTrajectory | None) -> ScoredGroup:
         masks = tuple(member.trajectory.trains[len(member.trajectory.prompt.token_ids) :] for member in survivors)
         is_whole = np.array([member.score.reward is not None for member in survivors])
         rewards = np.array([member.score.reward or 0.0 for member in survivors], np.float64)  # 0.0 of stopped ones: weight 0, never read
@@ -91,6 +92,7 @@ class MethodCredit:
                 len(survivors), len(names)
             ),
             component_weights=np.array([self._weights[name] for name in names]),
+            greedy_reward=None if greedy is None else greedy.score.reward,
             roles=tuple(_role(member) for member in survivors) if self._baselines is not None else None,
             correct=is_whole & (rewards >= self._correct_reward),
             sample_weights=np.array([member.weight for member in survivors]),

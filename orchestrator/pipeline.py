@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +24,12 @@ from orchestrator.channels import Channels, make_channels
 from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.rules.batch import BatchCut, Credit, StepRules
+from orchestrator.rules.batch import BatchCut, Credit, StepRules, sampled_of
 from orchestrator.rules.concurrency import Concurrency
 from orchestrator.rules.curriculum import success_of
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.grouping import Grouping
-from orchestrator.rules.kv import KvSpan
+from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
 from orchestrator.stages.asking import Asking
@@ -101,11 +100,14 @@ class Pipeline:
         self._config = config
         self._journal = journal
         self._ledger = ledger
-        ledger.begin(_promises(config), now_s=asyncio.get_running_loop().time(), unix_s=time.time())
+        self._adds_greedy = step_rules is not None and step_rules.adds_greedy
+        self._num_siblings = config.rollout.group_size + self._adds_greedy
+        ledger.begin(_promises(config, adds_greedy=self._adds_greedy), now_s=asyncio.get_running_loop().time(), unix_s=journal.clock())
         self._past = read_snapshot(ledger)
         source.position = self._past.position
         if config.data.difficulty is not None:
-            for prompt_id, success in read_successes(ledger, correct_reward=config.algorithm.correct_reward):
+            correct_reward, group_size = config.algorithm.correct_reward, config.rollout.group_size
+            for prompt_id, success in read_successes(ledger, correct_reward=correct_reward, group_size=group_size):
                 source.measured(prompt_id, success=success)
         self._credits = Signal()
         """Set whenever another group might be admitted."""
@@ -268,7 +270,7 @@ class Pipeline:
             follows=config.prm.is_used,
             compares=config.compares_siblings,
         )
-        kv_span = KvSpan(limit=config.weights.kv_span, bound=config.weights.kv_kl)
+        kv_policy = KvPolicy(span=config.weights.kv_span, bound=config.weights.kv_kl)
         self._delivery = Delivery(
             rows=channels.rows,
             published=channels.published,
@@ -281,7 +283,7 @@ class Pipeline:
             watch=watch,
             num_booked=past.num_done,
             recorded=past.steps,
-            kv_span=kv_span,
+            kv_policy=kv_policy,
         )
         self._refresh = Refresh(
             published=channels.published,
@@ -293,7 +295,7 @@ class Pipeline:
             journal=self._journal,
             layout_for=self._layout_for,
             commit_deadline_s=config.pipeline.stall_limit_s,
-            kv_span=kv_span,
+            kv_policy=kv_policy,
         )
         cut, open_step = self._make_cut(credit, step_rules, max_staleness=pace.max_staleness)
         quarantine = Quarantine(past.deaths)
@@ -311,6 +313,7 @@ class Pipeline:
                 watch=watch,
                 sampling=self._sampling(temperature=config.rollout.temperature),
                 group_size=config.rollout.group_size,
+                adds_greedy=self._adds_greedy,
                 chunk_tokens=config.prm.chunk_tokens if following else 0,
                 brake=following.brake if following else _no_brake,
                 queue_bytes=bound,
@@ -365,15 +368,17 @@ class Pipeline:
 
     def _adapt_running(self) -> None:
         """Let what engines say of their KV caches decide how many rollouts they get."""
-        engines, admission, group_size = self._engines, self._admission, self._config.rollout.group_size
+        engines, admission, group_size = self._engines, self._admission, self._num_siblings
         concurrency = Concurrency(most=admission.max_running, least=self._config.engine.count * group_size, group_size=group_size)
 
         def hear(load: EngineLoad) -> None:
             if load.kv_used is None:
                 return
-            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_outstanding=engines.num_outstanding)
+            num_held = load.num_running + load.num_waiting
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=engines.num_outstanding)
             if concurrency.limit != admission.max_running:
                 admission.max_running = concurrency.limit
+                self._journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
                 self._credits.set()
 
         engines.on_load(hear)
@@ -445,7 +450,7 @@ class Pipeline:
 
     def _make_grouping(self) -> Grouping:
         past = self._past
-        return Grouping(group_size=self._config.rollout.group_size, first_group_id=past.next_group_id, still_open=past.running_groups)
+        return Grouping(group_size=self._num_siblings, first_group_id=past.next_group_id, still_open=past.running_groups)
 
     def _make_cut(self, credit: Credit, rules: StepRules | None, *, max_staleness: int) -> tuple[BatchCut, RecordedStep | None]:
         """The rule that fills steps, and what an earlier life of the run has put into the one being filled."""
@@ -470,7 +475,7 @@ class Pipeline:
 
 def _measure(source: Source, correct_reward: float, group: Group) -> None:
     """Tell the source how a prompt went."""
-    rewards = [member.score.reward for member in group.members]
+    rewards = [member.score.reward for member in sampled_of(group.members)]
     success = success_of(rewards, correct_reward=correct_reward)
     if success is not None:
         source.measured(group.members[0].trajectory.prompt.prompt_id, success=success)
@@ -480,10 +485,11 @@ def _no_brake() -> None:
     """Nothing holds admission back but its own rule."""
 
 
-def _promises(config: Config) -> dict[str, Any]:
+def _promises(config: Config, *, adds_greedy: bool) -> dict[str, Any]:
     """What an independent checker of the ledger needs to know of the settings."""
     return {
         "group_size": config.rollout.group_size,
+        "adds_greedy": adds_greedy,
         "groups_per_step": config.batch.groups_per_step,
         "max_row_tokens": config.batch.max_tokens,
         "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from orchestrator.rules.batch import Verdict
+from orchestrator.rules.batch import Verdict, greedy_of, sampled_of
 from orchestrator.shown import Shown
 from pipelinerl.algorithms.staleness import split
 from pipelinerl.messages import Fate, Finish, Sample, StepDone, TraceScores, WeightsCommitted
@@ -26,6 +26,8 @@ class _Step:
     components: dict[str, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     traces: dict[str, TraceScores] = dataclasses.field(default_factory=dict)
     """Step scores by rollout, where a process reward model gives them."""
+    greedy_rewards: list[float] = dataclasses.field(default_factory=list)
+    """Of the greedy siblings, which are no samples."""
     num_groups: int = 0
     num_flat_groups: int = 0
     """Groups whose rewards are all equal."""
@@ -63,11 +65,14 @@ class Progress:
         step.num_stale_groups += any(ended.fate is Fate.STALE for ended in verdict.ended)
         if not verdict.is_placed:
             return
+        greedy = greedy_of(verdict.group.members)
+        if greedy is not None and greedy.score.reward is not None:
+            step.greedy_rewards.append(greedy.score.reward)
         rewards = [sample.reward for sample in verdict.samples]
         step.num_groups += 1
         step.num_flat_groups += not rewards or max(rewards) - min(rewards) < 1e-9
         step.samples += [(sample, now_s) for sample in verdict.samples]
-        for member in verdict.group.members:
+        for member in sampled_of(verdict.group.members):
             if member.steps is not None:
                 step.traces[member.trajectory.rollout_id] = member.steps
             for name, value in member.score.components.items():
@@ -110,6 +115,7 @@ class Progress:
             "version": done.step,
             "reward_mean": float(np.average(rewards, weights=weights)),
             "reward_std": float(rewards.std()),
+            **({"greedy_reward_mean": _mean(step.greedy_rewards)} if step.greedy_rewards else {}),
             "components": {name: float(np.mean(values)) for name, values in step.components.items()},
             "num_groups": step.num_groups,
             "num_samples": len(step.samples),

@@ -186,10 +186,12 @@ class _Builder:
         for name, value in columns.items():
             if (wrong := _not_json(value)) is not None:
                 raise DataError(f"{where}: column {name!r} holds {wrong}, expected plain JSON: text, finite numbers, lists, objects, null")
-        text, token_ids = self._tokenise(row[self._prompt_column], where)
+        value = row[self._prompt_column]
+        text, token_ids = self._tokenise(value, where)
         if not len(token_ids):
             raise DataError(f"{where}: column {self._prompt_column!r} is empty, expected text that makes at least one token")
-        return Prompt(prompt_id=f"{epoch}:{number}", text=text, token_ids=np.asarray(token_ids, np.int32), columns=columns)
+        chat = () if isinstance(value, str) else tuple(map(dict, value))
+        return Prompt(prompt_id=f"{epoch}:{number}", text=text, token_ids=np.asarray(token_ids, np.int32), columns=columns, chat=chat)
 
     def _tokenise(self, value: Any, where: str) -> tuple[str, list[int]]:
         if isinstance(value, str):
@@ -198,6 +200,8 @@ class _Builder:
         if not is_chat or not value:
             kind = type(value).__name__
             raise DataError(f"{where}: column {self._prompt_column!r} is a {kind}, expected text or a list of chat messages with roles")
+        if (wrong := _not_json(value)) is not None:
+            raise DataError(f"{where}: column {self._prompt_column!r} holds {wrong} in its chat messages, expected plain JSON")
         try:
             text = self._tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a model's chat template is a program of its own

@@ -115,15 +115,11 @@ def compare(
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
     from pipelinerl.live import show
+    from pipelinerl.report.reading import has_journal
 
-    async def follow() -> None:
-        until = asyncio.Event()
-        if '"kind": "end"' in (run_folder / "journal" / "orchestrator.jsonl").read_text():
-            until.set()
-        await show(run_folder, console=console, until=until)
-
+    has_journal(run_folder)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(follow())
+        asyncio.run(show(run_folder, console=console, until=asyncio.Event()))
 
 
 @app.command()
@@ -160,7 +156,9 @@ def check(run_folder: RunFolder) -> None:
 def replay(
     run_folder: RunFolder,
     overrides: Overrides = None,
-    stage: Annotated[list[str] | None, typer.Option(help="prompts, scoring, batching; several follow one another")] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="prompts, dispatch, scoring, batching, delivery, refresh; several follow one another")
+    ] = None,
 ) -> None:
     """Run stages of a recorded run once more, alone, and tell what comes out otherwise: no engine, no trainer.
 
@@ -243,10 +241,10 @@ def view(
 
 @app.command()
 def algorithms() -> None:
-    """Print the table of methods: name, formula, source."""
-    from pipelinerl.algorithms.methods import render_table
+    """Print the table of methods, and the rules that each of their columns may be overridden with: formulas, defaults, sources."""
+    from pipelinerl.algorithms.methods import render_rules, render_table
 
-    console.print(render_table(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{render_table()}\n{render_rules()}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

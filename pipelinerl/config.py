@@ -276,12 +276,12 @@ class WeightsSection(Section):
     delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
     kv_span: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="versions a running sequence's KV cache may lag before a swap recomputes it; 0: every swap does; none: none does",
+        description="versions the oldest part of a sequence's KV cache may lag before a swap recomputes it; 0: every swap does; none: none",
     )
     kv_kl: PositiveFloat | None = Field(
         None,
-        description="mean KL per token between tokens sampled with an older KV cache and the policy, measured by the trainer, beyond which"
-        " caches may lag fewer versions",
+        description="KL per token between what a sequence with an older KV cache is sampled from and the policy, beyond which a swap"
+        " recomputes it; predicted for each sequence by how far its cache lags, from what the trainer measures",
     )
     commit: Literal["auto", "flip", "scatter", "copy"] = Field(
         "auto", description="how a policy takes effect in an engine, between two forward passes"

@@ -11,6 +11,7 @@ PipelineError
         PeerRefused      it answered with an error of its own, which the message carries
     LedgerError          the ledger cannot be written or read, or belongs to another run than the checkpoint
     WeightsError         a published policy does not fit: names, shapes, dtypes, digest, base version
+        NoRoom           a policy cannot be put where engines fetch it; they serve on with the one before
     EngineError          the inference engine refused a request or failed in a forward pass
     MismatchError        engine and trainer disagree about log-probabilities of the same weights
     Stalled              the watchdog saw no progress within its limit
@@ -65,6 +66,10 @@ class LedgerError(PipelineError):
 
 class WeightsError(PipelineError):
     """A published policy does not fit the engine, or its bytes are not what was announced."""
+
+
+class NoRoom(WeightsError):
+    """A policy cannot be put where engines fetch it: a disk or shared memory is full. Engines serve on with the one before."""
 
 
 class EngineError(PipelineError):

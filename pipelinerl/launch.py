@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, TypedDict
 
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone
 from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, read_config, stopped_processes
@@ -142,6 +143,8 @@ def resumed_run_folder(config: Config) -> Path | None:
     folder = max(folders, key=lambda path: (path / "ledger.sqlite").stat().st_mtime)
     before = read_config(folder)
     changed = [key for key in FIXED_KEYS if _value_of(before, key) != _value_of(config, key)]
+    if method_of(before).adds_greedy != method_of(config).adds_greedy:  # its groups have one sibling more
+        changed.append("algorithm.name")
     if changed:
         changes = "\n".join(f"  - {key} was {_value_of(before, key)!r}, and is {_value_of(config, key)!r}" for key in changed)
         raise ConfigError(f"{folder} cannot go on with other settings than it began with:\n{changes}\nKeep them, or start a new run.")

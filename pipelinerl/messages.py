@@ -101,8 +101,8 @@ def _is_constant(versions: Int32) -> bool:
 
 
 def check_depth(prompt: Prompt) -> None:
-    """Raise `ValueError` for columns that are nested deeper than `MAX_DEPTH`."""
-    level: list[Any] = list(prompt.columns.values())
+    """Raise `ValueError` for columns or chat messages that are nested deeper than `MAX_DEPTH`."""
+    level: list[Any] = [*prompt.columns.values(), *prompt.chat]
     for _ in range(MAX_DEPTH):
         level = [inner for value in level if isinstance(value, dict | list | tuple) for inner in _inside(value)]
         if not level:
@@ -128,6 +128,8 @@ class Prompt(Message, frozen=True):
     """[P] int32."""
     columns: dict[str, Any] = {}
     """The source row's other columns, plain JSON values, handed to reward functions by name."""
+    chat: tuple[dict[str, Any], ...] = ()
+    """The row's chat messages, before the template made `text` of them; empty where it holds text. For reward functions that know chats."""
 
     def __post_init__(self) -> None:
         check_depth(self)
@@ -204,6 +206,9 @@ class Routes(Message, frozen=True):
         return len(self.experts) // (self.num_layers * self.top_k * self.width)
 
 
+Recomputed = Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 16)]
+
+
 class Completion(Message, frozen=True):
     """One engine reply: tokens, and for each the log-probability and the version under which it was sampled."""
 
@@ -220,6 +225,8 @@ class Completion(Message, frozen=True):
     """The engine's own words where `finish` is `ERROR`, else empty."""
     routes: Routes | None = None
     """[P + T - 1] rows, the last token was sent nowhere; None where the model has no experts, or they are not replayed."""
+    recomputed: Recomputed = ()
+    """Tokens there were each time that a swap had the KV cache computed anew: rising, 0 .. T."""
     started_at: float = 0.0
     """Unix seconds: when the engine took the request."""
     finished_at: float = 0.0
@@ -310,7 +317,9 @@ class StageWeights(Message, frozen=True):
     lineage: int = 0
     """Counts rollbacks. Within a lineage an engine's version never falls; a later lineage may begin below: an explicit rollback."""
     kv_span: int | None = None
-    """Versions a running sequence's KV cache may lag behind this one; older ones are recomputed at the commit. None: any number."""
+    """Versions the oldest part of a running sequence's KV cache may lag behind this one; beyond, it is recomputed. None: any number."""
+    kv_lag: float | None = None
+    """The same for the mean over the tokens of the cache, each under the version that sampled it."""
 
 
 class WeightsStaged(Message, frozen=True):
@@ -540,7 +549,7 @@ class Trajectory(Message, frozen=True):
     rollout_id: Id
     group_id: int
     sibling: int
-    """0 .. group size - 1."""
+    """0 .. group size - 1; the group size for a greedy one."""
     attempt: int
     prompt: Prompt
     token_ids: Int32
@@ -560,6 +569,10 @@ class Trajectory(Message, frozen=True):
     """Seconds on the run's clock."""
     routes: Routes | None = None
     """[L - 1] rows; as in `Completion`."""
+    recomputed: Recomputed = ()
+    """As in `Completion`: of the tokens after the prompt."""
+    is_greedy: bool = False
+    """Sampled at temperature 0 beside its siblings, only for its reward, which is their baseline: it never trains."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "trains", "logprobs", "versions")

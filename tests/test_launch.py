@@ -409,6 +409,11 @@ def test_settings_that_the_ledger_does_not_fit_are_refused_by_name(tmp_path: Pat
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 3})})
     with pytest.raises(ConfigError, match=r"rollout.group_size was 8, and is 3"):
         launch.resumed_run_folder(other)
+    remax = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"name": "remax"})})
+    with pytest.raises(ConfigError, match=r"algorithm.name was 'grpo', and is 'remax'"):
+        launch.resumed_run_folder(remax)
+    rloo = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"name": "rloo"})})
+    assert launch.resumed_run_folder(rloo) is not None
 
 
 # --- the launcher itself is ended ----------------------------------------------------------------------------------------------------

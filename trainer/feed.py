@@ -173,7 +173,7 @@ class Feed:
             self._end = self._end or Stop(reason="the training loop has ended")
             self._changed.notify_all()
 
-    def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed) -> None:
+    def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Failed) -> None:
         """Hand a message to the orchestrator; never waits."""
         self._outbox.put(message)
         self._wake()

@@ -164,7 +164,7 @@ class Loop:
             self.lineage.finish_step()
             commit = sealed.commit
             self._finish_step(number, metrics, is_due=(number + 1) % self.checkpoint_every == 0 or number + 1 == num_steps, commit=commit)
-        self.publication.wait()
+        self.publication.wait(is_last=True)
 
     def tell_news(self) -> None:
         """Tell what became of checkpoints."""
@@ -176,7 +176,7 @@ class Loop:
 
     def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:
         """Publish before a checkpoint: engines wait for the one, and nobody for the other. Both count among the next step's seconds."""
-        seconds = self.phases.finish_step(num_tokens=metrics["num_tokens"]) | self.publication.take_seconds()
+        seconds = self.phases.finish_step(num_tokens=metrics["num_tokens"]) | self.publication.take_metrics()
         self.send(StepDone(step=number, metrics=metrics | seconds))
         with self.phases("publish"):
             self.publication.begin(number + 1)

@@ -3,23 +3,38 @@
 Where one rank holds all weights, a thread of its own writes them down while rows go forward and backward, and the training loop waits for
 it before it changes them. Where they are spread, ranks write together, in collectives that must not get in between those of training: then
 the loop itself publishes before it goes on.
+
+Where there is no room for a policy (`NoRoom`: a full disk, full shared memory), the engines serve on with the one before, and training goes
+on: the thread tries again until the weights change, and the next policy is a new chance. The last one is waited for. Where no policy
+found room for `PATIENCE_S`, the run ends with the reason; where weights are spread, at the first.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import sys
+import threading
 import time
 from collections.abc import Callable
 
-from pipelinerl.messages import PolicyPublished
+from pipelinerl.errors import NoRoom
+from pipelinerl.messages import Failed, PolicyPublished
 from trainer.publish import Publisher
 from trainer.spread_weights import SpreadWeights
+
+PATIENCE_S = 60.0
+"""Without room for any policy. Shorter ends a run for what is cleared away in a minute; longer has one stand still without a word."""
+RETRY_AFTER_S = 0.5
+"""Until the same policy is tried again, while its weights stand still."""
 
 
 class Publication:
     """The publication under way. Use as a context, inside that of the publisher, whose buffers must stay while they are written into."""
 
-    def __init__(self, publisher: Publisher | None, *, spread: SpreadWeights | None, send: Callable[[PolicyPublished], None]) -> None:
+    def __init__(
+        self, publisher: Publisher | None, *, spread: SpreadWeights | None, send: Callable[[PolicyPublished | Failed], None]
+    ) -> None:
         """`publisher` where this rank publishes, `spread` where no rank holds all the weights; `send` hands on an announcement."""
         self._publisher = publisher
         self._spread = spread
@@ -27,6 +42,11 @@ class Publication:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publication")
         self._under_way: concurrent.futures.Future[float] | None = None
         self._beside_s = 0.0
+        self._moves_on = threading.Event()
+        """The weights are about to change: what could not be published so far will not be."""
+        self._num_skipped = 0
+        """Since they were asked for."""
+        self._no_room_since: float | None = None
 
     def __enter__(self) -> Publication:
         return self
@@ -34,6 +54,7 @@ class Publication:
     def __exit__(self, *_: object) -> None:
         if self._under_way is not None and self._publisher is not None:
             self._publisher.give_up()  # whoever ends before it is whole waits for no slot
+            self._moves_on.set()
         self._thread.shutdown()
 
     def begin(self, version: int) -> None:
@@ -41,6 +62,7 @@ class Publication:
         self.wait()
         if self._spread is None:
             if self._publisher is not None:
+                self._moves_on.clear()
                 self._under_way = self._thread.submit(self._publish, self._publisher, version)
         elif self._publisher is None:
             self._spread.follow()
@@ -50,20 +72,48 @@ class Publication:
             finally:
                 self._spread.end()
 
-    def wait(self) -> None:
-        """Wait until what was begun is published: then weights may change. Raises as `Publisher.publish`."""
+    def wait(self, *, is_last: bool = False) -> None:
+        """Wait until what was begun is published, or has no room: then weights may change. Raises as `Publisher.publish`.
+
+        `is_last`: no other policy follows, so this one is tried until it has room.
+        """
         if self._under_way is not None:
+            if not is_last:
+                self._moves_on.set()
             self._beside_s += self._under_way.result()
             self._under_way = None
 
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds that publishing took beside training since the last call; empty where it is not done so."""
-        seconds, self._beside_s = self._beside_s, 0.0
-        return {"publish_beside_s": seconds} if self._spread is None and self._publisher is not None else {}
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call: seconds that publishing took beside training, where it is done so; policies without room, if any."""
+        found = {"publish_beside_s": self._beside_s} if self._spread is None and self._publisher is not None else {}
+        found |= {"policies_skipped": float(self._num_skipped)} if self._num_skipped else {}
+        self._beside_s, self._num_skipped = 0.0, 0
+        return found
 
     def _publish(self, publisher: Publisher, version: int) -> float:
         started = time.perf_counter()
-        policy = publisher.publish(version)
-        if policy is not None:
-            self._send(policy)
-        return time.perf_counter() - started
+        while True:
+            try:
+                policy = publisher.publish(version)
+            except NoRoom as error:
+                if self._spread is not None:
+                    raise
+                self._be_patient(error)
+            else:
+                self._no_room_since = None
+                if policy is not None:
+                    self._send(policy)
+                return time.perf_counter() - started
+            if self._moves_on.wait(RETRY_AFTER_S):
+                self._num_skipped += 1
+                return time.perf_counter() - started
+
+    def _be_patient(self, error: NoRoom) -> None:
+        now = time.monotonic()
+        if self._no_room_since is None:
+            self._no_room_since = now
+            with contextlib.suppress(OSError):  # the log may lie on the same full disk
+                print(f"NoRoom: {error}; trying for {PATIENCE_S:g} s", file=sys.stderr, flush=True)
+        if now - self._no_room_since >= PATIENCE_S:
+            self._send(Failed(error=f"NoRoom for {PATIENCE_S:g} s: {error}"))  # the loop may be waiting for rows that never come
+            raise error

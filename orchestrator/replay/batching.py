@@ -61,7 +61,7 @@ def _stage(
     return Batching(
         scored=scored,
         rows=rows,
-        grouping=Grouping(group_size=config.rollout.group_size),
+        grouping=Grouping(group_size=len(groups[0].members) if groups else 1),
         cut=BatchCut(
             groups_per_step=batch.groups_per_step,
             max_staleness=pace.max_staleness,

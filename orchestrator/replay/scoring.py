@@ -71,7 +71,7 @@ async def _score(
     peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=limit_s, silent_after_s=config.scorer.silent_after_s)
     scorers = Scorers(peers, expected=1, watch=watch)
     channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares=config.compares_siblings)
-    stages = _stages(config, channels, scorers=scorers, ledger=ledger, watch=watch)
+    stages = _stages(config, channels, group_size=len(groups[0].members), scorers=scorers, ledger=ledger, watch=watch)
     found: dict[str, ScoredTrajectory] = {}
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in (peers, *stages)]
@@ -88,7 +88,7 @@ async def _score(
     return found
 
 
-def _stages(config: Config, channels: Channels, *, scorers: Scorers, ledger: Ledger, watch: Watch) -> list[Stage]:
+def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Scorers, ledger: Ledger, watch: Watch) -> list[Stage]:
     asking = Asking(scorers=scorers, ledger=ledger, watch=watch, quarantine=Quarantine({}))
     stages: list[Stage] = [
         Scoring(
@@ -108,7 +108,7 @@ def _stages(config: Config, channels: Channels, *, scorers: Scorers, ledger: Led
                 asking=asking,
                 ledger=ledger,
                 watch=watch,
-                grouping=Grouping(group_size=config.rollout.group_size),
+                grouping=Grouping(group_size=group_size),
                 min_survivors=config.batch.min_survivors,
                 queue_bytes=config.pipeline.queue_bytes,
             )

@@ -8,7 +8,15 @@ from pipelinerl.messages import UNSAMPLED, Completion, Prompt, Trajectory
 
 
 def trajectory_of(
-    completion: Completion, *, prompt: Prompt, group_id: int, sibling: int, engine_id: int, admitted_at: float, finished_at: float
+    completion: Completion,
+    *,
+    prompt: Prompt,
+    group_id: int,
+    sibling: int,
+    engine_id: int,
+    admitted_at: float,
+    finished_at: float,
+    is_greedy: bool = False,
 ) -> Trajectory:
     """Lay prompt and completion end to end; times are seconds on the run's clock."""
     num_prompt, num_sampled = len(prompt.token_ids), len(completion.token_ids)
@@ -27,6 +35,8 @@ def trajectory_of(
         finish=completion.finish,
         error=completion.error,
         routes=completion.routes,
+        recomputed=completion.recomputed,
+        is_greedy=is_greedy,
         engine_id=engine_id,
         admitted_at=admitted_at,
         finished_at=finished_at,

@@ -11,6 +11,10 @@ some, in its age, in its baseline (by what was predicted of them) and among the 
 nothing and end as filtered. A group whose siblings were all stopped takes its place in the step with nothing to train. Were it made up for
 by another, or were survivors wanted beside the stopped, the coins would choose which prompts train, and the weights 1/epsilon not make up
 for it.
+
+A greedy sibling is there for its reward, the baseline of the others. It is no sample, however the group fares, and ends as filtered; how
+old it is does not matter, since any number that does not depend on what its siblings sampled is a baseline without bias. Where it has no
+reward the group has no baseline, and fails whole: trained without one, or with another, it would be another method's.
 """
 
 from __future__ import annotations
@@ -33,13 +37,15 @@ class SetAside:
 
 STOPPED_EARLY = "stopped early"
 """Reason of a rollout that a coin stopped."""
+GREEDY_BASELINE = "greedy baseline"
+"""Reason of a greedy rollout that has a reward."""
 
 _NO_FAILURE = (Outcome.OK, Outcome.STOPPED)
 
 Survivors = tuple[ScoredTrajectory, ...]
-"""The siblings of a group that did not fail: each has a reward, or was stopped early."""
+"""The siblings of a group that did not fail: each has a reward, or was stopped early. A greedy one is among them, the last."""
 Credit = Callable[[Survivors], list[Float32] | SetAside]
-"""The method's advantage rule for one group: one [L] column for each survivor; those of stopped siblings are not read."""
+"""The method's advantage rule for one group: one [L] column for each survivor but the greedy, those of the stopped not read."""
 StepCredit = Callable[[Sequence[Survivors]], list[list[Float32]]]
 """The method's advantage rule for all groups of a step at once, in the order in which they were placed."""
 
@@ -55,6 +61,8 @@ class StepRules:
     withhold: int | None = None
     """Tokens older than this do not train, in the trainer's mask, while their sequence's reward counts in the baseline: a group is then too
     old only where none of its tokens would train. None: the oldest token decides about the group."""
+    adds_greedy: bool = False
+    """Each group has one more sibling, sampled at temperature 0, whose reward is the baseline of the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +146,10 @@ class BatchCut:
         """Place a group in the step being filled, or give it up."""
         survivors = tuple(member for member in group.members if member.score.outcome in _NO_FAILURE)
         ended = [_failed(member) for member in group.members if member.score.outcome not in _NO_FAILURE]
-        if len(survivors) < min(self._min_survivors, len(group.members)):
+        if len(sampled_of(survivors)) < min(self._min_survivors, len(sampled_of(group.members))):
             return self._give_up(group, ended, survivors, Fate.FAILED, f"fewer than {self._min_survivors} siblings scored")
+        if self._rules.adds_greedy and greedy_of(survivors) is None:
+            return self._give_up(group, ended, survivors, Fate.FAILED, "its greedy sibling has no reward")
         if self._is_stale(survivors):
             return self._give_up(group, ended, survivors, Fate.STALE, f"oldest token over {self._max_staleness} versions old")
         credit = self._credit(survivors)
@@ -154,9 +164,9 @@ class BatchCut:
     def _place(self, group: Group, ended: list[Ended], survivors: Survivors, advantages: list[Float32]) -> Verdict:
         step = self.step
         samples = _samples(survivors, advantages)
-        stopped = [_stopped(member, step=step) for member in survivors if member.score.outcome is Outcome.STOPPED]
+        untrained = [_untrained(member, step=step) for member in survivors if _never_trains(member)]
         self.num_groups += 1
-        self._num_samples += len(survivors)
+        self._num_samples += len(sampled_of(survivors))
         self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
         closes = self.is_full
         delivered = self._to_deliver(survivors, samples, closes=closes)
@@ -167,7 +177,7 @@ class BatchCut:
             samples=samples,
             is_placed=True,
             delivered=delivered,
-            ended=(*ended, *stopped),
+            ended=(*ended, *untrained),
             closes_step=closes,
             num_tokens=num_tokens,
             num_samples=num_samples,
@@ -200,14 +210,11 @@ class BatchCut:
         return tuple(sample for pair in zip(held, columns, strict=True) for sample in _samples(*pair))
 
     def _give_up(self, group: Group, ended: list[Ended], survivors: Survivors, fate: Fate, reason: str) -> Verdict:
-        lost = [
-            _stopped(member) if member.score.outcome is Outcome.STOPPED else Ended(scored=member, fate=fate, reason=reason)
-            for member in survivors
-        ]
+        lost = [_untrained(member) if _never_trains(member) else Ended(scored=member, fate=fate, reason=reason) for member in survivors]
         return Verdict(group=group, step=self.step, samples=(), ended=(*ended, *lost), is_placed=False)
 
     def _is_stale(self, survivors: Survivors) -> bool:
-        found = [measure(member.trajectory.versions, trained_version=self.step) for member in survivors]
+        found = [measure(member.trajectory.versions, trained_version=self.step) for member in sampled_of(survivors)]
         ages = [age for age in found if age is not None]
         if not ages:
             return False
@@ -216,8 +223,18 @@ class BatchCut:
         return min(age.newest for age in ages) > min(self._rules.withhold, self._max_staleness)
 
 
+def sampled_of(members: Survivors) -> Survivors:
+    """All but the greedy sibling."""
+    return tuple(member for member in members if not member.trajectory.is_greedy)
+
+
+def greedy_of(members: Survivors) -> ScoredTrajectory | None:
+    """The greedy sibling; None where there is none."""
+    return next((member for member in members if member.trajectory.is_greedy), None)
+
+
 def _samples(survivors: Survivors, advantages: list[Float32]) -> tuple[Sample, ...]:
-    pairs = zip(survivors, advantages, strict=True)
+    pairs = zip(sampled_of(survivors), advantages, strict=True)
     return tuple(_sample(member, column) for member, column in pairs if member.score.outcome is not Outcome.STOPPED)
 
 
@@ -226,7 +243,14 @@ def _sample(member: ScoredTrajectory, advantages: Float32) -> Sample:
     return Sample(trajectory=member.trajectory, reward=member.score.reward, advantages=advantages, weight=member.weight)
 
 
-def _stopped(member: ScoredTrajectory, *, step: int | None = None) -> Ended:
+def _never_trains(member: ScoredTrajectory) -> bool:
+    return member.trajectory.is_greedy or member.score.outcome is Outcome.STOPPED
+
+
+def _untrained(member: ScoredTrajectory, *, step: int | None = None) -> Ended:
+    """`step` is the one whose samples a stopped rollout counts among; a greedy one counts among none."""
+    if member.trajectory.is_greedy:
+        return Ended(scored=member, fate=Fate.FILTERED, reason=GREEDY_BASELINE)
     return Ended(scored=member, fate=Fate.FILTERED, reason=STOPPED_EARLY, step=step)
 
 

@@ -1,50 +1,74 @@
-"""How many versions may a running sequence's KV cache lag behind its engine's policy before a swap recomputes it?
+"""Which running sequences does a swap have compute their KV cache again?
 
-A cache that is kept was computed in part by older policies: tokens are then sampled from a mixture, whose distance from the policy the
-trainer measures, as the mean KL over tokens of the very version being trained whose sequences lived through a swap. With a bound on it, the
-span is one less after every step that exceeds the bound, down to 0, at which nothing is kept; and one more, up to the limit, after
-`PATIENCE` steps in a row well below. A step too old to have seen the present span changes nothing.
+A cache that is kept was computed in part by older policies: tokens are then sampled from a mixture. Two limits, both off by default, and
+both asked of each sequence by its engine:
+
+- `span`: versions between the new policy and the oldest part of its cache;
+- `lag`: versions that its cache is behind the new policy, as a mean over the cache's tokens. A sequence with a long old part is beyond it,
+  one that has mostly been written since is not.
+
+`lag` follows from a bound on the KL between what a sequence is sampled from and the policy. What that is for one sequence could only be
+told by computing its cache twice, so it is predicted: between policies near each other it is quadratic in their distance, so KL = c lag^2.
+The trainer measures c: each step's KL, summed over the tokens of the very version being trained whose sequences lived through a swap, over
+the squared lags of the same tokens (`squared_lags`). So a sequence is computed anew where its lag exceeds sqrt(bound / c).
 """
 
 from __future__ import annotations
 
-PATIENCE = 10
-"""Steps well below the bound before one more version is allowed. Fewer would test the bound again and again; more keep paying for caches
-computed anew long after the learning rate has fallen."""
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+MEMORY = 0.9
+"""What earlier steps weigh after each further one. Larger follows a learning rate that changes later; smaller follows noise."""
+DOUBT = 0.98
+"""What the measured KL weighs after a step that shows nothing, as where every cache is computed anew: in time one is kept, and measured."""
 MIN_TOKENS = 200
-"""Tokens behind one measured mean; fewer are noise."""
-UNLIMITED = 8
-"""Where the span has no limit, the one it starts from when the bound is first exceeded: policies further apart are rarely met."""
+"""Tokens behind a prediction; fewer are noise."""
 
 
-class KvSpan:
-    """The span in force, from a limit and from what is measured; `limit` None: any, `bound` None: only the limit counts."""
+class KvPolicy:
+    """The limits in force; `span` None: any, `bound` None: the lag has none."""
 
-    def __init__(self, *, limit: int | None = None, bound: float | None = None) -> None:
-        self.span = limit
-        """Versions a running sequence's cache may lag; None: any number."""
-        self._limit = limit
+    def __init__(self, *, span: int | None = None, bound: float | None = None) -> None:
+        self.span = span
         self._bound = bound
-        self._num_low = 0
-        self._known_from = 0
+        self._kl = self._square = self._num_tokens = 0.0
+        """Sums over tokens of old caches: nats, squared lags, tokens."""
 
-    def measured(self, *, step: int, kl: float, num_tokens: float) -> None:
-        """Note a step's mean KL (nats per token, at least 0 but for noise) over tokens sampled with a cache of older versions."""
-        if self._bound is None or num_tokens < MIN_TOKENS or step < self._known_from:
+    @property
+    def is_measured(self) -> bool:
+        """`measured` is to be told of every step."""
+        return self._bound is not None
+
+    @property
+    def lag(self) -> float | None:
+        """Mean lag, in versions, beyond which a sequence's cache is computed anew; None: none is for its lag."""
+        if self._bound is None or self._num_tokens < MIN_TOKENS or self._kl <= 0.0:
+            return None
+        return float(np.sqrt(self._bound * self._square / self._kl))
+
+    def measured(self, *, kl: float, square: float, num_tokens: int) -> None:
+        """Note a step's tokens that were sampled with an old cache: the sums of their KL (nats, at least 0) and squared lags."""
+        if not num_tokens:
+            self._kl *= DOUBT
             return
-        if kl > self._bound:
-            self._change(UNLIMITED if self.span is None else self.span - 1, step=step)
-        elif kl < self._bound / 2:
-            self._num_low += 1
-            if self._num_low >= PATIENCE and self.span is not None:
-                self._change(self.span + 1, step=step)
-        else:
-            self._num_low = 0
+        self._kl = MEMORY * self._kl + kl
+        self._square = MEMORY * self._square + square
+        self._num_tokens = MEMORY * self._num_tokens + num_tokens
 
-    def _change(self, span: int, *, step: int) -> None:
-        highest = span if self._limit is None else min(span, self._limit)
-        self.span, self._num_low = max(0, highest), 0
-        if self._limit is None and self.span > UNLIMITED:
-            self.span = None
-        # Sequences that the next policies find running were sampled under the span before: what they show says nothing of this one.
-        self._known_from = step + 1 + (UNLIMITED if self.span is None else self.span)
+
+def squared_lags(versions: npt.NDArray[np.int32], *, num_prompt: int, recomputed: Sequence[int], trained: int) -> tuple[float, int]:
+    """(sum, count) of the squared lags, where not 0, of the tokens that version `trained` sampled.
+
+    `versions` [T] of the sampled tokens, after a prompt of `num_prompt`; before each of the tokens `recomputed` the cache was made anew.
+    A token's part of the cache counts under the version that sampled it, the prompt's under that of the first token.
+    """
+    first, end = (int(np.searchsorted(versions, trained, side=side)) for side in ("left", "right"))
+    start = max((place for place in recomputed if place <= first), default=0)
+    if first == end or start == first:
+        return 0.0, 0
+    behind = (num_prompt + start) * (trained - int(versions[start])) + int((trained - versions[start:first]).sum())
+    lags = behind / (num_prompt + np.arange(first, end))
+    return float(np.square(lags).sum()), end - first

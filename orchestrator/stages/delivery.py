@@ -10,13 +10,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from orchestrator.progress import Progress
-from orchestrator.rules.kv import KvSpan
+from orchestrator.rules.kv import KvPolicy, squared_lags
 from orchestrator.stages.batching import Row, Seal
 from orchestrator.state.ledger import Ledger, facts_of
 from orchestrator.state.peers import Peers
 from orchestrator.state.snapshot import RecordedStep, commit_of, is_saved, read_steps
 from pipelinerl.errors import PeerRefused
 from pipelinerl.messages import (
+    UNSAMPLED,
     Alive,
     CheckpointFailed,
     CheckpointSaved,
@@ -29,6 +30,7 @@ from pipelinerl.messages import (
     StepSealed,
     TakeMicroBatch,
     TrainerReady,
+    Trajectory,
 )
 from pipelinerl.routes import joined
 from pipelinerl.stages import Channel, Signal
@@ -71,13 +73,13 @@ class Delivery:
         watch: Watch,
         num_booked: int = 0,
         recorded: Mapping[int, RecordedStep] | None = None,
-        kv_span: KvSpan | None = None,
+        kv_policy: KvPolicy | None = None,
     ) -> None:
         """`num_booked` steps were done in an earlier life of the run; `recorded` holds what it had packed of the steps after them.
 
-        `kv_span` is told what the trainer measures of old KV caches.
+        `kv_policy` is told what the trainer measures of old KV caches.
         """
-        self._kv_span = kv_span or KvSpan()
+        self._kv_policy = kv_policy or KvPolicy()
         self.finished = asyncio.Event()
         """Set when every step is trained, the last policy is published and its checkpoint written."""
         self._ready = Signal()
@@ -257,16 +259,21 @@ class Delivery:
             self._ledger.book("replayed", now_s=now_s, step=done.step)
             del self._steps[done.step]
         else:
+            self._learn_of_kv(done)
             self._book(done.step, now_s=now_s)
             self._progress.trained(done, now_s=now_s)
-            self._learn_of_kv(done)
         self._num_done += 1
         self._watch.moved()
         self._check_finished()
 
     def _learn_of_kv(self, done: StepDone) -> None:
-        if "mismatch_kl_kept" in done.metrics:
-            self._kv_span.measured(step=done.step, kl=done.metrics["mismatch_kl_kept"], num_tokens=done.metrics["tokens_kept"])
+        if not self._kv_policy.is_measured:
+            return
+        metrics = done.metrics
+        lags = [_squared_lags(sample.trajectory, trained=done.step) for row in self._steps[done.step].rows for sample in row.samples]
+        excess = metrics.get("mismatch_kl_kept", 0.0) - metrics.get("mismatch_kl_fresh", 0.0)  # without what arithmetic does
+        kl = max(0.0, excess) * metrics.get("tokens_kept", 0.0)
+        self._kv_policy.measured(kl=kl, square=sum(square for square, _ in lags), num_tokens=sum(num for _, num in lags))
 
     def _book(self, step: int, *, now_s: float) -> None:
         """Have a step's samples end as trained."""
@@ -333,6 +340,12 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> Mic
         weights=np.array([sample.weight for sample in samples], np.float32) if any(sample.weight != 1.0 for sample in samples) else None,
         routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
     )
+
+
+def _squared_lags(trajectory: Trajectory, *, trained: int) -> tuple[float, int]:
+    num_prompt = trajectory.num_tokens - int(np.count_nonzero(trajectory.versions != UNSAMPLED))
+    versions = trajectory.versions[num_prompt:]
+    return squared_lags(versions, num_prompt=num_prompt, recomputed=trajectory.recomputed, trained=trained)
 
 
 def _join(columns: list[np.ndarray], dtype: type) -> np.ndarray:

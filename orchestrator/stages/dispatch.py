@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from orchestrator.rollouts.single_turn import trajectory_of
@@ -42,6 +43,8 @@ class Rollout:
     version: int
     """Of the engine that the group was admitted to: under an older one it might come to exceed the staleness bound."""
     admitted_at: float
+    is_greedy: bool
+    """It is the last of its siblings, in a run whose method asks for one, see `rules.batch.StepRules`."""
 
 
 class Dispatch:
@@ -69,6 +72,7 @@ class Dispatch:
         watch: Watch,
         sampling: Sampling,
         group_size: int,
+        adds_greedy: bool = False,
         chunk_tokens: int = 0,
         brake: Callable[[], str | None] = lambda: None,
         queue_bytes: int,
@@ -88,12 +92,14 @@ class Dispatch:
         self._ledger = ledger
         self._watch = watch
         self._sampling = sampling
+        self._greedy = msgspec.structs.replace(sampling, temperature=0.0)
         self._group_size = group_size
+        self._num_siblings = group_size + adds_greedy
         self._chunk_tokens = chunk_tokens
         self._brake = brake
         self._quarantine = quarantine
         self._group_ids = itertools.count(first_group_id)
-        self._again: dict[int, list[Rollout]] = {group.group_id: _rollouts_of(group) for group in interrupted}
+        self._again: dict[int, list[Rollout]] = {group.group_id: _rollouts_of(group, group_size=group_size) for group in interrupted}
         """By group: attempts to issue, in place of some that were lost."""
         self._running: dict[int, dict[str, int]] = collections.defaultdict(dict)
         """By group: the rollouts in engines, and in which."""
@@ -101,13 +107,13 @@ class Dispatch:
         """By engine that dies: the prompts it had."""
         self._prompt_ids: dict[int, str] = {}
         """By group that has rollouts in engines."""
-        self._completions: Channel[tuple[Rollout, Completion, int]] = Channel(
+        self._answered: Channel[Trajectory] = Channel(
             "completions",
             giver="engines",
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,
-            label=lambda item: f"rollout {item[1].rollout_id}, attempt {item[1].attempt}, of engine-{item[2]}",
+            label=lambda item: f"rollout {item.rollout_id}, attempt {item.attempt}, of engine-{item.engine_id}",
         )
         engines.on_died(self._on_died)
         engines.on_joined(self._on_joined)
@@ -159,11 +165,18 @@ class Dispatch:
         now_s = _now_s()
         group_id = next(self._group_ids)
         self._admission.admitted()
-        names = self._ledger.admit(group_id, drawn.prompt, group_size=self._group_size, position=drawn.position, now_s=now_s)
+        names = self._ledger.admit(group_id, drawn.prompt, group_size=self._num_siblings, position=drawn.position, now_s=now_s)
         version = self._engines[engine_id].version
         for sibling, name in enumerate(names):
             rollout = Rollout(
-                rollout_id=name, group_id=group_id, sibling=sibling, attempt=0, prompt=drawn.prompt, version=version, admitted_at=now_s
+                rollout_id=name,
+                group_id=group_id,
+                sibling=sibling,
+                attempt=0,
+                prompt=drawn.prompt,
+                version=version,
+                admitted_at=now_s,
+                is_greedy=sibling >= self._group_size,
             )
             self._ask(rollout, engine_id)
 
@@ -174,7 +187,7 @@ class Dispatch:
             rollout_id=rollout.rollout_id,
             attempt=rollout.attempt,
             token_ids=rollout.prompt.token_ids,
-            sampling=self._sampling,
+            sampling=self._greedy if rollout.is_greedy else self._sampling,
             chunk_tokens=self._chunk_tokens,
         )
         version = self._engines[engine_id].version
@@ -193,7 +206,7 @@ class Dispatch:
         if is_last and self._quarantine.came_through("engine", rollout.prompt.prompt_id):
             self._ledger.book("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(rollout.prompt.prompt_id))
             self._credits.set()
-        self._completions.put_now((rollout, completion, engine_id))  # bounded by admission: one for each rollout outstanding
+        self._book(rollout, completion, engine_id)
 
     def _lose(self, rollout: Rollout, engine_id: int) -> None:
         self._leave(rollout)
@@ -270,7 +283,7 @@ class Dispatch:
         if self._quarantine.holds(rollouts[0].prompt.prompt_id):
             del self._again[group_id]
             for rollout in rollouts:
-                self._completions.put_now((rollout, _quarantined(rollout), -1))  # bounded as in `_take`
+                self._book(rollout, _quarantined(rollout), -1)
             return
         may_take = {engine_id: num for engine_id, num in self._engines.outstanding().items() if self._may_take(engine_id, rollouts[0])}
         engine_id = route(may_take)
@@ -291,19 +304,24 @@ class Dispatch:
 
     # --- towards scoring ---
 
+    def _book(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        """An answer is in the ledger before anything that it makes room for."""
+        now_s = _now_s()
+        trajectory = trajectory_of(
+            completion,
+            prompt=rollout.prompt,
+            group_id=rollout.group_id,
+            sibling=rollout.sibling,
+            is_greedy=rollout.is_greedy,
+            engine_id=engine_id,
+            admitted_at=rollout.admitted_at,
+            finished_at=now_s,
+        )
+        self._ledger.generate(trajectory, now_s=now_s)
+        self._answered.put_now(trajectory)  # bounded by admission: one for each rollout outstanding
+
     async def _collect(self) -> None:
-        async for rollout, completion, engine_id in self._completions:
-            now_s = _now_s()
-            trajectory = trajectory_of(
-                completion,
-                prompt=rollout.prompt,
-                group_id=rollout.group_id,
-                sibling=rollout.sibling,
-                engine_id=engine_id,
-                admitted_at=rollout.admitted_at,
-                finished_at=now_s,
-            )
-            self._ledger.generate(trajectory, now_s=now_s)
+        async for trajectory in self._answered:
             await self._trajectories.put(trajectory)
 
 
@@ -311,7 +329,7 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _rollouts_of(group: InterruptedGroup) -> list[Rollout]:
+def _rollouts_of(group: InterruptedGroup, *, group_size: int) -> list[Rollout]:
     """What an earlier life of the run left in engines, from now on."""
     return [
         Rollout(
@@ -322,6 +340,7 @@ def _rollouts_of(group: InterruptedGroup) -> list[Rollout]:
             prompt=group.prompt,
             version=one.version,
             admitted_at=_now_s(),
+            is_greedy=one.sibling >= group_size,
         )
         for one in group.rollouts
     ]

@@ -9,7 +9,7 @@ import msgspec
 
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
-from orchestrator.rules.kv import KvSpan
+from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.swaps import Policy, Swaps
 from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.peers import Peers
@@ -58,10 +58,10 @@ class Refresh:
         journal: Journal,
         layout_for: Callable[[TrainerReady], LayoutFixed],
         commit_deadline_s: float,
-        kv_span: KvSpan | None = None,
+        kv_policy: KvPolicy | None = None,
     ) -> None:
-        """`kv_span`: how far KV caches may lag; default: as far as they do."""
-        self._kv_span = kv_span or KvSpan()
+        """`kv_policy`: how far KV caches may lag; default: as far as they do."""
+        self._kv_policy = kv_policy or KvPolicy()
         self._published = published
         self._engines = engines
         self._trainer = trainer
@@ -93,12 +93,14 @@ class Refresh:
 
     def _welcome(self, ready: TrainerReady) -> None:
         """Tell a trainer that starts the layout to publish in; the slots of the one before are gone."""
+        self._journal.write("trainer", version=ready.version)
         self._swaps.forget_slots()
         self._told = None
         self._engines.forgive()  # what they refused may be what the dying trainer left
         self._trainer.send("trainer-0", msgspec.structs.replace(self._layout_for(ready), lineage=self._swaps.lineage))
 
     def _announce(self, published: PolicyPublished) -> None:
+        self._journal.write("policy", **msgspec.structs.asdict(published))
         policy = Policy(age=(published.lineage, published.version), slot=published.slot, digest=published.digest)
         self._swaps.published(policy)
         self._admission.published(published.version)
@@ -126,9 +128,14 @@ class Refresh:
         if policy is None or self._tasks is None:
             return
         lineage, version = policy.age
-        when_idle = self._admission.pace.swaps_when_idle
         order = StageWeights(
-            version=version, slot=policy.slot, digest=policy.digest, when_idle=when_idle, lineage=lineage, kv_span=self._kv_span.span
+            version=version,
+            slot=policy.slot,
+            digest=policy.digest,
+            when_idle=self._admission.pace.swaps_when_idle,
+            lineage=lineage,
+            kv_span=self._kv_policy.span,
+            kv_lag=self._kv_policy.lag,
         )
         if self._engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
@@ -176,7 +183,7 @@ class Refresh:
 
     def pin(self, engine: Engine) -> None:
         """Have an engine keep its version, once it has ended the swap that is under way; the others go on."""
-        self._swaps.pin(engine.engine_id, is_pinned=True)
+        self._pin(engine, is_pinned=True)
 
     def is_settled(self, engine: Engine) -> bool:
         """True where an engine has no swap under way."""
@@ -185,22 +192,29 @@ class Refresh:
     def unpin(self, engine: Engine) -> None:
         """Have an engine follow the newest policy again."""
         if self._engines.serves(engine):
-            self._swaps.pin(engine.engine_id, is_pinned=False)
+            self._pin(engine, is_pinned=False)
             self._order(engine)
+
+    def _pin(self, engine: Engine, *, is_pinned: bool) -> None:
+        self._journal.write("pin", engine_id=engine.engine_id, is_pinned=is_pinned)
+        self._swaps.pin(engine.engine_id, is_pinned=is_pinned)
 
     # --- what engines say ---
 
     def _on_joined(self, engine: Engine) -> None:
+        ready = engine.ready
+        self._journal.write("joined", engine_id=engine.engine_id, version=ready.version, lineage=ready.lineage, running=ready.running)
         self._swaps.joined(engine.engine_id, (engine.ready.lineage, engine.ready.version))
         self._order(engine)
         self._tell_trainer()
 
     def _on_died(self, engine_id: int) -> None:
+        self._journal.write("left", engine_id=engine_id)
         self._swaps.left(engine_id)
         self._tell_trainer()
 
     def _on_staged(self, peer: str, staged: WeightsStaged) -> None:
-        self._journal.write("staged", **{field: getattr(staged, field) for field in staged.__struct_fields__})
+        self._journal.write("staged", **msgspec.structs.asdict(staged))
 
     def _on_committed(self, peer: str, committed: WeightsCommitted) -> None:
         engine = self._engines.find(committed.engine_id)
@@ -209,13 +223,14 @@ class Refresh:
         if self._swaps.committed(engine.engine_id, (committed.lineage, committed.version)):
             self._engines.committed(engine, committed.version)
             self._progress.swapped(committed)
-            self._journal.write("swap", **{field: getattr(committed, field) for field in committed.__struct_fields__})
+            self._journal.write("swap", **msgspec.structs.asdict(committed))
         self._order_ended(engine)
 
     def _on_refused(self, peer: str, refused: WeightsRefused) -> None:
         engine = self._engines.find(refused.engine_id)
         if engine is None:
             return
+        self._journal.write("refused", **msgspec.structs.asdict(refused))
         is_news = self._swaps.refused(engine.engine_id, (refused.lineage, refused.version), refused.error)
         self._order_ended(engine)
         if is_news:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ class RecordedStep:
     loose: tuple[Sample, ...] = ()
     """Placed in the step and not packed yet."""
     groups: tuple[tuple[ScoredTrajectory, ...], ...] = ()
-    """What `loose` was made of, a group each."""
+    """What `loose` was made of, a group each, with its greedy sibling where it has one."""
     num_groups: int = 0
     num_stopped: int = 0
     """Rollouts of its groups that were stopped early."""
@@ -158,6 +158,8 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
     )
     sealed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, num_tokens, num_samples, seq, _ in seals}
     groups = dict(ledger.store.read("SELECT step, count(*) FROM groups WHERE step >= ? AND step < ? GROUP BY step", *bounds))
+    greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE step >= {bounds[0]} AND step < {bounds[1]})"
+    baselines = {one.trajectory.group_id: one for one in _scored(ledger, greedy) if one.trajectory.is_greedy}
     stopped = (
         "SELECT step, count(*) FROM events WHERE kind = 'filtered' AND rollout_id IS NOT NULL AND step >= ? AND step < ? GROUP BY step"
     )
@@ -166,7 +168,7 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
         step: RecordedStep(
             rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
             loose=tuple(loose[step]),
-            groups=_groups(bodies[sample.trajectory.rollout_id] for sample in loose[step]),
+            groups=_groups((bodies[sample.trajectory.rollout_id] for sample in loose[step]), baselines=baselines),
             num_groups=groups.get(step, 0),
             num_stopped=num_stopped.get(step, 0),
             seal=sealed.get(step),
@@ -179,12 +181,17 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
     return steps
 
 
-def read_successes(ledger: Ledger, *, correct_reward: float) -> list[tuple[str, float]]:
-    """(prompt, part of its scored siblings that were correct) of every group that was settled and scored, in that order."""
+def read_successes(ledger: Ledger, *, correct_reward: float, group_size: int) -> list[tuple[str, float]]:
+    """(prompt, part of its scored siblings that were correct) of every group that was settled and scored, in that order.
+
+    Siblings from `group_size` on are greedy, and not counted.
+    """
     rewards: dict[int, list[float | None]] = collections.defaultdict(list)
     last = "SELECT rollout_id, reward, max(seq) FROM events WHERE kind IN ('scored', 'followed', 'compared') AND rollout_id IS NOT NULL"
     for rollout_id, reward, _ in ledger.store.read(f"{last} GROUP BY rollout_id"):
-        rewards[int(rollout_id.partition("/")[0])].append(reward)
+        group_id, _, sibling = rollout_id.partition("/")
+        if int(sibling) < group_size:
+            rewards[int(group_id)].append(reward)
     settled = ledger.store.read("SELECT group_id, prompt_id FROM settled JOIN groups USING (group_id) ORDER BY number")
     found = [(prompt_id, success_of(rewards[group_id], correct_reward=correct_reward)) for group_id, prompt_id in settled]
     return [(prompt_id, success) for prompt_id, success in found if success is not None]
@@ -216,11 +223,12 @@ def _with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
     return msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(scored.trajectory, prompt=prompt))
 
 
-def _groups(scored: Iterable[ScoredTrajectory]) -> tuple[tuple[ScoredTrajectory, ...], ...]:
+def _groups(scored: Iterable[ScoredTrajectory], *, baselines: Mapping[int, ScoredTrajectory]) -> tuple[tuple[ScoredTrajectory, ...], ...]:
+    """Siblings together, the greedy one, which stands in no step, last; `baselines` by group."""
     groups: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
     for one in scored:
         groups[one.trajectory.group_id].append(one)
-    return tuple(map(tuple, groups.values()))
+    return tuple((*members, baselines[group_id]) if group_id in baselines else tuple(members) for group_id, members in groups.items())
 
 
 def _sample(scored: ScoredTrajectory, advantages: np.ndarray) -> Sample:

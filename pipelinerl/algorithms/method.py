@@ -22,7 +22,7 @@ class Need(enum.StrEnum):
     COMPONENTS = "components"
     """The reward of each component apart, [N, K]."""
     GREEDY_REWARD = "greedy_reward"
-    """Reward of one greedy rollout of the same prompt."""
+    """Reward of one greedy rollout of the same prompt, by the same engine: the orchestrator adds it to every group."""
     STEP_SCORES = "step_scores"
     """Scores of a process reward model at the ends of steps or turns."""
     ANCHORS = "anchors"
@@ -61,7 +61,9 @@ class Need(enum.StrEnum):
     """All rows of a step in the trainer before its first backward pass, for `step_statistics.measure_step`."""
 
 
-ALWAYS_OFFERED = frozenset({Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.ROLES, Need.WHOLE_BATCH})
+ALWAYS_OFFERED = frozenset(
+    {Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.ROLES, Need.WHOLE_BATCH, Need.GREEDY_REWARD}
+)
 """What wire and orchestrator supply in every run."""
 CRITICS = frozenset({Need.CRITIC, Need.IMPLICIT_PRM})
 """Kinds of a second model that is trained beside the policy; see the column `critic`."""
@@ -75,6 +77,7 @@ ORCHESTRATOR_KNOWS = frozenset(
 """What an advantage made in the trainer cannot read."""
 
 COSTS: dict[Need, str] = {
+    Need.GREEDY_REWARD: "one rollout more in every group, sampled at temperature 0, scored, and never trained",
     Need.ENTROPY: "the entropy's gradient keeps one more table of logits",
     Need.WHOLE_BATCH: "rows leave only when all groups of their step are in: training hides only inside the generation of later steps",
     Need.WHOLE_STEP: "the trainer holds a step's rows until the seal, and computes forward and backward only then",
@@ -195,6 +198,11 @@ class Method:
         """Age in versions beyond which a token is withheld while its sequence's reward counts; None where the method withholds none."""
         bounds = [rule.options["bound"] for rule in self.masks if rule.name == "version_withhold"]
         return min((int(bound) for bound in bounds if bound is not None), default=None)
+
+    @property
+    def adds_greedy(self) -> bool:
+        """Whether every group has one more sibling, sampled greedily, for its reward alone."""
+        return Need.GREEDY_REWARD in self.needs
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only: strings, numbers, booleans, lists, dictionaries."""

@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, REFERENCE_OFFERS, TRAINER_OFFERS, Method, Need
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, REFERENCE_OFFERS, TRAINER_OFFERS, Aggregation, Method, Need
 from pipelinerl.algorithms.refusals import RunFacts, problems_of
-from pipelinerl.algorithms.rules import nearest, with_columns
+from pipelinerl.algorithms.rules import COLUMNS, nearest, with_columns
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 
@@ -128,6 +128,14 @@ _row(
     critic="clipped",
 )
 _row(
+    "turn_ppo",
+    "ppo with one advantage per turn: GAE from turn to turn",
+    "AReaL",
+    advantage="turn_gae",
+    batch="whiten_tokens",
+    critic="clipped",
+)
+_row(
     "vapo",
     "PPO with length-adaptive GAE, clip-higher and NLL on correct answers",
     "arXiv:2504.05118",
@@ -205,6 +213,7 @@ def method_of(config: Config) -> Method:
         max_staleness=config.pipeline.max_staleness,
         updates_per_batch=config.trainer.passes,
         stops_early=config.prm.stop.below is not None,
+        compares_siblings=config.compares_siblings,
         offers=offers,
     )
 
@@ -219,6 +228,7 @@ def resolve(
     max_staleness: int | None = None,
     updates_per_batch: int = 1,
     stops_early: bool = False,
+    compares_siblings: bool = False,
     truncated_sampling: bool = False,
     replays_kept_tokens: bool = False,
     processed_logprobs: bool = True,
@@ -238,6 +248,7 @@ def resolve(
         max_staleness=max_staleness,
         updates_per_batch=updates_per_batch,
         stops_early=stops_early,
+        compares_siblings=compares_siblings,
         truncated_sampling=truncated_sampling,
         replays_kept_tokens=replays_kept_tokens,
         processed_logprobs=processed_logprobs,
@@ -260,6 +271,19 @@ def render_table() -> str:
     lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) + f"  {row[3]}" for row in rows]
     notes = [f"{need.value}: {meaning}." for need, meaning in COSTS.items()]
     return "\n".join([*lines, "", *notes, "needs X: refused until the run supplies X; the refusal says how, or which option does without."])
+
+
+def render_rules() -> str:
+    """Every rule a column may be overridden with: formula, options with their defaults, source; one per line, by column."""
+    lines = []
+    for column, table in COLUMNS.items():
+        lines += ["", f"{column}:"]
+        width = max(map(len, table))
+        for name, spec in table.items():
+            options = ", ".join(f"{option}={'to be stated' if value is None else value}" for option, value in spec.options.items())
+            parts = (spec.formula, f"({options})" if options else "", f"[{spec.source}]" if spec.source else "")
+            lines.append(f"  {name:<{width}}  {'  '.join(filter(None, parts))}")
+    return "\n".join([*lines, "", f"aggregation: {', '.join(Aggregation)}"])
 
 
 def _cost(method: Method) -> str:

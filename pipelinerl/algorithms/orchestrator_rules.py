@@ -103,7 +103,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
     ),
     "rae": RuleSpec(
         formula="R - b[role]; b <- decay b + (1 - decay) R",
-        source="SPIRAL arXiv:2506.24119, prime-rl rae; the decay quoted from memory",
+        source="SPIRAL arXiv:2506.24119, prime-rl rae; the decay as SPIRAL's code, role_baseline_ema_gamma",
         options={"decay": 0.95},
         needs=frozenset({Need.ROLES}),
     ),

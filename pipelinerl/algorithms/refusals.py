@@ -25,6 +25,8 @@ class RunFacts:
     updates_per_batch: int
     stops_early: bool
     """Rollouts may be stopped early, by a coin."""
+    compares_siblings: bool
+    """A reward function compares the rollouts of a group."""
     truncated_sampling: bool
     """top-p or top-k is on."""
     replays_kept_tokens: bool
@@ -35,12 +37,13 @@ class RunFacts:
 
 _HOW_TO_OFFER: dict[Need, str] = {
     Need.COMPONENTS: "give the run several reward functions",
-    Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout per prompt, or choose rloo",
+    Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout to every group, or choose rloo",
     Need.STEP_SCORES: "name a process reward model (prm.path, or prm.judge)",
-    Need.ANCHORS: "a rollout is one turn here, and the only state it names is the prompt, among whose siblings gigpo would be grpo;"
-    " choose grpo or, with a process reward model, step_grpo",
+    Need.ANCHORS: "gigpo compares steps that left equal states of an episode of several turns, and a rollout here is one turn, whose only"
+    " state is the prompt, among whose siblings it would be grpo; choose grpo or, with a process reward model, step_grpo",
     Need.ROLES: "give every prompt's row a column role; or choose rloo",
-    Need.SUBGROUPS: "nothing here nests groups; choose grpo",
+    Need.SUBGROUPS: "hierarchical_grpo compares inside groups of an episode of several turns, a proposer's and then its solvers', and a"
+    " rollout here is one turn, which nothing nests; choose grpo",
     Need.PREDICTIONS: "switch unbiased early stopping on (prm.stop.below), or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
     Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",
@@ -75,6 +78,7 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _made_in_trainer,
         _withheld,
         _stopped,
+        _compared,
         _sampling,
     )
     return [problem for check in checks for problem in check(method, run)]
@@ -220,6 +224,14 @@ def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
         yield (
             "prm.stop.below stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"
             " aggregation that divides by rollouts started: seq-mean-token-sum-norm, seq-mean-token-sum or seq-mean-token-mean."
+        )
+
+
+def _compared(method: Method, run: RunFacts) -> Iterator[str]:
+    if run.compares_siblings and method.adds_greedy:
+        yield (
+            f"advantage {method.advantage.name} takes the greedy sibling's reward as baseline, and a [[reward]] with per = 'group' makes"
+            " that depend on what its siblings sampled: the estimate would be biased. Choose rloo, or a reward per sample."
         )
 
 

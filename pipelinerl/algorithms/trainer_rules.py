@@ -163,7 +163,7 @@ MASK: dict[str, RuleSpec] = {
     ),
     "k3_rs": RuleSpec(
         formula="keep sequence while mean_t(rho - 1 - log rho) <= high",
-        source="verl, 0.001 to 0.01, quoted from memory",
+        source="verl rollout correction, preset bypass_ppo_clip_k3_rs",
         options={"high": 0.01},
         level="sequence",
     ),
@@ -200,7 +200,7 @@ MASK: dict[str, RuleSpec] = {
     ),
     "m2po": RuleSpec(
         formula="drop the largest (log rho)^2 of the step until the mean of the rest < tau",
-        source="M2PO arXiv:2510.01161; tau as an example of AReaL, quoted from memory",
+        source="M2PO arXiv:2510.01161; tau as in the paper's runs, by Trinity-RFT's m2_threshold",
         options={"tau": 0.04},
         needs=_WHOLE,
     ),
@@ -233,7 +233,7 @@ KL: dict[str, RuleSpec] = {
     "k2": RuleSpec(formula="beta (log pi - log ref)^2 / 2", source="verl", options={"beta": None, **_FADES}, needs=_REFERENCE),
     "k3": RuleSpec(
         formula="beta (e^d - d - 1), d = log ref - log pi",
-        source="GRPO arXiv:2402.03300; its beta 0.04 quoted from memory; fading as PipelineRL final_kl_coef",
+        source="GRPO arXiv:2402.03300, beta as in its section 4.2; fading as PipelineRL final_kl_coef",
         options={"beta": 0.04, **_FADES},
         needs=_REFERENCE,
     ),
@@ -248,7 +248,7 @@ AUXILIARY: dict[str, RuleSpec] = {
     "squared_log_ratio": RuleSpec(formula="+ tau (log pi - log mu)^2, over all tokens", source="prime-rl", options={"tau": 1e-3}),
     "positive_nll": RuleSpec(
         formula="+ coef mean NLL of the tokens of correct sequences",
-        source="VAPO arXiv:2504.05118; its coef 0.1 quoted from memory",
+        source="VAPO arXiv:2504.05118, coef its mu",
         options={"coef": 0.1},
         needs=frozenset({Need.CORRECT, Need.WHOLE_STEP}),
         aggregations=frozenset({Aggregation.TOKEN_MEAN}),

@@ -5,6 +5,8 @@ attempts       count up from 0; the next one only once the last is lost; an answ
 steps          where steps are scored, a sample's are so once, after its own score, and before it is compared or placed
 early stop     where rollouts may be stopped, a coin falls about an attempt once, while it is out, as seed and names say; who is stopped has
                no reward, is never placed, and counts among the samples of the step of its group
+baseline       where groups have a greedy sibling, it is never placed, ends as filtered by that reason where it has a reward, and no sibling
+               of one without a reward is placed
 comparison     where siblings are compared, each is so once, after its own score, and none is placed before
 exactly once   a sample is placed in one step, packed in one place of one row, and trained in that step; a step is done once and in turn,
                and is done again only after the trainer started from a checkpoint that does not hold it; a trainer that outlives the
@@ -122,8 +124,8 @@ class Trial:
 
     def _on_began(self, entry: Entry) -> None:
         promises = json.loads(entry.reason or "{}")["settings"]
-        for name in ("group_size", "groups_per_step"):
-            self._demand(self._promises.get(name, promises[name]) == promises[name], entry, f"changes {name} within a run")
+        for name in ("group_size", "groups_per_step", "adds_greedy"):
+            self._demand(self._promises.get(name, promises.get(name)) == promises.get(name), entry, f"changes {name} within a run")
         self._promises = promises
         self.num_lives += 1
         self.has_ended = False
@@ -144,7 +146,8 @@ class Trial:
         self._demand(
             entry.rollout_id.partition("/")[0] == str(entry.group_id), entry, f"is named otherwise than its group {entry.group_id}"
         )
-        self._demand(int(entry.rollout_id.partition("/")[2]) < self._promises["group_size"], entry, "is one sibling too many")
+        num_siblings = self._promises["group_size"] + bool(self._promises.get("adds_greedy"))
+        self._demand(int(entry.rollout_id.partition("/")[2]) < num_siblings, entry, "is one sibling too many")
         self._refuse_quarantined(entry, entry.prompt_id or "")
         self.rollouts[entry.rollout_id] = Rollout(group_id=entry.group_id or 0, prompt_id=entry.prompt_id or "")
 
@@ -221,6 +224,10 @@ class Trial:
         self._demand(rollout.is_followed or not self._promises.get("follows_traces"), entry, "is placed before its steps were scored")
         self._demand(rollout.is_compared or not self._promises.get("compares_siblings"), entry, "is placed before it was compared")
         self._demand(rollout.step is None, entry, f"is placed in step {entry.step}, and was in {rollout.step}")
+        self._demand(not self._is_greedy(entry), entry, "is placed, and is greedy")
+        greedy = self.rollouts.get(f"{rollout.group_id}/{self._promises['group_size']}")
+        has_baseline = not self._promises.get("adds_greedy") or (greedy is not None and greedy.has_reward)
+        self._demand(has_baseline, entry, "is placed without a greedy sibling that has a reward")
         self._demand(entry.step == self._open_step, entry, f"is placed in step {entry.step}, but {self._open_step} is being filled")
         rollout.step = entry.step
         step = self.steps[entry.step]
@@ -270,6 +277,7 @@ class Trial:
     def _on_filtered(self, entry: Entry, rollout: Rollout) -> None:
         self._on_not_trained(entry, rollout)
         self._demand((entry.reason == "stopped early") == rollout.is_stopped, entry, f"{entry.reason}; stopped early: {rollout.is_stopped}")
+        self._demand((entry.reason == "greedy baseline") == self._is_greedy(entry), entry, f"is filtered as {entry.reason}")
         if entry.step is None:
             return
         self._demand(entry.reason == "stopped early", entry, f"counts in step {entry.step}, and was not stopped early")
@@ -278,11 +286,23 @@ class Trial:
         step.num_stopped += 1
         step.groups.add(rollout.group_id)
 
-    _on_stale = _on_failed = _on_cancelled = _on_not_trained
+    def _on_failed(self, entry: Entry, rollout: Rollout) -> None:
+        self._on_not_trained(entry, rollout)
+        self._demand(not self._is_greedy(entry) or not rollout.has_reward, entry, "fails, is greedy, and has a reward")
+
+    def _on_stale(self, entry: Entry, rollout: Rollout) -> None:
+        self._on_not_trained(entry, rollout)
+        self._demand(not self._is_greedy(entry), entry, "is stale, and is greedy")
+
+    _on_cancelled = _on_not_trained
 
     def _on_revived(self, entry: Entry, rollout: Rollout) -> None:
         self._demand(rollout.fate == "cancelled" and rollout.reason == "the run ended", entry, f"is revived, and was {rollout.fate}")
         rollout.fate = rollout.reason = ""
+
+    def _is_greedy(self, entry: Entry) -> bool:
+        """True for the sibling after those that are sampled, in a run that adds one."""
+        return int((entry.rollout_id or "").partition("/")[2]) >= self._promises["group_size"]
 
     def _end(self, entry: Entry, rollout: Rollout) -> None:
         self._demand(not rollout.fate, entry, f"ends as {entry.kind}, and was {rollout.fate}")

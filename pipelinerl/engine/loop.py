@@ -55,8 +55,27 @@ class _Running:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    kv_versions_sum: int
+    """Of its KV cache's tokens, each under the version that sampled it; the prompt's under that of the prefill."""
+    recomputed: list[int] = dataclasses.field(default_factory=list)
+    """Tokens there were each time its KV cache was computed anew."""
     num_told: int = 0
     """Tokens told of by `Tokens`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.token_ids) + len(self.token_ids)
+
+    def lags(self, version: int, *, span: int | None, lag: float | None) -> bool:
+        """Its KV cache would be further behind a version than it may."""
+        if span is not None and abs(version - self.kv_version) > span:
+            return True
+        return lag is not None and abs(version - self.kv_versions_sum / self.num_tokens) > lag
+
+    def recompute(self, version: int) -> None:
+        """Its KV cache is computed anew under a version."""
+        self.kv_version, self.kv_versions_sum = version, version * self.num_tokens
+        self.recomputed.append(len(self.token_ids))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -191,7 +210,9 @@ class EngineLoop:
                 return
             self._engine.cancel(request.rollout_id)
             self._orphans.discard(request.rollout_id)
-        self._running[request.rollout_id] = _Running(request=request, started_at=self._clock(), kv_version=self.version)
+        prompt_versions = self.version * len(request.token_ids)
+        running = _Running(request=request, started_at=self._clock(), kv_version=self.version, kv_versions_sum=prompt_versions)
+        self._running[request.rollout_id] = running
         try:
             self._engine.submit(request, version=self.version, lineage=self.lineage)
         except EngineError as error:
@@ -203,7 +224,9 @@ class EngineLoop:
             return
         running.token_ids += chunk.token_ids
         running.logprobs += chunk.logprobs
-        running.versions += [self.version if chunk.version is None else chunk.version] * len(chunk.token_ids)
+        version = self.version if chunk.version is None else chunk.version
+        running.versions += [version] * len(chunk.token_ids)
+        running.kv_versions_sum += version * len(chunk.token_ids)
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish is not None:
             self._finish(chunk.rollout_id, chunk.finish, routes=chunk.routes)
@@ -231,6 +254,7 @@ class EngineLoop:
                 finish=finish,
                 error=error,
                 routes=routes,
+                recomputed=tuple(running.recomputed),
                 started_at=running.started_at,
                 finished_at=self._clock(),
             )
@@ -273,7 +297,8 @@ class EngineLoop:
         if staging is None or staging.stage_s is None or (staging.order.when_idle and self._running):
             return
         order = staging.order
-        lagging = self._lagging_behind(order.version, span=order.kv_span)
+        span, lag = order.kv_span, order.kv_lag
+        lagging = {key: running for key, running in self._running.items() if running.lags(order.version, span=span, lag=lag)}
         before = self._clock()
         try:
             recomputed = [lagging[rollout_id] for rollout_id in self._engine.commit(lagging)]
@@ -285,14 +310,10 @@ class EngineLoop:
             self._withdraw_undone(order.version)
         self.lineage, self.version = order.lineage, order.version
         for running in recomputed:
-            running.kv_version = order.version
-        num_recomputed = sum(len(running.request.token_ids) + len(running.token_ids) for running in recomputed)
+            running.recompute(order.version)
+        num_recomputed = sum(running.num_tokens for running in recomputed)
         self.outbox.append(self._committed(order, pause_s=pause_s, stage_s=staging.stage_s, num_recomputed_tokens=num_recomputed))
         self._end_staging()
-
-    def _lagging_behind(self, version: int, *, span: int | None) -> dict[str, _Running]:
-        """Sequences whose KV cache would lag too far behind a version."""
-        return {} if span is None else {key: running for key, running in self._running.items() if abs(version - running.kv_version) > span}
 
     def _refuse(self, error: BaseException) -> None:
         assert self._staging is not None

@@ -109,6 +109,8 @@ class StepRow:
     version: float | None = None
     reward_mean: float | None = None
     reward_std: float | None = None
+    greedy_reward_mean: float | None = None
+    """Of the greedy siblings, under a method that has some."""
     num_groups: float | None = None
     num_samples: float | None = None
     num_tokens: float | None = None

@@ -104,6 +104,8 @@ class Call(Message, frozen=True):
     finishes: tuple[Finish, ...]
     """One for each completion."""
     columns: dict[str, Any]
+    chat: tuple[dict[str, Any], ...] = ()
+    """The prompt as chat messages; empty where it is plain text."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "completions", "finishes")

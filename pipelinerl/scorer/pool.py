@@ -274,4 +274,5 @@ def _call(ticket: Ticket) -> Call:
         completions=tuple(score.token_ids for score in scores),
         finishes=tuple(score.finish for score in scores),
         columns=scores[0].prompt.columns,
+        chat=scores[0].prompt.chat,
     )

@@ -3,14 +3,18 @@
 | shape | marked by | called as | returns |
 | --- | --- | --- | --- |
 | ours | `completion` | `reward(prompt=, completion=, **columns)` | a number |
-| TRL | `completions` | `reward(prompts=[..], completions=[..], **columns)`, lists of one | a list of one number, or None: does not apply |
+| TRL | `completions`, `completion_ids` | `reward(prompts=[..], completions=[..], **columns)`, lists of one | a list of one number or None |
 | verl | `solution_str` | `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` | a number, or a dict with `score` |
 | verifiers | being a `Rubric` | its functions with `prompt`, `completion`, `answer`, `info`, `state` | numbers, summed by its weights |
 
 A function is passed only what it accepts: the row's columns by name, its `options` of the config, and where it names them `num_tokens`
-and `finish` of the completion and `max_tokens` of the run. `async def` works in every shape. Whatever a function raises or returns
-becomes an outcome with a text; nothing becomes 0.0 because it failed. A verl row may hold `ground_truth` or
-`reward_model = {ground_truth}`. A TRL function that is configured per group is passed lists of all siblings; the other shapes know one.
+and `finish` of the completion, `max_tokens` of the run and `chat`, the prompt's messages. `async def` works in every shape. Whatever a
+function raises or returns becomes an outcome with a text; nothing becomes 0.0 because it failed.
+
+TRL: None says that the function does not apply. Prompts and completions are chat messages where the row's prompt is, and text where it is
+text, as there: functions of `trl.rewards` that read a completion expect messages. One that is configured per group is passed lists of all
+siblings; the other shapes know one. verl: a row may hold `ground_truth` or `reward_model = {ground_truth}`; where it has no `extra_info`,
+that is an empty dictionary, as there. verifiers: see `rubric`.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ class Shape(enum.StrEnum):
     VERL = "compute_score(data_source, solution_str, ground_truth, extra_info) -> float"
 
 
-_MARKS = {"completion": Shape.OURS, "completions": Shape.TRL, "solution_str": Shape.VERL}
+_MARKS = {"completion": Shape.OURS, "completions": Shape.TRL, "completion_ids": Shape.TRL, "solution_str": Shape.VERL}
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -74,15 +78,15 @@ class Reward:
         if self.shape is Shape.TRL:
             num = len(completions)
             passed = {name: [value] * num for name, value in columns.items()} | self.options
-            passed |= {"prompts": [call.prompt] * num, "completions": list(completions)}
+            passed |= {"prompts": [list(call.chat) or call.prompt] * num, "completions": [_as_chat(text, call) for text in completions]}
             extra = {"completion_ids": [token_ids.tolist() for token_ids in call.completions]}
         else:
             (completion,), (token_ids,), (finish,) = completions, call.completions, call.finishes
             if self.shape is Shape.OURS:
                 passed = {**columns, **self.options, "prompt": call.prompt, "completion": completion}
-                extra = {"num_tokens": len(token_ids), "finish": finish.value, "max_tokens": max_tokens}
+                extra = {"num_tokens": len(token_ids), "finish": finish.value, "max_tokens": max_tokens, "chat": list(call.chat)}
             else:
-                defaults = {"data_source": "", "extra_info": None, **_verl_truth(columns)}
+                defaults = {"data_source": "", "extra_info": {}, **_verl_truth(columns)}
                 passed = {**defaults, **columns, **self.options, "solution_str": completion}
                 extra = {}
         named = extra | passed
@@ -113,7 +117,7 @@ def inspect_reward(function: Any, *, reference: str, options: Mapping[str, Any] 
     except ValueError as error:
         raise ConfigError(f"reward {reference} does not tell its parameters ({error}): wrap it in a Python function") from None
     by_name = {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD_KINDS}
-    shapes = [shape for mark, shape in _MARKS.items() if mark in by_name]
+    shapes = list({shape for mark, shape in _MARKS.items() if mark in by_name})
     if len(shapes) != 1 or any(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in parameters):
         found = ", ".join(str(parameter) for parameter in parameters) or "no parameters"
         accepted = "\n".join(f"  {shape.value}" for shape in Shape)
@@ -180,7 +184,8 @@ class Scoring:
                     self._entering(name)
                 begin = time.perf_counter()
                 try:
-                    values = self._call(reward, reward.arguments(call, completions=completions, max_tokens=self._max_tokens))
+                    arguments = reward.arguments(call, completions=completions, max_tokens=self._max_tokens)
+                    values = self._call(reward, arguments, num_completions=len(completions))
                 finally:
                     durations_s[name] = time.perf_counter() - begin
                 for found, value in zip(components, values, strict=True):
@@ -192,11 +197,11 @@ class Scoring:
             return Outcome.ERROR, f"{name} raised {describe(error)}"
         return Outcome.OK, ""
 
-    def _call(self, reward: Reward, arguments: dict[str, Any]) -> list[float | None]:
+    def _call(self, reward: Reward, arguments: dict[str, Any], *, num_completions: int) -> list[float | None]:
         returned = reward.function(**arguments)
         if inspect.isawaitable(returned):
             returned = self._runner.run(_wait(returned))
-        return read_values(returned, shape=reward.shape, num_completions=len(arguments.get("completions", (None,))))
+        return read_values(returned, shape=reward.shape, num_completions=num_completions)
 
 
 def read_values(returned: Any, *, shape: Shape, num_completions: int) -> list[float | None]:
@@ -240,6 +245,10 @@ def describe(error: BaseException) -> str:
     except Exception as broken:  # an exception of a user's own class may not even be printable
         text = f"(message unavailable: its __str__ raised {type(broken).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _as_chat(text: str, call: Call) -> str | list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}] if call.chat else text
 
 
 def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The rubric's functions are called here and not through `score_rollout`, which turns an exception into 0.0: a verifier that fails is an
 outcome, never a reward. What they may ask for by name is what a rubric of verifiers 0.1 offers: `prompt` and `completion` as chat
-messages, `answer`, `info`, `task`, `state`, the row's other columns and the rubric's own objects (`parser`).
+messages, `answer`, `info`, `task`, `state`, the row's other columns and the rubric's own objects (`parser`). verifiers 0.4 has no rubrics
+any more: its rewards are methods of a `Task` and read a graph of turns, which is not offered here.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ def adapt_rubric(rubric: Any, *, reference: str) -> Callable[..., Awaitable[floa
         if _PLURALS & inspect.signature(function).parameters.keys():
             raise ConfigError(f"rubric {reference}: {function.__name__} compares siblings; name it as a reward of its own, per group")
 
-    async def reward(prompt: str, completion: str, **columns: Any) -> float:
-        offered = _objects(rubric, prompt, completion, columns)
+    async def reward(prompt: str, completion: str, chat: list[dict[str, Any]], **columns: Any) -> float:
+        offered = _objects(rubric, chat or [{"role": "user", "content": prompt}], completion, columns)
         values = [await _call(function, offered) for function, _ in pairs]
         return sum(weight * value for (_, weight), value in zip(pairs, values, strict=True))
 
     return reward
 
 
-def _objects(rubric: Any, prompt: str, completion: str, columns: dict[str, Any]) -> dict[str, Any]:
+def _objects(rubric: Any, prompt: list[dict[str, Any]], completion: str, columns: dict[str, Any]) -> dict[str, Any]:
     rollout = {
-        "prompt": [{"role": "user", "content": prompt}],
+        "prompt": prompt,
         "completion": [{"role": "assistant", "content": completion}],
         "answer": columns.get("answer", ""),
         "info": columns.get("info", {}),

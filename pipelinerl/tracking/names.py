@@ -114,6 +114,7 @@ class Namer:
             "progress/tokens": self._num_tokens,
             "reward/all/mean": row.reward_mean,
             "reward/all/std": row.reward_std,
+            "reward/greedy/mean": row.greedy_reward_mean,
             **{f"reward/{name}/mean": value for name, value in row.components.items()},
             "seq_len/all/mean": row.length_mean,
             "seq_len/is_truncated": row.truncated_fraction,

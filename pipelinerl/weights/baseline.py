@@ -36,10 +36,13 @@ class Baseline:
         """Every step after this version is remembered; None before the first publication."""
 
     def changes_of(self, version: int, buffer: torch.Tensor) -> Changes | None:
-        """Note policy `version`, whole in `buffer` ([bytes] uint8), and return what to send; None where that is the whole."""
+        """Note policy `version`, whole in `buffer` ([bytes] uint8), and return what to send; None where that is the whole.
+
+        A version that could not be published may be told once more; its bits are the same.
+        """
         if self._oldest is None:
             self._oldest = version
-        else:
+        elif version not in self._steps:
             self._steps[version] = self._space.compare(self._last, buffer)
             self._forget()
         self._last.copy_(buffer)

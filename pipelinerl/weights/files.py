@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pipelinerl.errors import WeightsError
+from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.base import views
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.road import Arrival, Slot
@@ -59,9 +59,9 @@ class Files:
         except (OSError, SafetensorError) as error:
             with contextlib.suppress(OSError):
                 draft.unlink()
-            raise WeightsError(
+            raise NoRoom(
                 f"cannot write policy {manifest.version}, {manifest.num_bytes} bytes, to {path}: {error} ({_room(self._folder)});"
-                " engines go on with the policy before"
+                " engines go on with the policy before. Make room there: a run keeps three policies, and more while an engine lags"
             ) from None
         if before != path:
             before.unlink(missing_ok=True)

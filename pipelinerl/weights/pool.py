@@ -39,11 +39,11 @@ class SlotPool:
         """Wait for a slot that nobody reads, and hand it out for writing.
 
         Returns None after `give_up`. Raises `PeerSilent` naming every slot and the policy it holds when none becomes free in time, and
-        `WeightsError` when there is no room for one.
+        `NoRoom` when there is none for one.
         """
         end = time.monotonic() + timeout_s
         with self._changed:
-            while True:
+            while not self._has_given_up:
                 slot = next((slot for slot in self._slots if self._is_free(slot)), None)
                 if slot is None and len(self._slots) < self._max_slots:
                     slot = self._medium.make(len(self._slots), self.num_bytes)
@@ -51,13 +51,12 @@ class SlotPool:
                 if slot is not None:
                     slot.is_taken, slot.version = True, None
                     return slot
-                if self._has_given_up:
-                    return None
                 if not self._changed.wait(end - time.monotonic()):
                     raise PeerSilent(
                         f"waited {timeout_s:g} s for the engines to release one of {len(self._slots)} slots: {self._holders()}. An engine"
                         " that neither commits a newer policy nor is declared dead keeps its slot: see which version each engine serves"
                     )
+            return None
 
     def publish(self, slot: Slot, manifest: Manifest) -> str:
         """Make a slot handed out by `acquire` readable, whole; return the digest to announce. Raises `WeightsError` if it cannot be."""

@@ -45,13 +45,14 @@ class Medium(Protocol):
     """What slots are made of."""
 
     def make(self, number: int, num_bytes: int) -> Slot:
-        """Make slot `number` for payloads of up to `num_bytes`. Raises `WeightsError` where there is no room."""
+        """Make slot `number` for payloads of up to `num_bytes`. Raises `NoRoom` where there is none."""
         ...
 
     def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
         """Make the first `manifest.num_bytes` of the slot's buffer readable, and the encoded manifest, whole or not at all.
 
-        May give the slot another name. Raises `WeightsError`; what the slot held before is then lost, and no other slot is touched.
+        May give the slot another name. Raises `WeightsError`, `NoRoom` where that is why; what the slot held before is then lost, and no
+        other slot is touched.
         """
         ...
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipelinerl.errors import WeightsError
+from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.road import Arrival, Slot
 from pipelinerl.weights.slots import FOLDER, unlink_slots
@@ -92,7 +92,7 @@ def write_beside(name: str, suffix: str, data: bytes, *, folder: Path = FOLDER) 
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink()
-        raise WeightsError(f"cannot write the {suffix[1:]} of {name}, {len(data)} bytes, in {folder}: {error}") from None
+        raise NoRoom(f"cannot write the {suffix[1:]} of {name}, {len(data)} bytes, in {folder}: {error}. Make room there") from None
 
 
 def read_beside(name: str, suffix: str, *, folder: Path = FOLDER, pattern: re.Pattern[str] = NAME) -> bytes:
@@ -155,7 +155,7 @@ def _reserve(file: int, name: str, *, num_bytes: int, folder: Path) -> None:
             raise OSError(f"{room} bytes free")
         os.posix_fallocate(file, 0, max(1, num_bytes))
     except OSError as error:
-        raise WeightsError(
+        raise NoRoom(
             f"no room for {name} of {num_bytes} bytes in {folder}: {error}. A run keeps three policies there, and more while an engine"
             ' lags: enlarge it (a container: its shared-memory size), remove what dead runs left in it, or set weights.road = "files"'
         ) from None

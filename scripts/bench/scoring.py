@@ -151,7 +151,7 @@ def main() -> None:
     rows: list[list[Any]] = []
     goals: list[harness.Goal] = []
     _simulated(rows, goals, is_quick=arguments.quick)
-    latencies, seconds = ((5,), 4.0) if arguments.quick else ((1, 5), 15.0)
+    latencies, seconds = ((5,), 3.0) if arguments.quick else ((1, 5), 15.0)
     processes.measure_all(rows, goals, latencies=latencies, seconds=seconds, goal=GOAL)
     harness.finish(
         "scoring",
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def _simulated(rows: list[list[Any]], goals: list[harness.Goal], *, is_quick: bool) -> None:
-    go: Callable[..., Figures] = functools.partial(measure, steps=80 if is_quick else 600)
+    go: Callable[..., Figures] = functools.partial(measure, steps=50 if is_quick else 600)
     alone = go(0.0)
 
     def add(name: str, times: float, figures: Figures) -> None:

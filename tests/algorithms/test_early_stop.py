@@ -75,6 +75,18 @@ def test_a_baseline_that_includes_the_row_itself_is_biased_under_the_stop() -> N
     assert np.abs(estimated_gradient(0.1, baseline="self_including") - exact_gradient()).max() > 0.05
 
 
+def test_leave_one_out_under_a_stop_by_hand() -> None:
+    """Worth to the others: 1; 0.5 + 4 * (0 - 0.5) = -1.5 for the flagged survivor; 0.4, what was predicted, for the one stopped."""
+    scored = ScoredGroup(
+        rewards=np.array([1.0, 0.0, 9.0]),
+        lengths=np.array([1, 1, 1]),
+        predictions=np.array([0.2, 0.5, 0.4]),
+        sample_weights=np.array([1.0, 4.0, 0.0]),
+    )
+    credit = group_advantages(scored, method=method_of("rloo_early_stop"))
+    np.testing.assert_allclose(np.asarray(credit), [1.0 + 0.55, 0.0 - 0.7, 0.4 + 0.25])
+
+
 def test_the_reward_of_a_stopped_row_is_never_read() -> None:
     def advantages(unread: float) -> Float64:
         scored = ScoredGroup(

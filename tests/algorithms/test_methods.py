@@ -14,7 +14,7 @@ from pipelinerl.algorithms.loss import correction as correction_module
 from pipelinerl.algorithms.loss import mask as mask_module
 from pipelinerl.algorithms.loss import objective
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, Aggregation, Method, Need, Rule
-from pipelinerl.algorithms.methods import METHODS, render_table, resolve, table_rows
+from pipelinerl.algorithms.methods import METHODS, render_rules, render_table, resolve, table_rows
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
 from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
 from pipelinerl.config import Config
@@ -119,6 +119,17 @@ def test_every_row_has_a_formula_and_a_source_and_is_printed() -> None:
     assert len(table_rows()) == len(METHODS)
 
 
+def test_every_rule_is_printed_with_its_formula_its_defaults_and_its_source() -> None:
+    lines = render_rules().splitlines()
+    for column, table in COLUMNS.items():
+        at = lines.index(f"{column}:")
+        for line, (name, spec) in zip(lines[at + 1 :], table.items(), strict=False):
+            assert line.split()[0] == name
+            assert all(part in line for part in (spec.formula, spec.source, *spec.options)), name
+            assert name in ("none", "current") or spec.source, f"{column} {name} has no source"
+    assert "tau=to be stated" in render_rules()
+
+
 def test_the_table_says_what_a_method_costs_and_what_it_waits_for() -> None:
     costs = {name: cost for name, _, cost, _ in table_rows()}
     assert costs["grpo"] == ""
@@ -145,10 +156,16 @@ def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None
     assert supplied_method_of(run_with("reinforce_pp", overrides={"advantage": {"kl_coef": 0.0}})).name == "reinforce_pp"
 
 
-@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("hierarchical_grpo", "subgroups"), ("remax", "greedy_reward")])
+@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("hierarchical_grpo", "subgroups")])
 def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would(name: str, need: str) -> None:
-    with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: "):
+    with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: {name} .* of an episode of several turns"):
         supplied_method_of(run_with(name, reference="models/base"))
+
+
+def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> None:
+    assert supplied_method_of(run_with("remax")).adds_greedy
+    refused("remax", "makes that depend on what its siblings sampled", compares_siblings=True)
+    assert not resolve("rloo", group_size=8, compares_siblings=True).adds_greedy
 
 
 def test_several_passes_over_a_step_want_a_policy_that_stays() -> None:
@@ -262,7 +279,6 @@ def test_a_group_of_one_may_train_with_a_rule_that_compares_no_siblings() -> Non
 @pytest.mark.parametrize(
     ("name", "need"),
     [
-        ("remax", "needs greedy_reward"),
         ("otb", "needs square_sum"),
         ("ppo", "needs critic"),
         ("vapo", "needs critic"),

@@ -340,3 +340,32 @@ def test_a_history_with_a_rollout_stopped_early_breaks_no_promise():
 )
 def test_every_broken_promise_about_steps_and_stops_is_named(lines: list[Line], problem: str):
     assert any(problem in found for found in judge(lines).problems), judge(lines).problems
+
+
+def remax() -> list[Line]:
+    """One step of one group of two, and of a greedy sibling."""
+    line = {"kind": "began", "reason": json.dumps({"settings": PROMISES | {"adds_greedy": True}, "unix_s": 0.0})}
+    greedy = [admitted("0/2"), *rollout("0/2"), {"kind": "filtered", "rollout_id": "0/2", "reason": "greedy baseline"}]
+    return [line, *greedy, *whole_step(0)]
+
+
+def test_a_history_with_a_greedy_sibling_breaks_no_promise():
+    assert judge(remax()).problems == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([*remax()[:5], *placed("0/2", step=0, row=0, place=0), *remax()[5:]], "is placed, and is greedy"),
+        (changed(remax(), "scored", "0/2", reason="timeout", reward=None), "without a greedy sibling that has a reward"),
+        (remax()[:1] + remax()[6:], "without a greedy sibling that has a reward"),
+        (changed(remax(), "filtered", reason="zero_variance"), "is filtered as zero_variance"),
+        ([*remax()[:5], remax()[5] | {"kind": "failed", "reason": "ok"}, *remax()[6:]], "fails, is greedy, and has a reward"),
+        ([*remax()[:5], remax()[5] | {"kind": "stale", "reason": "old"}, *remax()[6:]], "is stale, and is greedy"),
+        (changed(remax(), "began", reason=json.dumps({"settings": PROMISES})), "one sibling too many"),
+        ([*remax(), began()], "changes adds_greedy within a run"),
+        ([*good()[:-3], {"kind": "filtered", "rollout_id": "2/0", "reason": "greedy baseline"}], "is filtered as greedy baseline"),
+    ],
+)
+def test_every_broken_promise_about_a_greedy_sibling_is_named(lines: list[Line], problem: str):
+    assert any(problem in found for found in judge(lines).problems), judge(lines).problems

@@ -78,9 +78,13 @@ class Bench:
     def ask(self, rollout_id: str = "0/0", *, attempt: int = 0, max_tokens: int = 10) -> None:
         self.loop.handle(Generate(rollout_id=rollout_id, attempt=attempt, token_ids=PROMPT, sampling=Sampling(max_tokens=max_tokens)))
 
-    def order(self, version: int, *, when_idle: bool = False, lineage: int = 0, kv_span: int | None = None) -> None:
+    def order(
+        self, version: int, *, when_idle: bool = False, lineage: int = 0, kv_span: int | None = None, kv_lag: float | None = None
+    ) -> None:
         slot = f"slot-{version}"
-        order = StageWeights(version=version, slot=slot, digest="digest", when_idle=when_idle, lineage=lineage, kv_span=kv_span)
+        order = StageWeights(
+            version=version, slot=slot, digest="digest", when_idle=when_idle, lineage=lineage, kv_span=kv_span, kv_lag=kv_lag
+        )
         self.loop.handle(order)
 
     def advance(self, times: int = 1) -> list[Message]:
@@ -388,22 +392,28 @@ class Remembering(FakeEngine):
 
 
 @pytest.mark.parametrize(
-    ("kv_span", "dropped", "tokens"),
+    ("kv_span", "kv_lag", "dropped", "tokens"),
     [
-        (None, [[], [], [], []], [0, 0, 0, 0]),
-        (0, [["a"], ["a", "b"], ["a", "b"], ["a", "b"]], [4, 10, 12, 14]),
-        (1, [[], ["a"], ["b"], ["a"]], [0, 6, 5, 8]),
-        (2, [[], [], ["a"], ["b"]], [0, 0, 7, 6]),
+        (None, None, [[], [], [], []], [0, 0, 0, 0]),
+        (0, None, [["a"], ["a", "b"], ["a", "b"], ["a", "b"]], [4, 10, 12, 14]),
+        (1, None, [[], ["a"], ["b"], ["a"]], [0, 6, 5, 8]),
+        (2, None, [[], [], ["a"], ["b"]], [0, 0, 7, 6]),
+        # At the second swap a lags 2 - 2/6, b 1; at the third 3 - 4/7 and 3 - 6/5; at the fourth both lag 1, as both were computed anew.
+        (None, 1.7, [[], [], ["a", "b"], []], [0, 0, 12, 0]),
+        (None, 1.5, [[], ["a"], ["b"], ["a"]], [0, 6, 5, 8]),
+        (1, 1.7, [[], ["a"], ["b"], ["a"]], [0, 6, 5, 8]),
     ],
 )
-def test_the_kv_cache_of_a_sequence_lags_no_more_versions_than_it_may(kv_span: int | None, dropped: list[list[str]], tokens: list[int]):
+def test_the_kv_cache_of_a_sequence_lags_no_more_versions_than_it_may(
+    kv_span: int | None, kv_lag: float | None, dropped: list[list[str]], tokens: list[int]
+):
     """a runs from version 0, b from version 1, each with a prompt of three tokens; a pass before every commit."""
     engine = Remembering()
     bench = Bench(engine=engine)
     bench.ask("a", max_tokens=50)
     said: list[Message] = bench.advance(1)
     for version in (1, 2, 3, 4):
-        bench.order(version, kv_span=kv_span)
+        bench.order(version, kv_span=kv_span, kv_lag=kv_lag)
         bench.stager.finish(version)
         said += bench.advance(1)
         if version == 1:
@@ -412,6 +422,8 @@ def test_the_kv_cache_of_a_sequence_lags_no_more_versions_than_it_may(kv_span: i
     swaps = [message for message in said if isinstance(message, WeightsCommitted)]
     assert engine.dropped == dropped
     assert [swap.num_recomputed_tokens for swap in swaps] == tokens
+    recomputed = [3 + place for message in bench.advance(50) if isinstance(message, Completion) for place in message.recomputed]
+    assert sum(recomputed) == sum(tokens), "completions say when"
 
 
 class Failing(FakeEngine):

@@ -24,6 +24,7 @@ def trajectory(
     finish: Finish = Finish.STOP,
     admitted_at: float = 0.0,
     finished_at: float = 0.0,
+    is_greedy: bool = False,
 ) -> Trajectory:
     """A trajectory with one sampled token (10, 11, ...) for each of `versions`, after a prompt."""
     asked = prompt(num_prompt)
@@ -41,6 +42,7 @@ def trajectory(
         finish=finish,
         admitted_at=admitted_at,
         finished_at=finished_at,
+        is_greedy=is_greedy,
     )
 
 

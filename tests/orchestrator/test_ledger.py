@@ -339,11 +339,15 @@ def test_a_full_disk_is_told_and_leaves_a_prefix_even_where_there_is_room_again_
 def test_success_rates_come_back_in_the_order_in_which_groups_were_settled(path: Path):
     ledger = Ledger(path)
     for group_id, rewards in ((0, (1.0, 0.0)), (1, (1.0, Outcome.TIMEOUT)), (2, (0.0, 0.5)), (3, (1.0, 1.0))):
-        handmade.admit(ledger, group_id, group_size=2)
-        for member in handmade.plain_group(group_id, rewards).members:
+        handmade.admit(ledger, group_id, group_size=3)
+        for member in handmade.plain_group(group_id, (*rewards, 0.0)).members:  # the third is greedy, and does not count
             ledger.score(member, now_s=1.0)
     ledger.amend("compared", [handmade.scored(handmade.trajectory(group_id=2, sibling=1), 2.0)], now_s=2.0)
     for group_id in (2, 0, 1):
         ledger.give_up(group_id, step=0)
     killed(ledger)
-    assert read_successes(Ledger(path), correct_reward=1.0) == [("0:2", 0.5), ("0:0", 0.5), ("0:1", 1.0)], "group 3 is not settled"
+    assert read_successes(Ledger(path), correct_reward=1.0, group_size=2) == [
+        ("0:2", 0.5),
+        ("0:0", 0.5),
+        ("0:1", 1.0),
+    ], "group 3 is not settled"

@@ -91,6 +91,7 @@ def test_chat_messages_go_through_the_chat_template_without_special_tokens_twice
     prompt = make_source(write_rows(tmp_path / "rows.jsonl", [{"prompt": chat}])).next()
     assert prompt.text == "<system>be brief<user>hi<assistant>"
     assert prompt.token_ids.tolist() == [ord(character) for character in prompt.text]
+    assert prompt.chat == tuple(chat), "reward functions that know chats get them"
 
 
 def test_parquet_rows_are_read_with_nested_columns(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,11 +22,11 @@ from pipelinerl.scorer.rewards import ERROR_CHARACTERS, Reward, Scoring, Shape, 
 COLUMNS: dict[str, Any] = {"answer": "42", "level": 3}
 
 
-def run(*functions: Callable[..., Any], columns: dict[str, Any] = COLUMNS) -> Result:
+def run(*functions: Callable[..., Any], columns: dict[str, Any] = COLUMNS, chat: tuple[dict[str, Any], ...] = ()) -> Result:
     """Score the completion "abc" of the prompt "what?" with these functions."""
     rewards = [inspect_reward(function, reference=f"file.py:f{index}") for index, function in enumerate(functions)]
     with contextlib.closing(scoring(*rewards)) as score:
-        return score.score(make_call(columns))
+        return score.score(msgspec.structs.replace(make_call(columns), chat=chat))
 
 
 def values(result: Result) -> dict[str, float]:
@@ -98,6 +99,29 @@ def test_trl_shape_gets_lists_of_one() -> None:
     assert seen == {"prompts": ["what?"], "completions": ["abc"], "completion_ids": [[97, 98, 99]], "answer": ["42"], "level": [3]}
 
 
+CHAT = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "what?"})
+
+
+def test_trl_shape_gets_chat_messages_where_the_row_s_prompt_is_a_chat() -> None:
+    seen = {}
+
+    def reward(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
+        seen.update(prompts=prompts, completions=completions)
+        return [float(len(completions[0][0]["content"]))]
+
+    assert values(run(reward, chat=CHAT)) == {"f0": 3.0}
+    assert seen == {"prompts": [list(CHAT)], "completions": [[{"role": "assistant", "content": "abc"}]]}
+    assert values(run(lambda completion, prompt: float((prompt, completion) == ("what?", "abc")), chat=CHAT)) == {"f0": 1.0}
+
+
+def test_trl_shape_is_known_by_token_ids_alone() -> None:
+    def lengths(completion_ids: list[list[int]]) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    assert values(run(lengths)) == {"f0": 3.0}
+    assert scoring(inspect_reward(lengths, reference="file.py:f")).score(make_group("a", "bb")).components == ({"f": 1.0}, {"f": 2.0})
+
+
 def test_trl_shape_gets_only_what_it_names() -> None:
     def reward(completions: list[str], answer: list[str]) -> list[float]:
         return [float(completions == ["abc"] and answer == ["42"])]
@@ -117,7 +141,7 @@ def test_verl_shape_gets_its_four_arguments_from_the_columns() -> None:
     )
     assert seen == {"data_source": "gsm8k", "solution_str": "abc", "ground_truth": "42", "extra_info": {"index": 5}}
     run(compute_score, columns={"ground_truth": "43"})
-    assert seen == {"data_source": "", "solution_str": "abc", "ground_truth": "43", "extra_info": None}
+    assert seen == {"data_source": "", "solution_str": "abc", "ground_truth": "43", "extra_info": {}}
 
 
 def test_verl_dict_counts_by_its_score() -> None:
@@ -336,6 +360,21 @@ class Rubric:
 
 def test_rubric_s_functions_are_called_its_way_and_summed_with_its_weights() -> None:
     assert values(run(Rubric())) == {"f0": 10.0 * 1.0 + 0.5 * (3 + 3)}
+
+
+def test_rubric_gets_the_chat_of_the_row_or_makes_one_of_its_text() -> None:
+    seen = []
+
+    class Told(Rubric):
+        def _get_reward_funcs(self) -> list[Callable[..., Any]]:
+            return [lambda prompt: float(bool(seen.append(prompt)))]
+
+        def _get_reward_weights(self) -> list[float]:
+            return [1.0]
+
+    assert values(run(Told(), chat=CHAT)) == {"f0": 0.0}
+    run(Told())
+    assert seen == [list(CHAT), [{"role": "user", "content": "what?"}]]
 
 
 def test_rubric_whose_function_fails_is_an_error_and_not_its_zero() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.pipeline import Ending, Pipeline
-from orchestrator.rules.batch import Credit
+from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.state.ledger import Ledger
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.laws import Trial, try_history
@@ -122,10 +122,11 @@ def survive(
     checkpoint_every: int = 3,
     limit_s: float = 1e5,
     credit: Credit = mean_baseline,
+    step_rules: StepRules | None = None,
 ) -> Survived:
     """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs."""
     chaos = _Chaos(settings, folder, faults, world or peers.World(), weather, checkpoint_every)
-    chaos.credit = credit
+    chaos.credit, chaos.step_rules = credit, step_rules
 
     async def program() -> Survived:
         async with asyncio.timeout(limit_s):
@@ -143,6 +144,7 @@ class _Chaos:
         self.weather = weather
         self.checkpoint_every = checkpoint_every
         self.credit: Credit = mean_baseline
+        self.step_rules: StepRules | None = None
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(faults.seed)
@@ -184,6 +186,7 @@ class _Chaos:
             source=Prompts(self.world.seed),
             held_out=[],
             credit=self.credit,
+            step_rules=self.step_rules,
             journal=journal,
             ledger=ledger,
         )

@@ -1,20 +1,24 @@
 """A policy is written down beside the training of the next step, and is the weights of its own version all the same."""
 
 import contextlib
+import functools
+import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from pipelinerl.messages import PolicyPublished, StepSealed, Stop
+from pipelinerl.messages import PolicyPublished, StepDone, StepSealed, Stop
 from pipelinerl.metrics import Journal
-from pipelinerl.weights.base import plan_layout, views
-from pipelinerl.weights.shared_memory import SharedMemoryReceiver
+from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.files import FilesReceiver
+from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.lineage import Lineage
 from trainer.loop import Loop
@@ -82,3 +86,106 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
                 assert torch.equal(tensor, expected[name]), (policy.version, name)
     finally:
         publisher.close()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, *, size_bytes: int) -> Iterator[Path]:
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("road", ["files", "shared_memory"])
+def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_one_before_serves_on(
+    road: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full when policy 2 is published, has room for 3, is full for 4 until the loop waits for rows, and again for 5."""
+    model = make_model(folders["qwen3"])
+    samples = [make_sample(np.random.default_rng(3), prompt=3, completion=5)]
+    step, _ = make_step(model, learning_rate=1e-2)
+    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()})
+    published: list[PolicyPublished] = []
+    done: list[StepDone] = []
+    with small_disk(tmp_path / "weights", size_bytes=5 * num_bytes(layout)) as disk:
+        monkeypatch.setattr("trainer.publish.SharedMemory", functools.partial(SharedMemory, folder=disk))
+        receiver = FilesReceiver(disk) if road == "files" else SharedMemoryReceiver(folder=disk)
+        publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
+        publisher.fix_layout(layout, num_engines=4, road=road)
+        filler = disk / "filler"
+
+        def fill() -> None:
+            with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+
+        def wait_for(what: Any) -> None:
+            deadline = time.monotonic() + 20
+            while not what():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+        def has_no_room() -> bool:
+            return publication._no_room_since is not None
+
+        def first_is_served() -> bool:
+            fetched = receiver.fetch(
+                published[0].slot, published[0].digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8)
+            )
+            return fetched.manifest.version == 1
+
+        def before_row(number: int) -> None:
+            match number:
+                case 1:
+                    wait_for(lambda: published)
+                    fill()
+                case 3:
+                    wait_for(lambda: len(published) == 2)
+                    fill()
+                case 4:
+                    wait_for(has_no_room)
+                    filler.unlink()
+                    wait_for(lambda: len(published) == 3)
+                    fill()
+
+        def told(message: Any) -> None:
+            done.append(message)
+            if message.step == 2:
+                assert has_no_room()
+                assert first_is_served()
+                filler.unlink()
+
+        def items() -> Iterator[Any]:
+            for number in range(5):
+                before_row(number)
+                yield make_batch(samples, step=number), None
+                yield make_seal(samples, step=number)
+            threading.Timer(0.3, filler.unlink).start()
+            yield Stop(reason="the test is over")
+
+        waves: Any = SimpleNamespace(take=functools.partial(next, items()), busy_with="")
+        with (
+            contextlib.closing(Journal(tmp_path, "trainer-0")) as journal,
+            contextlib.closing(publisher),
+            Publication(publisher, spread=None, send=published.append) as publication,  # pyright: ignore[reportArgumentType]
+        ):
+            Loop(
+                waves=waves,
+                step=step,
+                publication=publication,
+                send=told,
+                phases=Phases(journal, waves=waves),
+                lineage=Lineage(),
+                checkpoint=lambda version, commit: None,
+                take_news=lambda: (),
+                checkpoint_every=100,
+            ).run(0, 10)
+    assert [policy.version for policy in published] == [1, 3, 4, 5]
+    assert [message.metrics.get("policies_skipped") for message in done] == [None, None, 1.0, None, None]
+    assert "policy 2" in (said := capfd.readouterr().err) or "no room for pipelinerl-" in said

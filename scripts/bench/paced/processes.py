@@ -22,10 +22,12 @@ from scripts.chaos import victims
 
 PASS_S = 0.02
 SLOTS = 16
-SAMPLES_PER_STEP = 32
+SAMPLES_PER_STEP = 16
+"""Few: a run is measured from its first step on, which is late where engines hold their slots until a reward is there."""
+GROUP_SIZE = 4
 GENERATION_S = MEAN_TOKENS * PASS_S
 STALENESS = 40
-WARM_S = 2.0
+WARM_S = 1.0
 """After the first step, before the figures begin."""
 CONDITIONS = (
     f"processes: one engine of {SLOTS} slots, {PASS_S * 1e3:g} ms for a forward pass, {MEAN_TOKENS} tokens on average, steps of"
@@ -53,7 +55,8 @@ def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> tu
         make_demo_model(Path(folder) / "demo-model", seed=0)
         plugins = Path(__file__).with_name("rewards.py")
         seconds_of_call = 0.0 if is_inline else latency_s
-        overrides = ["run.name=paced", "trainer.steps=100000", "batch.groups_per_step=8", "rollout.group_size=4", "evaluation.every=0"]
+        overrides = ["run.name=paced", "trainer.steps=100000", "evaluation.every=0"]
+        overrides += [f"batch.groups_per_step={SAMPLES_PER_STEP // GROUP_SIZE}", f"rollout.group_size={GROUP_SIZE}"]
         overrides += [
             f'data.source="{plugins}:prompts"',
             f"rollout.max_tokens={2 * MEAN_TOKENS}",

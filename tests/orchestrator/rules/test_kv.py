@@ -1,44 +1,64 @@
-"""How far a KV cache may lag: by a limit, and by what the trainer measures; worked by hand."""
+"""Whose KV cache is computed anew: by its oldest part, and by what its mean lag makes of what the trainer measured; worked by hand."""
 
-from orchestrator.rules.kv import MIN_TOKENS, PATIENCE, KvSpan
+import numpy as np
+import pytest
 
-
-def spans(rule: KvSpan, kls: list[float], *, num_tokens: float = MIN_TOKENS, first: int = 0) -> list[int | None]:
-    found = []
-    for step, kl in enumerate(kls, start=first):
-        rule.measured(step=step, kl=kl, num_tokens=num_tokens)
-        found.append(rule.span)
-    return found
+from orchestrator.rules.kv import DOUBT, MIN_TOKENS, KvPolicy, squared_lags
 
 
-def test_without_a_bound_only_the_limit_counts():
-    assert spans(KvSpan(limit=3), [1.0, 1.0]) == [3, 3]
-    assert spans(KvSpan(), [1.0]) == [None]
+def test_without_a_bound_the_lag_has_no_limit():
+    policy = KvPolicy(span=3)
+    policy.measured(kl=100.0, square=1.0, num_tokens=1000)
+    assert (policy.span, policy.lag, policy.is_measured) == (3, None, False)
 
 
-def test_a_measured_kl_beyond_the_bound_shortens_the_span_once_it_can_be_seen():
-    rule = KvSpan(limit=2, bound=0.01)
-    # Shortened to 1 by step 0; steps 1 and 2 still show sequences of the span before. To 0 by step 2, and no shorter.
-    assert spans(rule, [0.02, 0.02, 0.02, 0.02, 0.02]) == [1, 1, 0, 0, 0]
+def test_a_cache_may_lag_as_far_as_the_kl_measured_so_far_predicts_the_bound():
+    policy = KvPolicy(bound=0.02)
+    policy.measured(kl=4.0, square=400.0, num_tokens=200)
+    assert policy.lag == pytest.approx(np.sqrt(2.0)), "0.01 nats for each squared version, so 0.02 at its root"
+    policy.measured(kl=0.4, square=400.0, num_tokens=200)
+    assert policy.lag == pytest.approx(np.sqrt(0.02 * (0.9 * 400 + 400) / (0.9 * 4 + 0.4))), "earlier steps weigh less"
 
 
-def test_no_limit_becomes_one_where_the_bound_is_exceeded_and_comes_back():
-    rule = KvSpan(bound=0.01)
-    assert spans(rule, [0.005, 0.02]) == [None, 8]
-    known_from = 2 + 8
-    assert spans(rule, [0.001] * (PATIENCE - 1), first=known_from) == [8] * (PATIENCE - 1)
-    assert spans(rule, [0.001], first=known_from + PATIENCE - 1) == [None]
+def test_a_few_tokens_and_a_kl_of_zero_are_no_evidence():
+    policy = KvPolicy(bound=0.02)
+    policy.measured(kl=50.0, square=1.0, num_tokens=MIN_TOKENS - 1)
+    assert policy.lag is None
+    policy = KvPolicy(bound=0.02)
+    policy.measured(kl=0.0, square=400.0, num_tokens=MIN_TOKENS)
+    assert policy.lag is None
 
 
-def test_between_half_the_bound_and_the_bound_nothing_changes_and_patience_starts_anew():
-    rule = KvSpan(limit=3, bound=0.01)
-    spans(rule, [0.02])
-    assert rule.span == 2
-    low = [0.001] * (PATIENCE - 1)
-    assert spans(rule, [*low, 0.007, *low], first=10)[-1] == 2
-    assert spans(rule, [0.001], first=40) == [3]
-    assert spans(rule, [0.001] * 40, first=50)[-1] == 3, "no further than the limit"
+def test_where_nothing_is_kept_any_more_something_is_kept_again_in_time():
+    policy = KvPolicy(bound=0.02)
+    policy.measured(kl=400.0, square=400.0, num_tokens=200)
+    before = policy.lag
+    assert before is not None
+    assert before < 1.0, "every cache a version old is computed anew"
+    for _ in range(250):
+        policy.measured(kl=0.0, square=0.0, num_tokens=0)
+    assert policy.lag == pytest.approx(before / DOUBT**125)
+    assert policy.lag > 1.0
 
 
-def test_a_mean_over_few_tokens_is_no_evidence():
-    assert spans(KvSpan(limit=3, bound=0.01), [0.5], num_tokens=MIN_TOKENS - 1) == [3]
+VERSIONS = [3, 3, 4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "trained", "lags"),
+    [
+        ((), 5, [9 / 5, 9 / 6]),  # prompt 2 * 2, tokens 2 + 2 + 1, over 5 tokens and then 6
+        ((0,), 5, [9 / 5, 9 / 6]),  # before the first token: nothing was older
+        ((2,), 5, [5 / 5, 5 / 6]),  # before the 4: prompt and two tokens are of version 4, as is the third
+        ((3,), 5, []),
+        ((2, 3), 5, []),  # at both swaps
+        ((), 4, [4 / 4]),  # prompt 2 * 1, tokens 1 + 1
+        ((3,), 4, [4 / 4]),  # what came later changes nothing
+        ((), 3, []),
+        ((), 6, []),
+    ],
+)
+def test_the_lag_of_a_token_is_the_mean_over_what_its_cache_held(recomputed: tuple[int, ...], trained: int, lags: list[float]):
+    square, num_tokens = squared_lags(np.array(VERSIONS, np.int32), num_prompt=2, recomputed=recomputed, trained=trained)
+    assert num_tokens == len(lags)
+    assert square == pytest.approx(sum(lag * lag for lag in lags))
