@@ -61,7 +61,8 @@ def split(rollouts: Sequence[Versions], *, trained_version: int) -> StalenessPar
     sampled = [part for versions in rollouts if len(part := versions[versions != UNSAMPLED])]
     ages = trained_version - np.concatenate([*sampled, np.zeros(0, np.int64)]).astype(np.int64, copy=False)
     _check(int(ages.min(initial=0)), trained_version=trained_version)
-    in_queue = np.repeat([trained_version - int(part.max()) for part in sampled], [len(part) for part in sampled])
+    newest = np.array([trained_version - int(part.max()) for part in sampled], np.int64)
+    in_queue = np.repeat(newest, [len(part) for part in sampled])
     return StalenessParts(in_flight=ages - in_queue, in_queue=in_queue)
 
 

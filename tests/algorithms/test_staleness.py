@@ -21,7 +21,8 @@ def test_every_token_knows_how_much_of_its_age_is_flight_and_how_much_queue() ->
     parts = split([VERSIONS, VERSIONS[:1], VERSIONS[:2]], trained_version=7)
     assert parts.in_flight.tolist() == [3, 3, 2, 0, 0]
     assert parts.in_queue.tolist() == [1, 1, 1, 1, 4]
-    assert not len(split([], trained_version=7).in_flight)
+    nothing = split([], trained_version=7)
+    assert [(len(part), part.dtype) for part in (nothing.in_flight, nothing.in_queue)] == [(0, np.int64)] * 2
 
 
 def test_a_token_from_the_future_is_an_error_not_a_negative_age() -> None:
