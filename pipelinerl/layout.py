@@ -73,6 +73,10 @@ class Layout:
         """Whole copies of the weights."""
         return self.replicas // self.shard
 
+    def without(self, kind: str) -> Layout:
+        """The nearest one to a valid layout that does without one kind of parallelism; valid, too: its ranks become copies."""
+        return dataclasses.replace(self, **{kind: 1})
+
     def __str__(self) -> str:
         chosen: dict[str, object] = {name: getattr(self, name) for name in _KINDS if getattr(self, name) > 1}
         if self.pipeline > 1:

@@ -88,7 +88,7 @@ class Model:
             if recomputes:
                 _recompute_layers(module)
             self._tied_names = _tied_names(module)
-            self._stage_of = stage_of_weights(module, num_stages=layout.num_stages) if layout.pipeline > 1 else {}
+            self._stage_of = stage_of_weights(module, layout=layout) if layout.pipeline > 1 else {}
             self._adapted = frozenset(adapted(module))
             shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
             self._adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}

@@ -119,7 +119,10 @@ def _cut_matrices(module: PreTrainedModel, *, replicas: Replicas, cuts_experts: 
     names = {child: name for name, child in module.named_modules()}
     plan = {name: style for name, style in module.tp_plan.items() if name != names.get(head)}
     if not plan:
-        raise ConfigError(f"{type(module).__name__} comes with no plan for tensor parallelism: set trainer.parallel.tensor to 1")
+        raise ConfigError(
+            f"{type(module).__name__} comes with no plan for tensor parallelism. The nearest that works:"
+            f" trainer.{replicas.layout.without('tensor')}"
+        )
     if not cuts_experts:
         plan = {name: style for name, style in plan.items() if ".experts" not in name}
     norms = {name for name, style in plan.items() if style == _SUMMED_BY_STEP}
@@ -138,7 +141,10 @@ def _cut_experts(module: PreTrainedModel, *, replicas: Replicas) -> tuple[str, .
     """Expert parallelism; return the prefixes of the experts' parameters."""
     module.init_parallel_plans()
     if not module.ep_plan:
-        raise ConfigError(f"{type(module).__name__} comes with no plan for expert parallelism: set trainer.parallel.expert to 1")
+        raise ConfigError(
+            f"{type(module).__name__} comes with no plan for expert parallelism. The nearest that works:"
+            f" trainer.{replicas.layout.without('expert')}"
+        )
     apply_expert_parallelism(module, replicas.expert_mesh["expert"], replicas.mesh("tensor"), module.ep_plan)
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in module.ep_plan}
     return tuple(f"{name}." for name, _ in module.named_modules() if any(pattern.fullmatch(name) for pattern in patterns))

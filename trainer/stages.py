@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.layout import Layout
 
 
 class Elsewhere(torch.nn.Module):
@@ -22,14 +23,15 @@ class Elsewhere(torch.nn.Module):
         return hidden
 
 
-def stage_of_weights(module: PreTrainedModel, *, num_stages: int) -> dict[str, int]:
+def stage_of_weights(module: PreTrainedModel, *, layout: Layout) -> dict[str, int]:
     """For every tensor of a whole model, by its name: which stage holds it. Raises `ConfigError` for a model that cannot be cut so."""
     parts = set(module.config.base_model_pp_plan or ())
     if parts != {"embed_tokens", "layers", "norm"}:
         raise ConfigError(
-            f"{type(module).__name__} is no sequence of embeddings, layers and one norm that its code says how to cut: set"
-            " trainer.parallel.pipeline to 1"
+            f"{type(module).__name__} is no sequence of embeddings, layers and one norm that its code says how to cut. The nearest that"
+            f" works: trainer.{layout.without('pipeline')}"
         )
+    num_stages = layout.num_stages
     base: Any = module.base_model
     names = {child: name for name, child in module.named_modules()}
     stage_of_layer = {

@@ -2,8 +2,8 @@
 
 Each run is the product as it ships, streaming on this machine; how old its tokens really got is measured and shown, for the bound is only
 a bound. The time is from the first span of an engine to the step at which the mean reward of five steps reaches 0.8. It needs a quiet
-machine. Every run's figures are a file, so the bench may be made in pieces: `--budget-s 500` starts no run after 500 s, and the next
-call goes on; `--again` forgets what was made.
+machine. Every run's figures are a file, so the bench may be interrupted at any moment, or made in pieces: `--budget-s 500` starts no run
+after 500 s, and the next call goes on with what is missing; `--again` forgets what was made. How long is left is said before each run.
 """
 
 from __future__ import annotations
@@ -49,12 +49,36 @@ def main() -> None:
     steps = 20 if arguments.quick else STEPS
     end = time.monotonic() + arguments.budget_s
     settings = _warm(folder, quick=arguments.quick)
-    for objective, bound in wanted:
-        if not _path(folder, objective, bound).exists() and time.monotonic() < end:
-            found = _run(settings, folder=folder / "runs", objective=objective, bound=bound, steps=steps)
-            _path(folder, objective, bound).write_text(json.dumps(found))
-    made = {key: json.loads(_path(folder, *key).read_text()) for key in wanted if _path(folder, *key).exists()}
+    missing = [key for key in wanted if not _path(folder, *key).exists()]
+    for number, (objective, bound) in enumerate(missing):
+        if time.monotonic() >= end:
+            break
+        _say_left(_made(folder, wanted), num_left=len(missing) - number)
+        began = time.monotonic()
+        found = _run(settings, folder=folder / "runs", objective=objective, bound=bound, steps=steps)
+        _keep(found | {"wall_s": time.monotonic() - began}, _path(folder, objective, bound))
+    made = _made(folder, wanted)
     _show(made, num_missing=len(wanted) - len(made), arguments=arguments)
+
+
+def _made(folder: Path, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {key: json.loads(_path(folder, *key).read_text()) for key in wanted if _path(folder, *key).exists()}
+
+
+def _keep(found: dict[str, Any], path: Path) -> None:
+    """Write a run's figures whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(found))
+    draft.replace(path)
+
+
+def _say_left(made: dict[tuple[str, int], dict[str, Any]], *, num_left: int) -> None:
+    """From the runs made so far, start and end included; those without a bound are the slowest, so the first guess is high."""
+    if made:
+        each_s = float(np.mean([found["wall_s"] for found in made.values()]))
+        print(f"staleness-runs: {len(made)} made, {num_left} left, about {num_left * each_s / 60:.0f} min", flush=True)
+    else:
+        print(f"staleness-runs: {num_left} runs; after the first one it says how long they take", flush=True)
 
 
 def _show(made: dict[tuple[str, int], dict[str, Any]], *, num_missing: int, arguments: Any) -> None:
@@ -64,6 +88,7 @@ def _show(made: dict[tuple[str, int], dict[str, Any]], *, num_missing: int, argu
     notes = ["one run each, from one warm start; area: mean reward over the seconds of the run, from its first trained step"]
     if num_missing:
         harness.show("staleness-runs, so far", columns=columns, rows=rows, notes=notes)
+        _say_left(made, num_left=num_missing)
         print(f"staleness-runs: {len(made)} of {len(made) + num_missing} runs made; call again for the others", flush=True)
         return
     goals = []

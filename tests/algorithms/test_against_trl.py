@@ -5,6 +5,7 @@ The file is made by `golden/make_trl_losses.py`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,22 @@ OURS: dict[str, dict[str, Any]] = {
     "cispo_tight": {"objective": {"name": "cispo", "clip_high": 0.2}},
     "sapo": {**SEQUENCES_MEAN, "objective": "sapo"},
     "opsm": {"masks": {"name": "opsm", "delta": 0.05}},
+    "dual_clip": {"objective": {"dual_clip": 1.3}},
+    **{name: {"weight": {"name": name, "cap": 1.2}} for name in ("tis_token", "tis_sequence", "mis_token", "mis_sequence")},
+    "icepop": {"weight": {"name": "icepop", "low": 0.8, "high": 1.2}},
 }
-"""Our columns for each of TRL's cases; its epsilon_high of cispo is the bound itself, ours the width above 1."""
+"""Our columns for each of TRL's cases; its epsilon_high of cispo is the bound itself, ours the width above 1; its delta is a dual clip."""
 
 
 def sequences() -> list[Seq]:
     found = []
     for row, mask in enumerate(GOLDEN["mask"]):
         length = sum(mask)
-        old = GOLDEN["old"][row][:length]
         found.append(
             Seq(
                 logprobs=GOLDEN["logprobs"][row][:length],
-                old=old,
-                behaviour=old,
+                old=GOLDEN["old"][row][:length],
+                behaviour=GOLDEN["behaviour"][row][:length],
                 reference=GOLDEN["reference"][row][:length],
                 advantages=[GOLDEN["advantages"][row]] * length,
             )
@@ -51,7 +54,7 @@ def sequences() -> list[Seq]:
 @pytest.mark.parametrize("case", OURS)
 def test_loss_and_gradient_are_those_of_trl(case: str) -> None:
     expected = GOLDEN["cases"][case]
-    method = method_of("grpo", proximal="recomputed", weight="none", **OURS[case])
+    method = method_of("grpo", **{"proximal": "recomputed", "weight": "none"} | OURS[case])
     loss, gradient, _ = loss_and_gradient(sequences(), method=method)
     num_tokens = sum(map(sum, GOLDEN["mask"]))
     divisor = denominator(method.aggregation, num_tokens=num_tokens, num_sequences=len(GOLDEN["mask"]), max_tokens=9)
@@ -63,5 +66,7 @@ def test_loss_and_gradient_are_those_of_trl(case: str) -> None:
 
 def test_every_case_is_compared_and_clips_and_masks_act_in_them() -> None:
     assert set(OURS) == set(GOLDEN["cases"])
-    for case, other in (("cispo", "cispo_tight"), ("dapo", "opsm"), ("grpo", "gspo"), ("grpo_kl", "grpo_unbiased_kl")):
+    pairs = [("cispo", "cispo_tight"), ("dapo", "opsm"), ("grpo", "gspo"), ("grpo_kl", "grpo_unbiased_kl"), ("dapo", "dual_clip")]
+    weights = ["dapo", "tis_token", "tis_sequence", "mis_token", "mis_sequence", "icepop"]
+    for case, other in [*pairs, *itertools.pairwise(weights)]:
         assert GOLDEN["cases"][case]["loss"] != pytest.approx(GOLDEN["cases"][other]["loss"], rel=1e-3)

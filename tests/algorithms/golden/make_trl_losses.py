@@ -5,13 +5,16 @@ Run by hand, in an environment apart from this project's, because TRL brings dep
     python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0
     /tmp/trl/bin/python tests/algorithms/golden/make_trl_losses.py
 
-The method is called on a stand-in that holds the options it reads; the model is left out, its log-probabilities are given.
+The method is called on a stand-in that holds the options it reads; the model is left out, its log-probabilities are given. Its importance
+weights are made in the middle of a long method: those lines are run as they stand there.
 """
 
 from __future__ import annotations
 
 import collections
+import inspect
 import json
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,14 @@ CASES: dict[str, dict[str, Any]] = {
     "cispo_tight": {"loss_type": "cispo", "epsilon_high": 1.2},
     "sapo": {"loss_type": "sapo"},
     "opsm": {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
+    "dual_clip": {"loss_type": "dapo", "delta": 1.3},
+    "tis_token": {"loss_type": "dapo", "weight": ("token_truncate", None, 1.2)},
+    "tis_sequence": {"loss_type": "dapo", "weight": ("sequence_truncate", None, 1.2)},
+    "mis_token": {"loss_type": "dapo", "weight": ("token_mask", None, 1.2)},
+    "mis_sequence": {"loss_type": "dapo", "weight": ("sequence_mask", None, 1.2)},
+    "icepop": {"loss_type": "dapo", "weight": ("token_mask", 0.8, 1.2)},
 }
+"""TRL's options; `weight` is its mode of importance weights, and their bounds."""
 
 
 def main() -> None:
@@ -43,6 +53,7 @@ def main() -> None:
     inputs = {
         "old": (logprobs + 0.35 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-0.01),
         "reference": (logprobs + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-0.01),
+        "behaviour": (logprobs + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-0.01),
         "mask": (torch.arange(NUM_TOKENS) < torch.tensor([[9], [1], [4], [7], [2], [9]])).long(),
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.9, -0.2], dtype=torch.float64),
     }
@@ -58,7 +69,9 @@ def main() -> None:
 
 def _result(logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, Any]:
     chosen = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, "importance_sampling_level": "token", "off_policy_mask_threshold": None}
-    chosen |= options
+    mode, low, high = options.get("weight", (None, None, None))
+    chosen |= {f"vllm_importance_sampling_{name}": value for name, value in (("mode", mode), ("clip_min", low), ("clip_max", high))}
+    chosen |= {"use_vllm": mode is not None, "vllm_importance_sampling_correction": True} | options
     leaf = logprobs.clone().requires_grad_()
     empty = torch.zeros(NUM_SEQUENCES, 0, dtype=torch.long)
     ids = torch.zeros(NUM_SEQUENCES, NUM_TOKENS, dtype=torch.long)
@@ -67,14 +80,14 @@ def _result(logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], options: di
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, torch.zeros_like(leaf), None)
     trainer.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
     trainer.args = types.SimpleNamespace(
-        delta=None,
+        delta=chosen.get("delta"),
         use_bias_correction_kl=chosen.get("use_bias_correction_kl", False),
         sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05,
         steps_per_generation=1,
     )
     trainer.model.training = False
-    trainer.top_entropy_quantile, trainer.use_vllm, trainer.aux_loss_enabled, trainer._entropy_bonus_enabled = 1.0, False, False, False
+    trainer.top_entropy_quantile, trainer.aux_loss_enabled, trainer._entropy_bonus_enabled = 1.0, False, False
     trainer.max_completion_length, trainer.current_gradient_accumulation_steps = NUM_TOKENS, 1
     trainer.accelerator.num_processes = 1
     trainer.accelerator.reduce = trainer.accelerator.gather = lambda tensor, **_: tensor
@@ -88,11 +101,27 @@ def _result(logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], options: di
         "old_per_token_logps": inputs["old"],
         "ref_per_token_logps": inputs["reference"],
         "num_items_in_batch": inputs["mask"].sum(),
+        "importance_sampling_ratio": _weights(trainer, inputs),
     }
     loss = GRPOTrainer._compute_loss(trainer, None, given)
     loss.backward()
     assert leaf.grad is not None
     return {"options": options, "loss": loss.item(), "gradient": leaf.grad.tolist()}
+
+
+def _weights(trainer: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    begin = source.index("# Compute the importance sampling ratio when using vLLM")
+    lines = source[source.rindex("\n", 0, begin) : source.index("# Compute the per-token log probabilities for the reference model")]
+    names = {
+        "self": trainer,
+        "tool_mask": None,
+        "completion_mask": inputs["mask"],
+        "old_per_token_logps": inputs["old"],
+        "sampling_per_token_logps": inputs["behaviour"],
+    }
+    exec(textwrap.dedent(lines), vars(inspect.getmodule(GRPOTrainer)), names)
+    return names.get("vllm_importance_sampling_ratio")
 
 
 if __name__ == "__main__":
