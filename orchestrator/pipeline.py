@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +102,7 @@ class Pipeline:
         self._ledger = ledger
         self._adds_greedy = step_rules is not None and step_rules.adds_greedy
         self._num_siblings = config.rollout.group_size + self._adds_greedy
-        ledger.begin(_promises(config, adds_greedy=self._adds_greedy), now_s=asyncio.get_running_loop().time(), unix_s=time.time())
+        ledger.begin(_promises(config, adds_greedy=self._adds_greedy), now_s=asyncio.get_running_loop().time(), unix_s=journal.clock())
         self._past = read_snapshot(ledger)
         source.position = self._past.position
         if config.data.difficulty is not None:
@@ -373,9 +372,11 @@ class Pipeline:
         def hear(load: EngineLoad) -> None:
             if load.kv_used is None:
                 return
-            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_outstanding=engines.num_outstanding)
+            num_held = load.num_running + load.num_waiting
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=engines.num_outstanding)
             if concurrency.limit != admission.max_running:
                 admission.max_running = concurrency.limit
+                self._journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
                 self._credits.set()
 
         engines.on_load(hear)

@@ -115,15 +115,11 @@ def compare(
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
     from pipelinerl.live import show
+    from pipelinerl.report.reading import has_journal
 
-    async def follow() -> None:
-        until = asyncio.Event()
-        if '"kind": "end"' in (run_folder / "journal" / "orchestrator.jsonl").read_text():
-            until.set()
-        await show(run_folder, console=console, until=until)
-
+    has_journal(run_folder)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(follow())
+        asyncio.run(show(run_folder, console=console, until=asyncio.Event()))
 
 
 @app.command()
@@ -160,7 +156,9 @@ def check(run_folder: RunFolder) -> None:
 def replay(
     run_folder: RunFolder,
     overrides: Overrides = None,
-    stage: Annotated[list[str] | None, typer.Option(help="prompts, scoring, batching; several follow one another")] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="prompts, dispatch, scoring, batching, delivery, refresh; several follow one another")
+    ] = None,
 ) -> None:
     """Run stages of a recorded run once more, alone, and tell what comes out otherwise: no engine, no trainer.
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,12 @@ class Journal:
     What cannot be written, as on a full disk, is counted and left out: a run does not end for want of its own description.
     """
 
-    def __init__(self, run_folder: Path, process: str) -> None:
+    def __init__(self, run_folder: Path, process: str, *, clock: Callable[[], float] = time.time) -> None:
         folder = run_folder / "journal"
         folder.mkdir(parents=True, exist_ok=True)
         self.process = process
+        self.clock = clock
+        """Unix seconds; in a simulation those of its loop."""
         self._file = open(folder / f"{process}.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._num_unwritten = 0
         self._is_torn = False
@@ -75,7 +77,7 @@ class Journal:
         self._file.close()
 
     def _append(self, kind: str, fields: dict[str, Any]) -> bool:
-        text = json.dumps({"t": time.time(), "kind": kind, "process": self.process, **fields})
+        text = json.dumps({"t": self.clock(), "kind": kind, "process": self.process, **fields})
         line = ("\n" * self._is_torn + text + "\n").encode()
         try:
             num_written = self._file.write(line)

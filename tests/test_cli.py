@@ -37,6 +37,12 @@ def test_help_names_the_first_thing_to_do():
     assert "Start here" in shown.stdout
 
 
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
+    shown = pipelinerl("watch", tmp_path)
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("DataError: no journal in")
+
+
 def test_a_dry_run_prints_the_processes_and_starts_nothing(config: Path, tmp_path: Path):
     shown = pipelinerl("run", config, "engine.count=3", 'tracking.to=["wandb"]', "--dry-run", cwd=tmp_path)
     assert shown.returncode == 0

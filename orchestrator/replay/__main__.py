@@ -8,15 +8,19 @@ import contextlib
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from orchestrator.replay.batching import batch_again
+from orchestrator.replay.delivery import deliver_again
 from orchestrator.replay.differences import say_batches, say_prompts, say_scores
+from orchestrator.replay.dispatch import dispatch_again
 from orchestrator.replay.prompts import draw_again
 from orchestrator.replay.recorded import Recording, Settled, read_drawn, read_recording
+from orchestrator.replay.refresh import refresh_again
 from orchestrator.replay.scoring import score_again
 from orchestrator.sources import prompts_of
 from orchestrator.state.ledger import Ledger
@@ -25,14 +29,10 @@ from pipelinerl.config_file import load_run
 from pipelinerl.errors import ConfigError, LedgerError, PipelineError
 from pipelinerl.messages import ScoredTrajectory
 
-STAGES = ("prompts", "scoring", "batching")
+STAGES = ("prompts", "dispatch", "scoring", "batching", "delivery", "refresh")
 NOT_ALONE = {
-    "dispatch": "what it decides follows from when engines answered, which only engines can repeat; `pipelinerl ledger RUN PROMPT` tells"
-    " what it did, and `pipelinerl check RUN` judges it",
-    "refresh": "what it decides follows from when the trainer published and engines answered; the report shows every swap",
     "following": "it needs its process reward model; recorded step scores are taken over",
     "comparing": "it is part of scoring",
-    "delivery": "it decides nothing: rows go to the trainer as batching packs them, and `--stage batching` compares these",
 }
 
 
@@ -59,45 +59,61 @@ def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None
             why = NOT_ALONE.get(stage, "there is no such stage")
             raise ConfigError(f"{stage} cannot be replayed: {why}. These can: {', '.join(STAGES)}")
     config = load_run(run_folder, overrides=overrides)
-    if "prompts" in stages:
-        for line in say_prompts(draw_again(prompts_of(config)[0], read_drawn(run_folder / "ledger.sqlite"))):
-            print(line)
-    if set(stages) - {"prompts"}:
-        _replay_groups(config, run_folder, stages=stages)
-
-
-def _replay_groups(config: Config, run_folder: Path, *, stages: list[str]) -> None:
-    recording = read_recording(run_folder / "ledger.sqlite")
-    if not recording.groups:
-        raise LedgerError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
     folder = run_folder / "replay"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
+    for line in _replay(config, run_folder, folder=folder, stages=stages):
+        print(line)
+    print(f"every difference: {folder}")
+
+
+def _replay(config: Config, run_folder: Path, *, folder: Path, stages: list[str]) -> Iterator[str]:
+    """One after another, in the order of the pipeline."""
+    if "prompts" in stages:
+        yield from say_prompts(draw_again(prompts_of(config)[0], read_drawn(run_folder / "ledger.sqlite")))
+    if "dispatch" in stages:
+        yield from dispatch_again(config, run_folder=run_folder, folder=folder)
+    if "refresh" in stages:
+        yield from refresh_again(config, run_folder=run_folder, folder=folder)
+    if {"scoring", "batching", "delivery"} & set(stages):
+        yield from _replay_groups(config, run_folder, folder=folder, stages=stages)
+
+
+def _replay_groups(config: Config, run_folder: Path, *, folder: Path, stages: list[str]) -> Iterator[str]:
+    recording = read_recording(run_folder / "ledger.sqlite")
+    if not recording.groups:
+        raise LedgerError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
     (folder / "config.json").write_text(config.model_dump_json(indent=2))
     kept, all_of_them = len(recording.groups), recording.num_settled
-    print(f"recorded: {kept:,} of {all_of_them:,} groups" + ("; run.record_groups says how many stay" if kept < all_of_them else ""))
-    with contextlib.closing(Ledger(folder / "ledger.sqlite", keep_groups=kept)) as ledger:
-        asyncio.run(_run_stages(config, recording, folder=folder, ledger=ledger, stages=stages))
-    print(f"every rollout: {folder}")
+    yield f"recorded: {kept:,} of {all_of_them:,} groups" + ("; run.record_groups says how many stay" if kept < all_of_them else "")
+    path = run_folder / "ledger.sqlite"
+    if {"scoring", "batching"} & set(stages):
+        own_path = folder / "ledger.sqlite"
+        with contextlib.closing(Ledger(own_path, keep_groups=kept)) as ledger:
+            yield from asyncio.run(_run_stages(config, recording, folder=folder, ledger=ledger, stages=stages))
+        if "batching" in stages:
+            path, recording = own_path, read_recording(own_path)
+    if "delivery" in stages:
+        yield from deliver_again(config, recording, ledger_path=path, folder=folder)
 
 
-async def _run_stages(config: Config, recording: Recording, *, folder: Path, ledger: Ledger, stages: list[str]) -> None:
+async def _run_stages(config: Config, recording: Recording, *, folder: Path, ledger: Ledger, stages: list[str]) -> list[str]:
     loop = asyncio.get_running_loop()
     ledger.begin({}, now_s=loop.time(), unix_s=time.time())
     groups = recording.groups if "scoring" in stages else recording.from_a_step_on()
     for group in groups:
         ledger.admit(group.group_id, group.prompt, group_size=len(group.members), position=(0, 0), now_s=loop.time())
     scored = await _scores(config, groups, folder=folder, ledger=ledger, again="scoring" in stages)
+    said: list[str] = []
     if "scoring" in stages:
-        for line in say_scores(groups, scored, path=folder / "scoring.jsonl", model_path=config.model.path):
-            print(line)
+        said += say_scores(groups, scored, path=folder / "scoring.jsonl", model_path=config.model.path)
     if "batching" in stages:
         tail = recording.from_a_step_on()
         await batch_again(config, tail, scored=scored, folder=folder, ledger=ledger)
         ledger.flush()
         new = read_recording(folder / "ledger.sqlite")
-        for line in say_batches(tail, new.groups, path=folder / "batching.jsonl"):
-            print(line)
+        said += say_batches(tail, new.groups, path=folder / "batching.jsonl")
+    return said
 
 
 async def _scores(config: Config, groups: list[Settled], *, folder: Path, ledger: Ledger, again: bool) -> dict[str, ScoredTrajectory]:

@@ -26,7 +26,7 @@ def say_prompts(again: DrawnAgain) -> Iterator[str]:
     same = again.num_drawn - len(again.differences)
     yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"
     if again.num_passed:
-        yield f"  {again.num_passed:,} between them were not admitted by the run: quarantined"
+        yield f"  {again.num_passed:,} between them were not admitted by the run: they rested (data.difficulty), or were quarantined"
     yield from (f"  {line}" for line in again.differences[:SHOWN])
 
 

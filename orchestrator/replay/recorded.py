@@ -6,12 +6,13 @@ import collections
 import contextlib
 import dataclasses
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from orchestrator.stages.batching import Seal
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Float32, Prompt, ScoredTrajectory
 from pipelinerl.transport.codec import Decoder
@@ -27,6 +28,11 @@ class Decision:
     """(row, place) in its step."""
     advantages: Float32 | None
     """[L] float32; None where it does not train."""
+
+    @property
+    def step(self) -> int | None:
+        """That it is placed in."""
+        return int(self.fate.removeprefix("step ")) if self.fate.startswith("step ") else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +88,7 @@ _prompts: Decoder[Prompt] = Decoder(Prompt)
 
 def read_recording(path: Path) -> Recording:
     """Raises `LedgerError` where there is no ledger."""
-    with _open(path) as database:
+    with open_ledger(path) as database:
         ends = "SELECT rollout_id, kind, reason FROM events WHERE rollout_id IN (SELECT rollout_id FROM samples) AND kind = ?"
         fates = {
             rollout_id: f"{kind}: {reason}" if reason else kind
@@ -111,7 +117,7 @@ def read_recording(path: Path) -> Recording:
 
 def read_drawn(path: Path) -> list[Drawn]:
     """Every prompt that was admitted, in order. Raises `LedgerError` where there is no ledger."""
-    with _open(path) as database:
+    with open_ledger(path) as database:
         query = "SELECT group_id, prompt_id, prompt, epoch, row FROM groups ORDER BY group_id"
         return [
             Drawn(
@@ -122,6 +128,17 @@ def read_drawn(path: Path) -> list[Drawn]:
             )
             for group_id, prompt_id, prompt, epoch, row in database.execute(query)
         ]
+
+
+def read_seals(path: Path) -> dict[int, Seal]:
+    """By step, every seal. Raises `LedgerError` where there is no ledger."""
+    with open_ledger(path) as database:
+        ledger_id = database.execute("SELECT id FROM ledger").fetchone()[0]
+        query = "SELECT step, num_tokens, place, seq FROM events WHERE kind = 'sealed' AND rollout_id IS NULL ORDER BY seq"
+        return {
+            step: Seal(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=f"{ledger_id}:{seq}")
+            for step, num_tokens, num_samples, seq in database.execute(query)
+        }
 
 
 def _settled(
@@ -135,7 +152,8 @@ def _settled(
 
 
 @contextlib.contextmanager
-def _open(path: Path):
+def open_ledger(path: Path) -> Iterator[sqlite3.Connection]:
+    """To read. Raises `LedgerError` where there is none, or one of another version."""
     if not path.is_file():
         raise LedgerError(f"no ledger at {path}: name the folder of a run")
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:

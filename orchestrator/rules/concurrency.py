@@ -26,22 +26,29 @@ class Concurrency:
         self._least = min(least, most)
         self._group_size = group_size
         self._used: dict[int, float] = {}
-        """By engine: what it said last."""
+        """By engine: what it said last, since the limit last fell."""
+        self._held: dict[int, int] = {}
+        """By engine: the rollouts it had then."""
         self._is_draining = False
 
-    def reported(self, engine_id: int, *, kv_used: float, num_outstanding: int) -> None:
-        """An engine says which part of its KV cache is in use; engines have so many rollouts in all."""
-        self._used[engine_id] = kv_used
+    def reported(self, engine_id: int, *, kv_used: float, num_held: int, num_outstanding: int) -> None:
+        """An engine says which part of its KV cache is in use, by how many rollouts; engines have so many in all by now.
+
+        What was there when a cache was full tells how many fit; by the time it is heard, most may be gone, and admission closed.
+        """
+        self._used[engine_id], self._held[engine_id] = kv_used, num_held
         fullest = max(self._used.values())
         self._is_draining = self._is_draining and num_outstanding > self.limit
         if self._is_draining:
             return
         if fullest > FULL:
-            self.limit = max(self._least, int(CUT * min(self.limit, num_outstanding)))
+            self.limit = max(self._least, int(CUT * min(self.limit, max(num_outstanding, sum(self._held.values())))))
             self._is_draining = True
+            self._used.clear()  # others said so before the limit fell: it is one and the same fullness
         elif fullest < ROOM and num_outstanding >= self.limit:
             self.limit = min(self._most, self.limit + self._group_size)
 
     def lost(self, engine_id: int) -> None:
         """An engine is gone: what it said holds no longer."""
         self._used.pop(engine_id, None)
+        self._held.pop(engine_id, None)

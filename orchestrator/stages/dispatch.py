@@ -107,13 +107,13 @@ class Dispatch:
         """By engine that dies: the prompts it had."""
         self._prompt_ids: dict[int, str] = {}
         """By group that has rollouts in engines."""
-        self._completions: Channel[tuple[Rollout, Completion, int]] = Channel(
+        self._answered: Channel[Trajectory] = Channel(
             "completions",
             giver="engines",
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,
-            label=lambda item: f"rollout {item[1].rollout_id}, attempt {item[1].attempt}, of engine-{item[2]}",
+            label=lambda item: f"rollout {item.rollout_id}, attempt {item.attempt}, of engine-{item.engine_id}",
         )
         engines.on_died(self._on_died)
         engines.on_joined(self._on_joined)
@@ -206,7 +206,7 @@ class Dispatch:
         if is_last and self._quarantine.came_through("engine", rollout.prompt.prompt_id):
             self._ledger.book("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(rollout.prompt.prompt_id))
             self._credits.set()
-        self._completions.put_now((rollout, completion, engine_id))  # bounded by admission: one for each rollout outstanding
+        self._book(rollout, completion, engine_id)
 
     def _lose(self, rollout: Rollout, engine_id: int) -> None:
         self._leave(rollout)
@@ -283,7 +283,7 @@ class Dispatch:
         if self._quarantine.holds(rollouts[0].prompt.prompt_id):
             del self._again[group_id]
             for rollout in rollouts:
-                self._completions.put_now((rollout, _quarantined(rollout), -1))  # bounded as in `_take`
+                self._book(rollout, _quarantined(rollout), -1)
             return
         may_take = {engine_id: num for engine_id, num in self._engines.outstanding().items() if self._may_take(engine_id, rollouts[0])}
         engine_id = route(may_take)
@@ -304,20 +304,24 @@ class Dispatch:
 
     # --- towards scoring ---
 
+    def _book(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        """An answer is in the ledger before anything that it makes room for."""
+        now_s = _now_s()
+        trajectory = trajectory_of(
+            completion,
+            prompt=rollout.prompt,
+            group_id=rollout.group_id,
+            sibling=rollout.sibling,
+            is_greedy=rollout.is_greedy,
+            engine_id=engine_id,
+            admitted_at=rollout.admitted_at,
+            finished_at=now_s,
+        )
+        self._ledger.generate(trajectory, now_s=now_s)
+        self._answered.put_now(trajectory)  # bounded by admission: one for each rollout outstanding
+
     async def _collect(self) -> None:
-        async for rollout, completion, engine_id in self._completions:
-            now_s = _now_s()
-            trajectory = trajectory_of(
-                completion,
-                prompt=rollout.prompt,
-                group_id=rollout.group_id,
-                sibling=rollout.sibling,
-                is_greedy=rollout.is_greedy,
-                engine_id=engine_id,
-                admitted_at=rollout.admitted_at,
-                finished_at=now_s,
-            )
-            self._ledger.generate(trajectory, now_s=now_s)
+        async for trajectory in self._answered:
             await self._trajectories.put(trajectory)
 
 

@@ -93,12 +93,14 @@ class Refresh:
 
     def _welcome(self, ready: TrainerReady) -> None:
         """Tell a trainer that starts the layout to publish in; the slots of the one before are gone."""
+        self._journal.write("trainer", version=ready.version)
         self._swaps.forget_slots()
         self._told = None
         self._engines.forgive()  # what they refused may be what the dying trainer left
         self._trainer.send("trainer-0", msgspec.structs.replace(self._layout_for(ready), lineage=self._swaps.lineage))
 
     def _announce(self, published: PolicyPublished) -> None:
+        self._journal.write("policy", **msgspec.structs.asdict(published))
         policy = Policy(age=(published.lineage, published.version), slot=published.slot, digest=published.digest)
         self._swaps.published(policy)
         self._admission.published(published.version)
@@ -181,7 +183,7 @@ class Refresh:
 
     def pin(self, engine: Engine) -> None:
         """Have an engine keep its version, once it has ended the swap that is under way; the others go on."""
-        self._swaps.pin(engine.engine_id, is_pinned=True)
+        self._pin(engine, is_pinned=True)
 
     def is_settled(self, engine: Engine) -> bool:
         """True where an engine has no swap under way."""
@@ -190,22 +192,29 @@ class Refresh:
     def unpin(self, engine: Engine) -> None:
         """Have an engine follow the newest policy again."""
         if self._engines.serves(engine):
-            self._swaps.pin(engine.engine_id, is_pinned=False)
+            self._pin(engine, is_pinned=False)
             self._order(engine)
+
+    def _pin(self, engine: Engine, *, is_pinned: bool) -> None:
+        self._journal.write("pin", engine_id=engine.engine_id, is_pinned=is_pinned)
+        self._swaps.pin(engine.engine_id, is_pinned=is_pinned)
 
     # --- what engines say ---
 
     def _on_joined(self, engine: Engine) -> None:
+        ready = engine.ready
+        self._journal.write("joined", engine_id=engine.engine_id, version=ready.version, lineage=ready.lineage, running=ready.running)
         self._swaps.joined(engine.engine_id, (engine.ready.lineage, engine.ready.version))
         self._order(engine)
         self._tell_trainer()
 
     def _on_died(self, engine_id: int) -> None:
+        self._journal.write("left", engine_id=engine_id)
         self._swaps.left(engine_id)
         self._tell_trainer()
 
     def _on_staged(self, peer: str, staged: WeightsStaged) -> None:
-        self._journal.write("staged", **{field: getattr(staged, field) for field in staged.__struct_fields__})
+        self._journal.write("staged", **msgspec.structs.asdict(staged))
 
     def _on_committed(self, peer: str, committed: WeightsCommitted) -> None:
         engine = self._engines.find(committed.engine_id)
@@ -214,13 +223,14 @@ class Refresh:
         if self._swaps.committed(engine.engine_id, (committed.lineage, committed.version)):
             self._engines.committed(engine, committed.version)
             self._progress.swapped(committed)
-            self._journal.write("swap", **{field: getattr(committed, field) for field in committed.__struct_fields__})
+            self._journal.write("swap", **msgspec.structs.asdict(committed))
         self._order_ended(engine)
 
     def _on_refused(self, peer: str, refused: WeightsRefused) -> None:
         engine = self._engines.find(refused.engine_id)
         if engine is None:
             return
+        self._journal.write("refused", **msgspec.structs.asdict(refused))
         is_news = self._swaps.refused(engine.engine_id, (refused.lineage, refused.version), refused.error)
         self._order_ended(engine)
         if is_news:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipelinerl.errors import DataError
 from pipelinerl.report.page import page
-from pipelinerl.report.reading import read_tables
+from pipelinerl.report.reading import has_journal, read_tables
 
 __all__ = ["write_report"]
 
@@ -27,8 +26,7 @@ def write_report(run_folder: Path) -> Path:
 
     Raises `DataError` where the folder holds no journal.
     """
-    if not any((run_folder / "journal").glob("*.jsonl")):
-        raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
+    has_journal(run_folder)
     path = run_folder / "report.html"
     unfinished = path.with_suffix(f".{os.getpid()}.html")
     unfinished.write_text(page(read_tables(run_folder)), encoding="utf-8")

@@ -18,7 +18,7 @@ from pipelinerl.report.figures import RATE_POINTS, RATE_SHORTEST_S, rolling_mean
 from pipelinerl.report.headline import Headline, headline
 from pipelinerl.report.markup import flat, table
 from pipelinerl.report.panels import figure, missing, time_unit
-from pipelinerl.report.reading import Tables, read_tables
+from pipelinerl.report.reading import Tables, has_journal, read_tables
 from pipelinerl.report.style import STYLE
 from pipelinerl.report.svg import Plot, Point, tag, words
 from pipelinerl.report.units import NOT_RECORDED, duration, milliseconds, percent, quantity, whole
@@ -45,8 +45,7 @@ def write_comparison(run_folders: Sequence[Path], *, path: Path) -> Path:
     if not 2 <= len(run_folders) <= len(COLOURS):
         raise DataError(f"{len(run_folders)} runs named; a comparison is of two to {len(COLOURS)}")
     for folder in run_folders:
-        if not any((folder / "journal").glob("*.jsonl")):
-            raise DataError(f"no journal in {folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
+        has_journal(folder)
     unfinished = path.with_suffix(f".{os.getpid()}.html")
     unfinished.write_text(comparison([read_tables(folder) for folder in run_folders]), encoding="utf-8")
     unfinished.replace(path)

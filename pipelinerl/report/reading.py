@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from pipelinerl.errors import DataError
 from pipelinerl.report import rows
 from pipelinerl.report.rows import EndRow, EvaluationRow, Failure, Line, Span, StatusRow, StepRow, SwapRow
 
@@ -181,6 +182,13 @@ def read_tables(run_folder: Path) -> Tables:
         failures=read_failures(run_folder),
         num_unreadable=tail.num_unreadable,
     )
+
+
+def has_journal(run_folder: Path) -> Path:
+    """The same folder; raises `DataError` where it holds no journal."""
+    if not any((run_folder / "journal").glob("*.jsonl")):
+        raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
+    return run_folder
 
 
 def read_failures(run_folder: Path) -> tuple[Failure, ...]:

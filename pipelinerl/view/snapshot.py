@@ -76,6 +76,7 @@ class Snapshot:
             "waits": [[name, seconds] for name, seconds in status.waits if _tells(name)],
             "engines": self._engines(status),
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
+            "prm": status.prm,
             "curves": self._curves(),
             "samples": [_sample(sample) for sample in reversed(self._samples)],
         }

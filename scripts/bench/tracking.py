@@ -1,14 +1,16 @@
 #!/usr/bin/env python
 """What does a tracker in trouble cost the run, and what does it lose? Weights & Biases down, slow and crashing, beside one real run.
 
-The demo's model on real vLLM and the real trainer, without a last step. Beside it, in turns: no tracker; one whose server refuses every
+The demo's model on real vLLM and the real trainer, without a last step. Beside it, in turns: a tracker whose server refuses every
 connection; one whose server takes connections and never answers; one whose server answers nonsense and whose service, a process of W&B's
-own, is killed every few seconds. Windows without a tracker stand before and after each of the others, in the same run, so that a machine
-that slows down slows both. A tracker's start (importing wandb, once per run) is not within a window. At the end everything is sent from the
-journal, offline, and W&B's own files are compared with it.
+own, is killed every few seconds. Each runs through short segments and is stopped (SIGSTOP, with all it has started) for every other one,
+so that a machine that slows down slows both: a segment's speed is held against the mean of the two around it, and the median of these
+ratios counts. It then has two segments' work to do in one, so this is twice what it costs, at most. As many segments without any tracker,
+halved in the same way, say how far such a median is from 1 by chance. A tracker's start (importing wandb, once per run) is not within a
+segment. At the end everything is sent from the journal, offline, and W&B's own files are compared with it.
 
-A tracker and the run share a disk and processors, and nothing else. So what a run can lose is the processor time a tracker takes, with all
-that it has started: that is what has a goal. The ratio of speeds says the same with the noise of a machine that others use, too.
+A tracker and the run share a disk and processors, and nothing else, so what a run can lose is told by the processor time, too, that a
+tracker takes with all it has started.
 """
 
 from __future__ import annotations
@@ -39,42 +41,59 @@ TROUBLES = ("down", "slow", "crashing")
 WARM_S = 8.0
 """A tracker's start: Python imports wandb, wandb starts its service."""
 KILL_EVERY_S = 5.0
-ROUNDS, WINDOW_S = 3, 10.0
-QUICK_ROUNDS, QUICK_WINDOW_S = 1, 3.0
+SEGMENTS, SEGMENT_S = 31, 3.0
+"""Odd: the first and the last are without a tracker. Shorter is told by too few steps; longer lets the machine change between two."""
+QUICK_SEGMENTS, QUICK_SEGMENT_S = 5, 0.6
 
 
 def main() -> None:
     arguments = harness.options(__doc__ or "").parse_args()
-    rounds, window_s = (QUICK_ROUNDS, QUICK_WINDOW_S) if arguments.quick else (ROUNDS, WINDOW_S)
+    segments, segment_s = (QUICK_SEGMENTS, QUICK_SEGMENT_S) if arguments.quick else (SEGMENTS, SEGMENT_S)
     rows: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as folder, _running(Path(folder)) as run_folder:
-        for number in range(rounds):
-            before = _window(run_folder, window_s)
-            for trouble in TROUBLES:
-                with _tracker(run_folder, trouble, warm_s=1.0 if arguments.quick and number else WARM_S) as cpu_s:
-                    spent = cpu_s()
-                    rate = _window(run_folder, window_s)
-                    spent = cpu_s() - spent
-                after = _window(run_folder, window_s)
-                rows.append(
-                    [number, trouble, (before + after) / 2, rate, 2 * rate / (before + after), spent / window_s / (os.cpu_count() or 1)]
-                )
-                print(rows[-1], flush=True)
-                before = after
+        for trouble in ("none", *(TROUBLES[:1] if arguments.quick else TROUBLES)):
+            with _tracker(run_folder, trouble) as tracker:
+                began, spent_s = time.time(), tracker.cpu_s()
+                speeds = _segments(run_folder, tracker, num=segments, seconds=segment_s)
+                used = (tracker.cpu_s() - spent_s) / (time.time() - began) / (os.cpu_count() or 1)
+            ratios = [2 * speeds[at] / (speeds[at - 1] + speeds[at + 1]) for at in range(1, segments, 2)]
+            rows.append([trouble, statistics.mean(speeds[::2]), statistics.median(ratios), _error(ratios), used])
+            print(rows[-1], flush=True)
         _end(run_folder)
         lost = _lost(run_folder)
+    noise = max(abs(rows[0][2] - 1), rows[0][3])
     goals = [
-        harness.Goal(name=f"{trouble}: part of the machine's processor time", value=_most(rows, trouble, 5), goal=0.01, at_least=False)
-        for trouble in TROUBLES
+        *(
+            harness.Goal(name=f"{trouble}: part of the machine's processor time", value=used, goal=0.01, at_least=False)
+            for trouble, _, _, _, used in rows[1:]
+        ),
+        *(
+            harness.Goal(name=f"{trouble}: speed over none (noise {noise:.3f})", value=ratio, goal=round(0.99 - noise, 4))
+            for trouble, _, ratio, _, _ in rows[1:]
+        ),
+        harness.Goal(name="steps missing in W&B afterwards", value=float(lost), goal=0, at_least=False),
     ]
-    goals.append(harness.Goal(name="steps missing in W&B afterwards", value=float(lost), goal=0, at_least=False))
-    columns = ["round", "W&B is", "tok/s without", "tok/s beside", "ratio", "processor time"]
-    ratios = sorted(row[4] for row in rows)
+    columns = ["W&B is", "steps/s without", "speed over none", "standard error", "processor time"]
     notes = [
-        f"windows of {window_s:g} s, {rounds} rounds; the goals are about the worst window of each kind",
-        f"speed over no tracker: median {statistics.median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}",
+        f"{segments} segments of {segment_s:g} s each, every other without; medians of {segments // 2} ratios",
+        f"noise: the larger of how far two halves without any tracker are apart, and of the standard error of that; here {noise:.4f}",
     ]
     harness.finish("tracking", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
+
+
+def _segments(run_folder: Path, tracker: Tracker, *, num: int, seconds: float) -> list[float]:
+    """Steps per second in each segment, the tracker running in every second one."""
+    speeds: list[float] = []
+    for number in range(num):
+        tracker.let_run(number % 2 == 1)
+        speeds.append(_window(run_folder, seconds))
+    tracker.let_run(True)
+    return speeds
+
+
+def _error(ratios: list[float]) -> float:
+    """Of their median, as of a normal distribution's: 1.25 standard errors of the mean."""
+    return 1.2533 * statistics.stdev(ratios) / len(ratios) ** 0.5
 
 
 @contextlib.contextmanager
@@ -108,30 +127,55 @@ def _end(run_folder: Path) -> None:
         time.sleep(0.5)
 
 
+class Tracker:
+    """A tracker and whatever it has started; `process_id` None: there is none."""
+
+    def __init__(self, process_id: int | None) -> None:
+        self.process_id = process_id
+
+    def cpu_s(self) -> float:
+        """Processor seconds so far."""
+        return sum(self.tree().values())
+
+    def tree(self) -> dict[int, float]:
+        """Its processes, with their processor seconds."""
+        return {} if self.process_id is None else _tree(self.process_id)
+
+    def let_run(self, runs: bool) -> None:
+        """Stop it where it stands, or let it go on."""
+        for process in self.tree():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT if runs else signal.SIGSTOP)
+
+
 @contextlib.contextmanager
-def _tracker(run_folder: Path, trouble: str, *, warm_s: float) -> Iterator[Any]:
-    """A tracker beside the run, in trouble; gives what tells the processor seconds it and its children have spent."""
+def _tracker(run_folder: Path, trouble: str) -> Iterator[Tracker]:
+    """A tracker beside the run, in trouble."""
+    if trouble == "none":
+        yield Tracker(None)
+        return
     with _server(trouble) as port, open(run_folder / "logs" / "track-wandb.log", "a") as log:
         environment = os.environ | {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
-        tracker = subprocess.Popen(command(run_folder, "wandb"), env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command(run_folder, "wandb"), env=environment, stdout=log, stderr=log, start_new_session=True)
+        tracker = Tracker(process.pid)
         over = threading.Event()
 
         def kill() -> None:
             while not over.wait(KILL_EVERY_S):
-                _kill(set(_tree(tracker.pid)) - {tracker.pid})
+                _kill(set(tracker.tree()) - {process.pid})
 
         killer = threading.Thread(target=kill)
-        time.sleep(warm_s)
+        time.sleep(WARM_S)
         if trouble == "crashing":
             killer.start()
         try:
-            yield lambda: sum(_tree(tracker.pid).values())
+            yield tracker
         finally:
             over.set()
             if killer.is_alive():
                 killer.join()
-            _kill(_tree(tracker.pid))
-            tracker.wait()
+            _kill(tracker.tree())
+            process.wait()
 
 
 def _kill(processes: Iterable[int]) -> None:
@@ -172,11 +216,13 @@ def _server(trouble: str) -> Iterator[int]:
 
 
 def _window(run_folder: Path, seconds: float) -> float:
-    """Tokens generated per second, over a window that begins now, by the run's own gauges."""
+    """Steps per second from now on, for about so long and at least two of them, from the end of one step to the end of another."""
     began = time.time()
-    time.sleep(seconds + 0.6)
-    gauges = [(line["t"], line["generated_tokens"]) for line in _lines(run_folder) if line["kind"] == "status" and line["t"] >= began]
-    return (gauges[-1][1] - gauges[0][1]) / (gauges[-1][0] - gauges[0][0])
+    ends: list[float] = []
+    while time.time() < began + seconds or len(ends) < 3:
+        time.sleep(0.2)
+        ends = [line["t"] for line in _lines(run_folder) if line["kind"] == "step" and line["t"] >= began]
+    return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 def _lost(run_folder: Path) -> int:
@@ -207,10 +253,6 @@ def _tree(root: int) -> dict[int, float]:
     while more := {process for process, parent in parents.items() if parent in found} - found:
         found |= more
     return {process: seconds[process] for process in found if process in seconds}
-
-
-def _most(rows: list[list[Any]], trouble: str, column: int) -> float:
-    return max(row[column] for row in rows if row[1] == trouble)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import shutil
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +26,8 @@ from pipelinerl.config_file import load_run, parse
 from pipelinerl.errors import ConfigError, LedgerError
 from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
 from pipelinerl.tokenizer import load_tokenizer
+from tests.sim.peers import World
+from tests.sim.run import config, run
 from tests.tiny_models import make_tokenizer
 
 REWARDS = Path(__file__).parents[1] / "scorer" / "example_rewards.py"
@@ -44,8 +51,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "batch": {"groups_per_step": 1},
         "scorer": {"slots": 1},
     }
-    config = parse(tree, origin="test")
-    (folder / "config.json").write_text(config.model_dump_json())
+    settings = parse(tree, origin="test")
+    (folder / "config.json").write_text(settings.model_dump_json())
     tokenizer = load_tokenizer(folder / "model")
     groups = [_group(number, texts, tokenizer) for number, texts in enumerate(COMPLETIONS)]
     members = {member.trajectory.rollout_id: member for group in groups for member in group.members}
@@ -54,7 +61,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ledger.admit(group.group_id, group.prompt, group_size=2, position=(0, group.group_id + 1), now_s=0.0)
             for member in group.members:
                 ledger.score(member, now_s=0.0)
-        asyncio.run(batch_again(config, groups, scored=members, folder=folder, ledger=ledger))
+        asyncio.run(batch_again(settings, groups, scored=members, folder=folder, ledger=ledger))
         ledger.saved(2, "commit", now_s=1.0)
     return folder
 
@@ -135,7 +142,9 @@ def test_a_reward_that_does_not_load_is_told(run_folder: Path) -> None:
 
 
 def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(ConfigError, match=r"dispatch cannot be replayed: .* only engines can repeat"):
+    with pytest.raises(ConfigError, match=r"following cannot be replayed: it needs its process reward model"):
+        replay(run_folder, stages=["following"], overrides=[])
+    with pytest.raises(LedgerError, match="no recorded entry"):
         replay(run_folder, stages=["dispatch"], overrides=[])
     monkeypatch.setattr("sys.argv", ["replay", str(run_folder / "nowhere"), "--stage=scoring"])
     with pytest.raises(SystemExit):
@@ -182,3 +191,81 @@ def test_a_folder_without_records_is_told(run_folder: Path, tmp_path: Path) -> N
     Ledger(tmp_path / "ledger.sqlite").close()
     with pytest.raises(LedgerError, match="no recorded group"):
         replay(tmp_path, stages=["scoring"], overrides=[])
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run of eight steps on three engines, some of whose swaps fail, as its orchestrator left it."""
+    folder = tmp_path_factory.mktemp("simulated")
+    settings = config(engine={"count": 3, "max_running": 8}, trainer={"steps": 8}, run={"record_groups": 1000})
+    world = World(refused_fraction=0.1, mean_tokens=40)
+    assert run(settings, folder=folder, world=world, is_recorded=True).ending.reason == "finished"
+    return folder
+
+
+def replayed(folder: Path, stage: str, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    replay(folder, stages=[stage], overrides=list(overrides))
+    return capsys.readouterr().out
+
+
+def changed(folder: Path, to: Path, *, line: Callable[[dict[str, Any]], bool] = lambda line: True, sql: str = "") -> Path:
+    """A copy of a run folder, with the journal lines that `line` keeps, and a ledger that was tampered with."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("replay"))
+    journal = to / "journal" / "orchestrator.jsonl"
+    journal.write_text("".join(text for text in journal.read_text().splitlines(keepends=True) if line(json.loads(text))))
+    with contextlib.closing(sqlite3.connect(to / "ledger.sqlite")) as ledger, ledger:
+        ledger.executescript(sql)
+    return to
+
+
+def test_dispatch_asks_the_engines_that_it_asked_when_it_did(simulated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = replayed(simulated, "dispatch", capsys)
+    num_attempts = int(re.findall(r"dispatch: (\d+) attempts", said)[0])
+    assert num_attempts >= 256
+    assert f"{num_attempts} of the recorded engine at the recorded version, 0 of another, 0 not asked for" in said
+    assert "0 later and 0 earlier" in said
+    assert "in the recorded order" in said
+
+
+def test_an_engine_that_answered_otherwise_gets_other_groups(simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    later = "UPDATE events SET t = t + 0.5 WHERE kind = 'generated' AND peer = 'engine-1' AND rollout_id LIKE '1/%'"
+    said = replayed(changed(simulated, tmp_path / "run", sql=later), "dispatch", capsys)
+    assert re.search(r", [1-9]\d* of another", said)
+    assert re.search(r"rollout \d+/0, attempt 0: engine-1 at version 0 -> engine-[02] at version 0", said)
+
+
+def test_a_tighter_bound_has_groups_wait(simulated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = replayed(simulated, "dispatch", capsys, "pipeline.max_staleness=0")
+    late, early = map(int, re.findall(r"asked for ([\d,]+) later and ([\d,]+) earlier", said)[0])
+    assert late > 100
+    assert early == 0
+
+
+def test_refresh_orders_what_it_ordered_and_an_answer_that_never_came_is_seen(
+    simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = replayed(simulated, "refresh", capsys)
+    assert re.search(r"refresh: 8 policies, 3 engines, \d+ orders; 0 engines differ", said)
+    assert said.count("order to commit median") == 3
+    silent = changed(
+        simulated, tmp_path / "run", line=lambda line: (line["kind"], line.get("engine_id"), line.get("version")) != ("swap", 1, 2)
+    )
+    said = replayed(silent, "refresh", capsys)
+    assert "1 engines differ" in said
+    assert "  engine-1: order 3: policy 3 -> policy 4" in said, "it has the second open while the third is published, and skips it"
+
+
+def test_delivery_gives_replicas_what_was_packed_also_to_more_of_them(
+    simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = replayed(simulated, "delivery", capsys)
+    num_rows = int(re.findall(r"delivery: steps 0 to 7, (\d+) rows to 1 replicas; 0 differ", said)[0])
+    assert f"{num_rows} waves" in said
+    said = replayed(simulated, "delivery", capsys, "trainer.ranks=3")
+    assert f"{num_rows} rows to 3 replicas; 0 differ" in said
+    lines = [json.loads(line) for line in (simulated / "replay" / "delivery.jsonl").read_text().splitlines()]
+    assert {line["replica"] for line in lines} == {0, 1, 2}
+    assert sum(bool(line["rollouts"]) for line in lines) == num_rows
+    wrong = "UPDATE events SET num_tokens = num_tokens + 1 WHERE kind = 'sealed' AND step = 3"
+    said = replayed(changed(simulated, tmp_path / "run", sql=wrong), "delivery", capsys)
+    assert re.search(r"step 3: its seal says tokens \d+ to replica 0, its rows hold \d+", said)

@@ -122,6 +122,8 @@ class Circumstances:
     """None: one of the world's seed."""
     stop_at_s: float | None = None
     """When somebody stops the run."""
+    is_recorded: bool = False
+    """Leave a run folder, as a real run does, in place of a ledger in memory."""
     limit_s: float = 1e6
     """Simulated seconds after which a run that has neither finished nor failed counts as one that hangs."""
 
@@ -135,7 +137,10 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
     hubs = [MemoryHub(accepts=accepts, weather=given.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
     record = peers.TrainerRecord()
     loop = asyncio.get_running_loop()
-    with contextlib.closing(Ledger(None)) as ledger, contextlib.closing(Journal(folder, "orchestrator")) as journal:
+    path = folder / "ledger.sqlite" if given.is_recorded else None
+    ledger, journal = Ledger(path, keep_groups=settings.run.record_groups), Journal(folder, "orchestrator", clock=loop.time)
+    (folder / "config.json").write_text(settings.model_dump_json())
+    with contextlib.closing(ledger), contextlib.closing(journal):
         pipeline = Pipeline(
             settings,
             engine_hub=hubs[0],

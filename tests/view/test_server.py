@@ -98,6 +98,8 @@ def test_a_real_browser_draws_the_run_and_runs_nothing_that_a_sample_says(run_fo
     assert "<title>synthetic: pipelinerl</title>" in drawn
     for stage in ("prompts", "dispatch", "scoring", "batching", "delivery", "trainer"):
         assert f">{stage}</text>" in drawn
+    assert ">following</text>" not in drawn
+    assert ">comparing</text>" not in drawn
     assert drawn.count("<polyline") >= 7
     assert "&lt;img src=x" in drawn
     assert re.search(r"/s</text>", drawn), "rates stand over the arrows"
@@ -106,6 +108,48 @@ def test_a_real_browser_draws_the_run_and_runs_nothing_that_a_sample_says(run_fo
     tints = re.findall(r'<span class="token" title="sampled under version (\d)" style="background: ([^"]+?);?">', drawn)
     assert [version for version, _ in tints] == ["6", "6", "7"]
     assert len({colour for _, colour in tints}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Path) -> None:
+    queue = {"items": 7, "bytes": 70, "bound_bytes": 100, "ever": 99}
+    status = {
+        "queues": dict.fromkeys(("prompts", "written", "trajectories", "scored", "followed", "compared", "rows"), queue),
+        "waits": [
+            {"stage": "following", "what": "step scores", "seconds": 1.5},
+            {"stage": "comparing", "what": "followed", "seconds": 2.5},
+        ],
+        "prm": {"num_steps": 321, "num_waiting_tokens": 45, "num_stopped": 6},
+    }
+    with open(run_folder / "journal" / "orchestrator.jsonl", "a") as file:
+        for line in ({"t": 2e9, "kind": "run", "config": {}}, {"t": 2e9, "kind": "status", **status}):  # it goes on
+            file.write(json.dumps(line) + "\n")
+    with served(run_folder) as view:
+        drawn = browser(view.address)
+    names = (
+        "dispatch",
+        "7 written",
+        "7 trajectories",
+        "scoring",
+        "7 scored",
+        "7 followed",
+        "comparing",
+        "7 compared",
+        "batching",
+        "7 rows",
+    )
+    places = [float(re.search(rf'x="([\d.]+)"[^>]*>{name}</text>', drawn)[1]) for name in names]  # pyright: ignore[reportOptionalSubscript]
+    assert places == sorted(places), "from left to right as samples go"
+    for text in (
+        "following",
+        "waits for step scores, 1.5 s",
+        "waits for followed",
+        "process reward model",
+        "321 steps, 6 stopped",
+        "45 tokens wait",
+    ):
+        assert f">{text}</text>" in drawn
 
 
 def browser(address: str) -> str:

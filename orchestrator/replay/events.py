@@ -1,0 +1,87 @@
+"""What a run's ledger and journal say of the stages that wait for engines and trainer, on one clock, in the order in which it happened.
+
+Of a run that was resumed this is the first life: what a later one began with is in no recording, only in the memory of that moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from orchestrator.replay.recorded import open_ledger
+from pipelinerl.errors import LedgerError
+from pipelinerl.metrics import read_journal
+
+TURN_S = 0.002
+"""What a stage hears within so short a time, without an answer in between, it hears at once, as from one turn of the orchestrator's loop.
+More would have it answer later than it did; less would have it answer to half of what it knew."""
+_APART_S = 5e-6
+"""Between two turns; several times what simulated time tells apart."""
+_COLUMNS: tuple[str, ...] = (
+    "t",
+    "kind",
+    "rollout_id",
+    "group_id",
+    "prompt_id",
+    "attempt",
+    "step",
+    "row",
+    "place",
+    "peer",
+    "reason",
+    "newest",
+    "num_tokens",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A line of the journal, or an entry of the ledger."""
+
+    t: float
+    """Seconds since the run began."""
+    kind: str
+    fields: dict[str, Any]
+
+
+def read_events(run_folder: Path, *, kinds: Collection[str]) -> list[Event]:
+    """Those of these kinds, of a run's first life. Raises `LedgerError` where nothing is recorded, or an earlier version recorded it."""
+    began, ended, entries = _read_ledger(run_folder, kinds)
+    journal = run_folder / "journal" / "orchestrator.jsonl"
+    lines = [line for line in read_journal(journal) if line["t"] < ended] if journal.is_file() else []
+    if lines and not any(line["kind"] == "joined" for line in lines):
+        raise LedgerError(f"{journal} says nothing of engines that joined: it was recorded by an earlier version, or no engine came")
+    entries = [(line["t"], str(line["kind"]), line) for line in lines if line["kind"] in kinds] + entries
+    entries.sort(key=lambda entry: entry[0])
+    return [Event(t=t - began, kind=kind, fields=fields) for t, kind, fields in entries]
+
+
+def in_turns(events: list[Event], *, answers: Collection[str]) -> Iterator[Event]:
+    """What a stage heard, each with the time of its turn: `answers` are what it said itself, and come out no more."""
+    turn: list[Event] = []
+    last = -1.0
+    for event in [*events, None]:
+        if turn and (event is None or event.kind in answers or event.t - turn[0].t > TURN_S):
+            last = max(turn[-1].t, last + _APART_S)
+            yield from (dataclasses.replace(each, t=last) for each in turn)
+            turn = []
+        if event is not None and event.kind not in answers:
+            turn.append(event)
+
+
+def _read_ledger(run_folder: Path, kinds: Collection[str]) -> tuple[float, float, list[tuple[float, str, dict[str, Any]]]]:
+    """When the first life began and the second did, in Unix seconds, and what the ledger has in between."""
+    with open_ledger(run_folder / "ledger.sqlite") as database:
+        lives = database.execute("SELECT seq, t, reason FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq").fetchall()
+        if not lives:
+            raise LedgerError(f"{run_folder} has no recorded entry: its run has not begun")
+        unix_s = [json.loads(reason)["unix_s"] for _, _, reason in lives]
+        offset = unix_s[0] - lives[0][1]
+        marks = ", ".join("?" * len(kinds))
+        query = f"SELECT {', '.join(_COLUMNS)} FROM events WHERE kind IN ({marks}) AND seq < ? ORDER BY seq"
+        found = database.execute(query, (*kinds, lives[1][0] if len(lives) > 1 else 2**62))
+        entries = [(row[0] + offset, row[1], dict(zip(_COLUMNS, row, strict=True))) for row in found]
+    return unix_s[0], unix_s[1] if len(unix_s) > 1 else float("inf"), entries
