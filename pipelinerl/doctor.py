@@ -131,7 +131,7 @@ def look(folder: Path) -> Machine:
         can_bind=_can_bind(),
         can_resolve=_can_resolve(),
         has_curve=_has_curve(),
-        slurm=_say("sinfo", "--version").strip(),
+        slurm=_say("sinfo", "--version").strip() or ("installed, but knows no cluster" if shutil.which("sinfo") else ""),
     )
 
 
@@ -225,7 +225,7 @@ def _network(machine: Machine) -> Iterator[Finding]:
     if not machine.has_curve:
         yield Finding(level=Level.FAIL, what="ZeroMQ", found="built without CURVE", do="pip install --force-reinstall pyzmq")
     found = machine.slurm or "not installed"
-    yield Finding(level=Level.OK if machine.slurm else Level.NOTE, what="Slurm", found=found)
+    yield Finding(level=Level.OK if found.startswith("slurm") else Level.NOTE, what="Slurm", found=found)
 
 
 def _unmet() -> Iterator[str]:

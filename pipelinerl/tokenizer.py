@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +23,8 @@ def load_tokenizer(folder: Path) -> Any:
         return TokenizerClass.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain `Exception` for a damaged file
         raise ConfigError(f"model.path: the tokenizer of {folder} cannot be loaded: {error}") from error
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """What turns a completion's tokens into the text that is scored: without an end of sequence, or other special tokens."""
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)

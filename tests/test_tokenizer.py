@@ -1,4 +1,4 @@
-"""A tokenizer that cannot be loaded is named with its folder, whatever is wrong with it."""
+"""A tokenizer that cannot be loaded is named with its folder, whatever is wrong with it; and what is scored is text alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.tokenizer import load_tokenizer
+from pipelinerl.tokenizer import decoder, load_tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": "1.0"}', "[]"], ids=["empty", "cut off", "no model", "no object"])
@@ -20,3 +20,12 @@ def test_a_damaged_tokenizer_is_named_with_its_folder(tmp_path: Path, text: str)
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"the tokenizer of {tmp_path} cannot be loaded: ."):
         load_tokenizer(tmp_path)
+
+
+def test_an_end_of_sequence_is_no_part_of_the_text_that_is_scored(tmp_path: Path):
+    from tests.tiny_models import make_tokenizer
+
+    make_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    token_ids = [*tokenizer.encode("1+1", add_special_tokens=False), tokenizer.eos_token_id]
+    assert decoder(tokenizer)(token_ids) == "1+1"

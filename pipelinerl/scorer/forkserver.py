@@ -30,7 +30,7 @@ from pipelinerl.messages import Message
 from pipelinerl.process import die_with_parent
 from pipelinerl.scorer.calls import PACKET_BYTES, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
 from pipelinerl.scorer.worker import Decode, run_worker
-from pipelinerl.tokenizer import load_tokenizer
+from pipelinerl.tokenizer import decoder, load_tokenizer
 from pipelinerl.transport.codec import Decoder, encode
 
 REAP_DEADLINE_S = 5.0
@@ -171,7 +171,7 @@ def load_decode(model_path: str) -> Decode:
         raise
     except Exception as error:  # for a damaged file, transformers and its tokenizers raise what they like
         raise ConfigError(f"model.path: the tokenizer of {model_path} cannot be loaded: {type(error).__name__}: {error}") from error
-    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+    return decoder(tokenizer)
 
 
 def _adopt_orphans() -> None:

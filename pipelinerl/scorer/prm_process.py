@@ -19,7 +19,7 @@ from pipelinerl.metrics import Journal
 from pipelinerl.process import last_words, read_config
 from pipelinerl.scorer.prm import PrmScorer, StepScorer
 from pipelinerl.scorer.prm_server import PrmServer, convention_of
-from pipelinerl.tokenizer import load_tokenizer
+from pipelinerl.tokenizer import decoder, load_tokenizer
 from pipelinerl.transport.zmq import ZmqLink
 
 
@@ -41,7 +41,7 @@ def main() -> None:
             server = PrmServer(
                 scorer,
                 config.prm,
-                decode=tokenizer.decode,
+                decode=decoder(tokenizer),
                 link=link,
                 journal=journal,
                 prm_id=arguments.index,

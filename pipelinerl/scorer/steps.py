@@ -43,6 +43,8 @@ class Splitter:
         `separator` is what stands between steps; None: a blank line.
         """
         self._between = _BLANK_LINE if separator is None else re.compile(re.escape(separator))
+        self._separator_length = 0 if separator is None else len(separator)
+        """0 where it is a blank line."""
         self._decode = decode
         self._max_steps = max_steps
         self._token_ids: list[int] = []
@@ -54,7 +56,7 @@ class Splitter:
         self._start = 0
         """Character at which the step being written begins."""
         self._searched = 0
-        """Before this character no blank line is left to find."""
+        """Before this character no separator begins that is left to find."""
         self._num_steps = 0
         self._last_end = -1
 
@@ -93,7 +95,7 @@ class Splitter:
             position = blank.end()
             if position == len(self._text):
                 position = blank.start()
-                break  # more white space may follow, and belongs to it
+                break  # more white space may follow, and belongs to it; and the next step has not begun
             text = self._text[self._start : blank.start()]
             end = self._token_before(position)
             if _is_open(text) or end <= self._last_end:
@@ -101,7 +103,7 @@ class Splitter:
             if text.strip():
                 steps.append(self._step(text.strip(), end=end))
             self._start = position
-        self._searched = len(self._text)
+        self._searched = max(position, len(self._text) - self._separator_length)  # one may have come in part, or stand at the very end
         while self._searched > position and self._text[self._searched - 1].isspace():
             self._searched -= 1
         return steps

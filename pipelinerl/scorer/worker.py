@@ -91,6 +91,7 @@ class _Inbox:
 
 
 def _serve(inbox: _Inbox, scoring: Scoring, channel: socket.socket) -> None:
+    process_id = os.getpid()
     while inbox.read(may_wait=not inbox.calls):
         if not inbox.calls:
             continue
@@ -101,4 +102,6 @@ def _serve(inbox: _Inbox, scoring: Scoring, channel: socket.socket) -> None:
             answer = Skipped(ticket_id=call.ticket_id)
         else:
             answer = scoring.score(call)
+            if os.getpid() != process_id:
+                os._exit(0)  # a function forked, and returned in the child, too: a second answer would be charged to the next call
         channel.sendall(frame(answer))

@@ -61,6 +61,8 @@ class Road:
     damage: Callable[[str], None]
     """Cut the bytes of a published slot in half, where they are."""
     layout: tuple[Tensor, ...] = LAYOUT
+    made: Callable[[int], dict[str, torch.Tensor]] = tensors
+    """The weights of a version."""
     hasty: Callable[[], Receiver] | None = None
     """Makes one that soon gives up waiting, where a road waits at all."""
 
@@ -68,7 +70,7 @@ class Road:
         """Publish random weights; `tamper` may spoil the bytes after their digests were taken, or the manifest."""
         slot = self.pool.acquire(1.0)
         assert slot is not None
-        made = tensors(version)
+        made = self.made(version)
         for name, view in views(slot.buffer, self.layout).items():
             view.copy_(made[name].reshape(view.shape) if name in made else torch.zeros(()))
         manifest = seal(version, slot.buffer, self.layout)

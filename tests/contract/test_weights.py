@@ -1,4 +1,7 @@
-"""What every road of the weights promises, and the version transaction over each: fetched as published, bit for bit, or refused."""
+"""What every road of the weights promises, and the version transaction over each: fetched as published, bit for bit, or refused.
+
+Adapters that travel alone run through the cases that are theirs in `tests/e2e/test_adapters.py`, which has the engine they need.
+"""
 
 from __future__ import annotations
 

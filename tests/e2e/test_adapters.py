@@ -1,7 +1,13 @@
-"""LoRA adapters as policies on real vLLM: versions side by side, every token stamped with the one that sampled it."""
+"""LoRA adapters as policies on real vLLM: versions side by side, every token stamped with the one that sampled it.
+
+Adapters also keep the roads' common promises (`tests/contract/test_weights.py`), over shared memory, files and gloo. Over NCCL and CUDA IPC
+they do not run there: an engine on a CPU does not take policies from stand-ins of devices, and the bytes that travel are bytes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +16,15 @@ import pytest
 
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
+from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWeights, WeightsCommitted, WeightsStaged
 
 if TYPE_CHECKING:
     import torch
 
+    from pipelinerl.engine.vllm_engine import VllmEngine
     from pipelinerl.messages import Tensor
+    from tests.contract.roads import Road
     from tests.real_engine import Publisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -123,13 +132,83 @@ def assert_same(found: Completion, expected: Completion, *, name: str) -> None:
     print(f"{name}: {parted} of {len(pairs)} tokens the same")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taker:
+    """A real engine that takes adapters, as the roads' contract knows engines."""
+
+    intake: VllmEngine
+
+    def take(self, order: StageWeights) -> None:
+        self.intake.stage(order)
+        self.intake.commit()
+
+    def holds(self, version: int) -> bool:
+        """The newest adapter, in the row that forward passes read, is this version's, bit for bit."""
+        adapters = self.intake._adapters
+        assert adapters is not None
+        row = adapters._row_of(next(reversed(adapters._versions)))
+        expected = adapter(self.intake.limits.tensors, version)
+        layers = {name: layer for name, layer in adapters._manager.modules.items() if name.endswith("down_proj")}
+        assert layers
+        return all(
+            layer.lora_a_stacked[0][row, 0, :RANK].equal(expected[f"base_model.model.{name}.lora_A.weight"])
+            and layer.lora_b_stacked[0][row, 0, :, :RANK].equal(expected[f"base_model.model.{name}.lora_B.weight"] * (ALPHA / RANK))
+            for name, layer in layers.items()
+        )
+
+
+def fresh_roads(engine: VllmEngine, folder: Path, *, num: int) -> Iterator[Road]:
+    """Roads of every kind, so many of each, over each of which the engine has taken version 0."""
+    from tests.contract.roads import ROADS
+
+    layout = engine.limits.tensors
+    for name in ("shared_memory", "files", "gloo"):
+        for number in range(num):
+            own = (
+                folder if name == "files" else folder / str(number)
+            )  # engines know slots in shared memory by name, and names by the folder
+            road = dataclasses.replace(ROADS[name](own, layout), made=lambda version: adapter(layout, version))
+            Taker(intake=engine).take(road.publish(0))
+            yield road
+            road.pool.close()
+
+
+def keep_the_contract(engine: VllmEngine, folder: Path) -> None:
+    """What every road promises, of adapters alone. Two engines of the contract are one and the same here."""
+    from tests.contract import test_weights as contract
+
+    taker = Taker(intake=engine)
+    cases = (
+        lambda road: contract.test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road, [taker]),
+        lambda road: contract.test_an_engine_may_skip_policies_and_load_the_newest_late(road, [taker, taker]),
+        lambda road: contract.test_a_policy_staged_twice_or_staged_over_is_committed_once(road, [taker]),
+        lambda road: contract.test_a_failed_staging_takes_back_what_was_staged_before(road, [taker]),
+        lambda road: contract.test_an_order_with_another_digest_is_refused(road, [taker]),
+        lambda road: contract.test_a_truncated_policy_is_refused_and_harms_no_other_engine(road, [taker, taker]),
+        lambda road: contract.test_a_damaged_policy_is_refused_the_old_one_stays_and_the_next_is_taken(
+            road, [taker], contract.flip_a_bit, r"1 of 12 tensors of policy 2: .*lora_[AB].weight .* not taken"
+        ),
+        lambda road: refuse_another_layout(taker, road),
+    )
+    for number, road in enumerate(fresh_roads(engine, folder, num=len(cases))):
+        cases[number % len(cases)](road)
+    contract.test_a_name_that_is_no_slot_is_refused([taker], "../etc/passwd")  # pyright: ignore[reportArgumentType]
+
+
+def refuse_another_layout(taker: Taker, road: Road) -> None:
+    road.layout = road.layout[:-1]
+    with pytest.raises(WeightsError, match="missing: base_model"):
+        taker.intake.stage(road.publish(1))
+    assert taker.holds(0)
+
+
 def side_by_side(folder: Path, weights: dict[str, torch.Tensor]) -> tuple[dict[str, Completion], dict[int, dict[str, torch.Tensor]]]:
     """What sequences sampled under random adapters that were served side by side, and the adapters; stamps are judged before."""
     from pipelinerl.weights.adapters import AdapterShape
     from tests import real_engine, tiny_models
 
     shape = AdapterShape(rank=RANK, alpha=ALPHA, targets=TARGETS, num_versions=SIDE_BY_SIDE)
-    with real_engine.vllm_engine(folder, adapters=shape) as engine, StagingThread(engine) as stager:
+    with real_engine.vllm_engine(folder, adapters=shape, policies=folder / "weights") as engine, StagingThread(engine) as stager:
         layout = engine.limits.tensors
         assert len(layout) == 2 * 2 * len(TARGETS)
         shapes = {tensor.name: tensor.shape for tensor in layout}
@@ -141,6 +220,7 @@ def side_by_side(folder: Path, weights: dict[str, torch.Tensor]) -> tuple[dict[s
         replies = under_every_version(loop, publisher, adapters)
         judge_rollback(loop, publisher, forced[NUM_POLICIES], version=max(adapters) - 1)
         publisher.close()
+        keep_the_contract(engine, folder)
     return replies, adapters
 
 

@@ -114,6 +114,12 @@ def _open_files() -> dict[int, str]:
     return found
 
 
+def _fork(columns: dict[str, Any]) -> float:
+    """Return twice."""
+    os.fork()
+    return 7.0
+
+
 def _start_daemon(columns: dict[str, Any]) -> float:
     """Leave a process that is no child of this one, and go on for a while."""
     if os.fork() == 0:
@@ -138,6 +144,7 @@ _ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "children": _leave_children_and_hang,
     "die with children": _leave_children_and_die,
     "daemon": _start_daemon,
+    "fork": _fork,
     "sleep": _sleep,
     "raise": _fail,
     "exit": lambda columns: sys.exit("leaving"),

@@ -67,6 +67,11 @@ def test_failure_is_a_named_outcome_without_a_reward_and_the_slot_recovers(
     assert {answer.reward for answer in after.values()} == {10.5}
 
 
+def test_function_that_returns_in_a_forked_child_too_is_answered_once_and_costs_nobody_else(scorer: Scorer) -> None:
+    for _ in range(2):
+        assert [scorer.ask(text).components["act"] for text in ("fork", "one")] == [7.0, 1.0]
+
+
 def test_hanging_call_is_answered_at_its_deadline(scorer: Scorer) -> None:
     begin = time.monotonic()
     answer = scorer.ask("hang")

@@ -20,9 +20,9 @@ def by_bytes(token_ids: Sequence[int]) -> str:
     return bytes(token_ids).decode(errors="replace")
 
 
-def split(text: str, *, sizes: Sequence[int] = (1,), max_steps: int = 100) -> list[Step]:
+def split(text: str, *, sizes: Sequence[int] = (1,), max_steps: int = 100, separator: str | None = None) -> list[Step]:
     token_ids = list(text.encode())
-    splitter, steps, start, turn = Splitter(by_bytes, max_steps=max_steps), [], 0, 0
+    splitter, steps, start, turn = Splitter(by_bytes, max_steps=max_steps, separator=separator), [], 0, 0
     while start < len(token_ids):
         size = sizes[turn % len(sizes)]
         steps += splitter.feed(token_ids[start : start + size])
@@ -57,6 +57,13 @@ def test_any_text_gives_the_same_steps_in_any_chunks_with_rising_ends_and_nothin
     ends = [step.end for step in steps]
     assert ends == sorted(set(ends))
     assert "".join("".join(step.text.split()) for step in steps) == "".join(text.split())
+
+
+@given(st.text(alphabet="ab<|>", max_size=40), st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_any_separator_is_found_wherever_chunks_end(text: str, sizes: list[int]) -> None:
+    steps = split(text, sizes=sizes, separator="<|>")
+    assert steps == split(text, sizes=(1000,), separator="<|>")
+    assert [step.text for step in steps] == [piece for piece in text.split("<|>") if piece]
 
 
 def test_step_is_known_as_soon_as_the_next_one_begins_and_not_before() -> None:
