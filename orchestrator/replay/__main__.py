@@ -18,6 +18,7 @@ from orchestrator.replay.batching import batch_again
 from orchestrator.replay.delivery import deliver_again
 from orchestrator.replay.differences import say_batches, say_prompts, say_scores
 from orchestrator.replay.dispatch import dispatch_again
+from orchestrator.replay.following import follow_again
 from orchestrator.replay.prompts import draw_again
 from orchestrator.replay.recorded import Recording, Settled, read_drawn, read_recording
 from orchestrator.replay.refresh import refresh_again
@@ -29,11 +30,7 @@ from pipelinerl.config_file import load_run
 from pipelinerl.errors import ConfigError, LedgerError, PipelineError
 from pipelinerl.messages import ScoredTrajectory
 
-STAGES = ("prompts", "dispatch", "scoring", "batching", "delivery", "refresh")
-NOT_ALONE = {
-    "following": "it needs its process reward model; recorded step scores are taken over",
-    "comparing": "it is part of scoring",
-}
+STAGES = ("prompts", "dispatch", "following", "scoring", "batching", "delivery", "refresh")
 
 
 def main() -> None:
@@ -56,7 +53,7 @@ def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None
     """Replay the named stages and print what differs. Raises `ConfigError` for a stage that cannot run alone, `LedgerError`."""
     for stage in stages:
         if stage not in STAGES:
-            why = NOT_ALONE.get(stage, "there is no such stage")
+            why = "it is part of scoring" if stage == "comparing" else "there is no such stage"
             raise ConfigError(f"{stage} cannot be replayed: {why}. These can: {', '.join(STAGES)}")
     config = load_run(run_folder, overrides=overrides)
     folder = run_folder / "replay"
@@ -73,6 +70,9 @@ def _replay(config: Config, run_folder: Path, *, folder: Path, stages: list[str]
         yield from say_prompts(draw_again(prompts_of(config)[0], read_drawn(run_folder / "ledger.sqlite")))
     if "dispatch" in stages:
         yield from dispatch_again(config, run_folder=run_folder, folder=folder)
+    if "following" in stages:
+        recording = read_recording(run_folder / "ledger.sqlite")
+        yield from follow_again(config, recording, run_folder=run_folder, folder=folder)
     if "refresh" in stages:
         yield from refresh_again(config, run_folder=run_folder, folder=folder)
     if {"scoring", "batching", "delivery"} & set(stages):

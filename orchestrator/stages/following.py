@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from orchestrator.rules.early_stop import Audit, EarlyStop
-from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.prm import Prm
 from pipelinerl.messages import (
@@ -39,13 +39,21 @@ MAX_DEATHS = 3
 """Deaths of the process reward model over tokens of one trace before that trace fails: what it then is not, is innocent."""
 
 
+class Writers(Protocol):
+    """What early stop asks of engines (`state.engines`)."""
+
+    def owes(self, rollout_id: str, attempt: int) -> bool: ...
+
+    def withdraw(self, rollout_id: str, attempt: int) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
     """What stops hopeless rollouts early."""
 
     rule: EarlyStop
     audit: Audit
-    engines: Engines
+    engines: Writers
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

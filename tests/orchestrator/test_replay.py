@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.credit import MethodCredit
 from orchestrator.replay.__main__ import main, replay
 from orchestrator.replay.batching import batch_again
 from orchestrator.replay.prompts import draw_again
 from orchestrator.replay.recorded import Recording, Settled, read_drawn, read_recording
 from orchestrator.sources import PromptSource
 from orchestrator.state.ledger import Ledger
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import DataSection
 from pipelinerl.config_file import load_run, parse
 from pipelinerl.errors import ConfigError, LedgerError
@@ -142,7 +144,9 @@ def test_a_reward_that_does_not_load_is_told(run_folder: Path) -> None:
 
 
 def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(ConfigError, match=r"following cannot be replayed: it needs its process reward model"):
+    with pytest.raises(ConfigError, match=r"comparing cannot be replayed: it is part of scoring"):
+        replay(run_folder, stages=["comparing"], overrides=[])
+    with pytest.raises(LedgerError, match="no recorded step scores"):
         replay(run_folder, stages=["following"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded entry"):
         replay(run_folder, stages=["dispatch"], overrides=[])
@@ -269,3 +273,36 @@ def test_delivery_gives_replicas_what_was_packed_also_to_more_of_them(
     wrong = "UPDATE events SET num_tokens = num_tokens + 1 WHERE kind = 'sealed' AND step = 3"
     said = replayed(changed(simulated, tmp_path / "run", sql=wrong), "delivery", capsys)
     assert re.search(r"step 3: its seal says tokens \d+ to replica 0, its rows hold \d+", said)
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A simulated run whose hopeless rollouts were stopped while they were written."""
+    folder = tmp_path_factory.mktemp("followed")
+    settings = config(
+        prm={"path": "unused", "chunk_tokens": 3, "stop": {"below": 0.1, "keep": 0.25, "min_steps": 1, "max_right": 1.0}},
+        algorithm={"name": "rloo_early_stop", "overrides": {"aggregation": "seq-mean-token-sum-norm"}},
+        trainer={"steps": 6},
+        run={"record_groups": 1000},
+    )
+    rule = MethodCredit(method_of(settings), settings.reward)
+    simulated = run(settings, folder=folder, world=World(token_s=1e-3, prm_s=1e-4), credit=rule, is_recorded=True)
+    assert simulated.ending.reason == "finished"
+    return folder
+
+
+def test_following_stops_whom_it_stopped_and_others_under_another_rule(
+    followed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = replayed(followed, "following", capsys)
+    assert re.search(r"following: \d{3} rollouts with [\d,]+ steps; 0 are stopped that were not, 0 were and are not, 0 have other", said)
+    lines = [json.loads(line) for line in (followed / "replay" / "following.jsonl").read_text().splitlines()]
+    assert any(line["old"]["flag"] and line["old"]["flag"]["stops"] for line in lines)
+    assert all(line["old"]["flag"] == line["new"]["flag"] for line in lines)
+    said = replayed(followed, "following", capsys, "prm.stop.below=0.5")
+    newly = int(re.findall(r"([\d,]+) are stopped that were not, 0 were", said)[0])
+    by_hand = [line for line in lines if not line["old"]["flag"] and any(score < 0.5 for score in line["old"]["scores"])]
+    assert 0.5 * len(by_hand) < newly <= len(by_hand), "three of four coins stop, where the flag comes before the end"
+    said = replayed(followed, "following", capsys, "prm.stop.below=-1")
+    stopped = sum(bool(line["old"]["flag"] and line["old"]["flag"]["stops"]) for line in lines)
+    assert f"0 are stopped that were not, {stopped} were and are not" in said

@@ -1,0 +1,213 @@
+"""Has rollouts written once more, token by token, before the stage that follows them; the model's step scores are those recorded.
+
+So another `prm.stop` shows whom it would have stopped. The model answers at once here, while in a run it may be behind: a flag that came
+too late then may come in time now. What was stopped was never written to its end, so what it would have become nobody knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from orchestrator.channels import Channels, make_channels
+from orchestrator.replay.clock import simulate
+from orchestrator.replay.differences import SHOWN
+from orchestrator.replay.recorded import Recording
+from orchestrator.replay.stand_ins import FOR_EVER_S, StandIns
+from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.stages.following import Following, Stopping
+from orchestrator.state.ledger import Ledger
+from orchestrator.state.prm import Prm
+from pipelinerl.config import Config
+from pipelinerl.errors import LedgerError
+from pipelinerl.messages import Generate, Message, PrmReady, Sampling, ScoredTrajectory, StepsScored, Tokens, TraceScores, TraceTokens
+from pipelinerl.stages import Signal
+from pipelinerl.watch import Watch
+
+_MODEL = "scorer-1"
+_ANSWERED_S = 1e-3
+"""Simulated seconds in which everything said is heard and answered."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What following made of a rollout."""
+
+    recorded: ScoredTrajectory
+    now: ScoredTrajectory
+    num_written: int
+    """Tokens that were written, up to its end or its stop."""
+
+    @property
+    def was_stopped(self) -> bool:
+        return self.recorded.flag is not None and self.recorded.flag.stops
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.now.flag is not None and self.now.flag.stops
+
+    @property
+    def has_other_steps(self) -> bool:
+        """Its step scores are not those recorded, although neither time it was stopped."""
+        if self.was_stopped or self.is_stopped:
+            return False
+        old, new = self.recorded.steps, self.now.steps
+        assert old is not None, "only those that the model scored are followed again"
+        return new is None or not (np.array_equal(old.ends, new.ends) and np.array_equal(old.scores, new.scores))
+
+
+def follow_again(config: Config, recording: Recording, *, run_folder: Path, folder: Path) -> Iterator[str]:
+    """What differs, line by line. Raises `LedgerError` where no step scores are recorded."""
+    members = [member for group in recording.groups for member in group.members if member.steps is not None]
+    if not members:
+        raise LedgerError(f"{run_folder} has no recorded step scores: it had no process reward model, or run.record_groups was 0")
+    followed: list[Followed] = simulate(_Again(config, members).run())
+    _keep(followed, folder / "following.jsonl")
+    newly = [one for one in followed if one.is_stopped and not one.was_stopped]
+    no_more = [one for one in followed if one.was_stopped and not one.is_stopped]
+    other = [one for one in followed if one.has_other_steps]
+    num_steps = sum(len(one.recorded.steps.ends) for one in followed if one.recorded.steps is not None)
+    yield (
+        f"following: {len(followed):,} rollouts with {num_steps:,} steps; {len(newly):,} are stopped that were not, {len(no_more):,} were"
+        f" and are not, {len(other):,} have other step scores"
+    )
+    if newly:
+        saved = sum(_num_sampled(one.recorded) - one.num_written for one in newly)
+        yield f"  {saved:,} tokens of those would not have been written, of {sum(map(_num_sampled, members)):,} in all"
+    for one in (*newly, *no_more)[:SHOWN]:
+        yield f"  rollout {one.recorded.trajectory.rollout_id}: {_told(one.recorded)} -> {_told(one.now)}"
+
+
+class _Again:
+    """The stage, between an engine and a model that only say what was recorded."""
+
+    def __init__(self, config: Config, members: list[ScoredTrajectory]) -> None:
+        watch = Watch(stall_limit_s=FOR_EVER_S)
+        self._members = members
+        self._steps = {member.trajectory.rollout_id: member.steps for member in members}
+        self._chunk_tokens = config.prm.chunk_tokens
+        self._hub = StandIns(told=lambda peer, message: self._answer(message))
+        self._peers = self._hub.peers("scorer")
+        self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, follows=True)
+        self._writing: str | None = None
+        """The rollout that is being written, until it is whole or withdrawn."""
+        stop = config.prm.stop
+        rule = EarlyStop(threshold=stop.below or 0.0, epsilon=stop.keep, min_steps=stop.min_steps, seed=config.run.seed)
+        audit = Audit(max_right_fraction=stop.max_right, correct_reward=config.algorithm.correct_reward)
+        self._ledger = Ledger(None)
+        self._stage = Following(
+            written=self._channels.written,
+            trajectories=self._channels.trajectories,
+            scored=self._channels.scored,
+            followed=self._channels.followed,
+            prm=Prm(self._peers),
+            ledger=self._ledger,
+            watch=watch,
+            credits=Signal(),
+            max_waiting_tokens=config.prm.max_waiting_tokens,
+            queue_bytes=config.pipeline.queue_bytes,
+            stopping=None if stop.below is None else Stopping(rule=rule, audit=audit, engines=self),
+        )
+
+    async def run(self) -> list[Followed]:
+        self._hub.say(_MODEL, PrmReady(prm_id=1, process_id=1, version="recorded"))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(task.run()) for task in (self._peers, self._stage)]
+            followed = [await self._follow(member) for member in self._members]
+            for task in tasks:
+                task.cancel()
+        self._ledger.close()
+        return followed
+
+    def owes(self, rollout_id: str, attempt: int) -> bool:
+        """As engines do: it is still being written."""
+        return self._writing == rollout_id
+
+    def withdraw(self, rollout_id: str, attempt: int) -> None:
+        """As engines do: it is not written on."""
+        self._writing = None
+
+    async def _follow(self, member: ScoredTrajectory) -> Followed:
+        trajectory = member.trajectory
+        num_written = await self._write(member)
+        self._writing = None
+        await self._channels.written.put(trajectory)
+        await asyncio.sleep(_ANSWERED_S)
+        if self._channels.trajectories.get_now() is not None:  # not one that was stopped, which nobody scores
+            await self._channels.scored.put(ScoredTrajectory(trajectory=trajectory, score=member.score))
+        now = await self._channels.followed.get()
+        assert now is not None, "nobody closes the channel"
+        return Followed(recorded=member, now=now, num_written=num_written)
+
+    async def _write(self, member: ScoredTrajectory) -> int:
+        """Have an engine write a rollout, until it is withdrawn; return how many tokens it has by then."""
+        trajectory, num_prompt = member.trajectory, len(member.trajectory.prompt.token_ids)
+        name, attempt = trajectory.rollout_id, trajectory.attempt
+        sampled = trajectory.token_ids[num_prompt:]
+        request = Generate(
+            rollout_id=name, attempt=attempt, token_ids=trajectory.token_ids[:num_prompt], sampling=Sampling(max_tokens=len(sampled))
+        )
+        self._writing = name
+        was_stopped = member.flag is not None and member.flag.stops
+        # The last chunk comes with the whole rollout; of one that was stopped, all that is recorded came before.
+        for start in range(0, len(sampled) if was_stopped else len(sampled) - self._chunk_tokens, self._chunk_tokens):
+            part = sampled[start : start + self._chunk_tokens]
+            self._stage.take(request, Tokens(rollout_id=name, attempt=attempt, start=start, token_ids=part))
+            await asyncio.sleep(_ANSWERED_S)
+            if self._writing is None:
+                return start + len(part)
+        return len(sampled)
+
+    def _answer(self, message: Message) -> None:
+        """Say of tokens what the model said of the steps that they complete."""
+        if not isinstance(message, TraceTokens):
+            return
+        steps = self._steps[message.rollout_id]
+        assert steps is not None, "only those that the model scored are followed again"
+        end = message.start + len(message.token_ids)
+        first, after = (int(np.searchsorted(steps.ends, place)) for place in (message.start, end))
+        if message.is_last:
+            after = len(steps.ends)
+        answer = StepsScored(
+            rollout_id=message.rollout_id,
+            attempt=message.attempt,
+            num_taken=end,
+            first=first,
+            ends=steps.ends[first:after],
+            scores=steps.scores[first:after],
+            is_last=message.is_last,
+            version=steps.version,
+        )
+        self._hub.say(_MODEL, answer)
+
+
+def _num_sampled(member: ScoredTrajectory) -> int:
+    return len(member.trajectory.token_ids) - len(member.trajectory.prompt.token_ids)
+
+
+def _told(member: ScoredTrajectory) -> str:
+    if member.flag is None:
+        return "no flag"
+    return f"{'stopped' if member.flag.stops else 'flagged'} at step {member.flag.step}, scored {member.flag.predicted:.4g}"
+
+
+def _keep(followed: list[Followed], path: Path) -> None:
+    with open(path, "w") as file:
+        for one in followed:
+            line = {"rollout_id": one.recorded.trajectory.rollout_id, "old": _plain(one.recorded), "new": _plain(one.now)}
+            file.write(json.dumps({**line, "num_written": one.num_written}) + "\n")
+
+
+def _plain(member: ScoredTrajectory) -> dict[str, object]:
+    steps: TraceScores | None = member.steps
+    return {
+        "ends": None if steps is None else steps.ends.tolist(),
+        "scores": None if steps is None else steps.scores.tolist(),
+        "flag": None if member.flag is None else msgspec.to_builtins(member.flag),
+    }
