@@ -25,10 +25,12 @@ def test_a_line_says_when_what_and_who_and_is_there_at_once(tmp_path: Path):
     assert line == {"kind": "load", "process": "engine-1", "num_tokens": 5, "parts": [1, None, "a"]}
 
 
-def test_the_journals_of_all_processes_are_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now_s = iter([3.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr("pipelinerl.metrics.time.time", lambda: next(now_s))
-    with contextlib.closing(Journal(tmp_path, "a")) as first, contextlib.closing(Journal(tmp_path, "b")) as second:
+def test_the_journals_of_all_processes_are_one_story(tmp_path: Path):
+    clock = iter([3.0, 1.0, 2.0, 4.0]).__next__
+    with (
+        contextlib.closing(Journal(tmp_path, "a", clock=clock)) as first,
+        contextlib.closing(Journal(tmp_path, "b", clock=clock)) as second,
+    ):
         first.write("x", number=3)
         second.write("x", number=1)
         first.write("x", number=2)

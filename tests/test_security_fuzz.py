@@ -273,7 +273,10 @@ def resume(path: Path) -> None:
 
 
 ROWS = {
-    "a sample's trajectory": ("UPDATE samples SET scored = ? WHERE group_id = 1", encode(handmade.scored(handmade.trajectory(group_id=1)))),
+    "a sample's trajectory": (
+        "UPDATE trajectories SET scored = ? WHERE rollout_id = '1/0'",
+        encode(handmade.scored(handmade.trajectory(group_id=1))),
+    ),
     "its advantages": ("UPDATE samples SET advantages = ? WHERE group_id = 0", handmade.sample(5).advantages.tobytes()),
     "a prompt": ("UPDATE groups SET prompt = ? WHERE group_id = 2", encode(handmade.prompt())),
     "a rollout's name": ("UPDATE samples SET rollout_id = CAST(? AS TEXT) WHERE group_id = 0", b"0/0"),
