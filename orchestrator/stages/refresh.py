@@ -74,6 +74,8 @@ class Refresh:
         self._swaps = Swaps()
         self._told: PolicyHeld | None = None
         """What the trainer was told last of what all engines hold; None: nothing, and it assumes nothing."""
+        self._is_telling = False
+        """It is about to be told."""
         self._tasks: asyncio.TaskGroup | None = None
         engines.peers.on(WeightsStaged, self._on_staged)
         engines.peers.on(WeightsCommitted, self._on_committed)
@@ -110,7 +112,15 @@ class Refresh:
         self._tell_trainer()
 
     def _tell_trainer(self) -> None:
-        """Say what engines read no more, and what all of them hold; a trainer that has not published has nothing to hear."""
+        """Say soon what engines read no more, and what all of them hold: once for all that is heard at once, since each time is a look at
+        every engine. A trainer that has not published has nothing to hear.
+        """
+        if not self._is_telling:
+            self._is_telling = True
+            asyncio.get_running_loop().call_soon(self._tell_now)
+
+    def _tell_now(self) -> None:
+        self._is_telling = False
         if self._swaps.newest is None:
             return
         for slot in self._swaps.take_free_slots():
