@@ -74,8 +74,9 @@ class Refresh:
         self._swaps = Swaps()
         self._told: PolicyHeld | None = None
         """What the trainer was told last of what all engines hold; None: nothing, and it assumes nothing."""
-        self._is_telling = False
-        """It is about to be told."""
+        self._has_news = False
+        """For the trainer."""
+        self._news = Signal()
         self._tasks: asyncio.TaskGroup | None = None
         engines.peers.on(WeightsStaged, self._on_staged)
         engines.peers.on(WeightsCommitted, self._on_committed)
@@ -85,11 +86,13 @@ class Refresh:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
+            telling = self._tasks.create_task(self._tell())
             async for news in self._published:
                 if isinstance(news, TrainerReady):
                     self._welcome(news)
                 else:
                     self._announce(news)
+            telling.cancel()
 
     # --- the trainer ---
 
@@ -112,15 +115,19 @@ class Refresh:
         self._tell_trainer()
 
     def _tell_trainer(self) -> None:
-        """Say soon what engines read no more, and what all of them hold: once for all that is heard at once, since each time is a look at
-        every engine. A trainer that has not published has nothing to hear.
-        """
-        if not self._is_telling:
-            self._is_telling = True
-            asyncio.get_running_loop().call_soon(self._tell_now)
+        """Say soon what engines read no more, and what all of them hold. A trainer that has not published has nothing to hear."""
+        self._has_news = True
+        self._news.set()
+
+    async def _tell(self) -> None:
+        """Once for all that is heard at once, since each time is a look at every engine."""
+        while True:
+            while not self._has_news:
+                await self._news.wait()
+            self._has_news = False
+            self._tell_now()
 
     def _tell_now(self) -> None:
-        self._is_telling = False
         if self._swaps.newest is None:
             return
         for slot in self._swaps.take_free_slots():

@@ -28,6 +28,8 @@ from pipelinerl.transport.codec import encode
 ENDS = "('trained', 'filtered', 'stale', 'failed', 'cancelled')"
 PAGE_BYTES = 1 << 14
 """A trajectory of a thousand tokens in one or two pages, not five: half the time of writing it."""
+SCHEMA_VERSION = 2
+"""Kept in the file as `user_version`; 1, which said 0 there, had trajectories among the samples."""
 _APPEND = f"INSERT INTO events VALUES ({', '.join('?' * 16)})"
 
 _SCHEMA = f"""
@@ -110,6 +112,7 @@ class Store:
             self._database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA foreign_keys = ON")
+            self._check_schema()
             self._database.executescript(_SCHEMA)
             self.ledger_id = self._identify()
 
@@ -181,6 +184,17 @@ class Store:
         """Close the file without writing what waits, as the end of the process would."""
         with self._lock:
             self._database.close()
+
+    def _check_schema(self) -> None:
+        is_new = not self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if is_new:
+            self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        found = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if found != SCHEMA_VERSION:
+            raise LedgerError(
+                f"{self._path} was begun by another version of pipelinerl: its schema is {found}, expected {SCHEMA_VERSION}. Finish the run"
+                " with that version, or begin another from its last checkpoint's model"
+            )
 
     def _identify(self) -> str:
         found = self._database.execute("SELECT id FROM ledger").fetchone()

@@ -351,3 +351,13 @@ def test_success_rates_come_back_in_the_order_in_which_groups_were_settled(path:
         ("0:0", 0.5),
         ("0:1", 1.0),
     ], "group 3 is not settled"
+
+
+def test_a_ledger_of_an_older_schema_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    Ledger(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 0")
+    with pytest.raises(LedgerError, match="begun by another version of pipelinerl: its schema is 0, expected 2"):
+        Ledger(path)
