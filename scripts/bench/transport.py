@@ -1,7 +1,8 @@
 """What the transport and the orchestrator cost: bytes through two processes, trajectories through one core, and how the cost grows.
 
 `pair`: one process sends completions of 1,000 tokens, another receives them; our link and hub (encoding, acknowledgements, decoding and
-all), and beside them raw pyzmq sending the very same bytes over the same kind of encrypted sockets. `stages`: the real stages over real
+all), eight in one call, as an engine sends what ended in one forward pass, and for comparison one by one; and beside them raw pyzmq
+sending the very same bytes, one by one, over the same kind of encrypted sockets. `stages`: the real stages over real
 sockets, pinned to one core, among engines, a scorer and a trainer that answer at once from the other core; scoring is a no-op. `growth`:
 the same stages with peers in memory, whose engines hold a given number of rollouts: seconds of this process for each rollout.
 """
@@ -77,7 +78,7 @@ GROUP_SIZE = 8
 ORCHESTRATOR_CORE, PEERS_CORE = 0, 1
 NUM_ENGINES = 4
 TOGETHER = 8
-"""Completions between two looks for messages."""
+"""Completions sent in one call, between two looks for messages."""
 DEADLINE_S = 120.0
 """Of one measurement between two processes, a hundred times what it takes."""
 PEERS = (*(f"engine-{number}" for number in range(NUM_ENGINES)), "scorer-0", "trainer-0")
@@ -125,8 +126,8 @@ def _pairs(rows: list[list[Any]], goals: list[harness.Goal], *, count: int, repe
     size = len(encode(_completion("123456/7")))
     rates: dict[str, list[float]] = collections.defaultdict(list)
     for _ in range(repetitions):
-        rates["ours"].append(_ours(count, together=1))
-        rates[f"ours, {TOGETHER} sent at once"].append(_ours(count, together=TOGETHER))
+        rates["ours, sent one by one"].append(_ours(count, together=1))
+        rates["ours"].append(_ours(count, together=TOGETHER))
         rates["raw pyzmq, encrypted"].append(_raw(count, size, is_encrypted=True))
         rates["raw pyzmq, in the clear"].append(_raw(count, size, is_encrypted=False))
     reference = statistics.median(rates["raw pyzmq, encrypted"])
