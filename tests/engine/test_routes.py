@@ -13,14 +13,13 @@ from orchestrator.rollouts.single_turn import trajectory_of
 from orchestrator.stages.delivery import micro_batch_of
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
-from pipelinerl.messages import Completion, Generate, MicroBatch, Prompt, Sample, Sampling, Tensor
+from pipelinerl.messages import Completion, Generate, MicroBatch, Prompt, Sample, Sampling
 from pipelinerl.routes import table_of, unknown
 from tests.real_engine import vllm_engine
 
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.weights.commit import Placed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -48,16 +47,6 @@ def _sample(folder: Path) -> tuple[dict[str, Generate], list[Completion]]:
         return asked, [message for message in loop.outbox if isinstance(message, Completion)]
 
 
-def _plan_of_the_norm(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
-    """A plan for one parameter; making that of all loads the checkpoint once more, over the repacked experts."""
-    from pipelinerl.weights.commit import Placed
-
-    norm = model.get_parameter("model.norm.weight")
-    placed = Placed(parameter=norm, offset_bytes=0, num_bytes=norm.nbytes)
-    tensor = Tensor(name="model.norm.weight", shape=tuple(norm.shape), dtype="bfloat16", offset_bytes=0, num_bytes=norm.nbytes)
-    return [placed], (tensor,)
-
-
 def _row(asked: dict[str, Generate], completions: list[Completion]) -> MicroBatch:
     samples = []
     for number, completion in enumerate(sorted(completions, key=lambda completion: int(completion.rollout_id))):
@@ -68,12 +57,8 @@ def _row(asked: dict[str, Generate], completions: list[Completion]) -> MicroBatc
     return micro_batch_of(tuple(samples), step=0, index=0)
 
 
-def test_replayed_routes_bring_engine_and_trainer_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_routes_bring_engine_and_trainer_together(tmp_path: Path) -> None:
     import torch
-
-    # On a CPU vLLM repacks experts: an engine of them can take no new weights and refuses to start. This one is never asked to take any.
-    monkeypatch.setattr("pipelinerl.engine.vllm_engine.obstacles_of", lambda model, **_: {})
-    monkeypatch.setattr("pipelinerl.engine.vllm_engine.plan_of", _plan_of_the_norm)
 
     from tests.trainer.tiny import make_folder, make_model, make_seal, make_step
 
