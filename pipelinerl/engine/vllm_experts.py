@@ -1,85 +1,87 @@
-"""Experts of a mixture on CPUs, computed from their weights as a checkpoint has them.
+"""Experts of a mixture on CPUs, computed from the parameters they were loaded with.
 
-vLLM repacks experts for its CPU kernel: no policy can be taken into that without repacking it inside the pause. And the kernel knows no
-expert parallelism: it takes an expert's number for its place among those that a rank holds. Here they stay plain, and each expert that has
-tokens is two matrix products. The kernel is faster; by how much is not measured in this project.
+vLLM repacks them for a kernel of its own, and a new policy has no way into such a copy: an engine of a mixture could take no weights. Here
+each expert that was chosen is two matrix products over the tokens sent to it: the same sums, for tests and small models.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
+from torch.nn import functional
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
-"""Of the gate, whose product with `up` goes on. Experts with another are left to vLLM, and can take no policies."""
+"""Of the gate, by vLLM's name. Experts with another one are repacked as ever, and their engine is refused at start."""
 
 
 def keep_plain_experts() -> None:
-    """Have vLLM leave experts as they are loaded; must run before a model is. A vLLM that has other classes for them keeps its ways."""
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
-        return
-    kernel: Any = CPUUnquantizedExperts
-    repack, apply_packed = kernel.process_weights_after_loading, kernel.apply
-    if getattr(kernel, "can_be_plain", False):
-        return
+    """On CPU, have vLLM keep experts as they are instead of packing them; must run before a model is loaded."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    def leave(experts: Any, layer: torch.nn.Module) -> None:
-        experts.is_plain = experts.moe_config.activation.value in _ACTIVATIONS
-        if not experts.is_plain:
-            repack(experts, layer)
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    pack, apply_packed = experts.process_weights_after_loading, experts.apply
 
-    def apply(experts: Any, *arguments: Any, **named: Any) -> None:
-        if experts.is_plain:
-            sum_experts(**named, bias=experts.w1_bias, bias_out=experts.w2_bias)
-        else:
-            apply_packed(experts, *arguments, **named)
+    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+        self.has_plain_weights = self.moe_config.activation.value in _ACTIVATIONS
+        if not self.has_plain_weights:
+            pack(self, layer)
 
-    kernel.process_weights_after_loading, kernel.apply, kernel.can_be_plain = leave, apply, True
+    def apply(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, **others: Any) -> None:
+        if not self.has_plain_weights:
+            apply_packed(self, output, hidden_states, w1, w2, **others)
+            return
+        chosen, expert_map = others["topk_ids"], others["expert_map"]
+        weights = torch.ones_like(others["topk_weights"]) if others["apply_router_weight_on_input"] else others["topk_weights"]
+        output.copy_(
+            compute_experts(
+                hidden_states,
+                gate_up=w1,
+                down=w2,
+                biases=(self.w1_bias, self.w2_bias),
+                chosen=chosen if expert_map is None else expert_map[chosen],
+                weights=weights,
+                activation=_ACTIVATIONS[others["activation"].value],
+            )
+        )
+
+    experts.process_weights_after_loading, experts.apply = process_weights_after_loading, apply
 
 
-def are_plain(kernel: Any) -> bool:
-    """Whether the experts behind a layer's kernel compute with the parameters they were loaded into."""
-    return getattr(getattr(kernel, "fused_experts", None), "is_plain", False)
+def has_plain_experts(method: Any) -> bool:
+    """True for a layer's method that computes with the parameters it was loaded with, or is not one of experts."""
+    kernel = getattr(method, "moe_kernel", None)
+    return kernel is None or getattr(getattr(kernel, "fused_experts", None), "has_plain_weights", False)
 
 
-def sum_experts(
+def compute_experts(
+    hidden: torch.Tensor,
     *,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: Any,
-    expert_map: torch.Tensor | None,
-    apply_router_weight_on_input: bool,
-    bias: torch.Tensor | None = None,
-    bias_out: torch.Tensor | None = None,
-    **_: Any,
-) -> None:
-    """Write into `output` [T, H] the sum of what those of a token's experts that are here make of it, each times its weight.
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Each token's weighted sum over the experts it was sent to, [T, H], summed in float32.
 
-    `hidden_states` [T, H]; `w1` [E, 2 I, H], gate above up, and `w2` [E, H, I] of the E experts here, with biases [E, 2 I] and [E, H];
-    `topk_weights` and `topk_ids` [T, k], numbered over all ranks; `expert_map` [all experts]: which of those here it is, or -1.
+    `hidden` is [T, H]; `gate_up` [E, 2 I, H], gates first; `down` [E, H, I]; `biases` [E, 2 I] and [E, H]; `chosen` [T, K], below 0 where
+    an expert is another rank's; `weights` [T, K].
     """
-    total = torch.zeros(output.shape, dtype=torch.float32)
-    here = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()]
-    for expert in here.unique().tolist():
+    total = torch.zeros(hidden.shape, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
         if expert < 0:
             continue
-        tokens, choice = torch.where(here == expert)
-        gate, up = functional.linear(hidden_states[tokens], w1[expert], None if bias is None else bias[expert]).chunk(2, dim=-1)
-        inner = _ACTIVATIONS[activation.value](gate) * up
-        made = functional.linear(inner, w2[expert], None if bias_out is None else bias_out[expert]).float()
-        if not apply_router_weight_on_input:
-            made *= topk_weights[tokens, choice, None]
-        total.index_add_(0, tokens, made)
-    output.copy_(total)
+        tokens, places = torch.where(chosen == expert)
+        bias, bias_down = (None if bias is None else bias[expert] for bias in biases)
+        gate, up = functional.linear(hidden[tokens], gate_up[expert], bias).chunk(2, dim=-1)
+        out = functional.linear(activation(gate) * up, down[expert], bias_down)
+        total.index_add_(0, tokens, out.float() * weights[tokens, places, None].float())
+    return total
