@@ -26,7 +26,7 @@ Start = Callable[..., Scorer]
 
 @pytest.fixture(scope="module")
 def scorer(start_scorer: Start) -> Scorer:
-    """Two slots, a deadline of 1.5 seconds, a reward that does what the completion says, worth half, beside one of 10, and an environment."""
+    """Two slots, a deadline of 1.5 seconds, a reward that does what it is told, worth half, beside one of 10, and an environment."""
     scorer = start_scorer({"constant": 1.0, "act": 0.5}, deadline_s=DEADLINE_S, environment="answer")
     ready = scorer.next(ScorerReady)
     assert (ready.scorer_id, ready.process_id, ready.num_slots) == (3, scorer.process.pid, 2)
@@ -76,9 +76,7 @@ def reply_to(scorer: Scorer, *said: str, seen: str = "") -> Replied:
         starts=np.array([0, *(end + 2 for end in ends[:-1])], np.int32), ends=np.array(ends, np.int32), states=("prompt",) * len(said)
     )
     request = score("0/1", text, seen=seen)
-    scorer.send(
-        Reply(episode_id="0/1", attempt=2, prompt=request.prompt, token_ids=request.token_ids, turns=turns, finish=request.finish)
-    )
+    scorer.send(Reply(episode_id="0/1", attempt=2, prompt=request.prompt, token_ids=request.token_ids, turns=turns, finish=request.finish))
     replied = scorer.next(Replied)
     assert (replied.episode_id, replied.attempt, replied.turn) == ("0/1", 2, len(said) - 1)
     return replied
@@ -274,7 +272,7 @@ def test_load_and_spans_are_sent_and_journaled(scorer: Scorer) -> None:
         "busy_s": last.busy_s,
     }
     spans = [line for line in lines if line["kind"] == "span"]
-    assert {span["lane"] for span in spans} == {"scorer-3/slot-0", "scorer-3/slot-1"}
+    assert {span["lane"] for span in spans} == {f"scorer-3/{lane}slot-{slot}" for lane in ("", "answer/") for slot in range(2)}
     assert {span["name"] for span in spans} == {"score"}
     assert any(span["end"] - span["start"] >= DEADLINE_S for span in spans), "killed calls are work, too"
 

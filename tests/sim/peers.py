@@ -465,7 +465,9 @@ def _is_as_sampled(token_ids: np.ndarray, *, trains: np.ndarray, versions: np.nd
     for start, until in borders:
         if start > end and token_ids[end:start].tolist() != reply(token_ids[num_prompt:end]):
             return False
-        said = [token(token_ids[:start], position=at, version=version) for at, version in enumerate(versions[start:until].tolist(), start=1)]
+        said = [
+            token(token_ids[:start], position=at, version=version) for at, version in enumerate(versions[start:until].tolist(), start=1)
+        ]
         if token_ids[start:until].tolist() != said:
             return False
         end = until

@@ -18,7 +18,7 @@ from pipelinerl.transport.memory import MemoryLink, Weather
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
 from tests.sim.peers import World
-from tests.sim.run import Cast, config, mean_baseline, run
+from tests.sim.run import Cast, Prompts, config, mean_baseline, run
 
 MAX_TURNS, MAX_TOKENS = 4, 96
 WORLD = World(token_s=1e-3, mean_tokens=8)
@@ -26,7 +26,9 @@ WORLD = World(token_s=1e-3, mean_tokens=8)
 
 def episodes(**sections: dict[str, Any]) -> Config:
     environment = {"function": "unused:reply", "max_turns": MAX_TURNS}
-    return config(**{"environment": environment, "rollout": {"group_size": 4, "max_tokens": MAX_TOKENS}, "trainer": {"steps": 6}} | sections)
+    return config(
+        **{"environment": environment, "rollout": {"group_size": 4, "max_tokens": MAX_TOKENS}, "trainer": {"steps": 6}} | sections
+    )
 
 
 def credit(survivors: Survivors):
@@ -48,9 +50,28 @@ def credit(survivors: Survivors):
 
 
 @pytest.mark.parametrize("mode", ["streaming", "one_step_off", "sync"])
-def test_every_turn_goes_on_from_all_before_it(tmp_path: Path, mode: str) -> None:
-    simulated = run(episodes(pipeline={"mode": mode}), folder=tmp_path, world=WORLD, credit=credit)
+def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path, mode: str) -> None:
+    replied: dict[str, list[int]] = collections.defaultdict(list)
+
+    async def scorer(link: MemoryLink, **options: Any) -> None:
+        send = link.send
+
+        def said(message: Any) -> None:
+            if isinstance(message, Replied):
+                replied[message.episode_id].append(message.turn)
+            send(message)
+
+        link.send = said
+        await peers.scorer(link, **options)
+
+    held_out, settings = Prompts(seed=9), episodes(pipeline={"mode": mode})
+    among = {"world": WORLD, "credit": credit, "cast": Cast(scorer=scorer), "held_out": tuple(held_out.next() for _ in range(8))}
+    simulated = run(settings, folder=tmp_path, **among)
     assert simulated.problems() == []
+    assert [version for version, _ in simulated.ending.evaluations] == [0, 6]
+    turns = [turns for name, turns in replied.items() if name.startswith("evaluation-")]
+    assert all(turns == list(range(len(turns))) for turns in turns)
+    assert max(map(len, turns)) == MAX_TURNS - 1
     assert simulated.ending.reason == "finished"
     assert set(simulated.record.turns.values()) == {1, 2, 3, 4}
 
