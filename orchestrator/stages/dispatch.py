@@ -192,8 +192,9 @@ class Dispatch:
     def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, replied: Replied) -> None:
         """Ask for an episode's next turn: the engine of the last one, whose prefix cache may hold all before, where that may go on."""
         assert rollout.episode is not None
-        rollout = dataclasses.replace(rollout, episode=rollout.episode.heard(replied))
-        if rollout.episode.is_over:
+        episode = rollout.episode.heard(replied)
+        rollout = dataclasses.replace(rollout, episode=episode)
+        if episode.is_over:
             self._end(rollout, completion, engine_id)
         elif self._engines.takes_work(engine_id) and self._may_take(engine_id, rollout) and not self._is_quarantined(rollout):
             self._ask(rollout, engine_id)

@@ -146,21 +146,24 @@ def wait_for_steps(run_folder: Path, number: int) -> None:
         time.sleep(0.1)
 
 
-def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_killed(settings: Path):
+def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_killed(settings: Path, capsys: pytest.CaptureFixture[str]):
     """A guessing game: the model says a digit, which ends its turn, and is told higher or lower."""
     game = "pipelinerl.demo.guess_number"
-    overrides = ("run.name=game", "algorithm.name=gigpo", "trainer.steps=8", "trainer.learning_rate=2e-3", f"data.source={game}:prompts")
+    overrides = ("run.name=game", "algorithm.name=gigpo", "trainer.steps=5", "trainer.learning_rate=2e-3", f"data.source={game}:prompts")
     overrides += (f"environment.function={game}:reply", "environment.max_turns=4", f'reward=[{{function = "{game}:reward"}}]')
-    overrides += ("rollout.max_tokens=26", f"rollout.stop_token_ids={list(DIGITS)}", f"evaluation.source={game}:prompts")
-    run = subprocess.Popen(
-        command(settings, *overrides, "run.restart_wait_s=0.0"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    overrides += (
+        "rollout.max_tokens=26",
+        f"rollout.stop_token_ids={list(DIGITS)}",
+        f"evaluation.source={game}:prompts",
+        "run.restart_wait_s=0.0",
     )
+    run = subprocess.Popen(command(settings, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
     while not (found := list(settings.parent.glob("game-2*/journal/orchestrator.jsonl"))):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     run_folder = found[0].parent.parent
-    wait_for_steps(run_folder, 2)
+    wait_for_steps(run_folder, 1)
     (process_id,) = victims.find("scorer", run_folder)
     os.kill(process_id, signal.SIGKILL)
     output, _ = run.communicate(timeout=120)
@@ -168,9 +171,9 @@ def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_kil
     subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], check=True)
     lines = read_journals(run_folder)
     steps = [line["trainer"] for line in lines if line["kind"] == "step"]
-    assert len(steps) == 8
-    assert max(step["logprob_gap_max"] for step in steps[:1]) <= 1e-4, "the trainer sees each turn behind what the engine saw before it"
-    assert max(step["grad_norm"] for step in steps) > 0
+    assert len(steps) == 5
+    assert steps[0]["logprob_gap_max"] <= 1e-4, "the trainer sees each turn behind what the engine saw before it"
+    assert min(step["grad_norm"] for step in steps) > 0
     assert [line["num_failed"] for line in lines if line["kind"] == "evaluation"] == [0, 0]
     trained = [member.trajectory for group in read_recording(run_folder / "ledger.sqlite").groups for member in group.members]
     turns = [len(one.turns.starts) for one in trained if one.turns is not None]
@@ -183,7 +186,7 @@ def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_kil
     with pytest.raises(ConfigError, match="dispatch cannot be replayed: this run has an environment"):
         replay(run_folder, stages=["dispatch"], overrides=[])
     replay(run_folder, stages=["batching"], overrides=[])
-    assert not (run_folder / "replay" / "batching.jsonl").read_text()
+    assert "0 end otherwise, 0 with other advantages" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(600)
