@@ -279,7 +279,7 @@ class Dispatch:
             for group_id in list(self._again):
                 self._try_again(group_id)
             if self._again:
-                with self._watch.waiting(self.name, "an engine for what another one lost"):
+                with self._watch.waiting(self.name, "an engine that may go on with what another one has begun"):
                     await self._credits.wait()
             else:
                 await self._credits.wait()

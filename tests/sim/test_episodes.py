@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path
 KILLS = {
     "engine": Faults(seed=2, engine_s=1.0),
     "scorer": Faults(seed=3, scorer_s=1.5),
+    "orchestrator": Faults(seed=5, orchestrator_s=2.0),
     "everything": Faults(seed=4, engine_s=5.0, scorer_s=5.0, trainer_s=6.0, orchestrator_s=7.0),
 }
 
@@ -104,6 +106,20 @@ def test_episodes_survive_whoever_is_killed_and_an_environment_that_hangs_fails_
         lost = {(name, attempt) for name, attempt in ledger.execute("SELECT rollout_id, attempt FROM events WHERE kind = 'lost'")}
     went_on = [(name, attempt) for name, attempt, place in replied if place > 0 and (name, attempt - 1) in lost]
     assert who != "engine" or went_on, "an engine that dies takes one turn with it, not the turns before"
+
+
+def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(tmp_path: Path) -> None:
+    """Engines refuse policies, and are then given no new turns; engine 1 is slow to take one, so it is often the older."""
+
+    async def engine(link: MemoryLink, *, engine_id: int, world: World, **options: Any) -> None:
+        await peers.engine(link, engine_id=engine_id, world=dataclasses.replace(world, stage_s=1.0 if engine_id else 0.05), **options)
+
+    world = World(token_s=1e-4, mean_tokens=8, refused_fraction=0.3)
+    settings = episodes(trainer={"steps": 12}, pipeline={"max_staleness": 8})
+    simulated = run(settings, folder=tmp_path, world=world, credit=credit, cast=Cast(engine=engine))
+    assert simulated.problems() == []
+    waits = [wait["what"] for line in simulated.lines if line["kind"] == "status" for wait in line["waits"] if wait["stage"] == "dispatch"]
+    assert "an engine that may go on with what another one has begun" in waits
 
 
 def test_rollouts_between_turns_hold_their_places(tmp_path: Path) -> None:
