@@ -80,7 +80,7 @@ def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path
 KILLS = {
     "engine": Faults(seed=2, engine_s=1.0),
     "scorer": Faults(seed=3, scorer_s=1.5),
-    "orchestrator": Faults(seed=5, orchestrator_s=2.0),
+    "orchestrator": Faults(seed=5, orchestrator_s=2.0, until_s=12.0),
     "everything": Faults(seed=4, engine_s=5.0, scorer_s=5.0, trainer_s=6.0, orchestrator_s=7.0),
 }
 
@@ -112,9 +112,9 @@ def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(t
     """Engines refuse policies, and are then given no new turns; engine 1 is slow to take one, so it is often the older."""
 
     async def engine(link: MemoryLink, *, engine_id: int, world: World, **options: Any) -> None:
-        await peers.engine(link, engine_id=engine_id, world=dataclasses.replace(world, stage_s=1.0 if engine_id else 0.05), **options)
+        await peers.engine(link, engine_id=engine_id, world=dataclasses.replace(world, stage_s=0.5 if engine_id else 0.02), **options)
 
-    world = World(token_s=1e-4, mean_tokens=8, refused_fraction=0.3)
+    world = World(token_s=1e-4, mean_tokens=16, refused_fraction=0.4)
     settings = episodes(trainer={"steps": 12}, pipeline={"max_staleness": 8})
     simulated = run(settings, folder=tmp_path, world=world, credit=credit, cast=Cast(engine=engine))
     assert simulated.problems() == []
