@@ -85,7 +85,7 @@ def test_messages_of_every_role(union: str, frame: bytes):
     assert type(message).__name__ in decoder.names
 
 
-@given(frames=st.lists(damaged([*FRAMES, *[b"PL\x01\x01" + bytes(36) + frame for frame in FRAMES[:3]]]), max_size=5), keeps=st.booleans())
+@given(frames=st.lists(damaged([*FRAMES, *[b"PL\x02\x01" + bytes(36) + frame for frame in FRAMES[:3]]]), max_size=5), keeps=st.booleans())
 def test_frames_of_a_conversation(frames: list[bytes], keeps: bool):
     sent: list[bytes] = []
     end = Conversation("somebody", transmit=sent.append, keeps_for_successor=keeps)
@@ -107,6 +107,7 @@ def test_headers_of_a_conversation_that_are_damaged_anywhere(data: st.DataObject
     end = Conversation("somebody", transmit=frames.append, keeps_for_successor=False)
     for example in FRAMES[:4]:
         other.send(example)
+    other.send(*FRAMES[:4])
     other.remind()
     other.remind()
     other.say_goodbye()

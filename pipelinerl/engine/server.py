@@ -58,8 +58,7 @@ class _Server:
             self._loop.advance()
             if had_work:
                 self._journal.span(self._lane, "forward", start=started, end=time.time())
-            for message in self._loop.outbox:
-                self._link.send(message)
+            self._link.send(*self._loop.outbox)
             self._loop.outbox.clear()
             self._report()
 

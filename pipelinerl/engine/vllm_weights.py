@@ -21,6 +21,7 @@ import torch.nn.functional as functional
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipelinerl.engine.vllm_experts import has_plain_experts, keep_plain_experts
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.commit import CAN_FLIP, Placed, Way
@@ -31,7 +32,7 @@ ALIGNMENT_BYTES = 256
 
 
 def keep_plain_weights() -> None:
-    """On CPU, have vLLM keep linear weights as they are instead of packing them; must run before a model is loaded.
+    """On CPU, have vLLM keep the weights of layers and experts as they are instead of packing them; must run before a model is loaded.
 
     The packed kernels are faster on larger models, so this costs throughput there; how much is not measured in this project.
     """
@@ -45,6 +46,7 @@ def keep_plain_weights() -> None:
         layer.cpu_linear = functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = plain
+    keep_plain_experts()
 
 
 def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, list[str]]:
@@ -81,7 +83,7 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
     packed = [name for name, module in modules.items() if getattr(module, "cpu_linear", functional.linear) is not functional.linear]
     methods = {name: getattr(module, "quant_method", None) for name, module in modules.items()}
     quantised = [name for name, method in methods.items() if method and not type(method).__name__.startswith("Unquantized")]
-    repacked = [name for name, method in methods.items() if getattr(method, "moe_kernel", None) and not _is_elsewhere(modules[name])]
+    repacked = [name for name, method in methods.items() if not has_plain_experts(method) and not _is_elsewhere(modules[name])]
     reasons = []
     if packed:
         reasons.append(f"{len(packed)} layers compute with a packed copy of their weight, for example {packed[0]}")

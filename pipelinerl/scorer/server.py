@@ -74,9 +74,9 @@ class Server:
     def _turn(self) -> None:
         # The link is drained last, with nothing sent between that and the wait: ZeroMQ signals its descriptor once for each change
         # of state, and sending uses such a signal up.
-        for scored in self._lanes.advance():
-            self._link.send(scored)
-            self._num_scored += 1
+        scored = list(self._lanes.advance())
+        self._link.send(*scored)
+        self._num_scored += len(scored)
         if time.monotonic() >= self._next_load_at:
             self._report()
         has_news = False

@@ -28,7 +28,9 @@ def write_trace(run_folder: Path, *, path: Path | None = None) -> Path:
     """Write `trace.json.gz` into a run's folder, or to `path`, whole or not at all, and return where it is."""
     began = next((line["t"] for line in JournalTail(run_folder).new_lines()), None)
     if began is None:
-        raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
+        journal = run_folder / "journal"
+        missing = f"no journal in {journal}: name the folder of a run, the one that holds its journal folder"
+        raise DataError(f"nothing recorded yet in {journal}: try again once the run has begun" if journal.is_dir() else missing)
     path = path or run_folder / "trace.json.gz"
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     with gzip.open(unfinished, "wt", encoding="utf-8") as file:

@@ -61,8 +61,11 @@ class Link(Protocol):
         """
         ...
 
-    def send(self, message: Message) -> None:
-        """Hand a message to the connection; never blocks. Raises `PeerFull` where the orchestrator takes nothing."""
+    def send(self, *messages: Message) -> None:
+        """Hand messages to the connection, those of one call together where they are small; never blocks.
+
+        Raises `PeerFull` where the orchestrator takes nothing; then none of them is sent.
+        """
         ...
 
     def receive(self, timeout_s: float) -> Message | None:

@@ -2,9 +2,9 @@
 
 No socket, no clock, no loop: frames go in by `hear`, out by `transmit`. Both transports and both ends use this class.
 
-- Messages are numbered. An end hands over the next number only; it drops what it has (a repetition), holds what comes too early, and says
-  behind which number something is missing.
-- A message is kept until the other end says that it was handed over. Credit: kept messages are on their way only up to `WINDOW_BYTES`,
+- Frames that carry messages are numbered. An end hands over those of the next number only; it drops what it has (a repetition), holds what
+  comes too early, and says behind which number something is missing. Small messages that are sent at once share a frame.
+- A frame is kept until the other end says that it was handed over. Credit: kept frames are on their way only up to `WINDOW_BYTES`,
   the rest waits here, up to `LIMIT_BYTES`; beyond, `send` raises. So a peer that takes nothing costs `LIMIT_BYTES` at most, of which
   at most `WINDOW_BYTES` (or one message) lie in the network's queues on either side.
 - Who is owed an acknowledgement asks (`remind`, now and then). On a connection that keeps order the answer is exact: what was sent before
@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 
 from pipelinerl.errors import PeerFull, WireError
-from pipelinerl.transport.frame import HEADER_BYTES, Kind, pack, unpack
+from pipelinerl.transport.frame import HEADER_BYTES, Kind, join, pack, split, unpack
 
 WINDOW_BYTES = 32 << 20
 """Credit of one direction. Must cover what flows during a round trip; larger holds more in the network's queues for a peer that stands."""
@@ -66,9 +66,9 @@ class Conversation:
         self._next = 1
         self._gone_bytes = 0
         self._heard = 0
-        """Number of the last message taken."""
-        self._early: dict[int, bytes | memoryview] = {}
-        """Messages by number that came before one that is missing."""
+        """Number of the last frame taken."""
+        self._early: dict[int, tuple[int, list[memoryview]]] = {}
+        """By frame's number, size and messages of those that came before one that is missing."""
         self._early_bytes = 0
         self._unsaid_bytes = 0
         """Of messages taken since the other end was last told."""
@@ -81,24 +81,27 @@ class Conversation:
         """The other end was heard of."""
         return self._other != 0
 
-    def send(self, message: bytes) -> None:
-        """Send an encoded message, once there is credit. Raises `PeerFull` where too much waits already."""
-        size = len(message) + HEADER_BYTES
+    def send(self, *messages: bytes) -> None:
+        """Send encoded messages, once there is credit. Raises `PeerFull` where too much waits already; then none of them is sent."""
+        if not messages:
+            return
+        size = sum(map(len, messages)) + HEADER_BYTES
         if self.kept_bytes + size > LIMIT_BYTES and self.kept_bytes:
             raise PeerFull(
                 f"{self.name} has not taken the last {self.kept_bytes} bytes sent to it, and {size} more would exceed the bound of"
                 f" {LIMIT_BYTES}: it stands still, or its connection is gone; see its log"
             )
-        frame = self._header(Kind.MESSAGE, number=self._next) + message
-        self._next += 1
-        self.kept_bytes += size
-        self._waiting.append(frame)
+        for kind, body in join(messages):
+            frame = self._header(kind, number=self._next) + body
+            self._next += 1
+            self.kept_bytes += len(frame)
+            self._waiting.append(frame)
         self._spend_credit()
         if not self._waiting:  # it is on its way, and with it what was heard
             self._unsaid_bytes = 0
 
     def hear(self, frame: bytes | memoryview) -> Sequence[memoryview]:
-        """Take a frame; return the messages that can be handed over now, mostly the one in it. Raises `WireError` for what is no frame."""
+        """Take a frame; return the messages that can be handed over now, mostly those in it. Raises `WireError` for what is no frame."""
         header = unpack(frame)
         if header.receiver not in (0, self.identity):
             if not self._keeps_for_successor:  # a peer that was told to the process before this one learns of the change
@@ -109,7 +112,7 @@ class Conversation:
         if header.heard >= self._next:
             raise WireError(f"{self.name} says it heard message {header.heard}; {self._next - 1} were sent")
         self._settle(header.heard)
-        if header.kind is Kind.MESSAGE:
+        if header.kind is Kind.MESSAGE or header.kind is Kind.MESSAGES:
             return self._take(header.number, frame)
         if header.kind is Kind.ASK:
             self._transmit(self._header(Kind.AGAIN if self._heard < header.number else Kind.HEARD))
@@ -152,21 +155,23 @@ class Conversation:
         if number <= self._heard or number in self._early:
             self.num_repeated += 1
             return ()
+        taken = split(frame)
         if number > self._heard + 1:
             if len(self._early) < MAX_EARLY and self._early_bytes + len(frame) <= WINDOW_BYTES:
-                self._early[number] = frame
+                self._early[number] = len(frame), taken
                 self._early_bytes += len(frame)
             if self._missed != self._heard:
                 self._missed = self._heard
                 self._transmit(self._header(Kind.AGAIN))
             return ()
-        taken = [memoryview(frame)[HEADER_BYTES:]]
+        self._heard = number
         self._unsaid_bytes += len(frame)
-        while self._early and (early := self._early.pop(number + len(taken), None)) is not None:
-            taken.append(memoryview(early)[HEADER_BYTES:])
-            self._early_bytes -= len(early)
-            self._unsaid_bytes += len(early)
-        self._heard += len(taken)
+        while self._early and (early := self._early.pop(self._heard + 1, None)) is not None:
+            size, messages = early
+            taken += messages
+            self._heard += 1
+            self._early_bytes -= size
+            self._unsaid_bytes += size
         if self._unsaid_bytes >= WINDOW_BYTES // 4:
             self._unsaid_bytes = 0
             self._transmit(self._header(Kind.HEARD))
@@ -195,7 +200,7 @@ class Conversation:
         self._waiting.clear()
         self._first = self._next = 1
         self._gone_bytes = self.kept_bytes = self._first_at_reminder = 0
-        bodies: Iterable[bytes] = [frame[HEADER_BYTES:] for frame in kept]
+        bodies: Iterable[bytes] = [bytes(body) for frame in kept for body in split(frame)]
         if self.introduction is not None:
             bodies = self.introduction(list(bodies))
         for body in bodies:

@@ -1,4 +1,4 @@
-"""What travels between two ends: a header of 40 bytes, and behind it, in frames that carry a message, the message's msgpack.
+"""What travels between two ends: a header of 40 bytes, and behind it, in frames that carry a message or several, the messages' msgpack.
 
 The header says which schema the sender speaks. It is a fingerprint of every message's name, fields and types, so two ends of different
 code refuse each other in words, instead of misreading a field.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipelinerl import messages
@@ -16,25 +17,32 @@ from pipelinerl.errors import WireError
 from pipelinerl.messages import Message
 
 MAGIC = b"PL"
-WIRE = 1
+WIRE = 2
 """Version of the header and of the rules in `conversation`; the messages have the fingerprint."""
 _HEADER = struct.Struct("<2sBBIQQQQ")
 HEADER_BYTES = _HEADER.size
+_LENGTH = struct.Struct("<I")
+TOGETHER_BYTES = (1 << 16) - HEADER_BYTES - 1
+"""Messages sent at once share frames up to this size. A frame costs, at both ends, about as much as encrypting 10 KB; with more than
+64 KB the saving is small, and ZeroMQ is handed them without a copy, which costs more than one (`zmq.COPY_BELOW_BYTES`).
+"""
 
 
 class Kind(enum.IntEnum):
     """What a frame is for."""
 
     MESSAGE = 1
-    """`number` counts messages from 1; a message follows."""
+    """`number` counts frames that carry messages from 1; a message follows."""
     HEARD = 2
     """Only says what was heard, see `Header.heard`."""
     ASK = 3
-    """Asks for a sign: messages up to `number` were sent. The answer is `HEARD`, or `AGAIN`."""
+    """Asks for a sign: frames up to `number` were sent. The answer is `HEARD`, or `AGAIN`."""
     AGAIN = 4
-    """Messages behind `heard` are missing: send them again."""
+    """Frames behind `heard` are missing: send them again."""
     GOODBYE = 5
     """The sender closes; nothing more should be sent to it."""
+    MESSAGES = 6
+    """As `MESSAGE`; several follow, each behind its length (4 bytes, little-endian)."""
 
 
 class Header(NamedTuple):
@@ -46,7 +54,7 @@ class Header(NamedTuple):
     """0 where the sender has not heard from anybody yet."""
     number: int
     heard: int
-    """All messages of the other end up to this number were handed over: its credit for them returns."""
+    """All frames with messages of the other end up to this number were handed over: its credit for them returns."""
 
 
 def schema_of(classes: list[type[Message]]) -> int:
@@ -81,4 +89,45 @@ def unpack(frame: bytes | memoryview) -> Header:
     return Header(_KINDS[kind], sender, receiver, number, heard)
 
 
+def join(messages: Sequence[bytes]) -> Sequence[tuple[Kind, bytes]]:
+    """Encoded messages as what follows the headers of as few frames as `TOGETHER_BYTES` allows, each with its kind."""
+    return [(Kind.MESSAGE, messages[0])] if len(messages) == 1 else list(_join(messages))
+
+
+def split(frame: bytes | memoryview) -> list[memoryview]:
+    """The encoded messages in a frame of kind `MESSAGE` or `MESSAGES`. Raises `WireError` where a length leads past its end."""
+    rest = memoryview(frame)[HEADER_BYTES:]
+    if frame[_KIND_AT] == Kind.MESSAGE:
+        return [rest]
+    messages: list[memoryview] = []
+    while rest:
+        end = _LENGTH.size + (_LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest))
+        if end > len(rest):
+            raise WireError(f"a frame ends after {len(rest)} bytes, within its message {len(messages)}, which has {end}")
+        messages.append(rest[_LENGTH.size : end])
+        rest = rest[end:]
+    return messages
+
+
+def _join(messages: Sequence[bytes]) -> Iterator[tuple[Kind, bytes]]:
+    together: list[bytes] = []
+    size = 0
+    for message in messages:
+        size += len(message) + _LENGTH.size
+        if together and size > TOGETHER_BYTES:
+            yield _joined(together)
+            together, size = [], len(message) + _LENGTH.size
+        together.append(message)
+    if together:
+        yield _joined(together)
+
+
+def _joined(messages: list[bytes]) -> tuple[Kind, bytes]:
+    if len(messages) == 1:
+        return Kind.MESSAGE, messages[0]
+    return Kind.MESSAGES, b"".join(part for message in messages for part in (_LENGTH.pack(len(message)), message))
+
+
+_KIND_AT = 3
+"""Offset of a header's kind."""
 _KINDS = {int(kind): kind for kind in Kind}

@@ -127,8 +127,8 @@ class MemoryLink:
     def silent_s(self) -> float:
         return _now_s() - self._heard_at
 
-    def send(self, message: Message) -> None:
-        self._conversation.send(encode(message))
+    def send(self, *messages: Message) -> None:
+        self._conversation.send(*map(encode, messages))
         self._reminder.arm()
 
     def introduce(self, make: Introduction) -> None:

@@ -245,8 +245,8 @@ class ZmqLink:
         for message in make(()):
             self.send(message)
 
-    def send(self, message: Message) -> None:
-        self._conversation.send(encode(message))
+    def send(self, *messages: Message) -> None:
+        self._conversation.send(*map(encode, messages))
 
     def receive(self, timeout_s: float) -> Message | None:
         until = time.monotonic() + timeout_s

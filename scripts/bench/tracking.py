@@ -33,12 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.metrics import read_journal
+from pipelinerl.report.reading import JournalTail
 from pipelinerl.tracking.beside import command, track
 from scripts.bench import harness
 from tests.tracking.wandb_file import history
 
 TROUBLES = ("down", "slow", "crashing")
-WARM_S = 8.0
+WARM_S, QUICK_WARM_S = 8.0, 4.0
 """A tracker's start: Python imports wandb, wandb starts its service."""
 KILL_EVERY_S = 5.0
 SEGMENTS, SEGMENT_S = 31, 3.0
@@ -52,9 +53,9 @@ def main() -> None:
     rows: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as folder, _running(Path(folder)) as run_folder:
         for trouble in ("none", *(TROUBLES[:1] if arguments.quick else TROUBLES)):
-            with _tracker(run_folder, trouble) as tracker:
+            with _tracker(run_folder, trouble, warm_s=QUICK_WARM_S if arguments.quick else WARM_S) as tracker:
                 began, spent_s = time.time(), tracker.cpu_s()
-                speeds = _segments(run_folder, tracker, num=segments, seconds=segment_s)
+                speeds = _segments(JournalTail(run_folder), tracker, num=segments, seconds=segment_s)
                 used = (tracker.cpu_s() - spent_s) / (time.time() - began) / (os.cpu_count() or 1)
             ratios = [2 * speeds[at] / (speeds[at - 1] + speeds[at + 1]) for at in range(1, segments, 2)]
             rows.append([trouble, statistics.mean(speeds[::2]), statistics.median(ratios), _error(ratios), used])
@@ -81,12 +82,12 @@ def main() -> None:
     harness.finish("tracking", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
 
 
-def _segments(run_folder: Path, tracker: Tracker, *, num: int, seconds: float) -> list[float]:
+def _segments(journals: JournalTail, tracker: Tracker, *, num: int, seconds: float) -> list[float]:
     """Steps per second in each segment, the tracker running in every second one."""
     speeds: list[float] = []
     for number in range(num):
         tracker.let_run(number % 2 == 1)
-        speeds.append(_window(run_folder, seconds))
+        speeds.append(_window(journals, seconds))
     tracker.let_run(True)
     return speeds
 
@@ -108,7 +109,7 @@ def _running(folder: Path) -> Iterator[Path]:
         )
     try:
         found = None
-        while found is None or len(_steps(found)) < 5:
+        while found is None or len(_steps(found)) < 3:
             assert process.poll() is None, (folder / "log").read_text()
             time.sleep(0.5)
             found = next(iter(folder.glob("tracked-*")), None)
@@ -149,7 +150,7 @@ class Tracker:
 
 
 @contextlib.contextmanager
-def _tracker(run_folder: Path, trouble: str) -> Iterator[Tracker]:
+def _tracker(run_folder: Path, trouble: str, *, warm_s: float) -> Iterator[Tracker]:
     """A tracker beside the run, in trouble."""
     if trouble == "none":
         yield Tracker(None)
@@ -165,7 +166,7 @@ def _tracker(run_folder: Path, trouble: str) -> Iterator[Tracker]:
                 _kill(set(tracker.tree()) - {process.pid})
 
         killer = threading.Thread(target=kill)
-        time.sleep(WARM_S)
+        time.sleep(warm_s)
         if trouble == "crashing":
             killer.start()
         try:
@@ -215,13 +216,13 @@ def _server(trouble: str) -> Iterator[int]:
                 each.close()
 
 
-def _window(run_folder: Path, seconds: float) -> float:
+def _window(journals: JournalTail, seconds: float) -> float:
     """Steps per second from now on, for about so long and at least two of them, from the end of one step to the end of another."""
     began = time.time()
     ends: list[float] = []
     while time.time() < began + seconds or len(ends) < 3:
         time.sleep(0.2)
-        ends = [line["t"] for line in _lines(run_folder) if line["kind"] == "step" and line["t"] >= began]
+        ends += [line["t"] for line in journals.new_lines() if line["kind"] == "step" and line["t"] >= began]
     return (len(ends) - 1) / (ends[-1] - ends[0])
 
 

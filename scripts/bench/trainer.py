@@ -88,17 +88,17 @@ def main() -> None:
     arguments = harness.options(__doc__ or "").parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    num_steps, rounds, row_tokens = (3, 3, 1024) if arguments.quick else (6, 5, 4096)
+    num_steps, num_groups, rounds, row_tokens = (2, 5, 3, 1024) if arguments.quick else (3, 8, 5, 4096)
     memory = {
         name: _in_child(_peak_bytes, function, 2048 if arguments.quick else 4096, 32_000)
         for name, function in (("whole table", _whole_table), ("in pieces", _in_pieces))
     }
     _in_child(_make_model)
-    work = _make_work(num_steps, row_tokens=row_tokens)
+    work = _make_work(num_steps, num_groups=num_groups, row_tokens=row_tokens)
     server, cores = _serve_in_child(work, rounds), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     torch.set_num_threads(1)
-    _plain_s(work)  # warms up allocator and caches
+    _plain_s(Work(steps=work.steps[:1]))  # warms up allocator and caches
     plain, whole, waits = [], [], []
     for number in range(rounds):
         plain.append(_plain_s(work))
@@ -223,13 +223,13 @@ def _make_model() -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(FOLDER / "model")
 
 
-def _make_work(num_steps: int, *, row_tokens: int) -> Work:
+def _make_work(num_steps: int, *, num_groups: int, row_tokens: int) -> Work:
     """Groups of siblings with long-tailed completions, packed by the orchestrator's rule."""
     chance = np.random.default_rng(0)
     steps: list[list[MicroBatch]] = []
     for step in range(num_steps):
         packing = Packing(max_tokens=row_tokens)
-        rows = [row for group in range(8) for sample in _group(chance, group, longest=row_tokens) for row in packing.add(sample)]
+        rows = [row for group in range(num_groups) for sample in _group(chance, group, longest=row_tokens) for row in packing.add(sample)]
         rows += packing.flush()
         steps.append([micro_batch_of(tuple(row), step=step, index=index) for index, row in enumerate(rows)])
     return Work(steps=steps)

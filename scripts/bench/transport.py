@@ -76,6 +76,8 @@ TOKENS = 1000
 GROUP_SIZE = 8
 ORCHESTRATOR_CORE, PEERS_CORE = 0, 1
 NUM_ENGINES = 4
+TOGETHER = 8
+"""Completions between two looks for messages."""
 DEADLINE_S = 120.0
 """Of one measurement between two processes, a hundred times what it takes."""
 PEERS = (*(f"engine-{number}" for number in range(NUM_ENGINES)), "scorer-0", "trainer-0")
@@ -123,7 +125,8 @@ def _pairs(rows: list[list[Any]], goals: list[harness.Goal], *, count: int, repe
     size = len(encode(_completion("123456/7")))
     rates: dict[str, list[float]] = collections.defaultdict(list)
     for _ in range(repetitions):
-        rates["ours"].append(_ours(count))
+        rates["ours"].append(_ours(count, together=1))
+        rates[f"ours, {TOGETHER} sent at once"].append(_ours(count, together=TOGETHER))
         rates["raw pyzmq, encrypted"].append(_raw(count, size, is_encrypted=True))
         rates["raw pyzmq, in the clear"].append(_raw(count, size, is_encrypted=False))
     reference = statistics.median(rates["raw pyzmq, encrypted"])
@@ -134,22 +137,23 @@ def _pairs(rows: list[list[Any]], goals: list[harness.Goal], *, count: int, repe
     goals.append(harness.Goal(name="trajectories/s over raw pyzmq", value=ratio, goal=0.8))
 
 
-def _ours(count: int) -> float:
+def _ours(count: int, *, together: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_keys(folder, PEERS)
-        child = _fork(lambda: _send_ours(folder, count))
+        child = _fork(lambda: _send_ours(folder, count, together))
         seconds = asyncio.run(_receive_ours(folder, count))
         os.waitpid(child, 0)
     return count / seconds
 
 
-def _send_ours(folder: Path, count: int) -> None:
+def _send_ours(folder: Path, count: int, together: int) -> None:
+    """`together` in one call, as an engine sends what ended in one forward pass."""
     link = ZmqLink(folder, "engine", 0, accepts=ToEngine)
     completion = _completion("123456/7")
-    for number in range(count + 1):
-        link.send(completion)
-        if number % 8 == 0:  # as an engine does between two forward passes; its credit comes back that way
+    for number in range(count // together + 1):
+        link.send(*[completion] * together)
+        if number * together % TOGETHER == 0:  # as an engine does between two forward passes; its credit comes back that way
             link.receive(0.0)
         while link.kept_bytes > WINDOW_BYTES:  # an engine has decoding to do meanwhile
             link.receive(0.001)

@@ -13,14 +13,12 @@ from orchestrator.rollouts.single_turn import trajectory_of
 from orchestrator.stages.delivery import micro_batch_of
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
-from pipelinerl.messages import Completion, Generate, MicroBatch, Prompt, Sample, Sampling, Tensor
+from pipelinerl.messages import Completion, Generate, MicroBatch, Prompt, Sample, Sampling, StageWeights
 from pipelinerl.routes import table_of, unknown
-from tests.real_engine import vllm_engine
+from tests.real_engine import Publisher, vllm_engine
 
 if TYPE_CHECKING:
     import torch
-
-    from pipelinerl.weights.commit import Placed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -29,33 +27,43 @@ NUM_ROLLOUTS = 12
 LAYERS, EXPERTS, TOP_K = 2, 16, 4
 
 
-def _sample(folder: Path) -> tuple[dict[str, Generate], list[Completion]]:
-    chance = np.random.default_rng(3)
+def _requests(version: int) -> dict[str, Generate]:
+    chance = np.random.default_rng(3 + version)
     shared = chance.integers(3, 60, 40, dtype=np.int32)
     asked: dict[str, Generate] = {}
     for number in range(NUM_ROLLOUTS):
         prompt = shared if number < 4 else chance.integers(3, 60, chance.integers(2, 20), dtype=np.int32)
         sampling = Sampling(max_tokens=NUM_TOKENS, stop_token_ids=(), seed=number)
         asked[f"{number}"] = Generate(rollout_id=f"{number}", attempt=0, token_ids=prompt, sampling=sampling)
+    return asked
+
+
+def _sample(folder: Path, *, next_policy: Path) -> list[MicroBatch]:
+    """Rows sampled under the engine's own policy, and under one that it was then given."""
+    from safetensors.torch import load_file
+
+    rows: list[MicroBatch] = []
     with vllm_engine(folder, dtype="bfloat16", max_tokens=128, replay_routes=True) as engine:
-        loop = EngineLoop(engine, engine_id=0, stager=StagingThread(engine))
-        for request in asked.values():
-            loop.handle(request)
-        while loop.has_work:
-            loop.advance()
-        assert engine._routes is not None
-        assert not engine._routes._parts, "nothing is kept of finished requests"
-        return asked, [message for message in loop.outbox if isinstance(message, Completion)]
-
-
-def _plan_of_the_norm(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
-    """A plan for one parameter; making that of all loads the checkpoint once more, over the repacked experts."""
-    from pipelinerl.weights.commit import Placed
-
-    norm = model.get_parameter("model.norm.weight")
-    placed = Placed(parameter=norm, offset_bytes=0, num_bytes=norm.nbytes)
-    tensor = Tensor(name="model.norm.weight", shape=tuple(norm.shape), dtype="bfloat16", offset_bytes=0, num_bytes=norm.nbytes)
-    return [placed], (tensor,)
+        loop, publisher = EngineLoop(engine, engine_id=0, stager=StagingThread(engine)), Publisher(engine)
+        for version in (0, 1):
+            if version:
+                slot, digest = publisher.publish(load_file(next_policy / "model.safetensors"), version=1)
+                loop.handle(StageWeights(version=1, slot=slot, digest=digest))
+                while loop.version == 0:
+                    loop.advance()
+            asked = _requests(version)
+            for request in asked.values():
+                loop.handle(request)
+            while loop.has_work:
+                loop.advance()
+            assert engine._routes is not None
+            assert not engine._routes._parts, "nothing is kept of finished requests"
+            completions = [message for message in loop.outbox if isinstance(message, Completion)]
+            loop.outbox.clear()
+            assert all(set(completion.versions) == {version} for completion in completions)
+            rows.append(_row(asked, completions))
+        publisher.close()
+    return rows
 
 
 def _row(asked: dict[str, Generate], completions: list[Completion]) -> MicroBatch:
@@ -68,14 +76,8 @@ def _row(asked: dict[str, Generate], completions: list[Completion]) -> MicroBatc
     return micro_batch_of(tuple(samples), step=0, index=0)
 
 
-def test_replayed_routes_bring_engine_and_trainer_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    # On a CPU vLLM repacks experts: an engine of them can take no new weights and refuses to start. This one is never asked to take any.
-    monkeypatch.setattr("pipelinerl.engine.vllm_engine.obstacles_of", lambda model, **_: {})
-    monkeypatch.setattr("pipelinerl.engine.vllm_engine.plan_of", _plan_of_the_norm)
-
-    from tests.trainer.tiny import make_folder, make_model, make_seal, make_step
+def test_replayed_routes_bring_engine_and_trainer_together_also_after_a_swap(tmp_path: Path) -> None:
+    from tests.trainer.tiny import make_folder
 
     sizes = {
         "vocab_size": 128,
@@ -85,8 +87,18 @@ def test_replayed_routes_bring_engine_and_trainer_together(tmp_path: Path, monke
         "moe_intermediate_size": 64,
         "head_dim": 32,
     }
-    folder = make_folder(tmp_path / "moe", family="qwen3_moe", **sizes)
-    batch = _row(*_sample(folder))
+    folders = [make_folder(tmp_path / f"moe-{seed}", family="qwen3_moe", seed=seed, **sizes) for seed in (0, 1)]
+    first, second = _sample(folders[0], next_policy=folders[1])
+    _check_table(first)
+    for folder, batch in zip(folders, (first, second), strict=True):
+        replayed, native = _gaps(folder, batch)
+        assert float(replayed.mean()) < 0.85 * float(native.mean())
+        assert float(replayed.max()) < 0.6 * float(native.max())
+    replayed, _ = _gaps(folders[0], second)
+    assert float(replayed.mean()) > 0.2, "the second row was sampled from another policy"
+
+
+def _check_table(batch: MicroBatch) -> None:
     assert batch.routes is not None
     table = table_of(batch.routes)
     assert (table.dtype, table.shape) == (np.uint8, (len(batch.token_ids), LAYERS, TOP_K))
@@ -95,20 +107,30 @@ def test_replayed_routes_bring_engine_and_trainer_together(tmp_path: Path, monke
     assert not known[lasts].any()
     assert (table[known] < EXPERTS).all()
     assert all(len(set(chosen)) == TOP_K for chosen in table[known].reshape(-1, TOP_K).tolist())
-    num_unknown = int((~known).sum()) - NUM_ROLLOUTS
-    assert num_unknown in (0, 3 * 32, 3 * 40), "at most what the prefix cache spared of the prompt that four share"
+    assert _num_unknown(batch) in (0, 3 * 32, 3 * 40), "at most what the prefix cache spared of the prompt that four share"
 
-    gaps: dict[str, torch.Tensor] = {}
+
+def _num_unknown(batch: MicroBatch) -> int:
+    assert batch.routes is not None
+    return int(unknown(table_of(batch.routes)).sum()) - NUM_ROLLOUTS
+
+
+def _gaps(folder: Path, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Between the engine's log-probabilities and the trainer's, by the record of the experts and by its own choice."""
+    import torch
+
+    from tests.trainer.tiny import make_model, make_seal, make_step
+
+    gaps: list[torch.Tensor] = []
     theirs = torch.from_numpy(batch.logprobs[batch.trains])
-    for name, row in {"replayed": batch, "native": msgspec.structs.replace(batch, routes=None)}.items():
+    for row in (batch, msgspec.structs.replace(batch, routes=None)):
         model = make_model(folder, dtype="bfloat16", replays_routes=True)
         step, _ = make_step(model, replays_routes=True)
         laid_out = step.lay_out(row)
         assert laid_out is not None
         with torch.no_grad():
-            gaps[name] = (model.logprobs(laid_out)[0] - theirs).abs()
+            gaps.append((model.logprobs(laid_out)[0] - theirs).abs())
         step.add(row)
-        expected = num_unknown if name == "replayed" else len(batch.token_ids) - NUM_ROLLOUTS
+        expected = _num_unknown(row) if row.routes is not None else len(batch.token_ids) - NUM_ROLLOUTS
         assert step.finish(make_seal([{"trains": batch.trains}]))["num_unrouted_tokens"] == expected
-    assert float(gaps["replayed"].mean()) < 0.85 * float(gaps["native"].mean())
-    assert float(gaps["replayed"].max()) < 0.6 * float(gaps["native"].max())
+    return gaps[0], gaps[1]

@@ -44,3 +44,9 @@ def test_a_span_is_as_long_as_it_was(tmp_path: Path) -> None:
 def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no journal"):
         write_trace(tmp_path)
+
+
+def test_a_run_that_recorded_nothing_yet_is_told_apart(tmp_path: Path) -> None:
+    Journal(tmp_path, "orchestrator").close()
+    with pytest.raises(DataError, match="nothing recorded yet"):
+        write_trace(tmp_path)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipelinerl.errors import PeerFull, WireError
 from pipelinerl.transport import conversation
 from pipelinerl.transport.conversation import Conversation
-from pipelinerl.transport.frame import HEADER_BYTES, Kind, pack, unpack
+from pipelinerl.transport.frame import HEADER_BYTES, TOGETHER_BYTES, Kind, pack, unpack
 
 
 class Pair:
@@ -73,6 +73,34 @@ def test_messages_pass_in_order_in_both_directions_without_any_other_frame():
     assert (pair.at_hub, pair.at_link) == ([0, 1, 2, 3, 4], [100, 101, 102, 103, 104])
     assert pair.link.kept_bytes == 0, "an answer acknowledges what it follows"
     assert pair.hub.kept_bytes == HEADER_BYTES + 2
+
+
+def test_small_messages_sent_at_once_share_frames_and_large_ones_do_not():
+    pair = Pair()
+    small, half = 100, TOGETHER_BYTES // 2
+    pair.link.send(*(number(value, size=size) for value, size in enumerate([small, small, half, half, 2 * half, small])))
+    assert kinds(pair.to_hub) == [Kind.MESSAGES, Kind.MESSAGE, Kind.MESSAGE, Kind.MESSAGE]
+    assert len(pair.to_hub[0]) == HEADER_BYTES + 3 * 4 + 2 * small + half
+    assert pair.link.kept_bytes == sum(map(len, pair.to_hub))
+    pair.settle()
+    assert pair.at_hub == [0, 1, 2, 3, 4, 5]
+    assert pair.link.kept_bytes == 0
+    pair.link.send()
+    assert not pair.to_hub
+
+
+def test_a_frame_that_ends_within_a_message_is_refused_and_comes_again():
+    pair = Pair()
+    pair.link.send(number(1), number(2))
+    whole = pair.to_hub.popleft()
+    for cut, complaint in (
+        (1, "a frame ends after 5 bytes, within its message 1, which has 6"),
+        (4, "ends after 2 bytes, within its message 1"),
+    ):
+        with pytest.raises(WireError, match=complaint):
+            pair.hub.hear(whole[:-cut])
+    pair.settle()
+    assert pair.at_hub == [1, 2]
 
 
 def test_who_is_owed_an_acknowledgement_asks_and_is_answered():
@@ -250,8 +278,8 @@ def test_what_the_orchestrator_never_took_is_sent_to_its_successor_once():
     pair.deliver()
     pair.hub.send(number(100))
     pair.deliver()
-    for value in range(3, 6):
-        pair.link.send(number(value))
+    pair.link.send(number(3))
+    pair.link.send(number(4), number(5))
     pair.to_hub.popleft()
     pair.hub, pair.at_hub = pair.new_hub(), []
     pair.settle()
@@ -276,15 +304,15 @@ def test_with_an_introduction_that_alone_is_what_a_successor_hears_of_before():
     pair.deliver()
     pair.hub.send(number(100))
     pair.deliver()
-    pair.link.send(number(3))
+    pair.link.send(number(3), number(4))
     assert given == [], "the first orchestrator is told by whoever introduces"
     pair.to_hub.clear()
     pair.hub, pair.at_hub = pair.new_hub(), []
     pair.settle()
-    assert (pair.at_hub, given) == ([50, 51], [[number(3)]])
-    pair.link.send(number(4))
+    assert (pair.at_hub, given) == ([50, 51], [[number(3), number(4)]])
+    pair.link.send(number(5))
     pair.settle()
-    assert pair.at_hub == [50, 51, 4]
+    assert pair.at_hub == [50, 51, 5]
 
 
 def test_a_goodbye_is_remembered_until_somebody_comes_back():
@@ -311,19 +339,24 @@ def test_an_acknowledgement_of_what_was_never_sent_is_refused():
 @given(seed=st.integers(0, 2**32), drop=st.floats(0, 0.6), repeat=st.floats(0, 0.5), shuffle=st.booleans())
 def test_whatever_is_lost_doubled_and_reordered_everything_arrives_once_and_in_order(seed: int, drop: float, repeat: float, shuffle: bool):
     pair, chance = Pair(), random.Random(seed)
-    for value in range(40):
-        pair.link.send(number(value))
+    for value in range(0, 40, 2):
+        pair.link.send(number(value), number(value + 1)) if chance.random() < 0.5 else send_apart(pair.link, value, value + 1)
         if value % 3 == 0:
             pair.hub.send(number(1000 + value)) if pair.hub.has_met else None
         carry(pair, chance, drop=drop, repeat=repeat, shuffle=shuffle)
-        if value % 5 == 0:
+        if value % 4 == 0:
             pair.link.remind()
             pair.hub.remind()
-    sent = [1000 + value for value in range(0, 40, 3)]
+    sent = [1000 + value for value in range(0, 40, 6)]
     pair.settle()
     assert pair.at_hub == list(range(40))
     assert pair.at_link == sent[len(sent) - len(pair.at_link) :]
     assert pair.link.kept_bytes == pair.hub.kept_bytes == 0
+
+
+def send_apart(link: Conversation, *values: int) -> None:
+    for value in values:
+        link.send(number(value))
 
 
 def carry(pair: Pair, chance: random.Random, *, drop: float, repeat: float, shuffle: bool) -> None:
