@@ -69,6 +69,9 @@ def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path
     among = {"world": WORLD, "credit": credit, "cast": Cast(scorer=scorer), "held_out": tuple(held_out.next() for _ in range(8))}
     simulated = run(settings, folder=tmp_path, **among)
     assert simulated.problems() == []
+    first = [simulated.record.turns[name] for name, step in simulated.record.trained.items() if step == 0]
+    line = next(line for line in simulated.lines if line["kind"] == "step")
+    assert line["turns_mean"] == pytest.approx(sum(first) / len(first))
     assert [version for version, _ in simulated.ending.evaluations] == [0, 6]
     turns = [turns for name, turns in replied.items() if name.startswith("evaluation-")]
     assert all(turns == list(range(len(turns))) for turns in turns)
