@@ -98,7 +98,12 @@ class EngineSection(Section):
     @property
     def num_ranks(self) -> int:
         """Processes over which each engine spreads its model."""
-        return int(self.options.get("tensor_parallel_size", 1))
+        return int(self.options.get("tensor_parallel_size", 1)) * self.num_stages
+
+    @property
+    def num_stages(self) -> int:
+        """Of its pipeline."""
+        return int(self.options.get("pipeline_parallel_size", 1))
 
 
 class ScorerSection(Section):

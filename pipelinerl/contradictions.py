@@ -103,22 +103,25 @@ def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterat
 
 
 def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights: WeightsSection) -> Iterator[str]:
-    for kind in ("pipeline_parallel_size", "data_parallel_size"):
-        if int(engine.options.get(kind, 1)) > 1:
-            yield (
-                f"engine.options.{kind} is {engine.options[kind]}: such an engine takes no policies. Use tensor_parallel_size, or"
-                " engine.count."
-            )
-    wanted = {
-        f'weights.road = "{weights.road}"': weights.road not in ("auto", "shared_memory"),
-        "weights.delta = true": weights.delta,
-        'weights.adapters = "apart"': weights.adapters == "apart",
-        "model.replay_routes = true": model.replay_routes,
-    }
-    if engine.num_ranks > 1 and (found := [what for what, is_wanted in wanted.items() if is_wanted]):
+    ranks = f"engine.options spread an engine over {engine.num_ranks} ranks"
+    if (copies := int(engine.options.get("data_parallel_size", 1))) > 1:
+        yield f"engine.options.data_parallel_size is {copies}: such an engine takes no policies. Use engine.count: each swaps by itself."
+    if engine.num_ranks > 1 and weights.road in ("cuda_ipc", "nccl"):
         yield (
-            f"engine.options.tensor_parallel_size is {engine.num_ranks}, and an engine of several ranks takes whole policies through shared"
-            f" memory alone: leave out {', '.join(found)}."
+            f'{ranks}, and weights.road is "{weights.road}": what fetches policies for all of them has no device. Use shared_memory, files'
+            " or gloo."
+        )
+    if engine.num_ranks > 1 and model.replay_routes:
+        yield f"{ranks}, which record no routes, and model.replay_routes is true. Leave one of them out."
+    if engine.num_stages > 1 and weights.adapters == "apart":
+        yield (
+            f'engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.adapters is "apart": a forward pass under way would'
+            ' change its adapter. Use tensor_parallel_size, or weights.adapters = "merged".'
+        )
+    if engine.num_stages > 1 and (weights.kv_span is not None or weights.kv_kl is not None):
+        yield (
+            f"engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.kv_span or weights.kv_kl is set: no KV cache is"
+            " recomputed while forward passes over it are under way. Use tensor_parallel_size, or leave them out."
         )
 
 

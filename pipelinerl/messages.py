@@ -230,7 +230,7 @@ class Completion(Message, frozen=True):
     routes: Routes | None = None
     """[P + T - 1] rows, the last token was sent nowhere; None where the model has no experts, or they are not replayed."""
     recomputed: Recomputed = ()
-    """Tokens there were each time that a swap had the KV cache computed anew: rising, 0 .. T."""
+    """Tokens there were each time that a swap had the KV cache computed anew: never falls, 0 .. T."""
     started_at: float = 0.0
     """Unix seconds: when the engine took the request."""
     finished_at: float = 0.0
@@ -241,6 +241,11 @@ class Completion(Message, frozen=True):
             check_lengths(self, "token_ids", "logprobs", "versions")
         if not _is_constant(self.versions) and np.count_nonzero(self.versions[1:] < self.versions[:-1]):
             raise ValueError(f"Completion {self.rollout_id}: versions fall along the sequence: {self.versions.tolist()}")
+        if self.recomputed and list(places := (0, *self.recomputed, len(self.token_ids))) != sorted(places):
+            raise ValueError(
+                f"Completion {self.rollout_id}: its KV cache was computed anew after {list(self.recomputed)} of {len(self.token_ids)}"
+                f" tokens: expected places that rise, from 0 to {len(self.token_ids)}"
+            )
 
 
 class Tensor(Message, frozen=True):

@@ -9,7 +9,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.__main__ import set_environment
@@ -33,20 +33,21 @@ def vllm_engine(
     policies: Path = Path("weights"),
     adapters: AdapterShape | None = None,
     replay_routes: bool = False,
-    num_ranks: int = 1,
+    options: dict[str, Any] | None = None,
 ) -> Iterator[VllmEngine]:
-    """Load the model of a folder, in the environment that an engine process sets itself."""
+    """Load the model of a folder, in the environment that an engine process sets itself. `options`: as `engine.options`."""
+    section = EngineSection(max_running=max_running, options=options or {})  # pyright: ignore[reportCallIssue]
     gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
     before = dict(os.environ)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # vLLM asks for the thread's loop; without one it would make one and leave it open
-    set_environment(num_ranks=num_ranks)
+    set_environment(num_ranks=section.num_ranks)
     from pipelinerl.engine.vllm_engine import VllmEngine
 
     try:
         yield VllmEngine(
             model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routes=replay_routes),
-            engine=EngineSection(max_running=max_running, options={"tensor_parallel_size": num_ranks} if num_ranks > 1 else {}),  # pyright: ignore
+            engine=section,
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,
             weights=weights,

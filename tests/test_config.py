@@ -179,11 +179,16 @@ def test_what_does_not_go_with_episodes_is_told_before_anything_runs():
 
 
 def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
-    engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
-    assert problems_of(tree(engine=engine, weights={"road": "gloo", "delta": True})) == [
-        "engine.options.pipeline_parallel_size is 2: such an engine takes no policies. Use tensor_parallel_size, or engine.count.",
-        "engine.options.tensor_parallel_size is 2, and an engine of several ranks takes whole policies through shared memory alone: leave"
-        ' out weights.road = "gloo", weights.delta = true.',
+    engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}}
+    weights = {"road": "nccl", "delta": True, "kv_span": 2, "adapters": "apart"}
+    model = {"path": "models/small", "replay_routes": True}
+    found = problems_of(tree(engine=engine, weights=weights, model=model, lora={"rank": 4}))
+    assert [line.partition(":")[0] for line in found] == [
+        "engine.options.data_parallel_size is 2",
+        'engine.options spread an engine over 4 ranks, and weights.road is "nccl"',
+        "engine.options spread an engine over 4 ranks, which record no routes, and model.replay_routes is true. Leave one of them out.",
+        'engine.options.pipeline_parallel_size is 2, and weights.adapters is "apart"',
+        "engine.options.pipeline_parallel_size is 2, and weights.kv_span or weights.kv_kl is set",
     ]
     assert parse(tree(engine={"options": {"tensor_parallel_size": 2}}), origin="my.toml").engine.num_ranks == 2
 

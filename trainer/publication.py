@@ -5,8 +5,9 @@ it before it changes them. Where they are spread, ranks write together, in colle
 the loop itself publishes before it goes on.
 
 Where there is no room for a policy (`NoRoom`: a full disk, full shared memory), the engines serve on with the one before, and training goes
-on: the thread tries again until the weights change, and the next policy is a new chance. The last one is waited for. Where no policy
-found room for `PATIENCE_S`, the run ends with the reason; where weights are spread, at the first.
+on: the thread tries again until the weights change, and the next policy is a new chance. The last one is waited for. Spread weights were
+then written together, into memory of the rank that publishes, and only that one tries again. Where no policy found room for `PATIENCE_S`,
+the run ends with the reason.
 """
 
 from __future__ import annotations
@@ -33,12 +34,20 @@ class Publication:
     """The publication under way. Use as a context, inside that of the publisher, whose buffers must stay while they are written into."""
 
     def __init__(
-        self, publisher: Publisher | None, *, spread: SpreadWeights | None, send: Callable[[PolicyPublished | Failed], None]
+        self,
+        publisher: Publisher | None,
+        *,
+        spread: SpreadWeights | None,
+        send: Callable[[PolicyPublished | Failed], None],
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`publisher` where this rank publishes, `spread` where no rank holds all the weights; `send` hands on an announcement."""
         self._publisher = publisher
         self._spread = spread
         self._send = send
+        self._patience_s = patience_s
+        self._clock = clock
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publication")
         self._under_way: concurrent.futures.Future[float] | None = None
         self._beside_s = 0.0
@@ -60,17 +69,13 @@ class Publication:
     def begin(self, version: int) -> None:
         """Begin to publish the present weights as `version`; every rank calls this. Waits for the one before."""
         self.wait()
-        if self._spread is None:
-            if self._publisher is not None:
-                self._moves_on.clear()
-                self._under_way = self._thread.submit(self._publish, self._publisher, version)
-        elif self._publisher is None:
-            self._spread.follow()
-        else:
-            try:
-                self._publish(self._publisher, version)
-            finally:
-                self._spread.end()
+        if self._publisher is None:
+            if self._spread is not None:
+                self._spread.follow()
+            return
+        self._moves_on.clear()
+        if self._spread is None or not self._publish_together(self._publisher, self._spread, version):
+            self._under_way = self._thread.submit(self._publish, self._publisher, version)
 
     def wait(self, *, is_last: bool = False) -> None:
         """Wait until what was begun is published, or has no room: then weights may change. Raises as `Publisher.publish`.
@@ -90,30 +95,39 @@ class Publication:
         self._beside_s, self._num_skipped = 0.0, 0
         return found
 
+    def _publish_together(self, publisher: Publisher, spread: SpreadWeights, version: int) -> bool:
+        """Have all ranks write a policy, and publish it; False where there is no room for it."""
+        try:
+            return self._find_room(publisher, version)
+        finally:
+            spread.end()
+
     def _publish(self, publisher: Publisher, version: int) -> float:
+        """Publish, as soon as there is room or until the weights change; the seconds it took."""
         started = time.perf_counter()
-        while True:
-            try:
-                policy = publisher.publish(version)
-            except NoRoom as error:
-                if self._spread is not None:
-                    raise
-                self._be_patient(error)
-            else:
-                self._no_room_since = None
-                if policy is not None:
-                    self._send(policy)
-                return time.perf_counter() - started
+        while not self._find_room(publisher, version):
             if self._moves_on.wait(RETRY_AFTER_S):
                 self._num_skipped += 1
-                return time.perf_counter() - started
+                break
+        return time.perf_counter() - started
+
+    def _find_room(self, publisher: Publisher, version: int) -> bool:
+        try:
+            policy = publisher.publish(version)
+        except NoRoom as error:
+            self._be_patient(error)
+            return False
+        self._no_room_since = None
+        if policy is not None:
+            self._send(policy)
+        return True
 
     def _be_patient(self, error: NoRoom) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._no_room_since is None:
             self._no_room_since = now
             with contextlib.suppress(OSError):  # the log may lie on the same full disk
-                print(f"NoRoom: {error}; trying for {PATIENCE_S:g} s", file=sys.stderr, flush=True)
-        if now - self._no_room_since >= PATIENCE_S:
-            self._send(Failed(error=f"NoRoom for {PATIENCE_S:g} s: {error}"))  # the loop may be waiting for rows that never come
+                print(f"NoRoom: {error}; trying for {self._patience_s:g} s", file=sys.stderr, flush=True)
+        if now - self._no_room_since >= self._patience_s:
+            self._send(Failed(error=f"NoRoom for {self._patience_s:g} s: {error}"))  # the loop may be waiting for rows that never come
             raise error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipelinerl.errors import PeerSilent, WeightsError
+from pipelinerl.errors import NoRoom, PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.transport.zmq import own_address
 from pipelinerl.weights import gloo, nccl
@@ -70,6 +70,8 @@ class Publisher:
         self._lineage = 0
         self._newest: int | None = None
         """Published last, in this lineage."""
+        self._written: tuple[int, torch.Tensor] | None = None
+        """A policy that spread weights were written down for and that had no room so far, whole, and its version."""
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
         self._is_mapped = False
@@ -83,7 +85,8 @@ class Publisher:
         """Write the present weights as `version`, and return the announcement; None once `give_up` was called.
 
         Raises `PeerSilent` where no layout arrives, or no slot becomes free, within the deadline, and `WeightsError` for a version that is
-        not newer than the one before: engines would pass over it. To go back takes `roll_back`.
+        not newer than the one before: engines would pass over it. To go back takes `roll_back`. After `NoRoom` it may be called again for
+        the same version: spread weights were written down then, and no other rank takes part any more.
         """
         if self._newest is not None and version <= self._newest:
             raise WeightsError(f"policy {version} was to be published after policy {self._newest}: versions go back only by a rollback")
@@ -93,14 +96,14 @@ class Publisher:
                     f"waited {self._deadline_s:g} s for the orchestrator to say which layout the engines want, and policy {version} is"
                     " ready. It does so once every engine has loaded the model: see the engines' logs"
                 )
-        slot = self._pool.acquire(self._deadline_s) if self._pool is not None else None
+        slot = self._acquire(self._pool, version) if self._pool is not None else None
         if self._pool is None or slot is None:
             return None
         started = time.perf_counter()
         manifest = self._write(version, slot)
         digest = self._pool.publish(slot, manifest)
         seconds = time.perf_counter() - started
-        self._newest = version
+        self._newest, self._written = version, None
         return PolicyPublished(
             version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds, lineage=self._lineage
         )
@@ -109,7 +112,7 @@ class Publisher:
         """Have the next policy begin a lineage, whatever its version: engines that hold a newer one of this lineage go back to it."""
         with self._changed:
             self._lineage += 1
-            self._newest = self._held = None
+            self._newest = self._held = self._written = None
             if self._baseline is not None:
                 self._baseline = self._new_baseline()
 
@@ -150,22 +153,43 @@ class Publisher:
             if lineage == self._lineage:
                 self._held = version
 
+    def _acquire(self, pool: SlotPool, version: int) -> Slot | None:
+        """A slot for a policy. Where there is no room for one, spread weights are written down all the same: other ranks wait to do it."""
+        try:
+            return pool.acquire(self._deadline_s)
+        except NoRoom:
+            if self._write_together is not None and not self._is_written(version):
+                whole = torch.zeros(pool.num_bytes, dtype=torch.uint8) if self._baseline is None else self._baseline[1]
+                self._write_whole(version, whole)
+            raise
+
     def _write(self, version: int, slot: Slot) -> Manifest:
         """Write into a slot's buffer what is to be sent of the present weights."""
         buffer = slot.buffer
         whole = buffer if self._baseline is None else self._baseline[1]
-        if self._write_together is not None:
-            self._write_together(slot.name if self._is_mapped and whole is buffer else "", whole, self._layout)
+        if self._written is not None and self._is_written(version):
+            whole.copy_(self._written[1])
         else:
-            tensors = self._tensors()
-            for name, view in views(whole, self._layout).items():
-                view.copy_(tensors[name])
+            self._write_whole(version, whole, slot=slot.name if self._is_mapped and whole is buffer else "")
         if self._baseline is None:
             return seal(version, buffer, self._layout)
         baseline = self._baseline[0]
         with self._changed:
             baseline.move(self._held)
         return fill(buffer, whole, baseline=baseline, layout=self._layout, version=version)
+
+    def _write_whole(self, version: int, whole: torch.Tensor, *, slot: str = "") -> None:
+        """Write the present weights into a buffer; `slot`: its name, where other ranks may map it."""
+        if self._write_together is not None:
+            self._write_together(slot, whole, self._layout)
+            self._written = version, whole
+            return
+        tensors = self._tensors()
+        for name, view in views(whole, self._layout).items():
+            view.copy_(tensors[name])
+
+    def _is_written(self, version: int) -> bool:
+        return self._written is not None and self._written[0] == version
 
     def _new_baseline(self) -> tuple[Baseline, torch.Tensor]:
         size = num_bytes(self._layout)

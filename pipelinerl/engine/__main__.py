@@ -61,7 +61,8 @@ def set_environment(*, num_ranks: int = 1) -> None:
     if not Path("/dev/nvidiactl").exists():
         settings |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        if num_ranks > 1:
+        if num_ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+            settings["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # of a process that has imported everything, as engines are
             cores = sorted(os.sched_getaffinity(0))
             settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[:num_ranks])) if len(cores) >= num_ranks else "nobind"
     for name, value in settings.items():
@@ -166,7 +167,7 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
         from pipelinerl.weights.adapters import choose_adapters
 
         adapters, choices = choose_adapters(
-            config.lora, config.weights, max_staleness=config.pipeline.max_staleness, num_ranks=config.engine.num_ranks
+            config.lora, config.weights, max_staleness=config.pipeline.max_staleness, is_pipelined=config.engine.num_stages > 1
         )
         engine = VllmEngine(
             model=config.model,

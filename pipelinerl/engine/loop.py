@@ -223,6 +223,10 @@ class EngineLoop:
         running = self._running.get(chunk.rollout_id)
         if running is None:
             return
+        if chunk.version is not None and chunk.version > self.version:  # of a forward pass that a rollback has overtaken
+            self._engine.cancel(chunk.rollout_id)
+            self._finish(chunk.rollout_id, Finish.CANCELLED)
+            return
         running.token_ids += chunk.token_ids
         running.logprobs += chunk.logprobs
         version = self.version if chunk.version is None else chunk.version

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -36,28 +37,39 @@ def adapter_options(shape: AdapterShape) -> dict[str, Any]:
     }
 
 
+class Rows(Protocol):
+    """The rows of adapters in a model's layers, wherever the model lies. A place is what vLLM knows an adapter by: its row is looked up."""
+
+    def spare(self) -> torch.Tensor:
+        """As `Commit.spare`."""
+        ...
+
+    def save(self, buffer: torch.Tensor) -> None:
+        """As `Commit.save`."""
+        ...
+
+    def stage(self, buffer: torch.Tensor, *, place: int) -> None:
+        """Write the adapter in `buffer` into the row of a place that no sequence is served under."""
+        ...
+
+    def commit(self, *, place: int, staged_at: int, undone: Sequence[int]) -> None:
+        """Have `place` mean the row that was staged, and `staged_at` the one it left; those undone hold the staged adapter, too."""
+        ...
+
+
 class Adapters:
     """The adapters a vLLM engine holds, and which of them each request is served under."""
 
-    def __init__(self, manager: Any, *, layout: tuple[Tensor, ...], shape: AdapterShape, device: torch.device) -> None:
-        """`manager` is the worker's LoRA manager. Version 0 is an adapter that changes nothing."""
+    def __init__(self, rows: Rows, *, num_versions: int) -> None:
+        """Version 0 is an adapter that changes nothing."""
         self.moved: frozenset[str] = frozenset()
         """Requests that the last commit had go on under another version."""
-        self._manager = manager
-        self._layout = layout
-        self._shape = shape
-        self._device = device
-        self._num_bytes = num_bytes(layout)
-        self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8)
-        self._live = torch.zeros(self._num_bytes, dtype=torch.uint8)
-        self._staged: tuple[torch.Tensor, Any] | None = None
+        self._rows = rows
+        self._num_versions = num_versions
         self._version = 0
         """Of what is staged."""
-        for place in range(1, shape.num_versions + 2):
-            manager.add_adapter(self._model_in(self._live, place=place))
-            manager.activate_adapter(place)
-        self._unserved = shape.num_versions + 1
-        """The place whose row is written next: vLLM knows an adapter by its place, and finds its row in a table."""
+        self._unserved = num_versions + 1
+        """The place whose row is written next."""
         self._versions: dict[int, int] = {1: 0}
         """By place, in the order they were filled: the version of its adapter."""
         self._served: dict[str, int] = {}
@@ -82,39 +94,68 @@ class Adapters:
         self._version = order.version
 
     def spare(self) -> torch.Tensor:
-        return self._buffer
+        return self._rows.spare()
 
     def save(self, buffer: torch.Tensor) -> None:
-        buffer[: self._num_bytes].copy_(self._live)
+        self._rows.save(buffer)
 
     def stage(self, buffer: torch.Tensor) -> None:
-        taken = buffer[: self._num_bytes].clone()  # the trainer writes its buffer again
-        model = self._model_in(taken, place=self._unserved)
-        self._manager._create_merged_loras_inplace(model)  # q, k and v in one, as the layers have them; B scaled
-        self._write(model, self._row_of(self._unserved))
-        self._staged = taken, model
+        self._rows.stage(buffer, place=self._unserved)
 
     def commit(self) -> None:
-        assert self._staged is not None
-        self._live, model = self._staged
-        self._staged = None
         undone = [place for place, version in self._versions.items() if version > self._version]
         place = self._place_for_one_more()
+        self._rows.commit(place=place, staged_at=self._unserved, undone=[other for other in undone if other != place])
         self.moved = frozenset(rollout_id for rollout_id, served in self._served.items() if served in {place, *undone})
-        self._exchange(place, self._unserved)
-        for other in undone:  # a rollback, which is rare: what no longer counts is overwritten, inside the pause
-            if other != place:
-                self._write(model, self._row_of(other))
-                self._versions[other] = self._version
+        self._versions |= dict.fromkeys(undone, self._version)
         self._versions.pop(place, None)
         self._versions[place] = self._version
 
     def _place_for_one_more(self) -> int:
         """A place for one more version: one never used, else one that no sequence needs, else the oldest."""
         used = collections.Counter(self._served.values())
-        places = (place for place in range(1, self._shape.num_versions + 2) if place != self._unserved)
+        places = (place for place in range(1, self._num_versions + 2) if place != self._unserved)
         free = next((place for place in places if place not in self._versions), None)
         return free or next((place for place in self._versions if not used[place]), next(iter(self._versions)))
+
+
+class AdapterRows:
+    """Those of a process's own layers: `Rows`."""
+
+    def __init__(self, manager: Any, *, layout: tuple[Tensor, ...], shape: AdapterShape, device: torch.device) -> None:
+        """`manager` is the worker's LoRA manager. All rows begin with an adapter that changes nothing."""
+        self._manager = manager
+        self._layout = layout
+        self._shape = shape
+        self._device = device
+        self._num_bytes = num_bytes(layout)
+        self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8)
+        self._live = torch.zeros(self._num_bytes, dtype=torch.uint8)
+        self._staged: tuple[torch.Tensor, Any] | None = None
+        for place in range(1, shape.num_versions + 2):
+            manager.add_adapter(self._model_in(self._live, place=place))
+            manager.activate_adapter(place)
+
+    def spare(self) -> torch.Tensor:
+        return self._buffer
+
+    def save(self, buffer: torch.Tensor) -> None:
+        buffer[: self._num_bytes].copy_(self._live)
+
+    def stage(self, buffer: torch.Tensor, *, place: int) -> None:
+        taken = buffer[: self._num_bytes].clone()  # the trainer writes its buffer again
+        model = self._model_in(taken, place=place)
+        self._manager._create_merged_loras_inplace(model)  # q, k and v in one, as the layers have them; B scaled
+        self._write(model, self._row_of(place))
+        self._staged = taken, model
+
+    def commit(self, *, place: int, staged_at: int, undone: Sequence[int]) -> None:
+        assert self._staged is not None
+        self._live, model = self._staged
+        self._staged = None
+        self._exchange(place, staged_at)
+        for other in undone:  # a rollback, which is rare: what no longer counts is overwritten, inside the pause
+            self._write(model, self._row_of(other))
 
     def _row_of(self, place: int) -> int:
         return self._manager.lora_index_to_id.index(place)

@@ -1,7 +1,8 @@
 """vLLM in this process, driven one forward pass at a time.
 
 The engine core is stepped directly, below vLLM's output processing, so a reply costs no detokenisation and every token's step is known.
-`async_scheduling` is off: a step returns the tokens of its own forward pass, which makes the version stamp exact.
+`async_scheduling` is off: a step returns the tokens of its own forward pass, or, along a pipeline, of one whose beginning was noted, which
+makes the version stamp exact.
 
 On CPU, vLLM repacks every linear weight into a kernel-private copy; `keep_plain_weights` turns that off before the model loads, so that
 a new policy can be taken by pointing parameters at it.
@@ -9,8 +10,10 @@ a new policy can be taken by pointing parameters at it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -26,12 +29,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
-from pipelinerl.engine.vllm_adapters import Adapters, adapter_options
-from pipelinerl.engine.vllm_ranks import EXTENSION, Ranks
+from pipelinerl.engine.vllm_adapters import AdapterRows, Adapters, Rows, adapter_options
+from pipelinerl.engine.vllm_ranks import EXTENSION, RankedAdapters, RankedPolicies, Ranks
 from pipelinerl.engine.vllm_routes import RouteRecorder
 from pipelinerl.engine.vllm_weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
+from pipelinerl.weights import manifest
 from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.commit import Commit, choose, make
 from pipelinerl.weights.intake import Intake
@@ -78,20 +82,22 @@ class VllmEngine:
         self._core: Any = self._llm.engine_core
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         self._adapters: Adapters | None = None
-        self._ranks: Ranks | None = None
-        if is_spread:
-            shapes = checkpoint_shapes(Path(model.path))
-            self._weights = self._ranks = Ranks(self._llm, folder=Path(model.path), shapes=shapes, wanted=weights.commit)
-            layout, choice = self._ranks.layout, self._ranks.choice
-        else:
-            commit, layout, choice = self._taker(Path(model.path), adapters, weights)
-            self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies))
+        self._ranks = Ranks(self._llm) if is_spread else None
+        if self._ranks is not None and engine.num_stages > 1:
+            self._ranks.call("policy_pipeline")
+        commit, layout, choice = self._taker(Path(model.path), adapters, weights)
+        verify = manifest.verify if self._ranks is None else self._ranks.verify
+        self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies), verify=verify)
         self._routes = self._recorder() if model.replay_routes else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}
         """The other way round."""
         self._num_submitted = 0
+        self._ordered = self._version = 0
+        """The policy ordered last, and the one in force."""
+        self._launched: collections.deque[int] = collections.deque()
+        """Of each forward pass that is under way along a pipeline, oldest first: the policy it was begun under."""
         self.limits = Limits(
             max_model_tokens=self._llm.model_config.max_model_len,
             max_running=engine.max_running,
@@ -134,7 +140,7 @@ class VllmEngine:
     def step(self) -> list[Chunk]:
         try:
             with self._ranks.turns if self._ranks is not None else contextlib.nullcontext():
-                outputs = self._core.get_output().outputs
+                outputs, version = self._advance()
         except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
             if self._ranks is not None and self._ranks.are_lost:
                 raise RuntimeError(f"a rank of this engine is lost: {error}") from error
@@ -143,19 +149,25 @@ class VllmEngine:
                 self._forget_adapter(rollout_id)
             self._requests.clear()
             self._rollouts.clear()
+            while len(self._launched) > len(self._core.engine_core.batch_queue or ()):
+                self._launched.popleft()
             if self._routes is not None:
                 self._routes.forget()
             self._llm.reset_prefix_cache()
             raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
-        return [chunk for output in outputs if (chunk := self._chunk(output)) is not None]
+        return [chunk for output in outputs if (chunk := self._chunk(output, version)) is not None]
 
     def stage(self, order: StageWeights) -> None:
         self._weights.stage(order)
+        self._ordered = order.version
         if self._adapters is not None:
             self._adapters.is_next(order)
 
     def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         self._weights.commit()
+        self._version = self._ordered
+        if self._core.engine_core.batch_queue is not None:
+            return ()  # along a pipeline vLLM is in the middle of passes over these sequences
         goes_on = self._requests if self._adapters is None else self._adapters.moved
         dropped = [rollout_id for rollout_id in recompute if rollout_id in goes_on]
         if dropped:
@@ -178,11 +190,27 @@ class VllmEngine:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
-    def _chunk(self, output: EngineCoreOutput) -> Chunk | None:
+    def _advance(self) -> tuple[list[EngineCoreOutput], int | None]:
+        """Have vLLM begin a forward pass, or end one, or both; what the ended one sampled, and under which policy.
+
+        Along a pipeline several are under way, and each call begins one at most, and ends the oldest at most. Without one there is no queue
+        of them: a pass ends in the call that begins it.
+        """
+        queue = self._core.engine_core.batch_queue
+        if queue is None:
+            return self._core.get_output().outputs, None
+        before = len(queue)
+        outputs = self._core.get_output().outputs
+        if len(queue) >= max(1, before):
+            self._launched.append(self._version)
+        return outputs, self._launched.popleft() if len(self._launched) > len(queue) else None
+
+    def _chunk(self, output: EngineCoreOutput, version: int | None) -> Chunk | None:
         rollout_id = self._rollouts.get(output.request_id)
         if rollout_id is None:
             return None
-        version = self._adapters.version_of(rollout_id) if self._adapters else None
+        if self._adapters is not None:
+            version = self._adapters.version_of(rollout_id)
         if output.finish_reason is not None:
             del self._rollouts[output.request_id]
             del self._requests[rollout_id]
@@ -201,13 +229,21 @@ class VllmEngine:
         """What brings policies into force here, the layout they are wanted in, and a sentence that says why."""
         if adapters is not None:
             layout = adapter_layout(checkpoint_shapes(folder), adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
-            manager = self._runner.lora_manager._adapter_manager
-            self._adapters = Adapters(manager, layout=layout, shape=adapters, device=self._runner.device)
+            self._adapters = Adapters(self._rows(layout, adapters), num_versions=adapters.num_versions)
             return self._adapters, layout, "policies are committed by exchanging rows: adapters are staged in one that no sequence reads"
+        if self._ranks is not None:
+            shapes = checkpoint_shapes(folder)
+            spread = RankedPolicies(self._ranks, folder=folder, shapes=shapes, wanted=weights.commit, sends_changes=weights.delta)
+            return spread, spread.layout, spread.choice
         parameters, layout = plan_of(self.model, folder=folder)
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
         way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
         return make(way, parameters, gathers=not captures_graphs), layout, choice
+
+    def _rows(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> Rows:
+        if self._ranks is not None:
+            return RankedAdapters(self._ranks, layout=layout, shape=shape)
+        return AdapterRows(self._runner.lora_manager._adapter_manager, layout=layout, shape=shape, device=self._runner.device)
 
     def _recorder(self) -> RouteRecorder:
         settings: Any = self._llm.model_config.hf_text_config
@@ -275,7 +311,11 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         **engine.options,
     }
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**options))
+        start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+        config = EngineArgs(**options).create_engine_config()
+        if start_method is not None:  # on CPUs vLLM sets another
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+        return LLMEngine.from_vllm_config(config, disable_log_stats=bool(options["disable_log_stats"]))
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
 

@@ -36,11 +36,11 @@ class AdapterShape:
 
 
 def choose_adapters(
-    lora: LoraSection, weights: WeightsSection, *, max_staleness: int, num_ranks: int = 1, has_device: bool | None = None
+    lora: LoraSection, weights: WeightsSection, *, max_staleness: int, is_pipelined: bool = False, has_device: bool | None = None
 ) -> tuple[AdapterShape | None, tuple[str, ...]]:
     """What engines serve by itself, or None where policies are whole; and, where adapters are trained, a sentence that says why.
 
-    `num_ranks` of each engine; `has_device`: forward passes run on a GPU; default: where torch finds one.
+    `is_pipelined`: engines run several forward passes at once; `has_device`: forward passes run on a GPU; default: where torch finds one.
 
     With staleness bound K a sequence begun under version v can train with step v + K at the latest, so when version v + K + 1 comes, what
     still runs under v is stale already: K + 1 versions, v to v + K, are all that anything useful is sampled under.
@@ -48,8 +48,8 @@ def choose_adapters(
     if not lora.rank:
         return None, ()
     match weights.adapters:
-        case "auto" if num_ranks > 1:
-            are_apart, why = False, "an engine of several ranks takes whole policies"
+        case "auto" if is_pipelined:
+            are_apart, why = False, "along a pipeline whole policies are taken"
         case "auto" if torch.cuda.is_available() if has_device is None else has_device:
             are_apart, why = True, "megabytes travel in place of a model, and sequences end under the version they began with"
         case "auto":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,12 @@ from pipelinerl.weights.pace import rest
 from pipelinerl.weights.road import Arrival, Receiver
 
 
+class Verify(Protocol):
+    """Raises `WeightsError` where a whole policy in a buffer ([bytes] uint8) is not the manifest's; see `manifest.verify`."""
+
+    def __call__(self, manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     """Changes that lead from any version from `base` on to `version`."""
@@ -35,8 +42,9 @@ class _Step:
 class Intake:
     """Stages policies in a thread of its own, commits them in the engine's; never both at the same time."""
 
-    def __init__(self, commit: Commit, *, layout: tuple[Tensor, ...], receiver: Receiver) -> None:
+    def __init__(self, commit: Commit, *, layout: tuple[Tensor, ...], receiver: Receiver, verify: Verify = verify) -> None:
         self._commit = commit
+        self._verify = verify
         self._layout = layout
         self._space = Space(layout)
         self._receiver = receiver
@@ -63,7 +71,7 @@ class Intake:
         arrival = self._receiver.fetch(order.slot, order.digest, spare)
         check_it(arrival.manifest)
         if arrival.manifest.base_version is None:
-            verify(arrival.manifest, arrival.payload, slot=order.slot)
+            self._verify(arrival.manifest, arrival.payload, slot=order.slot)
             self._stage_whole(arrival.payload, order.version)
         else:
             self._stage_changes(arrival, slot=order.slot)
@@ -91,7 +99,7 @@ class Intake:
             return
         buffer = self._commit.spare()
         self._bring_up(buffer, step)
-        verify(arrival.manifest, buffer, slot=slot)
+        self._verify(arrival.manifest, buffer, slot=slot)
         self._versions[buffer.data_ptr()] = step.version
         self._last = step
         self._commit.stage(buffer)

@@ -18,6 +18,8 @@ from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import layout_problems
 from pipelinerl.weights.pace import rest
 
+DIGEST_LENGTH = 32
+"""Hexadecimal digits."""
 MAX_NAMED = 5
 """Problems spelled out in one message; the rest are counted. More would bury the first."""
 
@@ -47,7 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Manifest:
     """Describe a whole policy that lies in `buffer` ([bytes] uint8)."""
     tensors = tuple(tensors)
-    proofs = tuple(Proof(tensor=tensor, digest=found) for tensor, found in zip(tensors, _digests(buffer, tensors), strict=True))
+    proofs = tuple(Proof(tensor=tensor, digest=found) for tensor, found in zip(tensors, digests(buffer, tensors), strict=True))
     return Manifest(version=version, proofs=proofs, num_bytes=len(buffer))
 
 
@@ -98,7 +100,7 @@ def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], slot:
 
 def verify(manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None:
     """Raise `WeightsError` naming the tensors whose bytes in `buffer` ([bytes] uint8, whole) are not those of the manifest."""
-    compare(manifest, _digests(buffer, [proof.tensor for proof in manifest.proofs]), slot=slot)
+    compare(manifest, digests(buffer, [proof.tensor for proof in manifest.proofs]), slot=slot)
 
 
 def compare(manifest: Manifest, digests: Iterable[str], *, slot: str) -> None:
@@ -114,7 +116,7 @@ def compare(manifest: Manifest, digests: Iterable[str], *, slot: str) -> None:
         )
 
 
-def _digests(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Iterator[str]:
+def digests(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Iterator[str]:
     """The digest of each tensor's bytes; of a device's memory, a tensor at a time is brought to the host for it."""
     if buffer.device.type == "cpu":
         memory = buffer.numpy().data

@@ -5,6 +5,7 @@ Adapters that travel alone run through the cases that are theirs in `tests/e2e/t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.baseline import Baseline, fill
 from pipelinerl.weights.commit import Copy, Flip, Scatter
 from pipelinerl.weights.manifest import Manifest
+from pipelinerl.weights.road import Receiver
+from tests.contract.ranked import RankedEngine
 from tests.contract.roads import LAYOUT, ROADS, Engine, Road, same_bits, tensors
 
 
@@ -38,9 +41,24 @@ def road(make_road: Callable[[tuple[Tensor, ...]], Road]) -> Road:
     return make_road(LAYOUT)
 
 
-@pytest.fixture(params=[Flip, Copy], ids=["flip", "copy"])
+ENGINES: dict[str, Callable[[Receiver], Engine]] = {
+    "flip": functools.partial(Engine, commit=Flip),
+    "copy": functools.partial(Engine, commit=Copy),
+    "scatter": functools.partial(Engine, commit=Scatter),
+    "ranks that flip": functools.partial(RankedEngine, way="flip"),
+    "ranks that scatter": functools.partial(RankedEngine, way="scatter"),
+}
+
+
+def make_two(request: pytest.FixtureRequest, road: Road) -> list[Engine]:
+    if "ranks" in request.param and road.is_between_devices:
+        pytest.skip("the process that fetches for several ranks has no device")
+    return [ENGINES[request.param](road.receive()) for _ in range(2)]
+
+
+@pytest.fixture(params=["flip", "copy", "ranks that flip"])
 def engines(request: pytest.FixtureRequest, road: Road) -> Iterator[list[Engine]]:
-    made = [Engine(road.receive(), commit=request.param) for _ in range(2)]
+    made = make_two(request, road)
     yield made
     for engine in made:
         engine.close()
@@ -222,9 +240,9 @@ def holds(engine: Engine, buffer: torch.Tensor) -> bool:
     return all(same_bits(engine.parameters[name].data, expected) for name, expected in views(buffer, LAYOUT).items())
 
 
-@pytest.fixture(params=[Flip, Copy, Scatter], ids=["flip", "copy", "scatter"])
+@pytest.fixture(params=list(ENGINES))
 def drifters(request: pytest.FixtureRequest, road: Road) -> Iterator[list[Engine]]:
-    made = [Engine(road.receive(), commit=request.param) for _ in range(2)]
+    made = make_two(request, road)
     yield made
     for engine in made:
         engine.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -146,9 +146,10 @@ class Taker:
         """The newest adapter, in the row that forward passes read, is this version's, bit for bit."""
         adapters = self.intake._adapters
         assert adapters is not None
-        row = adapters._row_of(next(reversed(adapters._versions)))
+        rows: Any = adapters._rows
+        row = rows._row_of(next(reversed(adapters._versions)))
         expected = adapter(self.intake.limits.tensors, version)
-        layers = {name: layer for name, layer in adapters._manager.modules.items() if name.endswith("down_proj")}
+        layers = {name: layer for name, layer in rows._manager.modules.items() if name.endswith("down_proj")}
         assert layers
         return all(
             layer.lora_a_stacked[0][row, 0, :RANK].equal(expected[f"base_model.model.{name}.lora_A.weight"])

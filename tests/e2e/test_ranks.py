@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
 from pipelinerl.messages import Completion, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
-from tests.e2e.test_adapters import ask, assert_same, finish
+from tests.e2e.test_adapters import (
+    ALPHA,
+    NUM_POLICIES,
+    RANK,
+    SIDE_BY_SIDE,
+    TARGETS,
+    adapter,
+    ask,
+    assert_same,
+    finish,
+    judge_rollback,
+    judge_stamps,
+    merged,
+    take,
+    under_every_version,
+)
 from tests.e2e.test_canary import forced_token, judge, swap_under_way
 
 if TYPE_CHECKING:
     import torch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+    from pipelinerl.engine.vllm_engine import VllmEngine
 
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    # In the ranks, which are forked: an error there would leave the others waiting.
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),  # vLLM sends what it has pickled
+    pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),  # vLLM calls it
+]
 
-def order(publisher: object, weights: dict[str, torch.Tensor], *, version: int, digest: str | None = None) -> StageWeights:
-    slot, found = publisher.publish(weights, version=version)  # pyright: ignore
-    return StageWeights(version=version, slot=slot, digest=digest or found)
+Weights = dict[str, "torch.Tensor"]
 
 
 def said_of(loop: EngineLoop, what: StageWeights) -> list[type]:
@@ -35,21 +59,73 @@ def said_of(loop: EngineLoop, what: StageWeights) -> list[type]:
     return [type(message) for message in said]
 
 
-def spread(folder: Path, tensors: dict[str, torch.Tensor], last: dict[str, torch.Tensor]) -> Completion:
-    """Swap policies under sequences that run in two ranks, then refuse one and take another: what that one samples."""
+def refuse(engine: VllmEngine, loop: EngineLoop, weights: Weights) -> None:
+    """A policy that is not the one announced leaves the one before in force."""
     from tests import real_engine
 
-    with real_engine.vllm_engine(folder, num_ranks=2) as engine, StagingThread(engine) as stager:
+    before = loop.version
+    with contextlib.closing(real_engine.Publisher(engine)) as publisher:
+        slot, _ = publisher.publish(weights, version=before + 1)
+        assert said_of(loop, StageWeights(version=before + 1, slot=slot, digest="ab")) == [WeightsRefused]
+    assert loop.version == before
+
+
+def take_changes(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, folder: Path, road: str) -> None:
+    """Have it take a policy over a road whole, and then, as changes, one of which a few of the weights differ: `weights` at last."""
+    from trainer.publish import Publisher
+
+    publisher = Publisher(
+        lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, address="127.0.0.1", sends_changes=True
+    )
+    publisher.fix_layout(engine.limits.tensors, num_engines=4, road=road)
+    sizes = []
+    with contextlib.closing(publisher):
+        for factor in (1.0, 1.5):
+            for tensor in weights.values():
+                tensor.view(-1)[::50] *= factor
+            policy = publisher.publish(loop.version + 1)
+            assert policy is not None
+            what = StageWeights(version=policy.version, slot=policy.slot, digest=policy.digest)
+            assert said_of(loop, what) == [WeightsStaged, WeightsCommitted]
+            publisher.held(policy.version)
+            sizes.append(policy.num_bytes)
+    assert sizes[1] < sizes[0] / 8
+
+
+def lose_a_rank(engine: VllmEngine, loop: EngineLoop) -> None:
+    """The others would wait for it for ever: the engine ends, to be started again."""
+    executor: Any = engine._llm.model_executor
+    ask(loop, "lost")
+    loop.advance()
+    os.kill(executor.workers[1].proc.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="a rank of this engine is lost"):
+        finish(loop)
+
+
+def swapped(options: dict[str, Any], *, first: Path, forced: Weights, last: Weights, folder: Path) -> Completion:
+    """Swap policies under sequences that run in two ranks, refuse one, and take the last as changes: what that one samples."""
+    from pipelinerl.config import WeightsSection
+    from tests import real_engine
+
+    section = WeightsSection(delta=True)  # pyright: ignore[reportCallIssue]
+    with (
+        real_engine.vllm_engine(first, options=options, weights=section, policies=folder / "weights") as engine,
+        StagingThread(engine) as stager,
+    ):
         loop = EngineLoop(engine, engine_id=0, stager=stager)
-        publisher = real_engine.Publisher(engine)
-        with contextlib.closing(publisher):
-            judge(swap_under_way(engine, loop, publisher, tensors))
-            newer = loop.version + 1
-            assert said_of(loop, order(publisher, tensors, version=newer, digest="ab")) == [WeightsRefused]
-            assert loop.version == newer - 1
-            assert said_of(loop, order(publisher, last, version=newer)) == [WeightsStaged, WeightsCommitted]
-            ask(loop, "last")
-            return finish(loop)["last"]
+        with contextlib.closing(real_engine.Publisher(engine)) as publisher:
+            judge(swap_under_way(engine, loop, publisher, forced))
+        refuse(engine, loop, last)
+        for road in ("shared_memory", "gloo"):
+            take_changes(engine, loop, last, folder=folder, road=road)
+        ask(loop, "last")
+        found = finish(loop)["last"]
+        lose_a_rank(engine, loop)
+    return found
+
+
+"""
+"""
 
 
 def whole(folder: Path) -> Completion:
@@ -61,13 +137,73 @@ def whole(folder: Path) -> Completion:
         return finish(loop)["last"]
 
 
-def test_two_ranks_take_every_policy_between_the_same_two_passes_and_each_its_part(tmp_path: Path):
+def dense(folder: Path, seed: int) -> Weights:
+    from tests import tiny_models
+
+    return tiny_models.make_qwen2(folder, seed=seed)
+
+
+def mixture(folder: Path, seed: int) -> Weights:
+    """The first layer is dense, the second has experts."""
+    from safetensors.torch import load_file
+
+    from tests.trainer.tiny import make_folder
+
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+        "mlp_only_layers": [0],
+    }
+    make_folder(folder, family="qwen3_moe", seed=seed, **sizes)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(mixture, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="tensor and expert parallel"),
+        pytest.param(dense, {"pipeline_parallel_size": 2}, id="pipeline parallel"),
+    ],
+)
+def test_two_ranks_take_every_policy_between_the_same_two_passes_and_each_its_part(
+    tmp_path: Path, make: Callable[[Path, int], Weights], options: dict[str, Any]
+):
     from safetensors.torch import save_file
 
     from tests import tiny_models
 
-    tensors = tiny_models.make_qwen2(tmp_path / "first", seed=0)
-    save_file(tiny_models.forcing(tensors, forced_token(0)), tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
-    last = tiny_models.make_qwen2(tmp_path / "last", seed=2)
-    found = spread(tmp_path / "first", tensors, last)
-    assert_same(found, whole(tmp_path / "last"), name="after the swap")
+    forced, last = make(tmp_path / "first", 0), make(tmp_path / "last", 2)
+    save_file(tiny_models.forcing(forced, forced_token(0)), tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
+    found = swapped(options, first=tmp_path / "first", forced=forced, last=last, folder=tmp_path)
+    save_file(last, tmp_path / "last" / "model.safetensors", metadata={"format": "pt"})
+    assert_same(found, whole(tmp_path / "last"), name="after the swaps")
+
+
+def test_two_ranks_serve_versions_of_an_adapter_side_by_side(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    from pipelinerl.weights.adapters import AdapterShape
+    from tests import real_engine, tiny_models
+
+    weights = tiny_models.make_adaptable(tmp_path, seed=3)
+    shape = AdapterShape(rank=RANK, alpha=ALPHA, targets=TARGETS, num_versions=SIDE_BY_SIDE)
+    with (
+        real_engine.vllm_engine(tmp_path, adapters=shape, options={"tensor_parallel_size": 2}) as engine,
+        StagingThread(engine) as stager,
+    ):
+        loop = EngineLoop(engine, engine_id=0, stager=stager)
+        layout = engine.limits.tensors
+        shapes = {tensor.name: tensor.shape for tensor in layout}
+        with contextlib.closing(real_engine.Publisher(engine)) as publisher:
+            forced = {version: tiny_models.forcing_adapter(weights, shapes, 3 + version) for version in range(1, NUM_POLICIES + 1)}
+            judge_stamps(under_every_version(loop, publisher, forced))
+            judge_rollback(loop, publisher, forced[NUM_POLICIES], version=NUM_POLICIES - 1)
+            last = adapter(layout, NUM_POLICIES)
+            take(loop, publisher, last, version=NUM_POLICIES, lineage=1)
+            ask(loop, "last")
+            found = finish(loop)["last"]
+    save_file(merged(weights, last), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same(found, whole(tmp_path), name="adapters apart in two ranks")

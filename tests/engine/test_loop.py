@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Collection
@@ -377,6 +378,56 @@ def test_an_order_of_an_earlier_lineage_is_ignored_however_high_its_version():
     bench.order(9)
     assert bench.advance(1) == []
     assert bench.stager.orders == [1, 1]
+
+
+class Pipelined(FakeEngine):
+    """Tells what a forward pass sampled one call later, when the next one is under way already."""
+
+    def __init__(self) -> None:
+        super().__init__(max_model_tokens=4096, max_running=8, mean_tokens=10**9)
+        self._ordered = self._version = 0
+        self._under_way: list[list[Chunk]] = [[]]
+
+    def stage(self, order: StageWeights) -> None:
+        super().stage(order)
+        self._ordered = order.version
+
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
+        dropped = super().commit(recompute)
+        self._version = self._ordered
+        return dropped
+
+    def step(self) -> list[Chunk]:
+        self._under_way.append([dataclasses.replace(chunk, version=self._version) for chunk in super().step()])
+        return self._under_way.pop(0)
+
+
+def test_what_was_under_way_along_a_pipeline_carries_the_version_it_was_begun_under():
+    bench = Bench(engine=Pipelined())
+    bench.ask(max_tokens=6)
+    bench.advance(3)
+    bench.order(1)
+    bench.stager.finish(1)
+    (completion,) = completions(bench.advance(5))
+    assert completion.versions.tolist() == [0, 0, 0, 1, 1, 1]
+    assert sampled_by(completion) == completion.versions.tolist()
+
+
+def test_a_rollback_ends_what_was_under_way_under_a_policy_it_undoes():
+    """Its first token is told after the rollback: kept, versions would fall along the sequence."""
+    bench = Bench(engine=Pipelined())
+    for version in (1, 2):
+        bench.order(version)
+        bench.stager.finish(version)
+        bench.advance(1)
+    bench.ask("0/0")
+    bench.advance(1)
+    bench.order(1, lineage=1)
+    bench.stager.finish(1)
+    bench.ask("0/1", max_tokens=2)
+    cancelled, kept = completions(bench.advance(4))
+    assert (cancelled.rollout_id, cancelled.finish, cancelled.versions.tolist()) == ("0/0", Finish.CANCELLED, [])
+    assert (kept.rollout_id, kept.finish, kept.versions.tolist()) == ("0/1", Finish.LENGTH, [1, 1])
 
 
 class Remembering(FakeEngine):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.messages import PolicyPublished, StepDone, StepSealed, Stop
+from pipelinerl.errors import NoRoom
+from pipelinerl.messages import Failed, PolicyPublished, StepDone, StepSealed, Stop
 from pipelinerl.metrics import Journal
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
+from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.lineage import Lineage
 from trainer.loop import Loop
@@ -88,20 +89,6 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
         publisher.close()
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, *, size_bytes: int) -> Iterator[Path]:
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", folder], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 @pytest.mark.parametrize("road", ["files", "shared_memory"])
 def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_one_before_serves_on(
     road: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -119,11 +106,6 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
         publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
         publisher.fix_layout(layout, num_engines=4, road=road)
         filler = disk / "filler"
-
-        def fill() -> None:
-            with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
 
         def wait_for(what: Any) -> None:
             deadline = time.monotonic() + 20
@@ -144,15 +126,15 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
             match number:
                 case 1:
                     wait_for(lambda: published)
-                    fill()
+                    fill_up(disk)
                 case 3:
                     wait_for(lambda: len(published) == 2)
-                    fill()
+                    fill_up(disk)
                 case 4:
                     wait_for(has_no_room)
                     filler.unlink()
                     wait_for(lambda: len(published) == 3)
-                    fill()
+                    fill_up(disk)
 
         def told(message: Any) -> None:
             done.append(message)
@@ -189,3 +171,43 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
     assert [policy.version for policy in published] == [1, 3, 4, 5]
     assert [message.metrics.get("policies_skipped") for message in done] == [None, None, 1.0, None, None]
     assert "policy 2" in (said := capfd.readouterr().err) or "no room for pipelinerl-" in said
+
+
+def test_a_run_ends_once_no_policy_had_room_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.publication.RETRY_AFTER_S", 0.01)
+    tensors = {"norm": torch.ones(4096)}
+    sent: list[PolicyPublished | Failed] = []
+    now_s, tried_at = 0.0, list[float]()
+
+    def clock() -> float:
+        tried_at.append(now_s)
+        return now_s
+
+    def let_it_be(seconds: float) -> None:
+        """It is so late, and was tried so late."""
+        nonlocal now_s
+        now_s = seconds
+        deadline = time.monotonic() + 20
+        while tried_at[-1:] != [seconds]:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    with small_disk(tmp_path / "weights", size_bytes=1 << 16) as disk:
+        publisher = Publisher(lambda: tensors, tied_names=frozenset(), run_folder=tmp_path, deadline_s=10.0)
+        publisher.fix_layout(plan_layout(tensors), road="files")
+        with contextlib.closing(publisher), Publication(publisher, spread=None, send=sent.append, clock=clock) as publication:
+            filler = fill_up(disk)
+            publication.begin(1)
+            let_it_be(59.9)
+            filler.unlink()
+            publication.wait(is_last=True)
+            fill_up(disk)
+            publication.begin(2)
+            let_it_be(100.0)
+            publication.begin(3)
+            let_it_be(159.9)
+            now_s = 160.0
+            with pytest.raises(NoRoom, match="cannot write policy 3"):
+                publication.wait(is_last=True)
+    assert [type(message) for message in sent] == [PolicyPublished, Failed], "policy 1 had room at last, and the minute began anew"
+    assert "NoRoom for 60 s: cannot write policy 3" in sent[1].error  # pyright: ignore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from pathlib import Path
@@ -10,14 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from pipelinerl.errors import NoRoom
 from pipelinerl.layout import Layout
+from pipelinerl.messages import Failed, PolicyPublished
 from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.manifest import check, verify
 from pipelinerl.weights.receivers import Receivers
+from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach_to_write
+from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_model
 from trainer.lora import Adapters
 from trainer.parallel import Replicas
+from trainer.publication import Publication
 from trainer.publish import Publisher
 from trainer.spread_weights import SpreadWeights
 
@@ -67,6 +74,47 @@ def publish(
     if publisher is not None:
         publisher.close()
     return {"found": found, "gathered": sorted(spread._gathered), "num_moves": len(spread._moves or ())}
+
+
+def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, road: str) -> dict[str, Any]:
+    """Publish three policies: the second on a full disk, the third once that has room again; then one on a disk that stays full."""
+    model = make_model(folder, replicas=replicas)
+    spread = SpreadWeights(model, replicas=replicas)
+    sent: list[PolicyPublished | Failed] = []
+    now_s = 0.0
+    publisher = None
+    if replicas.rank == 0:
+        described = {name: tensor for name, tensor in spread.described().items() if name not in model.tied_names()}
+        layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in described.items()})
+        publisher = Publisher(spread.described, tied_names=model.tied_names(), run_folder=disk.parent, deadline_s=20.0, write=spread.lead)
+        publisher.fix_layout(layout, num_engines=2, road=road)
+    found: dict[str, Any] = {"found": []}
+    with Publication(publisher, spread=spread, send=sent.append, clock=lambda: now_s) as publication:
+        for version in (1, 2, 3, 4):
+            publication.wait()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(version)
+            if publisher is not None and version in (2, 4):
+                fill_up(disk)
+            publication.begin(version)
+            if publisher is not None and version == 3:
+                (disk / "filler").unlink()
+                publication.wait(is_last=True)
+                policy = sent[-1]
+                assert isinstance(policy, PolicyPublished)
+                receiver = FilesReceiver(disk) if road == "files" else SharedMemoryReceiver(folder=disk)
+                arrival = receiver.fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
+                verify(arrival.manifest, arrival.payload, slot=policy.slot)
+                found["found"] = [{name: view.clone() for name, view in views(arrival.payload, layout).items()}]
+        now_s = 60.0
+        if publisher is not None:
+            found["skipped"] = publication.take_metrics()["policies_skipped"]
+            with pytest.raises(NoRoom), contextlib.closing(publisher):
+                publication.wait(is_last=True)
+            (disk / "filler").unlink()
+    replicas.all_agree(True, what="to end together")
+    return found | {"sent": [[type(one).__name__, getattr(one, "version", -1)] for one in sent]}
 
 
 def check_published(
@@ -120,3 +168,25 @@ def test_experts_that_engines_name_one_by_one_are_gathered_and_nothing_else(fold
     assert all(name.rpartition(".")[0].endswith("experts") for name in ranks[0]["gathered"])
     assert ranks[0]["gathered"]
     assert all(rank["num_moves"] for rank in ranks)
+
+
+def test_spread_weights_without_room_are_passed_over_or_tried_by_one_rank_until_there_is(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk is full before any rank has written (no slot can be made), or after (the file cannot be)."""
+    monkeypatch.setattr("trainer.publication.RETRY_AFTER_S", 0.01)
+    expected = make_model(folders["qwen3"]).tensors()
+    size = 5 * sum(tensor.numel() * 4 for tensor in expected.values())
+    with small_disk(tmp_path / "weights", size_bytes=size) as disk:
+        monkeypatch.setattr("trainer.publish.SharedMemory", functools.partial(SharedMemory, folder=disk))
+        monkeypatch.setattr("trainer.spread_weights.attach_to_write", functools.partial(attach_to_write, folder=disk))
+        job = functools.partial(publish_without_room, folder=folders["qwen3"], disk=disk)
+        roads = ("shared_memory", "files")
+        results = run_jobs([(Layout(ranks=2, shard=2), functools.partial(job, road=road)) for road in roads], tmp_path)
+    for first, other in results:
+        assert other["sent"] == []
+        assert [kind for kind, _ in first["sent"]] == ["PolicyPublished", "PolicyPublished", "Failed"]
+        assert [version for _, version in first["sent"][:2]] == [1, 3], "policy 2 was passed over"
+        assert first["skipped"] == 1.0
+        for name, tensor in first["found"][0].items():
+            assert torch.equal(tensor, expected[name] * 6), name

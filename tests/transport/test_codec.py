@@ -87,6 +87,7 @@ COMPLETION = Completion(
     logprobs=LOGPROBS,
     versions=np.array([1, 1, 2], np.int32),
     finish=Finish.LENGTH,
+    recomputed=(0, 2, 2, 3),
     started_at=1.5,
     finished_at=2.5,
 )
@@ -268,6 +269,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a list for a column": (rewritten(COMPLETION, token_ids=[1, 2, 3]), "expected a column of int32, got list"),
     "a list of another length": (rewritten(COMPLETION, token_ids=column([1, 2], "<i4")), "columns differ in length"),
     "falling versions": (rewritten(COMPLETION, versions=column([2, 2, 1], "<i4")), r"versions fall along the sequence: \[2, 2, 1\]"),
+    "places that fall": (rewritten(COMPLETION, recomputed=[2, 1]), r"anew after \[2, 1\] of 3 tokens: expected places that rise"),
+    "a place behind the end": (rewritten(COMPLETION, recomputed=[1, 4]), r"anew after \[1, 4\] of 3 tokens: .* from 0 to 3"),
+    "a place before the start": (rewritten(COMPLETION, recomputed=[-1]), r"anew after \[-1\] of 3 tokens"),
     "a ragged column": (rewritten(COMPLETION, token_ids=msgpack.ExtType(1, b"12345")), "buffer size"),
     "an unknown extension": (rewritten(COMPLETION, token_ids=msgpack.ExtType(77, b"1234")), "unknown extension type 77"),
     "an unknown ending": (rewritten(COMPLETION, finish="exploded"), "exploded"),

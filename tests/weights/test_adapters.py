@@ -41,15 +41,15 @@ def test_a_number_of_versions_that_is_set_is_taken():
     assert shape.num_versions == 1
 
 
-def test_an_engine_of_several_ranks_gets_adapters_merged():
+def test_an_engine_with_a_pipeline_gets_adapters_merged():
     shape, choices = choose_adapters(
         LoraSection(rank=8, alpha=4.0),
         WeightsSection(),  # pyright: ignore[reportCallIssue]
         max_staleness=4,
-        num_ranks=2,
+        is_pipelined=True,
         has_device=True,
     )
-    assert (shape, choices) == (None, ("adapters are merged before they travel: an engine of several ranks takes whole policies",))
+    assert (shape, choices) == (None, ("adapters are merged before they travel: along a pipeline whole policies are taken",))
 
 
 def test_matrices_of_the_targets_have_adapters_and_experts_and_vectors_do_not():

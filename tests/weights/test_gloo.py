@@ -1,12 +1,11 @@
 """The network's road among real processes: who dies half way harms nobody else."""
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,33 +19,32 @@ from pipelinerl.weights.manifest import Manifest, seal, verify
 from pipelinerl.weights.pool import SlotPool
 
 LAYOUT = plan_layout({"a": torch.zeros(3 * CHUNK_BYTES + 1000, dtype=torch.uint8)})
-TRAINER = """
-import json, sys
-from pipelinerl.weights.base import num_bytes
-from pipelinerl.weights import gloo
-from pipelinerl.weights.manifest import seal
-from pipelinerl.weights.pool import SlotPool
-from tests.weights.test_gloo import LAYOUT
-pool = SlotPool(gloo.host(deadline_s=20.0), num_bytes=num_bytes(LAYOUT))
-slot = pool.acquire(1.0)
-slot.buffer.fill_(7)
-digest = pool.publish(slot, seal(1, slot.buffer, LAYOUT))
-print(json.dumps([slot.name, digest]), flush=True)
-sys.stdin.read()
-"""
+FORKED = multiprocessing.get_context("fork")
+"""Processes that need not import torch again, which takes longer than the tests."""
+
+
+def be_trainer(tell: Connection) -> None:
+    """Publish one policy and say where, then wait for the end."""
+    pool = SlotPool(gloo.host(deadline_s=20.0), num_bytes=num_bytes(LAYOUT))
+    slot = pool.acquire(1.0)
+    assert slot is not None
+    slot.buffer.fill_(7)
+    tell.send((slot.name, pool.publish(slot, seal(1, slot.buffer, LAYOUT))))
+    tell.recv()
 
 
 class Trainer:
     """A trainer in a process of its own, with one policy published."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.slot, self.digest = json.loads(self.process.stdout.readline())
+        self._line, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=be_trainer, args=(theirs,))
+        self.process.start()
+        self.slot, self.digest = self._line.recv()
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.join()
 
 
 @pytest.fixture
@@ -69,6 +67,7 @@ def fetch_whole(trainer: Trainer) -> bool:
 @pytest.mark.parametrize(("how", "deadline_s"), [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 1.0)], ids=["killed", "stopped"])
 def test_a_trainer_that_stops_half_way_is_an_error_within_the_deadline(trainer: Trainer, how: signal.Signals, deadline_s: float):
     def stop_it(manifest: Manifest) -> torch.Tensor:
+        assert trainer.process.pid is not None
         os.kill(trainer.process.pid, how)
         return spare(manifest)
 
@@ -79,14 +78,14 @@ def test_a_trainer_that_stops_half_way_is_an_error_within_the_deadline(trainer: 
 
 
 def test_an_engine_that_dies_half_way_holds_up_no_other_and_can_come_again(trainer: Trainer):
-    program = f"""
-import os, signal
-from pipelinerl.weights import gloo
-def die(manifest):
-    os.kill(os.getpid(), signal.SIGKILL)
-gloo.guest().fetch({trainer.slot!r}, {trainer.digest!r}, die)
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=100, check=False).returncode == -signal.SIGKILL
+    def die(manifest: Manifest) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return spare(manifest)
+
+    engine = FORKED.Process(target=lambda: gloo.guest().fetch(trainer.slot, trainer.digest, die))
+    engine.start()
+    engine.join()
+    assert engine.exitcode == -signal.SIGKILL
     started = time.monotonic()
     assert fetch_whole(trainer)
     assert fetch_whole(trainer)
