@@ -117,10 +117,30 @@ def _predicted(member: ScoredTrajectory) -> float:
 
 
 def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:
-    """Step scores of all siblings; None in a run without a process reward model."""
+    """Step scores of all siblings, or turns of episodes; None in a run without a process reward model or an environment."""
+    if any(member.trajectory.turns is not None for member in survivors):
+        return _turns(survivors)
     found = [member.steps for member in survivors]
     scored = [StepScores(ends=steps.ends.astype(np.int64), scores=steps.scores.astype(np.float64)) for steps in found if steps is not None]
     return tuple(scored) if len(scored) == len(found) else None
+
+
+def _turns(survivors: Survivors) -> tuple[StepScores, ...]:
+    """A step for each turn: the last has the outcome as its score, those before have none of their own. Equal states, equal anchors."""
+    states = {state: number for number, state in enumerate(sorted({state for member in survivors for state in _states(member)}))}
+    found = []
+    for member in survivors:
+        turns = member.trajectory.turns
+        ends = np.zeros(0, np.int64) if turns is None else turns.ends.astype(np.int64)
+        scores = np.zeros(len(ends))
+        scores[-1:] = member.score.reward or 0.0
+        found.append(StepScores(ends=ends, scores=scores, anchors=np.array([states[state] for state in _states(member)], np.int64)))
+    return tuple(found)
+
+
+def _states(member: ScoredTrajectory) -> tuple[str, ...]:
+    turns = member.trajectory.turns
+    return () if turns is None else turns.states
 
 
 def _columns(credit: Credit, *, group: ScoredGroup, survivors: Survivors) -> list[Float32]:

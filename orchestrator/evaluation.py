@@ -13,9 +13,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any, Protocol
 
-import numpy as np
+import msgspec
 
-from orchestrator.rollouts.single_turn import trajectory_of
+from orchestrator.rollouts.multi_turn import Episode
+from orchestrator.rollouts.rollout import reply_request, unanswered
 from orchestrator.rules.pass_at_k import mean_pass_at
 from orchestrator.rules.routing import route
 from orchestrator.stages.scoring import score_request
@@ -23,7 +24,7 @@ from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.scorers import Scorers
 from pipelinerl.config import EvaluationSection
-from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Sampling, Scored
+from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Replied, Sampling, Scored, Trajectory
 from pipelinerl.metrics import Journal
 from pipelinerl.watch import LOOKS, Watch
 
@@ -62,9 +63,13 @@ class Evaluation:
         journal: Journal,
         ledger: Ledger,
         watch: Watch,
+        max_turns: int = 1,
         done: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """An answer with at least `correct_reward` is correct; `done`: (version, mean reward) of an earlier life of the run."""
+        """An answer with at least `correct_reward` is correct; with more than one of `max_turns` there is an environment.
+
+        `done`: (version, mean reward) of an earlier life of the run.
+        """
         self.results = list(done)
         """(version, mean reward) of every evaluation."""
         self._section = section
@@ -75,6 +80,7 @@ class Evaluation:
         self._scorers = scorers
         self._pins = pins
         self._sampling = sampling
+        self._max_turns = max_turns
         self._journal = journal
         self._ledger = ledger
         self._watch = watch
@@ -145,10 +151,11 @@ class Evaluation:
             await asyncio.sleep(self._watch.stall_limit_s / LOOKS)
 
     async def _work(self, version: int, engine_ids: Collection[int]) -> float:
-        completions = await self._generate(version, engine_ids)
-        scored = await self._score(completions, version)
+        trajectories = await self._generate(version, engine_ids)
+        scored = await self._score(trajectories)
         rewards = [score.reward if score.outcome is Outcome.OK and score.reward is not None else 0.0 for score in scored]
-        versions = [int(version) for completion, _ in completions if len(completion.versions) for version in completion.versions[[0, -1]]]
+        sampled = [trajectory.versions[trajectory.trains] for trajectory in trajectories]
+        versions = [int(version) for column in sampled if len(column) for version in column[[0, -1]]]
         mean, num_samples = sum(rewards) / len(rewards), self._section.samples
         correct = [reward >= self._correct_reward for reward in rewards]
         of_prompt = [sum(correct[first : first + num_samples]) for first in range(0, len(correct), num_samples)]
@@ -167,22 +174,40 @@ class Evaluation:
         )
         return mean
 
-    async def _generate(self, version: int, engine_ids: Collection[int]) -> list[tuple[Completion, int]]:
+    async def _generate(self, version: int, engine_ids: Collection[int]) -> list[Trajectory]:
         with self._watch.waiting("evaluation", "completions"):
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._answer(prompt, f"evaluation-{version}/{number}", version=version, engine_ids=engine_ids))
+                    group.create_task(self._play(number, prompt, version=version, engine_ids=engine_ids))
                     for number, prompt in enumerate(self._prompts)
                 ]
             return [task.result() for task in tasks]
 
-    async def _answer(self, prompt: Prompt, rollout_id: str, *, version: int, engine_ids: Collection[int]) -> tuple[Completion, int]:
+    async def _play(self, number: int, prompt: Prompt, *, version: int, engine_ids: Collection[int]) -> Trajectory:
+        """One answer to a prompt: one turn, or an episode."""
+        name, engine_id = f"evaluation-{version}/{number}", -1
+        episode = Episode(prompt=prompt, max_tokens=self._sampling.max_tokens, max_turns=self._max_turns)
+        while not episode.is_over:
+            completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
+            episode = episode.said(completion)
+            if not episode.is_over:
+                episode = episode.heard(await self._reply(episode, name))
+        times = {"admitted_at": 0.0, "finished_at": 0.0}
+        return episode.trajectory(rollout_id=name, attempt=0, group_id=-1, sibling=number, engine_id=engine_id, **times)
+
+    async def _answer(self, episode: Episode, rollout_id: str, *, version: int, engine_ids: Collection[int]) -> tuple[Completion, int]:
         """Ask until an engine that holds the version answers; one that ends before is followed by another, up to `MAX_ATTEMPTS`."""
         for attempt in range(MAX_ATTEMPTS):
             while (engine_id := self._engine_of(version, engine_ids)) is None:
                 await self._engines.changed.wait()
             answer: asyncio.Future[tuple[Completion, int] | None] = asyncio.get_running_loop().create_future()
-            request = Generate(rollout_id=rollout_id, attempt=attempt, token_ids=prompt.token_ids, sampling=self._sampling)
+            request = Generate(
+                rollout_id=rollout_id,
+                attempt=attempt,
+                turn=episode.num_turns,
+                token_ids=episode.context,
+                sampling=msgspec.structs.replace(self._sampling, max_tokens=episode.num_left),
+            )
             self._engines.ask(
                 request,
                 engine_id,
@@ -191,7 +216,8 @@ class Evaluation:
             )
             if (answered := await answer) is not None:
                 return answered
-        return _unanswered(rollout_id), -1
+        error = f"{MAX_ATTEMPTS} engines ended before they answered"
+        return unanswered(rollout_id, attempt=MAX_ATTEMPTS - 1, error=error), -1
 
     def _engine_of(self, version: int, engine_ids: Collection[int]) -> int | None:
         """The least busy of these engines that holds the version; None where none does."""
@@ -201,47 +227,44 @@ class Evaluation:
     def _holds(self, engine_id: int, version: int, outstanding: Collection[int]) -> bool:
         return engine_id in outstanding and self._engines[engine_id].version == version
 
-    async def _score(self, completions: list[tuple[Completion, int]], version: int) -> list[Scored]:
+    async def _score(self, trajectories: list[Trajectory]) -> list[Scored]:
         with self._watch.waiting("evaluation", "scores"):
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._judge(index, prompt, completion, engine_id))
-                    for index, (prompt, (completion, engine_id)) in enumerate(zip(self._prompts, completions, strict=True))
-                ]
+                tasks = [group.create_task(self._judge(trajectory)) for trajectory in trajectories]
             return [task.result() for task in tasks]
 
-    async def _judge(self, index: int, prompt: Prompt, completion: Completion, engine_id: int) -> Scored:
-        """Ask until a scorer answers, as `_answer` does."""
-        trajectory = trajectory_of(
-            completion, prompt=prompt, group_id=-1, sibling=index, engine_id=engine_id, admitted_at=0.0, finished_at=0.0
-        )
-        error = completion.error
-        for _ in range(MAX_ATTEMPTS if completion.finish is not Finish.ERROR else 0):
+    async def _judge(self, trajectory: Trajectory) -> Scored:
+        outcome, error = trajectory.outcome, trajectory.error
+        if trajectory.finish is not Finish.ERROR:
+            if (scored := await self._ask_scorer(self._scorers.ask, score_request(trajectory))) is not None:
+                return scored
+            error = _NO_SCORER
+        outcome = Outcome.ERROR if outcome is Outcome.OK else outcome
+        return Scored(rollout_id=trajectory.rollout_id, attempt=0, outcome=outcome, reward=None, error=error)
+
+    async def _reply(self, episode: Episode, rollout_id: str) -> Replied:
+        request = reply_request(rollout_id, attempt=0, episode=episode)
+        replied = await self._ask_scorer(self._scorers.ask_reply, request)
+        failed = Replied(episode_id=rollout_id, attempt=0, turn=request.turn, outcome=Outcome.ERROR, error=_NO_SCORER)
+        return failed if replied is None else replied
+
+    async def _ask_scorer(self, ask: Callable[..., None], request: Any) -> Any:
+        """Ask until a scorer answers, as `_answer` does; None where none did."""
+        for _ in range(MAX_ATTEMPTS):
             while not self._scorers.has_room:
                 await self._scorers.changed.wait()
-            answer: asyncio.Future[Scored | None] = asyncio.get_running_loop().create_future()
-            self._scorers.ask(
-                score_request(trajectory),
-                sink=lambda scored, answer=answer: _give(answer, scored),
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            ask(
+                request,
+                sink=lambda answered, answer=answer: _give(answer, answered),
                 lost=lambda scorer_id, answer=answer: _give(answer, None),
             )
-            if (scored := await answer) is not None:
-                return scored
-            error = f"{MAX_ATTEMPTS} scorers ended before they answered"
-        return Scored(rollout_id=completion.rollout_id, attempt=0, outcome=Outcome.ERROR, reward=None, error=error)
+            if (answered := await answer) is not None:
+                return answered
+        return None
 
 
-def _unanswered(rollout_id: str) -> Completion:
-    nothing = np.zeros(0, np.int32)
-    return Completion(
-        rollout_id=rollout_id,
-        attempt=MAX_ATTEMPTS - 1,
-        token_ids=nothing,
-        logprobs=np.zeros(0, np.float32),
-        versions=nothing,
-        finish=Finish.ERROR,
-        error=f"{MAX_ATTEMPTS} engines ended before they answered",
-    )
+_NO_SCORER = f"{MAX_ATTEMPTS} scorers ended before they answered"
 
 
 def _give(answer: asyncio.Future[Any], value: Any) -> None:

@@ -4,7 +4,8 @@
                  |  ^        |  ^                   |  ^           |  ^
                 engines    scorers                 trainer        engines
 
-A run with a process reward model has `following` around scoring, one whose rewards compare siblings has `comparing` after it.
+A run with an environment has `replying` beside dispatch, one with a process reward model `following` around scoring, one whose rewards
+compare siblings `comparing` after it.
 
 Everything that talks to the world is handed in (hubs, source, journal, ledger), so the live run and the simulation build the same thing.
 A ledger that holds an earlier life of the run makes it go on where that one ended: see `state.ledger`.
@@ -40,6 +41,7 @@ from orchestrator.stages.dispatch import Dispatch
 from orchestrator.stages.following import Following, Stopping
 from orchestrator.stages.prompts import Prompts, Source
 from orchestrator.stages.refresh import Refresh
+from orchestrator.stages.replying import Replying
 from orchestrator.stages.scoring import Scoring
 from orchestrator.state.engines import Engines
 from orchestrator.state.ledger import Identity, Ledger
@@ -125,6 +127,7 @@ class Pipeline:
             scorers=self._scorers,
             pins=self._refresh,
             sampling=self._sampling(temperature=config.evaluation.temperature),
+            max_turns=config.environment.max_turns if config.environment.function is not None else 1,
             journal=journal,
             ledger=ledger,
             watch=self.watch,
@@ -301,6 +304,7 @@ class Pipeline:
         quarantine = Quarantine(past.deaths)
         following = self._following = self._make_following(channels) if self._prm is not None else None
         asking = Asking(scorers=self._scorers, ledger=self._ledger, watch=watch, quarantine=quarantine)
+        replying = self._make_replying(asking) if config.environment.function is not None else None
         self._stages: tuple[Stage, ...] = (
             Prompts(source, prompts=channels.prompts),
             Dispatch(
@@ -318,9 +322,11 @@ class Pipeline:
                 brake=following.brake if following else _no_brake,
                 queue_bytes=bound,
                 quarantine=quarantine,
+                replying=replying,
                 first_group_id=past.next_group_id,
                 interrupted=past.interrupted,
             ),
+            *([replying] if replying else []),
             Scoring(
                 trajectories=channels.trajectories,
                 scored=channels.scored,
@@ -383,6 +389,16 @@ class Pipeline:
 
         engines.on_load(hear)
         engines.on_died(concurrency.lost)
+
+    def _make_replying(self, asking: Asking) -> Replying:
+        return Replying(
+            asking=asking,
+            ledger=self._ledger,
+            watch=self.watch,
+            max_tokens=self._config.rollout.max_tokens,
+            max_turns=self._config.environment.max_turns,
+            queue_bytes=self._config.pipeline.queue_bytes,
+        )
 
     def _make_comparing(self, channels: Channels, asking: Asking) -> Comparing:
         config = self._config
@@ -492,6 +508,7 @@ def _promises(config: Config, *, adds_greedy: bool) -> dict[str, Any]:
         "adds_greedy": adds_greedy,
         "groups_per_step": config.batch.groups_per_step,
         "max_row_tokens": config.batch.max_tokens,
+        "max_turns": config.environment.max_turns if config.environment.function is not None else None,
         "max_staleness": pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness).max_staleness,
         "num_steps": config.trainer.steps,
         "follows_traces": config.prm.is_used,

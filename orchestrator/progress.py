@@ -105,6 +105,7 @@ class Progress:
         trajectories = [sample.trajectory for sample, _ in step.samples]
         rewards = np.array([sample.reward for sample, _ in step.samples] or [0.0])
         weights = np.array([sample.weight for sample, _ in step.samples] or [1.0])  # flagged survivors stand for the stopped, too
+        turns = [float(len(trajectory.turns.starts)) for trajectory in trajectories if trajectory.turns is not None]
         lengths = np.array([trajectory.num_trained_tokens for trajectory in trajectories] or [0])
         parts = split([trajectory.versions for trajectory in trajectories], trained_version=done.step)
         in_flight, in_queue = parts.in_flight, parts.in_queue
@@ -122,6 +123,7 @@ class Progress:
             "num_tokens": sum(trajectory.num_tokens for trajectory in trajectories),
             "num_trained_tokens": int(lengths.sum()),
             "length_mean": float(lengths.mean()),
+            **({"turns_mean": _mean(turns)} if turns else {}),
             "truncated_fraction": _mean([trajectory.finish is Finish.LENGTH for trajectory in trajectories]),
             "zero_variance_fraction": step.num_flat_groups / max(1, step.num_groups),
             "staleness": {str(age): int(count) for age, count in enumerate(counts) if count},

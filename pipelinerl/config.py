@@ -78,7 +78,7 @@ class DataSection(Section):
 
 class RolloutSection(Section):
     group_size: PositiveInt = Field(8, description="sibling rollouts per prompt")
-    max_tokens: PositiveInt = Field(1024, description="longest completion")
+    max_tokens: PositiveInt = Field(1024, description="longest completion; with an environment, all that follows the prompt")
     temperature: Annotated[float, Field(gt=0, le=2)] = Field(
         1.0, description="sampling temperature; the trainer divides its logits by it too"
     )
@@ -120,6 +120,16 @@ class RewardSection(Section):
     concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: the slots all functions share")
     per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
     retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
+    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
+
+
+class EnvironmentSection(Section):
+    function: str | None = Field(
+        None, description="`path:name` of a function that replies to what the model said, turn by turn; none: a rollout is one turn"
+    )
+    max_turns: Annotated[int, Field(ge=2)] = Field(8, description="turns of one rollout; rollout.max_tokens bounds all of them together")
+    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
+    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: scorer.slots")
     deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
 
 
@@ -361,6 +371,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()  # pyright: ignore[reportCallIssue]
     scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
     reward: tuple[RewardSection, ...] = Field(min_length=1)
+    environment: EnvironmentSection = EnvironmentSection()  # pyright: ignore[reportCallIssue]
     prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
     batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]

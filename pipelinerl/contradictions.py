@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         AlgorithmSection,
         BatchSection,
         EngineSection,
+        EnvironmentSection,
         EvaluationSection,
         LoraSection,
         ModelSection,
@@ -71,8 +72,9 @@ def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[
                 )
 
 
-def _no_secrets_for_scorers(reward: tuple[RewardSection, ...], prm: PrmSection) -> Iterator[str]:
+def _no_secrets_for_scorers(reward: tuple[RewardSection, ...], environment: EnvironmentSection, prm: PrmSection) -> Iterator[str]:
     options = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
+    options["environment.options"] = environment.options
     for part, values in (options | {"prm.options": prm.options, "prm.judge.extra": prm.judge.extra}).items():
         for key in values:
             if key.lower().rpartition("_")[2] in SECRET_WORDS:
@@ -153,6 +155,21 @@ def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: Slur
         yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide: each has as many."
 
 
+def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: ModelSection) -> Iterator[str]:
+    if environment.function is None:
+        return
+    if prm.is_used:
+        yield (
+            "environment.function makes episodes of several turns, and a process reward model (prm) follows one completion while it is"
+            " being written. Leave one of them out."
+        )
+    if model.replay_routes:
+        yield (
+            "environment.function makes episodes of several turns, and model.replay_routes = true needs the experts of every token: an"
+            " engine tells those of one turn. Leave one of them out."
+        )
+
+
 def _steps_have_one_model(prm: PrmSection) -> Iterator[str]:
     if prm.path is not None and prm.judge.url is not None:
         yield f"prm.path is {prm.path} and prm.judge.url is {prm.judge.url}: one of them scores steps. Leave the other out."
@@ -184,6 +201,7 @@ _CHECKS = (
     _nodes_have_work,
     _reference_can_be_offloaded,
     _adapters_can_be_apart,
+    _episodes_go_with,
     _steps_have_one_model,
     _early_stop_is_unbiased,
     _ranks_can_take_policies,

@@ -18,6 +18,7 @@ _SAID = {
     "admitted": "admitted",
     "issued": "asked of {peer}, which sampled under version {newest}",
     "adopted": "still in {peer}, which outlived the orchestrator",
+    "replied": "turn {place}, by {peer}; the environment: {reason}",
     "lost": "attempt {attempt} lost: {reason}",
     "generated": "{num_tokens} tokens, versions {oldest} to {newest}, finished by {reason}",
     "scored": "scored: {reason}, reward {reward}",

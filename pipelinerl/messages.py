@@ -50,7 +50,7 @@ class Finish(enum.StrEnum):
     CANCELLED = "cancelled"
     """The orchestrator asked for it."""
     ERROR = "error"
-    """The engine refused the request or failed; `Completion.error` says why."""
+    """The engine refused the request or failed; `Completion.error` says why. Of an episode also: its environment failed."""
 
 
 class Outcome(enum.StrEnum):
@@ -160,8 +160,10 @@ class Generate(Message, frozen=True):
     attempt: int
     """Counts re-issues of one rollout; results of an older attempt are fenced."""
     token_ids: Int32
-    """[P] int32."""
+    """[P] int32; of an episode the prompt and all that came after it so far."""
     sampling: Sampling
+    turn: int = 0
+    """Of an episode: how many turns there were before; their answers are fenced, too."""
     chunk_tokens: int = 0
     """Tokens between two `Tokens` that tell of the sequence while it is being written; 0: only its `Completion` does."""
 
@@ -221,6 +223,8 @@ class Completion(Message, frozen=True):
     versions: Int32
     """[T] int32, version of the weights that computed the token's logits; never falls along the sequence."""
     finish: Finish
+    turn: int = 0
+    """As in `Generate`."""
     error: Text = ""
     """The engine's own words where `finish` is `ERROR`, else empty."""
     routes: Routes | None = None
@@ -404,6 +408,95 @@ class ScorerLoad(Message, frozen=True):
     """By the function's name; without those that were not called yet."""
 
 
+class Turns(Message, frozen=True):
+    """Where the turns of an episode lie among the tokens after the prompt. Between two of them lies what the environment said."""
+
+    starts: Int32
+    """[K] int32, position of each turn's first token, the first 0."""
+    ends: Int32
+    """[K] int32, position of its last token."""
+    states: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 16)]
+    """[K] name of the state that each turn answers: equal for equal states of sibling rollouts."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "starts", "ends", "states")
+        borders = np.stack((self.starts, self.ends), 1).ravel()
+        if not len(borders) or borders[0] != 0 or (self.ends < self.starts).any() or (self.starts[1:] <= self.ends[:-1] + 1).any():
+            raise ValueError(
+                f"Turns: from {self.starts.tolist()} to {self.ends.tolist()}, expected at least one, the first from 0, each with a token"
+                " and at least one of the environment before the next"
+            )
+
+    def mask(self, num_tokens: int) -> Mask:
+        """[num_tokens] true where the policy sampled the token."""
+        sampled = np.zeros(num_tokens, np.bool_)
+        for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
+            sampled[start : end + 1] = True
+        return sampled
+
+
+class Reply(Message, frozen=True):
+    """Ask a scorer what the environment replies to the last turn of an episode."""
+
+    episode_id: Id
+    """Name of the rollout."""
+    attempt: int
+    prompt: Prompt
+    token_ids: Int32
+    """[T] int32, the tokens after the prompt; the scorer decodes them."""
+    turns: Turns
+    finish: Finish
+    """Of the last turn."""
+
+    @property
+    def turn(self) -> int:
+        """Number of the last turn, from 0."""
+        return len(self.turns.starts) - 1
+
+    @property
+    def rollout_id(self) -> str:
+        """Under which the request is known: a late answer to an earlier turn is none to this one. No rollout has such a name."""
+        return f"{self.episode_id}/turn/{self.turn}"
+
+
+class Heard(Message, frozen=True):
+    """What an environment said."""
+
+    token_ids: Int32
+    """int32, at least one: its text, tokenised here and never again."""
+    state: Id
+    """Name of the state that the next turn answers."""
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids):
+            raise ValueError("Heard: no token; expected some, or no `Heard` at all where the episode is over")
+
+
+class Replied(Message, frozen=True):
+    """A scorer's answer to `Reply`."""
+
+    episode_id: Id
+    attempt: int
+    turn: int
+    """The one replied to, from 0."""
+    outcome: Outcome
+    """A rollout whose environment is not `OK` fails as that."""
+    heard: Heard | None = None
+    """None where the environment says that the episode is over, or failed."""
+    error: Text = ""
+    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
+    duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.heard is not None and self.outcome is not Outcome.OK:
+            raise ValueError(f"Replied {self.rollout_id}: outcome {self.outcome} with something heard; only ok has that")
+
+    @property
+    def rollout_id(self) -> str:
+        """As of `Reply`."""
+        return f"{self.episode_id}/turn/{self.turn}"
+
+
 class Score(Message, frozen=True):
     """Ask a scorer for the reward of one trajectory."""
 
@@ -413,6 +506,8 @@ class Score(Message, frozen=True):
     token_ids: Int32
     """[T] int32, the tokens after the prompt; the scorer decodes them."""
     finish: Finish
+    turns: Turns | None = None
+    """None in a run without an environment: all of it is one turn."""
 
 
 class ScoreGroup(Message, frozen=True):
@@ -574,6 +669,10 @@ class Trajectory(Message, frozen=True):
     """Seconds on the run's clock."""
     routes: Routes | None = None
     """[L - 1] rows; as in `Completion`."""
+    turns: Turns | None = None
+    """None in a run without an environment, and where nothing was sampled."""
+    outcome: Outcome = Outcome.OK
+    """Of its environment; with another than `OK`, `finish` is `ERROR` and the rollout fails as that."""
     recomputed: Recomputed = ()
     """As in `Completion`: of the tokens after the prompt."""
     is_greedy: bool = False
@@ -868,7 +967,7 @@ FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | Weights
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | Adopt | StageWeights | Stop
 """What the orchestrator may say to an engine."""
-FromScorer = ScorerReady | ScorerLoad | Scored | GroupScored | PrmReady | PrmLoad | StepsScored | Failed
-ToScorer = Score | ScoreGroup | TraceTokens | Cancel | Stop
+FromScorer = ScorerReady | ScorerLoad | Replied | Scored | GroupScored | PrmReady | PrmLoad | StepsScored | Failed
+ToScorer = Reply | Score | ScoreGroup | TraceTokens | Cancel | Stop
 FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
 ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything starts: the model folder and how it is cut, the method, the rewards, the prompt files."""
+"""What can be known to be wrong before anything starts: the model folder and how it is cut, the method, functions, prompt files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelinerl.plugin import load_plugin
 def check(config: Config) -> None:
     """Raise `ConfigError` listing everything that is wrong at once."""
     problems: list[str] = []
-    for look in (_model, _layout, _method, _rewards, _sources):
+    for look in (_model, _layout, _method, _functions, _sources):
         try:
             look(config)
         except ConfigError as error:
@@ -54,10 +54,12 @@ def _method(config: Config) -> None:
     method_of(config)
 
 
-def _rewards(config: Config) -> None:
+def _functions(config: Config) -> None:
     for reward in config.reward:
         if not callable(load_plugin(reward.function)):
             raise ConfigError(f"reward.function: {reward.function} is not a function")
+    if (environment := config.environment.function) is not None and not callable(load_plugin(environment)):
+        raise ConfigError(f"environment.function: {environment} is not a function")
 
 
 def _sources(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,21 @@ def load_tokenizer(folder: Path) -> Any:
         return TokenizerClass.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain `Exception` for a damaged file
         raise ConfigError(f"model.path: the tokenizer of {folder} cannot be loaded: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Codec:
+    """A tokenizer's two ways, for text that stands after a prompt."""
+
+    decode: Callable[[list[int]], str]
+    """As `decoder`."""
+    encode: Callable[[str], list[int]]
+    """Nothing is added to the text; markers in it, as of a chat template, are the tokens they stand for."""
+
+
+def codec_of(tokenizer: Any) -> Codec:
+    """Of a tokenizer that `load_tokenizer` gives."""
+    return Codec(decoder(tokenizer), lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -169,6 +169,15 @@ def test_an_early_stop_needs_a_model_and_no_comparison():
     assert [line.split(": ")[0].split(" and ")[0] for line in found] == ["prm.stop.below is 0.2", "prm.stop.below is set"]
 
 
+def test_what_does_not_go_with_episodes_is_told_before_anything_runs():
+    settings = tree(environment={"function": "game.py:reply"}, prm={"path": "models/prm"}, model={"path": "m", "replay_routes": True})
+    process, routes = problems_of(settings)
+    assert process.startswith(
+        "environment.function makes episodes of several turns, and a process reward model (prm) follows one completion"
+    )
+    assert routes.startswith("environment.function makes episodes of several turns, and model.replay_routes = true needs the experts")
+
+
 def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
     engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}}
     weights = {"road": "nccl", "delta": True, "kv_span": 2, "adapters": "apart"}
@@ -321,6 +330,11 @@ KEYS = [
     "reward.per_s",
     "reward.retries",
     "reward.deadline_s",
+    "environment.function",
+    "environment.max_turns",
+    "environment.options",
+    "environment.concurrency",
+    "environment.deadline_s",
     "prm.path",
     "prm.convention",
     "prm.tag",

@@ -55,7 +55,7 @@ def test_the_reward_and_the_prompts_of_the_readme_fit_together(tmp_path: Path) -
     nothing = np.zeros(1, np.int32)
     call = Call(ticket_id=0, prompt=row["prompt"], completions=(nothing,), finishes=(Finish.STOP,), columns=columns)
     for completion, value in ((f" {row['answer']}\n", 1.0), ("5", 0.0)):
-        assert reward.function(**reward.arguments(call, completions=[completion], max_tokens=8)) == value
+        assert reward.function(**reward.arguments(call, completions=[completion], max_tokens=8, decode=str)) == value
 
 
 def test_a_judge_and_a_process_reward_model_take_less_than_ten_lines() -> None:

@@ -56,6 +56,11 @@ def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None
             why = "it is part of scoring" if stage == "comparing" else "there is no such stage"
             raise ConfigError(f"{stage} cannot be replayed: {why}. These can: {', '.join(STAGES)}")
     config = load_run(run_folder, overrides=overrides)
+    if "dispatch" in stages and config.environment.function is not None:
+        raise ConfigError(
+            "dispatch cannot be replayed: this run has an environment, and of its episodes only the end is recorded, not when each turn was"
+            " asked for. The other stages can."
+        )
     folder = run_folder / "replay"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.scorers import Scorers
-from pipelinerl.messages import GroupScored, Score, Scored, ScoreGroup
+from pipelinerl.messages import GroupScored, Replied, Reply, Score, Scored, ScoreGroup
 from pipelinerl.watch import Watch
 
 QUARANTINED = "its prompt is quarantined: it was there when a scorer died, twice"
@@ -19,7 +19,7 @@ QUARANTINED = "its prompt is quarantined: it was there when a scorer died, twice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    message: Score | ScoreGroup
+    message: Reply | Score | ScoreGroup
     sink: Callable[[Any], None]
     refused: Callable[[str], None]
 
@@ -57,6 +57,10 @@ class Asking:
         """As `ask`, for siblings to compare."""
         await self._ask_with_room(_Request(message=request, sink=sink, refused=refused), by=by)
 
+    async def ask_reply(self, request: Reply, *, by: str, sink: Callable[[Replied], None], refused: Callable[[str], None]) -> None:
+        """As `ask`, for an environment to reply."""
+        await self._ask_with_room(_Request(message=request, sink=sink, refused=refused), by=by)
+
     async def run(self) -> None:
         """Ask again for what scorers take with them."""
         while True:
@@ -88,12 +92,15 @@ class Asking:
         def lose(scorer_id: int) -> None:
             self._lose(request)
 
-        if isinstance(request.message, ScoreGroup):
-            self._scorers.ask_group(request.message, sink=take, lost=lose)
-        else:
-            self._scorers.ask(request.message, sink=take, lost=lose)
+        match request.message:
+            case Score():
+                self._scorers.ask(request.message, sink=take, lost=lose)
+            case ScoreGroup():
+                self._scorers.ask_group(request.message, sink=take, lost=lose)
+            case Reply():
+                self._scorers.ask_reply(request.message, sink=take, lost=lose)
 
-    def _take(self, request: _Request, answer: Scored | GroupScored) -> None:
+    def _take(self, request: _Request, answer: Scored | GroupScored | Replied) -> None:
         self._leave(request.prompt_id)
         if request.prompt_id not in self._running and self._quarantine.came_through("scorer", request.prompt_id):
             self._ledger.book("cleared", now_s=_now_s(), peer="scorer", reason=row_of(request.prompt_id))

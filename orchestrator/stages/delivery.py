@@ -343,9 +343,19 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int) -> Mic
 
 
 def _squared_lags(trajectory: Trajectory, *, trained: int) -> tuple[float, int]:
-    num_prompt = trajectory.num_tokens - int(np.count_nonzero(trajectory.versions != UNSAMPLED))
-    versions = trajectory.versions[num_prompt:]
-    return squared_lags(versions, num_prompt=num_prompt, recomputed=trajectory.recomputed, trained=trained)
+    """Of each turn by itself: what was before it is computed anew where the version has changed since."""
+    edges = np.flatnonzero(np.diff(trajectory.versions != UNSAMPLED, prepend=False, append=False)).reshape(-1, 2).tolist()
+    num_prompt = edges[0][0] if edges else 0
+    found = [
+        squared_lags(
+            trajectory.versions[start:end],
+            num_prompt=start,
+            recomputed=[at for place in trajectory.recomputed if (at := place + num_prompt - start) >= 0],
+            trained=trained,
+        )
+        for start, end in edges
+    ]
+    return sum(square for square, _ in found), sum(count for _, count in found)
 
 
 def _join(columns: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -10,18 +10,18 @@ import itertools
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
-from orchestrator.rollouts.single_turn import trajectory_of
+from orchestrator.rollouts.rollout import Rollout, unanswered
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.routing import route
 from orchestrator.stages.prompts import Drawn
+from orchestrator.stages.replying import Replying
 from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.snapshot import InterruptedGroup
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Completion, Finish, Generate, Prompt, Sampling, Trajectory
+from pipelinerl.messages import Completion, Replied, Sampling, Trajectory
 from pipelinerl.stages import Channel, Signal
 from pipelinerl.watch import Watch
 
@@ -31,27 +31,11 @@ MAX_SKIPPED = 1000
 """Quarantined prompts drawn one after another before the run ends: more than by chance, so hardly any other prompt is left."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """An attempt of a rollout."""
-
-    rollout_id: str
-    group_id: int
-    sibling: int
-    attempt: int
-    prompt: Prompt
-    version: int
-    """Of the engine that the group was admitted to: under an older one it might come to exceed the staleness bound."""
-    admitted_at: float
-    is_greedy: bool
-    """It is the last of its siblings, in a run whose method asks for one, see `rules.batch.StepRules`."""
-
-
 class Dispatch:
     """Admits groups while the staleness bound allows it, gathers what the engines sampled, and issues again what they lost.
 
-    takes     Drawn, from prompts; Completion, from engines
-    gives     Generate, to engines; Trajectory, to scoring
+    takes     Drawn, from prompts; Completion, from engines; Replied, from replying
+    gives     Generate, to engines; turns of episodes, to replying; Trajectory, to scoring
     waits for an admission credit; an engine that may take a lost group; room towards scoring
     woken by  an engine that answers, commits, joins or dies; batching placing or giving up a group
     fails     DataError, where hardly any prompt is not quarantined
@@ -77,12 +61,14 @@ class Dispatch:
         brake: Callable[[], str | None] = lambda: None,
         queue_bytes: int,
         quarantine: Quarantine,
+        replying: Replying | None = None,
         first_group_id: int = 0,
         interrupted: tuple[InterruptedGroup, ...] = (),
     ) -> None:
         """`interrupted` groups, of an earlier life of the run, are issued before anything new, as far as no engine still has them.
 
-        `brake()` names what no group is admitted for, if anything; `credits` is set when that may have changed.
+        `brake()` names what no group is admitted for, if anything; `credits` is set when that may have changed. `replying` is there in a
+        run with an environment.
         """
         self._prompts = prompts
         self._trajectories = trajectories
@@ -98,11 +84,12 @@ class Dispatch:
         self._chunk_tokens = chunk_tokens
         self._brake = brake
         self._quarantine = quarantine
+        self._replying = replying
         self._group_ids = itertools.count(first_group_id)
-        self._again: dict[int, list[Rollout]] = {group.group_id: _rollouts_of(group, group_size=group_size) for group in interrupted}
-        """By group: attempts to issue, in place of some that were lost."""
+        self._again: dict[int, list[Rollout]] = {group.group_id: self._rollouts_of(group) for group in interrupted}
+        """By group: attempts to issue, in place of some that were lost, and turns that no engine may go on with yet."""
         self._running: dict[int, dict[str, int]] = collections.defaultdict(dict)
-        """By group: the rollouts in engines, and in which."""
+        """By group: the rollouts in engines, and in which; between two turns, in which it was."""
         self._taken: dict[int, set[str]] = collections.defaultdict(set)
         """By engine that dies: the prompts it had."""
         self._prompt_ids: dict[int, str] = {}
@@ -157,7 +144,7 @@ class Dispatch:
             return NO_ENGINE
         return self._brake() or self._admission.holds_back(
             version=version,
-            num_generating=self._engines.num_outstanding,
+            num_generating=self._engines.num_outstanding + (self._replying.num_between if self._replying else 0),
             engines_are_current=self._engines.all_hold(self._admission.version),
         )
 
@@ -177,30 +164,46 @@ class Dispatch:
                 version=version,
                 admitted_at=now_s,
                 is_greedy=sibling >= self._group_size,
+                episode=self._replying.begin(drawn.prompt) if self._replying else None,
             )
             self._ask(rollout, engine_id)
 
     # --- one attempt ---
 
     def _ask(self, rollout: Rollout, engine_id: int) -> None:
-        request = Generate(
-            rollout_id=rollout.rollout_id,
-            attempt=rollout.attempt,
-            token_ids=rollout.prompt.token_ids,
-            sampling=self._greedy if rollout.is_greedy else self._sampling,
-            chunk_tokens=self._chunk_tokens,
-        )
-        version = self._engines[engine_id].version
-        self._ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
+        if rollout.is_new:
+            version = self._engines[engine_id].version
+            self._ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
         self._enter(rollout, engine_id)
         self._engines.ask(
-            request,
+            rollout.request(self._greedy if rollout.is_greedy else self._sampling, chunk_tokens=self._chunk_tokens),
             engine_id,
             sink=lambda completion, engine_id: self._take(rollout, completion, engine_id),
             lost=lambda engine_id: self._lose(rollout, engine_id),
         )
 
     def _take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        rollout = rollout.said(completion)
+        if self._replying is None or rollout.episode is None or rollout.episode.is_over:
+            self._end(rollout, completion, engine_id)
+        else:
+            self._replying.ask(rollout, engine_id=engine_id, then=functools.partial(self._go_on, rollout, completion, engine_id))
+
+    def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, replied: Replied) -> None:
+        """Ask for an episode's next turn: the engine of the last one, whose prefix cache may hold all before, where that may go on."""
+        assert rollout.episode is not None
+        episode = rollout.episode.heard(replied)
+        rollout = dataclasses.replace(rollout, episode=episode)
+        if episode.is_over:
+            self._end(rollout, completion, engine_id)
+        elif self._engines.takes_work(engine_id) and self._may_take(engine_id, rollout) and not self._is_quarantined(rollout):
+            self._ask(rollout, engine_id)
+        else:
+            self._leave(rollout)
+            self._again.setdefault(rollout.group_id, []).append(rollout)
+        self._credits.set()
+
+    def _end(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         self._leave(rollout)
         is_last = rollout.group_id not in self._running and rollout.group_id not in self._again
         if is_last and self._quarantine.came_through("engine", rollout.prompt.prompt_id):
@@ -213,7 +216,7 @@ class Dispatch:
         reason = f"engine-{engine_id} ended"
         self._ledger.lose(rollout.rollout_id, attempt=rollout.attempt, reason=reason, now_s=_now_s())
         self._taken[engine_id].add(rollout.prompt.prompt_id)
-        self._again.setdefault(rollout.group_id, []).append(dataclasses.replace(rollout, attempt=rollout.attempt + 1))
+        self._again.setdefault(rollout.group_id, []).append(rollout.next_attempt())
         self._credits.set()
 
     def _enter(self, rollout: Rollout, engine_id: int) -> None:
@@ -232,7 +235,10 @@ class Dispatch:
     # --- what outlived an orchestrator ---
 
     def _on_joined(self, engine: Engine) -> None:
-        """Await what the engine has of the attempts before those that would be issued again; it drops whatever else it has."""
+        """Await what the engine has of the attempts before those that would be issued again; it drops whatever else it has.
+
+        An episode's earlier turns went with the orchestrator before: it is played again from its prompt.
+        """
         if not engine.ready.running:
             return
         adopted: dict[str, Rollout] = {}
@@ -241,7 +247,7 @@ class Dispatch:
             for rollout in self._again.pop(group_id):
                 before = dataclasses.replace(rollout, attempt=rollout.attempt - 1)
                 has_it = engine.ready.running.get(rollout.rollout_id) == before.attempt
-                if has_it and not self._quarantine.holds(rollout.prompt.prompt_id):
+                if has_it and rollout.episode is None and not self._is_quarantined(rollout):
                     adopted[rollout.rollout_id] = before
                 else:
                     left.append(rollout)
@@ -273,19 +279,21 @@ class Dispatch:
             for group_id in list(self._again):
                 self._try_again(group_id)
             if self._again:
-                with self._watch.waiting(self.name, "an engine for what another one lost"):
+                with self._watch.waiting(self.name, "an engine that may go on with what another one has begun"):
                     await self._credits.wait()
             else:
                 await self._credits.wait()
 
     def _try_again(self, group_id: int) -> None:
         rollouts = self._again[group_id]
-        if self._quarantine.holds(rollouts[0].prompt.prompt_id):
+        if self._is_quarantined(rollouts[0]):
             del self._again[group_id]
             for rollout in rollouts:
-                self._book(rollout, _quarantined(rollout), -1)
+                answer = _quarantined(rollout)
+                self._book(rollout.said(answer), answer, -1)
             return
-        may_take = {engine_id: num for engine_id, num in self._engines.outstanding().items() if self._may_take(engine_id, rollouts[0])}
+        newest = max(rollouts, key=lambda rollout: rollout.version)
+        may_take = {engine_id: num for engine_id, num in self._engines.outstanding().items() if self._may_take(engine_id, newest)}
         engine_id = route(may_take)
         if engine_id is None:
             return
@@ -294,7 +302,7 @@ class Dispatch:
             self._ask(rollout, engine_id)
 
     def _may_take(self, engine_id: int, rollout: Rollout) -> bool:
-        """True where an engine is no older than the one that lost the rollout, and has no other suspect with a suspect."""
+        """True where an engine is no older than what has the rollout so far, and has no other suspect with a suspect."""
         if self._engines[engine_id].version < rollout.version:
             return False
         if not self._quarantine.is_suspect("engine", rollout.prompt.prompt_id):
@@ -302,21 +310,15 @@ class Dispatch:
         others = {group_id for group_id, running in self._running.items() if engine_id in running.values()} - {rollout.group_id}
         return not any(self._quarantine.is_suspect("engine", self._prompt_ids[group_id]) for group_id in others)
 
+    def _is_quarantined(self, rollout: Rollout) -> bool:
+        return self._quarantine.holds(rollout.prompt.prompt_id)
+
     # --- towards scoring ---
 
     def _book(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         """An answer is in the ledger before anything that it makes room for."""
         now_s = _now_s()
-        trajectory = trajectory_of(
-            completion,
-            prompt=rollout.prompt,
-            group_id=rollout.group_id,
-            sibling=rollout.sibling,
-            is_greedy=rollout.is_greedy,
-            engine_id=engine_id,
-            admitted_at=rollout.admitted_at,
-            finished_at=now_s,
-        )
+        trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
         self._ledger.generate(trajectory, now_s=now_s)
         self._answered.put_now(trajectory)  # bounded by admission: one for each rollout outstanding
 
@@ -324,37 +326,30 @@ class Dispatch:
         async for trajectory in self._answered:
             await self._trajectories.put(trajectory)
 
+    def _rollouts_of(self, group: InterruptedGroup) -> list[Rollout]:
+        """What an earlier life of the run left in engines, from now on."""
+        return [
+            Rollout(
+                rollout_id=one.rollout_id,
+                group_id=group.group_id,
+                sibling=one.sibling,
+                attempt=one.attempt,
+                prompt=group.prompt,
+                version=one.version,
+                admitted_at=_now_s(),
+                is_greedy=one.sibling >= self._group_size,
+                episode=self._replying.begin(group.prompt) if self._replying else None,
+            )
+            for one in group.rollouts
+        ]
+
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _rollouts_of(group: InterruptedGroup, *, group_size: int) -> list[Rollout]:
-    """What an earlier life of the run left in engines, from now on."""
-    return [
-        Rollout(
-            rollout_id=one.rollout_id,
-            group_id=group.group_id,
-            sibling=one.sibling,
-            attempt=one.attempt,
-            prompt=group.prompt,
-            version=one.version,
-            admitted_at=_now_s(),
-            is_greedy=one.sibling >= group_size,
-        )
-        for one in group.rollouts
-    ]
-
-
 def _quarantined(rollout: Rollout) -> Completion:
     """What stands for an answer where nobody may be asked."""
-    nothing = np.zeros(0, np.int32)
-    return Completion(
-        rollout_id=rollout.rollout_id,
-        attempt=rollout.attempt,
-        token_ids=nothing,
-        logprobs=np.zeros(0, np.float32),
-        versions=nothing,
-        finish=Finish.ERROR,
-        error=f"its prompt (row {row_of(rollout.prompt.prompt_id)}) is quarantined: it was there when a process died, twice",
-    )
+    row = row_of(rollout.prompt.prompt_id)
+    error = f"its prompt (row {row}) is quarantined: it was there when a process died, twice"
+    return unanswered(rollout.rollout_id, attempt=rollout.attempt, error=error)

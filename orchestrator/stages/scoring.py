@@ -55,6 +55,9 @@ class Scoring:
 
     async def _send(self) -> None:
         async for trajectory in self._trajectories:
+            if trajectory.outcome is not Outcome.OK:
+                self._answer(trajectory, _not_scored(trajectory, trajectory.error, outcome=trajectory.outcome))
+                continue
             if trajectory.finish is Finish.ERROR:
                 self._answer(trajectory, _not_scored(trajectory, f"engine {trajectory.engine_id}: {trajectory.error}"))
                 continue
@@ -83,8 +86,9 @@ def score_request(trajectory: Trajectory) -> Score:
         prompt=trajectory.prompt,
         token_ids=trajectory.token_ids[len(trajectory.prompt.token_ids) :],
         finish=trajectory.finish,
+        turns=trajectory.turns,
     )
 
 
-def _not_scored(trajectory: Trajectory, error: str) -> Scored:
-    return Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.ERROR, reward=None, error=error)
+def _not_scored(trajectory: Trajectory, error: str, *, outcome: Outcome = Outcome.ERROR) -> Scored:
+    return Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=outcome, reward=None, error=error)

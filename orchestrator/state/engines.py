@@ -30,6 +30,7 @@ class _Asked:
 
     engine_id: int
     attempt: int
+    turn: int
     request: Generate | None
     """None for one that the orchestrator before had asked for."""
     sink: Sink
@@ -54,7 +55,7 @@ class Engine:
 
 
 class Engines:
-    """Sends requests, and hands each completion to whoever asked, once: a result of an older attempt is fenced."""
+    """Sends requests, and hands each completion to whoever asked, once: a result of an older attempt or turn is fenced."""
 
     def __init__(self, peers: Peers, *, expected: int, watch: Watch, credits: Signal) -> None:
         """`credits` is set with every answer, whoever asked for it: the engine has room again."""
@@ -123,6 +124,11 @@ class Engines:
     def serves(self, engine: Engine) -> bool:
         """True while no other process has taken its name."""
         return self._engines.get(engine.engine_id) is engine
+
+    def takes_work(self, engine_id: int) -> bool:
+        """True while an engine serves: as `serving` says, of one."""
+        engine = self._engines.get(engine_id)
+        return engine is not None and not engine.fault and self.peers.is_reachable(engine.peer)
 
     def all_hold(self, version: int) -> bool:
         """True where no engine is missing, and all that take new work, of which there is one, sample under `version` or a later one."""
@@ -215,7 +221,9 @@ class Engines:
         self.peers.send(peer, Cancel(rollout_id=rollout_id, attempt=attempt))
 
     def _await(self, rollout_id: str, attempt: int, engine: Engine, *, request: Generate | None, sink: Sink, lost: Lost) -> None:
-        self._asked[rollout_id] = _Asked(engine_id=engine.engine_id, attempt=attempt, request=request, sink=sink, lost=lost)
+        self._asked[rollout_id] = _Asked(
+            engine_id=engine.engine_id, attempt=attempt, turn=request.turn if request else 0, request=request, sink=sink, lost=lost
+        )
         engine.num_outstanding += 1
         self._note(engine)
 
@@ -264,7 +272,7 @@ class Engines:
 
     def _on_completion(self, peer: str, completion: Completion) -> None:
         asked = self._asked.get(completion.rollout_id)
-        if asked is None or asked.attempt != completion.attempt:
+        if asked is None or (asked.attempt, asked.turn) != (completion.attempt, completion.turn):
             self.num_fenced += 1
             return
         del self._asked[completion.rollout_id]

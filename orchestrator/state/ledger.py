@@ -36,6 +36,7 @@ Every entry is `t` (seconds on the clock of its life, see `began`), a kind, and 
     began       a life of the run; `reason` is its settings and its clock in Unix seconds, as JSON
     admitted    a rollout, its group and prompt                     issued      an attempt of it, of `peer` at version `newest`
     lost        the attempt, and why                                generated   the attempt: tokens, versions, how it finished
+    replied     the environment, to turn `place` of the attempt, which `peer` wrote; `reason`: ok, over, or how it failed
     flagged     the attempt, hopeless after step `place` by its score `reward`; `reason`, JSON: whether it stops, probability of going on
     scored      the attempt: outcome and reward                     followed    its steps have scores, or it cannot train
     compared    with its siblings: outcome and reward that count    placed      in a step
@@ -214,6 +215,10 @@ class Ledger:
         """A coin has fallen about an attempt that is being written."""
         reason = json.dumps({"stops": flag.stops, "probability": flag.probability})
         self.book("flagged", now_s=now_s, rollout_id=rollout_id, attempt=attempt, place=flag.step, reward=flag.predicted, reason=reason)
+
+    def reply(self, rollout_id: str, *, attempt: int, turn: int, engine_id: int, reason: str, now_s: float) -> None:
+        """The environment has replied to a turn (from 0) that an engine wrote: `reason` is ok, over, or how it failed."""
+        self.book("replied", now_s=now_s, rollout_id=rollout_id, attempt=attempt, place=turn, peer=f"engine-{engine_id}", reason=reason)
 
     def generate(self, trajectory: Trajectory, *, now_s: float) -> None:
         """An engine has answered."""

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.state.peers import Peers
-from pipelinerl.messages import GroupScored, Score, Scored, ScoreGroup, ScorerLoad, ScorerReady
+from pipelinerl.messages import GroupScored, Replied, Reply, Score, Scored, ScoreGroup, ScorerLoad, ScorerReady
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
 Sink = Callable[[Scored], None]
 GroupSink = Callable[[GroupScored], None]
+ReplySink = Callable[[Replied], None]
 Lost = Callable[[int], None]
 """Is told that the scorer of this id will not answer."""
 
@@ -66,6 +67,7 @@ class Scorers:
         peers.on(ScorerLoad, self._on_load)
         peers.on(Scored, self._on_scored)
         peers.on(GroupScored, self._on_scored)
+        peers.on(Replied, self._on_scored)
 
     def __iter__(self):
         return iter(self._scorers.values())
@@ -92,7 +94,11 @@ class Scorers:
         """As `ask`, for siblings to compare."""
         self._ask(request, sink, lost)
 
-    def _ask(self, request: Score | ScoreGroup, sink: Callable[[Any], None], lost: Lost) -> None:
+    def ask_reply(self, request: Reply, *, sink: ReplySink, lost: Lost) -> None:
+        """As `ask`, for an environment to reply."""
+        self._ask(request, sink, lost)
+
+    def _ask(self, request: Reply | Score | ScoreGroup, sink: Callable[[Any], None], lost: Lost) -> None:
         scorer = max(self._reachable(), key=lambda candidate: candidate.room)
         if not self.peers.send(scorer.peer, request):
             lost(scorer.ready.scorer_id)
@@ -134,7 +140,7 @@ class Scorers:
             scorer.load = load
         self.changed.set()  # a scorer that could not be reached is there again
 
-    def _on_scored(self, peer: str, scored: Scored | GroupScored) -> None:
+    def _on_scored(self, peer: str, scored: Scored | GroupScored | Replied) -> None:
         asked = self._asked.get(scored.rollout_id)
         if asked is None or asked.attempt != scored.attempt:
             self.num_fenced += 1

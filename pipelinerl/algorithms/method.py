@@ -26,7 +26,7 @@ class Need(enum.StrEnum):
     STEP_SCORES = "step_scores"
     """Scores of a process reward model at the ends of steps or turns."""
     ANCHORS = "anchors"
-    """An identity of the state each step started from, equal for equal states of sibling rollouts."""
+    """The turns of an episode, and an identity of the state that each answered, equal for equal states of sibling rollouts."""
     ROLES = "roles"
     """The agent role that wrote each rollout: the column `role` of its prompt's row, which is looked for when the group closes."""
     SUBGROUPS = "subgroups"

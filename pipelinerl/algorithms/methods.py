@@ -205,6 +205,7 @@ def method_of(config: Config) -> Method:
     offers = ALWAYS_OFFERED | TRAINER_OFFERS
     offers |= REFERENCE_OFFERS if config.reference.path is not None else frozenset()
     offers |= {Need.STEP_SCORES} if config.prm.is_used else frozenset()
+    offers |= {Need.ANCHORS} if config.environment.function is not None else frozenset()
     offers |= {Need.PREDICTIONS} if config.prm.stop.below is not None else frozenset()
     return resolve(
         config.algorithm.name,

@@ -155,10 +155,10 @@ ADVANTAGE: dict[str, RuleSpec] = {
         allows_stopped=True,
     ),
     "gigpo": RuleSpec(
-        formula="(R - mean_g)/(std_g + eps) + weight * the same over discounted step returns from equal anchor states",
+        formula="(R - mean_g)/(std_g + eps) + weight * the same over R discounted by the turns to come, from equal anchor states",
         source="GiGPO arXiv:2505.10978; constants as its code",
         options={"weight": 1.0, "gamma": 0.95, "divide_by_std": True, **_STD},
-        needs=_STEPS | {Need.ANCHORS},
+        needs=frozenset({Need.ANCHORS}),
         min_group=2,
         per_token=True,
     ),

@@ -39,11 +39,12 @@ _HOW_TO_OFFER: dict[Need, str] = {
     Need.COMPONENTS: "give the run several reward functions",
     Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout to every group, or choose rloo",
     Need.STEP_SCORES: "name a process reward model (prm.path, or prm.judge)",
-    Need.ANCHORS: "gigpo compares steps that left equal states of an episode of several turns, and a rollout here is one turn, whose only"
-    " state is the prompt, among whose siblings it would be grpo; choose grpo or, with a process reward model, step_grpo",
+    Need.ANCHORS: "gigpo compares turns that left equal states of an episode of several turns, and a rollout here is one turn, whose only"
+    " state is the prompt, among whose siblings it would be grpo; set environment.function, or choose grpo or, with a process reward model,"
+    " step_grpo",
     Need.ROLES: "give every prompt's row a column role; or choose rloo",
-    Need.SUBGROUPS: "hierarchical_grpo compares inside groups of an episode of several turns, a proposer's and then its solvers', and a"
-    " rollout here is one turn, which nothing nests; choose grpo",
+    Need.SUBGROUPS: "hierarchical_grpo compares inside groups of an episode of several turns, a proposer's and then its solvers', and an"
+    " episode here has one agent, whose rollouts nothing nests; choose grpo",
     Need.PREDICTIONS: "switch unbiased early stopping on (prm.stop.below), or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
     Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",

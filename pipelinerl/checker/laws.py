@@ -3,6 +3,8 @@
 conservation   a rollout is admitted once and ends once; what ended stays ended, but what was cancelled with its run may be revived
 attempts       count up from 0; the next one only once the last is lost; an answer counts only for the attempt that is out
 steps          where steps are scored, a sample's are so once, after its own score, and before it is compared or placed
+turns          an environment replies to each turn once, in order, anew only in a new life, while the attempt is out; nothing more is
+               asked after the last, or where it said that the episode is over or failed
 early stop     where rollouts may be stopped, a coin falls about an attempt once, while it is out, as seed and names say; who is stopped has
                no reward, is never placed, and counts among the samples of the step of its group
 baseline       where groups have a greedy sibling, it is never placed, ends as filtered by that reason where it has a reward, and no sibling
@@ -40,6 +42,10 @@ class Rollout:
     is_out: bool = False
     """Its attempt was issued, and neither lost nor scored."""
     is_generated: bool = False
+    num_replied: int = 0
+    """Turns that the environment has replied to."""
+    is_over: bool = False
+    """It said that the episode is over, or failed."""
     flagged: int | None = None
     """Its attempt about which a coin has fallen."""
     is_stopped: bool = False
@@ -130,7 +136,8 @@ class Trial:
         self.num_lives += 1
         self.has_ended = False
         for rollout in self.rollouts.values():  # nobody is left who could take an answer
-            rollout.is_out = rollout.is_generated = False
+            rollout.is_out = rollout.is_generated = rollout.is_over = False
+            rollout.num_replied = 0
 
     def _on_ended(self, entry: Entry) -> None:
         self.has_ended = True
@@ -155,6 +162,7 @@ class Trial:
         self._demand(not rollout.fate, entry, f"is issued after it was {rollout.fate}")
         self._demand(not rollout.is_out, entry, f"is issued while attempt {rollout.attempt} is out")
         self._demand(not rollout.is_scored, entry, "is issued after it was scored")
+        self._demand(not rollout.is_over, entry, "is issued after its environment said that it is over")
         self._demand(entry.attempt == rollout.attempt + 1, entry, f"is attempt {entry.attempt}, after {rollout.attempt}")
         self._refuse_quarantined(entry, rollout.prompt_id)
         rollout.attempt, rollout.is_out, rollout.is_generated, rollout.is_stopped = entry.attempt or 0, True, False, False
@@ -170,6 +178,14 @@ class Trial:
         self._demand(rollout.is_out and entry.attempt == rollout.attempt, entry, f"loses attempt {entry.attempt}, which is not out")
         self._demand(not rollout.is_generated, entry, "loses what was generated")
         rollout.is_out = False
+
+    def _on_replied(self, entry: Entry, rollout: Rollout) -> None:
+        num_turns = self._promises.get("max_turns") or 0
+        is_expected = rollout.is_out and entry.attempt == rollout.attempt and not rollout.is_generated and not rollout.is_over
+        self._demand(is_expected, entry, f"replies to attempt {entry.attempt}, which is not out, or is over")
+        self._demand(entry.place == rollout.num_replied, entry, f"replies to turn {entry.place}, expected {rollout.num_replied}")
+        self._demand(rollout.num_replied + 1 < num_turns, entry, f"replies to turn {entry.place}, of at most {num_turns}")
+        rollout.num_replied, rollout.is_over = rollout.num_replied + 1, entry.reason != "ok"
 
     def _on_flagged(self, entry: Entry, rollout: Rollout) -> None:
         below, seed = self._promises.get("stops_below"), self._promises.get("seed")

@@ -206,7 +206,8 @@ class EngineLoop:
 
     def _submit(self, request: Generate) -> None:
         if request.rollout_id in self._running:
-            if self._running[request.rollout_id].request.attempt >= request.attempt:
+            known = self._running[request.rollout_id].request
+            if (known.attempt, known.turn) >= (request.attempt, request.turn):
                 return
             self._engine.cancel(request.rollout_id)
             self._orphans.discard(request.rollout_id)
@@ -252,6 +253,7 @@ class EngineLoop:
             Completion(
                 rollout_id=rollout_id,
                 attempt=running.request.attempt,
+                turn=running.request.turn,
                 token_ids=np.array(running.token_ids, np.int32),
                 logprobs=np.array(running.logprobs, np.float32),
                 versions=np.array(running.versions, np.int32),

@@ -116,6 +116,7 @@ class StepRow:
     num_tokens: float | None = None
     num_trained_tokens: float | None = None
     length_mean: float | None = None
+    turns_mean: float | None = None
     truncated_fraction: float | None = None
     zero_variance_fraction: float | None = None
     staleness_mean: float | None = None

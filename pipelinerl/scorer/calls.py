@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.errors import WireError
-from pipelinerl.messages import Finish, Int32, Message, Outcome, check_lengths
+from pipelinerl.messages import Finish, Heard, Int32, Message, Outcome, Turns, check_lengths
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, encode
 
 PACKET_BYTES = 128 << 10
@@ -37,6 +37,8 @@ class Component(Message, frozen=True):
     """What it is known as; see `component_names`."""
     options: dict[str, Any]
     """Arguments of every call beside the row's columns."""
+    is_environment: bool = False
+    """It is no reward function, and alone in its lane."""
 
 
 def component_names(references: Sequence[str]) -> tuple[str, ...]:
@@ -88,14 +90,14 @@ class Refused(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """A worker has loaded every reward function."""
+    """A worker has loaded every function."""
 
     names: tuple[str, ...]
     """Of the functions, in order."""
 
 
 class Call(Message, frozen=True):
-    """Run every reward function of the lane, on one completion or on all siblings of a prompt."""
+    """Run every reward function of the lane, on one completion or on all siblings of a prompt; or the environment, on an episode so far."""
 
     ticket_id: int
     prompt: str
@@ -106,6 +108,8 @@ class Call(Message, frozen=True):
     columns: dict[str, Any]
     chat: tuple[dict[str, Any], ...] = ()
     """The prompt as chat messages; empty where it is plain text."""
+    turns: tuple[Turns | None, ...] = ()
+    """As of `Score`, one for each completion; empty: None for each."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "completions", "finishes")
@@ -135,7 +139,7 @@ class Result(Message, frozen=True):
     ticket_id: int
     outcome: Outcome
     components: tuple[dict[str, float], ...]
-    """For each completion the value of every function that applied, by its name; empty unless `outcome` is `OK`."""
+    """For each completion the value of every function that applied, by its name; empty unless `outcome` is `OK`, and of an environment."""
     error: str
     failed: str
     """The function that failed; empty where `outcome` is `OK`."""
@@ -144,6 +148,8 @@ class Result(Message, frozen=True):
     duration_s: float
     durations_s: dict[str, float]
     """Of each function that was entered, by its name."""
+    heard: Heard | None = None
+    """Of an environment: what it said; None where the episode is over, too."""
 
 
 ToForkServer = Setup | Spawn | Kill

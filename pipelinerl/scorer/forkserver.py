@@ -29,8 +29,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.process import die_with_parent
 from pipelinerl.scorer.calls import PACKET_BYTES, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
-from pipelinerl.scorer.worker import Decode, run_worker
-from pipelinerl.tokenizer import decoder, load_tokenizer
+from pipelinerl.scorer.worker import run_worker
+from pipelinerl.tokenizer import Codec, codec_of, load_tokenizer
 from pipelinerl.transport.codec import Decoder, encode
 
 REAP_DEADLINE_S = 5.0
@@ -68,7 +68,7 @@ class ForkServer:
         setup = self._decoder.decode(self._control.recv(PACKET_BYTES))
         assert isinstance(setup, Setup), f"first message is {type(setup).__name__}, expected Setup"
         try:
-            decode = load_decode(setup.model_path)
+            codec = load_codec(setup.model_path)
         except ConfigError as error:
             self._send(Refused(error=str(error)))
             return
@@ -79,7 +79,7 @@ class ForkServer:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
-                    if not self._obey(setup, decode):
+                    if not self._obey(setup, codec):
                         return
                 else:
                     os.read(self._woken, 4096)
@@ -98,7 +98,7 @@ class ForkServer:
         signal.set_wakeup_fd(-1)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _obey(self, setup: Setup, decode: Decode) -> bool:
+    def _obey(self, setup: Setup, codec: Codec) -> bool:
         packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
         if not packet:
             return False
@@ -108,10 +108,10 @@ class ForkServer:
                 _kill_group(process_id)
         elif isinstance(message, Spawn):
             with socket.socket(fileno=descriptors[0]) as channel:
-                self._process_ids[message.worker_id] = self._fork(message, channel, setup, decode)
+                self._process_ids[message.worker_id] = self._fork(message, channel, setup, codec)
         return True
 
-    def _fork(self, spawn: Spawn, channel: socket.socket, setup: Setup, decode: Decode) -> int:
+    def _fork(self, spawn: Spawn, channel: socket.socket, setup: Setup, codec: Codec) -> int:
         folder = self._folder / str(spawn.worker_id)
         folder.mkdir()
         parent = os.getpid()
@@ -121,7 +121,7 @@ class ForkServer:
         code = 1
         try:
             self._become_worker(parent, folder)
-            run_worker(channel, components=setup.lanes[spawn.lane], decode=decode, max_tokens=setup.max_tokens, folder=folder)
+            run_worker(channel, components=setup.lanes[spawn.lane], codec=codec, max_tokens=setup.max_tokens, folder=folder)
             code = 0
         except ConnectionError:
             code = 0  # the scorer closed the channel in the middle of an answer: it has ended
@@ -163,15 +163,15 @@ class ForkServer:
             self._control.send(encode(message))
 
 
-def load_decode(model_path: str) -> Decode:
-    """Load the tokenizer of a model folder and return its decoding, special tokens left out. Raises `ConfigError`."""
+def load_codec(model_path: str) -> Codec:
+    """Load the tokenizer of a model folder. Raises `ConfigError`."""
     try:
         tokenizer = load_tokenizer(Path(model_path))
     except ConfigError:
         raise
     except Exception as error:  # for a damaged file, transformers and its tokenizers raise what they like
         raise ConfigError(f"model.path: the tokenizer of {model_path} cannot be loaded: {type(error).__name__}: {error}") from error
-    return decoder(tokenizer)
+    return codec_of(tokenizer)
 
 
 def _adopt_orphans() -> None:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from pipelinerl.messages import Outcome
+from pipelinerl.messages import Heard, Outcome
 
 Key = tuple[str, int]
 """Rollout id and attempt."""
@@ -22,6 +22,8 @@ class Part:
     """For each completion; empty unless `outcome` is `OK`."""
     error: str = ""
     duration_s: float = 0.0
+    heard: Heard | None = None
+    """As of `Result`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The lanes of a scorer. Functions without limits share one; a function with limits, or one that compares siblings, has its own.
+"""The lanes of a scorer. Functions without limits share one; a function with limits, one that compares siblings, or an environment has
+its own.
 
 A lane has slots, a queue and a deadline of its own, so a slow judge holds up neither a fast rule nor the judge of something else. A request
 goes to every lane of its kind at once, and `joining` makes one answer of theirs.
@@ -12,17 +13,20 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 
-from pipelinerl.config import RewardSection, ScorerSection
+from pipelinerl.config import EnvironmentSection, RewardSection, ScorerSection
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import FunctionLoad, GroupScored, Outcome, Score, Scored, ScoreGroup
+from pipelinerl.messages import FunctionLoad, GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.calls import Component, Setup, component_names
 from pipelinerl.scorer.gate import Gate
-from pipelinerl.scorer.joining import Joining, Key, Whole
+from pipelinerl.scorer.joining import Joining, Key, Part, Whole
 from pipelinerl.scorer.pool import LOAD_DEADLINE_S, Pool
 from pipelinerl.scorer.queue import Queue
 from pipelinerl.scorer.sandbox import Sandbox
 from pipelinerl.scorer.tally import Tally
+
+Request = Score | ScoreGroup | Reply
+Answer = Scored | GroupScored | Replied
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +34,14 @@ class Lane:
     """Functions that share slots."""
 
     components: tuple[Component, ...]
-    is_group: bool
+    takes: type[Request]
     num_slots: int
     deadline_s: float
     per_s: float | None = None
     retries: int = 0
 
 
-def plan_lanes(rewards: Sequence[RewardSection], scorer: ScorerSection) -> tuple[Lane, ...]:
+def plan_lanes(rewards: Sequence[RewardSection], scorer: ScorerSection, environment: EnvironmentSection | None = None) -> tuple[Lane, ...]:
     """Which functions share slots, and which have slots of their own. Raises `ConfigError` where a function is named twice."""
     for reference, count in collections.Counter(reward.function for reward in rewards).items():
         if count > 1:
@@ -53,15 +57,28 @@ def plan_lanes(rewards: Sequence[RewardSection], scorer: ScorerSection) -> tuple
         own.append(
             Lane(
                 components=(component,),
-                is_group=reward.per == "group",
+                takes=ScoreGroup if reward.per == "group" else Score,
                 num_slots=reward.concurrency or scorer.slots,
                 deadline_s=reward.deadline_s or scorer.deadline_s,
                 per_s=reward.per_s,
                 retries=reward.retries,
             )
         )
-    first = Lane(components=tuple(shared), is_group=False, num_slots=scorer.slots, deadline_s=scorer.deadline_s)
+    if environment is not None and environment.function is not None:
+        own.append(_environment_lane(environment, environment.function, scorer, taken=names))
+    first = Lane(components=tuple(shared), takes=Score, num_slots=scorer.slots, deadline_s=scorer.deadline_s)
     return (first, *own) if shared else tuple(own)
+
+
+def _environment_lane(environment: EnvironmentSection, function: str, scorer: ScorerSection, *, taken: Sequence[str]) -> Lane:
+    name = function.rpartition(":")[2]
+    component = Component(function=function, name=function if name in taken else name, options=environment.options, is_environment=True)
+    return Lane(
+        components=(component,),
+        takes=Reply,
+        num_slots=environment.concurrency or scorer.slots,
+        deadline_s=environment.deadline_s or scorer.deadline_s,
+    )
 
 
 def _has_limits(reward: RewardSection) -> bool:
@@ -72,20 +89,28 @@ class Lanes:
     """Takes requests, gives answers; one thread, driven by `wait` and `advance`."""
 
     def __init__(
-        self, rewards: Sequence[RewardSection], scorer: ScorerSection, *, model_path: str, max_tokens: int, journal: Journal, name: str
+        self,
+        rewards: Sequence[RewardSection],
+        scorer: ScorerSection,
+        *,
+        environment: EnvironmentSection | None = None,
+        model_path: str,
+        max_tokens: int,
+        journal: Journal,
+        name: str,
     ) -> None:
-        lanes = plan_lanes(rewards, scorer)
+        lanes = plan_lanes(rewards, scorer, environment)
         self.num_slots = max(lane.num_slots for lane in lanes)
         """Requests that can run at once."""
         names = component_names([reward.function for reward in rewards])
         weights = {each: reward.weight for each, reward in zip(names, rewards, strict=True)}
         per_sample = {each: weights[each] for each, reward in zip(names, rewards, strict=True) if reward.per == "sample"}
         per_group = {each: weight for each, weight in weights.items() if each not in per_sample}
-        self._joinings = {False: Joining(per_sample, must_apply=not per_group), True: Joining(per_group, must_apply=False)}
-        """By whether the request is for a group."""
-        self._lane_ids = {is_group: [i for i, lane in enumerate(lanes) if lane.is_group == is_group] for is_group in (False, True)}
-        self._requests: dict[Key, Score | ScoreGroup] = {}
-        self._ready: list[Scored | GroupScored] = []
+        self._joinings = {Score: Joining(per_sample, must_apply=not per_group), ScoreGroup: Joining(per_group, must_apply=False)}
+        """By what is asked; an environment is one function, so there is nothing to join."""
+        self._lane_ids = {kind: [i for i, lane in enumerate(lanes) if lane.takes is kind] for kind in (Score, ScoreGroup, Reply)}
+        self._requests: dict[Key, Request] = {}
+        self._ready: list[Answer] = []
         self._tally = Tally()
         self._name = name
         self._selector = selectors.DefaultSelector()
@@ -123,18 +148,18 @@ class Lanes:
         """Have `wait` return when this descriptor becomes readable, too."""
         self._selector.register(descriptor, selectors.EVENT_READ)
 
-    def submit(self, score: Score | ScoreGroup) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a request in every lane of its kind; one that repeats a request under way is the same request."""
-        is_group = isinstance(score, ScoreGroup)
-        key = (score.rollout_id, score.attempt)
-        lanes = self._lane_ids[is_group]
+        key = (request.rollout_id, request.attempt)
+        lanes = self._lane_ids[type(request)]
         if not lanes:
-            self._ready.append(_answer(score, Whole(outcome=Outcome.OK, rewards=(0.0,), components=({},))))
+            self._ready.append(_answer(request, Whole(outcome=Outcome.OK, rewards=(0.0,), components=({},))))
             return
-        self._requests[key] = score
-        self._joinings[is_group].expect(key, lanes)
+        self._requests[key] = request
+        if not isinstance(request, Reply):
+            self._joinings[type(request)].expect(key, lanes)
         for lane in lanes:
-            self._pools[lane].submit(score)
+            self._pools[lane].submit(request)
 
     def cancel(self, rollout_id: str, attempt: int) -> None:
         """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
@@ -160,7 +185,7 @@ class Lanes:
                 pool, slot = key.data
                 pool.hear(slot, events)
 
-    def advance(self) -> list[Scored | GroupScored]:
+    def advance(self) -> list[Answer]:
         """Replace lost workers, kill those past a deadline, hand out what fits; return the answers since the last call."""
         if self._has_ended:
             self._has_ended = False
@@ -179,7 +204,7 @@ class Lanes:
 
     def _pool(self, index: int, lane: Lane, journal: Journal) -> Pool:
         gate = Gate(per_s=lane.per_s, has_breaker=lane.retries > 0)
-        is_shared = not lane.is_group and index == 0
+        is_shared = lane.takes is Score and index == 0
         return Pool(
             Queue(num_slots=lane.num_slots, deadline_s=lane.deadline_s, gate=gate, retries=lane.retries),
             lane=index,
@@ -191,10 +216,15 @@ class Lanes:
             name=self._name if is_shared else f"{self._name}/{lane.components[0].name}",
         )
 
-    def _join(self) -> Iterator[Scored | GroupScored]:
+    def _join(self) -> Iterator[Answer]:
         for lane, pool in enumerate(self._pools):
+            kind = self._lanes[lane].takes
             for key, part in pool.advance():
-                whole = self._joinings[self._lanes[lane].is_group].add(key, lane, part)
+                if kind is Reply:
+                    if (request := self._requests.pop(key, None)) is not None:
+                        yield _reply(request, part)
+                    continue
+                whole = self._joinings[kind].add(key, lane, part)
                 if whole is None:
                     continue
                 for other in whole.unheard:
@@ -202,7 +232,20 @@ class Lanes:
                 yield _answer(self._requests.pop(key), whole)
 
 
-def _answer(score: Score | ScoreGroup, whole: Whole) -> Scored | GroupScored:
+def _reply(request: Request, part: Part) -> Replied:
+    assert isinstance(request, Reply)
+    return Replied(
+        episode_id=request.episode_id,
+        attempt=request.attempt,
+        turn=request.turn,
+        outcome=part.outcome,
+        heard=part.heard,
+        error=part.error,
+        duration_s=part.duration_s,
+    )
+
+
+def _answer(score: Request, whole: Whole) -> Scored | GroupScored:
     if isinstance(score, ScoreGroup):
         return GroupScored(
             group_id=score.group_id,

@@ -9,7 +9,7 @@ import socket
 import time
 
 from pipelinerl.errors import ConfigError, PeerSilent, WireError
-from pipelinerl.messages import Message, Outcome, Score, ScoreGroup
+from pipelinerl.messages import Message, Outcome, Reply, Score, ScoreGroup
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.calls import Call, Calling, Ended, Frames, FromWorker, Loaded, Refused, Result, Skipped, Withdraw, frame
 from pipelinerl.scorer.gate import Breaker
@@ -93,7 +93,7 @@ class Pool:
         """Every worker has loaded the reward functions."""
         return all(worker.names for worker in self._workers)
 
-    def submit(self, score: Score | ScoreGroup) -> None:
+    def submit(self, score: Reply | Score | ScoreGroup) -> None:
         """Queue a request; it is handed to a worker by the next `advance`."""
         self._queue.add(score)
 
@@ -247,7 +247,13 @@ class Pool:
                 self._note(slot, message.started_at, message.duration_s)
                 ticket = self._queue.answered(slot, message.ticket_id, time.monotonic(), duration_s=message.duration_s)
                 if ticket is not None:
-                    part = Part(outcome=message.outcome, components=message.components, error=message.error, duration_s=message.duration_s)
+                    part = Part(
+                        outcome=message.outcome,
+                        components=message.components,
+                        error=message.error,
+                        duration_s=message.duration_s,
+                        heard=message.heard,
+                    )
                     self._settle(ticket, part, message.durations_s, failed=message.failed)
 
     def _note(self, slot: int, started_at: float, duration_s: float) -> None:
@@ -275,4 +281,5 @@ def _call(ticket: Ticket) -> Call:
         finishes=tuple(score.finish for score in scores),
         columns=scores[0].prompt.columns,
         chat=scores[0].prompt.chat,
+        turns=tuple(score.turns for score in scores),
     )

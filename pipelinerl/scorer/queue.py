@@ -17,7 +17,7 @@ import dataclasses
 import heapq
 import itertools
 
-from pipelinerl.messages import Score, ScoreGroup
+from pipelinerl.messages import Reply, Score, ScoreGroup
 from pipelinerl.scorer.gate import Gate
 
 AHEAD_S = 0.005
@@ -37,7 +37,7 @@ class Ticket:
     """One request, from its arrival to its answer."""
 
     ticket_id: int
-    score: Score | ScoreGroup
+    score: Reply | Score | ScoreGroup
     slot: int | None = None
     """Slot that is to answer it; None while it waits."""
     is_rerun: bool = False
@@ -90,7 +90,7 @@ class Queue:
         """Seconds since the slot began its first call; 0.0 where it runs none."""
         return now - self._slots[slot].began_at if self._slots[slot].held else 0.0
 
-    def add(self, score: Score | ScoreGroup) -> None:
+    def add(self, score: Reply | Score | ScoreGroup) -> None:
         """Take a request; one that repeats a request still without an answer is the same request."""
         key = (score.rollout_id, score.attempt)
         if key not in self._wanted:

@@ -2,14 +2,17 @@
 
 | shape | marked by | called as | returns |
 | --- | --- | --- | --- |
-| ours | `completion` | `reward(prompt=, completion=, **columns)` | a number |
+| ours | `completion`, or only `turns` | `reward(prompt=, completion=, **columns)` | a number |
 | TRL | `completions`, `completion_ids` | `reward(prompts=[..], completions=[..], **columns)`, lists of one | a list of one number or None |
 | verl | `solution_str` | `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` | a number, or a dict with `score` |
 | verifiers | being a `Rubric` | its functions with `prompt`, `completion`, `answer`, `info`, `state` | numbers, summed by its weights |
 
 A function is passed only what it accepts: the row's columns by name, its `options` of the config, and where it names them `num_tokens`
-and `finish` of the completion, `max_tokens` of the run and `chat`, the prompt's messages. `async def` works in every shape. Whatever a
-function raises or returns becomes an outcome with a text; nothing becomes 0.0 because it failed.
+(that the model sampled) and `finish` of the completion, `max_tokens` of the run and `chat`, the prompt's messages. `async def` works in
+every shape. Whatever a function raises or returns becomes an outcome with a text; nothing becomes 0.0 because it failed.
+
+In a run with an environment a completion is everything after the prompt, what the environment said included. Functions of our shape that
+name `turns` get what the model said in each turn, a list of texts; `replies`, what the environment replied to all of them but the last.
 
 TRL: None says that the function does not apply. Prompts and completions are chat messages where the row's prompt is, and text where it is
 text, as there: functions of `trl.rewards` that read a completion expect messages. One that is configured per group is passed lists of all
@@ -30,9 +33,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from pipelinerl.errors import ConfigError, DataError
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Outcome
 from pipelinerl.plugin import load_plugin
+from pipelinerl.scorer.arguments import Parameters, by_turns, parameters_of
 from pipelinerl.scorer.calls import Call, Component, Result
 from pipelinerl.scorer.rubric import adapt_rubric, is_rubric
 
@@ -49,7 +53,6 @@ class Shape(enum.StrEnum):
 
 
 _MARKS = {"completion": Shape.OURS, "completions": Shape.TRL, "completion_ids": Shape.TRL, "solution_str": Shape.VERL}
-_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class NotANumber(Exception):
@@ -63,18 +66,14 @@ class Reward:
     name: str
     shape: Shape
     function: Callable[..., Any]
-    accepts: frozenset[str]
-    """Parameters that can be passed by name."""
-    requires: frozenset[str]
-    """Those of them without a default."""
-    takes_any: bool
-    """It has `**columns`."""
+    parameters: Parameters
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the config; they go before columns."""
 
-    def arguments(self, call: Call, *, completions: Sequence[str], max_tokens: int) -> dict[str, Any]:
+    def arguments(self, call: Call, *, completions: Sequence[str], max_tokens: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
         """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
         columns = call.columns
+        extra: dict[str, Any] = {}
         if self.shape is Shape.TRL:
             num = len(completions)
             passed = {name: [value] * num for name, value in columns.items()} | self.options
@@ -84,20 +83,15 @@ class Reward:
             (completion,), (token_ids,), (finish,) = completions, call.completions, call.finishes
             if self.shape is Shape.OURS:
                 passed = {**columns, **self.options, "prompt": call.prompt, "completion": completion}
-                extra = {"num_tokens": len(token_ids), "finish": finish.value, "max_tokens": max_tokens, "chat": list(call.chat)}
+                turns = call.turns[0] if call.turns else None
+                num_tokens = len(token_ids) if turns is None else int(turns.mask(len(token_ids)).sum())
+                extra = {"num_tokens": num_tokens, "finish": finish.value, "max_tokens": max_tokens, "chat": list(call.chat)}
+                if self.parameters.accepts & {"turns", "replies"}:
+                    extra |= by_turns(token_ids, turns, decode=decode)
             else:
                 defaults = {"data_source": "", "extra_info": {}, **_verl_truth(columns)}
                 passed = {**defaults, **columns, **self.options, "solution_str": completion}
-                extra = {}
-        named = extra | passed
-        missing = self.requires - named.keys()
-        if missing:
-            raise DataError(
-                f"needs {', '.join(sorted(missing))}, but the row has only the columns {', '.join(sorted(columns)) or '(none)'}"
-            )
-        if self.takes_any and self.shape is not Shape.VERL:
-            return {name: value for name, value in named.items() if name in passed or name in self.accepts}
-        return {name: value for name, value in named.items() if name in self.accepts}
+        return self.parameters.choose(passed, extra=extra, columns=columns)
 
 
 def load_rewards(components: Sequence[Component]) -> tuple[Reward, ...]:
@@ -110,31 +104,17 @@ def inspect_reward(function: Any, *, reference: str, options: Mapping[str, Any] 
     """See from its parameters how `function` wants to be called. Raises `ConfigError` naming them and the accepted shapes."""
     if is_rubric(function):
         function = adapt_rubric(function, reference=reference)
-    if not callable(function):
-        raise ConfigError(f"reward {reference} is a {type(function).__name__}, expected a function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError as error:
-        raise ConfigError(f"reward {reference} does not tell its parameters ({error}): wrap it in a Python function") from None
-    by_name = {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD_KINDS}
-    shapes = list({shape for mark, shape in _MARKS.items() if mark in by_name})
-    if len(shapes) != 1 or any(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in parameters):
-        found = ", ".join(str(parameter) for parameter in parameters) or "no parameters"
+    parameters = parameters_of(function, what=f"reward {reference}")
+    shapes = list({shape for mark, shape in _MARKS.items() if mark in parameters.accepts})
+    if not shapes and "turns" in parameters.accepts:
+        shapes = [Shape.OURS]
+    if len(shapes) != 1 or parameters.is_by_position:
         accepted = "\n".join(f"  {shape.value}" for shape in Shape)
-        raise ConfigError(f"reward {reference} takes ({found}), which is none of the accepted shapes:\n{accepted}")
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    if not takes_any and (unknown := (options or {}).keys() - by_name.keys()):
-        known = ", ".join(sorted(by_name))
-        raise ConfigError(f"reward {reference} has the options {', '.join(sorted(unknown))}, but its parameters are {known}")
-    return Reward(
-        name=reference.rpartition(":")[2],
-        shape=shapes[0],
-        function=function,
-        accepts=frozenset(by_name),
-        requires=frozenset(name for name, parameter in by_name.items() if parameter.default is inspect.Parameter.empty),
-        takes_any=takes_any,
-        options=dict(options or {}),
-    )
+        raise ConfigError(f"reward {reference} takes ({parameters.text}), which is none of the accepted shapes:\n{accepted}")
+    parameters.refuse_unknown(options or {}, what=f"reward {reference}")
+    if shapes[0] is Shape.VERL:
+        parameters = dataclasses.replace(parameters, takes_any=False)  # verl passes what it has, and nothing else
+    return Reward(name=reference.rpartition(":")[2], shape=shapes[0], function=function, parameters=parameters, options=dict(options or {}))
 
 
 class Scoring:
@@ -184,7 +164,7 @@ class Scoring:
                     self._entering(name)
                 begin = time.perf_counter()
                 try:
-                    arguments = reward.arguments(call, completions=completions, max_tokens=self._max_tokens)
+                    arguments = reward.arguments(call, completions=completions, max_tokens=self._max_tokens, decode=self._decode)
                     values = self._call(reward, arguments, num_completions=len(completions))
                 finally:
                     durations_s[name] = time.perf_counter() - begin
@@ -200,7 +180,7 @@ class Scoring:
     def _call(self, reward: Reward, arguments: dict[str, Any], *, num_completions: int) -> list[float | None]:
         returned = reward.function(**arguments)
         if inspect.isawaitable(returned):
-            returned = self._runner.run(_wait(returned))
+            returned = self._runner.run(wait_for_value(returned))
         return read_values(returned, shape=reward.shape, num_completions=num_completions)
 
 
@@ -256,5 +236,6 @@ def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) and "ground_truth" in nested else {}
 
 
-async def _wait(awaitable: Awaitable[Any]) -> Any:
+async def wait_for_value(awaitable: Awaitable[Any]) -> Any:
+    """What an asynchronous function returns."""
     return await awaitable

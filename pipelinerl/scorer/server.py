@@ -10,7 +10,7 @@ import msgspec
 
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
-from pipelinerl.messages import Cancel, Failed, Message, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
+from pipelinerl.messages import Cancel, Failed, Message, Reply, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.lanes import Lanes
 from pipelinerl.transport.base import Link
@@ -22,8 +22,8 @@ LOAD_EVERY_S = 1.0
 class Server:
     """One scorer.
 
-    takes       `Score`, `ScoreGroup`, `Cancel`, `Stop` from the orchestrator; answers of workers
-    gives       `ScorerReady` once, `Scored` or `GroupScored` for every request that is not cancelled, `ScorerLoad` every second
+    takes       `Reply`, `Score`, `ScoreGroup`, `Cancel`, `Stop` from the orchestrator; answers of workers
+    gives       `ScorerReady` once, `Replied`, `Scored` or `GroupScored` for every request that is not cancelled, `ScorerLoad` every second
     waits for   the link and every worker's channel at once, until the next deadline at the latest
     woken by    messages, ends of workers, deadlines
     fails       `ConfigError` where a function or the tokenizer cannot be loaded, `PeerGone` where the fork server is gone; a
@@ -41,6 +41,7 @@ class Server:
         self._lanes = Lanes(
             config.reward,
             config.scorer,
+            environment=config.environment,
             model_path=str(config.model.path),
             max_tokens=config.rollout.max_tokens,
             journal=journal,
@@ -87,7 +88,7 @@ class Server:
 
     def _obey(self, message: Message) -> None:
         match message:
-            case Score() | ScoreGroup():
+            case Reply() | Score() | ScoreGroup():
                 self._lanes.submit(message)
             case Cancel():
                 self._lanes.cancel(message.rollout_id, message.attempt)

@@ -1,4 +1,4 @@
-"""A worker process: it loads the reward functions and runs one call after the other until its socket closes or it is killed.
+"""A worker process: it loads the functions of its lane and runs one call after the other until its socket closes or it is killed.
 
 It is born by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
 here and there protect a run from mistakes in reward code that its operator trusts; a worker has its owner's rights, so code that the
@@ -18,8 +18,10 @@ from pathlib import Path
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
-from pipelinerl.scorer.calls import Call, Calling, Component, Frames, Loaded, Refused, Skipped, ToWorker, Withdraw, frame
+from pipelinerl.scorer.calls import Call, Calling, Component, Frames, Loaded, Refused, Result, Skipped, ToWorker, Withdraw, frame
+from pipelinerl.scorer.environment import Replying, load_environment
 from pipelinerl.scorer.rewards import Scoring, load_rewards
+from pipelinerl.tokenizer import Codec
 from pipelinerl.transport.codec import Decoder
 
 ADDRESS_SPACE_BYTES = 64 << 30
@@ -28,10 +30,8 @@ OPEN_FILES = 4096
 OOM_SCORE = 500
 """Added to the kernel's score, of 1000: when memory runs out, a reward worker goes before an engine or a trainer rank."""
 
-Decode = Callable[[list[int]], str]
 
-
-def run_worker(channel: socket.socket, *, components: tuple[Component, ...], decode: Decode, max_tokens: int, folder: Path) -> None:
+def run_worker(channel: socket.socket, *, components: tuple[Component, ...], codec: Codec, max_tokens: int, folder: Path) -> None:
     """Serve calls until the scorer closes the channel. Raises `ConnectionError` where it closes while an answer is sent.
 
     Functions are imported in the folder the scorer was started in, so that relative paths of plug-ins work; calls run in `folder`.
@@ -39,15 +39,22 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], dec
     faulthandler.enable()
     limit_resources()
     try:
-        rewards = load_rewards(components)
+        if components[0].is_environment:
+            functions = Replying(load_environment(components[0]), decode=codec.decode, encode=codec.encode)
+        else:
+            functions = Scoring(
+                load_rewards(components),
+                decode=codec.decode,
+                max_tokens=max_tokens,
+                entering=lambda name: channel.sendall(frame(Calling(name=name))),
+            )
     except ConfigError as error:
         channel.sendall(frame(Refused(error=str(error))))
         return
     os.chdir(folder)
-    scoring = Scoring(rewards, decode=decode, max_tokens=max_tokens, entering=lambda name: channel.sendall(frame(Calling(name=name))))
-    with contextlib.closing(scoring):
-        channel.sendall(frame(Loaded(names=tuple(reward.name for reward in rewards))))
-        _serve(_Inbox(channel), scoring, channel)
+    with contextlib.closing(functions):
+        channel.sendall(frame(Loaded(names=tuple(component.name for component in components))))
+        _serve(_Inbox(channel), functions.score if isinstance(functions, Scoring) else functions.run, channel)
 
 
 def limit_resources() -> None:
@@ -90,7 +97,7 @@ class _Inbox:
         return bodies is not None
 
 
-def _serve(inbox: _Inbox, scoring: Scoring, channel: socket.socket) -> None:
+def _serve(inbox: _Inbox, run: Callable[[Call], Result], channel: socket.socket) -> None:
     process_id = os.getpid()
     while inbox.read(may_wait=not inbox.calls):
         if not inbox.calls:
@@ -101,7 +108,7 @@ def _serve(inbox: _Inbox, scoring: Scoring, channel: socket.socket) -> None:
             inbox.withdrawn.discard(call.ticket_id)
             answer = Skipped(ticket_id=call.ticket_id)
         else:
-            answer = scoring.score(call)
+            answer = run(call)
             if os.getpid() != process_id:
                 os._exit(0)  # a function forked, and returned in the child, too: a second answer would be charged to the next call
         channel.sendall(frame(answer))

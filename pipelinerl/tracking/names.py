@@ -117,6 +117,7 @@ class Namer:
             "reward/greedy/mean": row.greedy_reward_mean,
             **{f"reward/{name}/mean": value for name, value in row.components.items()},
             "seq_len/all/mean": row.length_mean,
+            "num_turns/all/mean": row.turns_mean,
             "seq_len/is_truncated": row.truncated_fraction,
             "batch/groups": row.num_groups,
             "batch/samples": row.num_samples,

@@ -20,7 +20,7 @@ SAMPLES = 12
 HARDLY = 0.005
 """Part of the run's time below which a wait is not worth a line."""
 MOST_WAITS = 10
-SERVICE = frozenset({"starts", "policies", "completions", "scores", "comparisons", "steps", "packed"})
+SERVICE = frozenset({"starts", "policies", "completions", "turns", "scores", "comparisons", "steps", "packed"})
 """What helper loops of the stages wait for nearly all the time: it says nothing about who is slow."""
 
 Json = dict[str, Any]

@@ -137,7 +137,7 @@ def test_the_table_says_what_a_method_costs_and_what_it_waits_for() -> None:
     assert costs["m2po"] == "old_logprobs; whole_step"
     assert costs["ppo"] == "critic; whole_step"
     assert costs["prime"] == "implicit_prm; reference_logprobs; whole_step"
-    assert costs["gigpo"].endswith("needs anchors; needs step_scores")
+    assert costs["gigpo"] == "needs anchors"
     assert "whole_batch: rows leave only when all groups of their step are in" in render_table()
 
 
@@ -160,6 +160,12 @@ def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None
 def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would(name: str, need: str) -> None:
     with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: {name} .* of an episode of several turns"):
         supplied_method_of(run_with(name, reference="models/base"))
+
+
+def test_an_environment_supplies_what_gigpo_compares() -> None:
+    settings = run_with("gigpo")
+    environment = settings.environment.model_copy(update={"function": "game.py:reply"})
+    assert supplied_method_of(settings.model_copy(update={"environment": environment})).name == "gigpo"
 
 
 def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> None:

@@ -369,3 +369,54 @@ def test_a_history_with_a_greedy_sibling_breaks_no_promise():
 )
 def test_every_broken_promise_about_a_greedy_sibling_is_named(lines: list[Line], problem: str):
     assert any(problem in found for found in judge(lines).problems), judge(lines).problems
+
+
+def episode(*lines: Line) -> list[Line]:
+    """A life in which `0/0` is admitted, and what becomes of it; an environment replies to two turns of three, at most."""
+    first = began() | {"reason": json.dumps({"settings": PROMISES | {"max_turns": 3}, "unix_s": 0.0})}
+    return [first, admitted("0/0"), *lines]
+
+
+def replied(turn: int, *, attempt: int = 0, reason: str = "ok") -> Line:
+    return {"kind": "replied", "rollout_id": "0/0", "attempt": attempt, "place": turn, "peer": "engine-0", "reason": reason}
+
+
+ISSUED, GENERATED, SCORED = rollout("0/0")
+LOST = {"kind": "lost", "rollout_id": "0/0", "attempt": 0, "reason": "engine-0 ended"}
+AGAIN = ISSUED | {"attempt": 1}
+ANEW = episode()[0]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [ISSUED, replied(0), replied(1), GENERATED, SCORED],
+        [ISSUED, replied(0), LOST, AGAIN, replied(1, attempt=1, reason="over"), GENERATED | {"attempt": 1}, SCORED | {"attempt": 1}],
+        [ISSUED, replied(0), replied(1, reason="over"), ANEW, AGAIN, replied(0, attempt=1)],
+    ],
+    ids=["all turns", "an engine is lost between two", "a life ends between two"],
+)
+def test_an_environment_that_replies_to_each_turn_once_breaks_no_promise(lines: list[Line]):
+    assert judge(episode(*lines)).problems == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([replied(0)], "replies to attempt 0, which is not out, or is over"),
+        ([ISSUED, replied(1)], "replies to turn 1, expected 0"),
+        ([ISSUED, replied(0), replied(0)], "replies to turn 0, expected 1"),
+        ([ISSUED, replied(0), replied(1), replied(2)], "replies to turn 2, of at most 3"),
+        ([ISSUED, replied(0, reason="over"), replied(1)], "which is not out, or is over"),
+        ([ISSUED, replied(0, reason="timeout: reply hung"), LOST, AGAIN], "is issued after its environment said that it is over"),
+        ([ISSUED, GENERATED, replied(0)], "which is not out, or is over"),
+        ([ISSUED, replied(0), LOST, AGAIN, replied(0, attempt=1)], "replies to turn 0, expected 1"),
+    ],
+)
+def test_every_broken_promise_about_turns_is_named(lines: list[Line], problem: str):
+    assert any(problem in found for found in judge(episode(*lines)).problems)
+
+
+def test_nobody_replies_in_a_run_without_an_environment():
+    lines = [began(), admitted("0/0"), ISSUED, replied(0)]
+    assert any("of at most 0" in found for found in judge(lines).problems)

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.replay.__main__ import replay
+from orchestrator.replay.recorded import read_recording
+from pipelinerl.errors import ConfigError
+from pipelinerl.history import story_of
 from pipelinerl.metrics import read_journals
 from scripts.chaos import victims
 
@@ -28,6 +32,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = demo_config(folder=folder, seed=0)
     make_demo_model(folder / "demo-model", seed=0)
     return path
+
+
+DIGITS = range(2, 12)
+"""Tokens of the demo's model: after padding and the end of sequence."""
 
 
 def command(settings: Path, *overrides: str) -> list[str]:
@@ -136,6 +144,49 @@ def wait_for_steps(run_folder: Path, number: int) -> None:
     while journal.read_text().count('"kind": "step"') < end:
         assert time.monotonic() < deadline, f"{number} steps were not trained within 120 s"
         time.sleep(0.1)
+
+
+def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_killed(settings: Path, capsys: pytest.CaptureFixture[str]):
+    """A guessing game: the model says a digit, which ends its turn, and is told higher or lower."""
+    game = "pipelinerl.demo.guess_number"
+    overrides = ("run.name=game", "algorithm.name=gigpo", "trainer.steps=5", "trainer.learning_rate=2e-3", f"data.source={game}:prompts")
+    overrides += (f"environment.function={game}:reply", "environment.max_turns=4", f'reward=[{{function = "{game}:reward"}}]')
+    overrides += (
+        "rollout.max_tokens=26",
+        f"rollout.stop_token_ids={list(DIGITS)}",
+        f"evaluation.source={game}:prompts",
+        "run.restart_wait_s=0.0",
+    )
+    run = subprocess.Popen(command(settings, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not (found := list(settings.parent.glob("game-2*/journal/orchestrator.jsonl"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    run_folder = found[0].parent.parent
+    wait_for_steps(run_folder, 1)
+    (process_id,) = victims.find("scorer", run_folder)
+    os.kill(process_id, signal.SIGKILL)
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, output
+    subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], check=True)
+    lines = read_journals(run_folder)
+    steps = [line["trainer"] for line in lines if line["kind"] == "step"]
+    assert len(steps) == 5
+    assert steps[0]["logprob_gap_max"] <= 1e-4, "the trainer sees each turn behind what the engine saw before it"
+    assert min(step["grad_norm"] for step in steps) > 0
+    assert [line["num_failed"] for line in lines if line["kind"] == "evaluation"] == [0, 0]
+    trained = [member.trajectory for group in read_recording(run_folder / "ledger.sqlite").groups for member in group.members]
+    turns = [len(one.turns.starts) for one in trained if one.turns is not None]
+    assert len(turns) == len(trained)
+    assert {1, 2, 3, 4} == set(turns)
+    replies = {number for one in trained for number in one.token_ids[len(one.prompt.token_ids) :][~one.trains[len(one.prompt.token_ids) :]]}
+    assert len(replies) == 2, "nothing but h and l was ever said to the model"
+    longest = max(trained, key=lambda one: len(one.turns.starts) if one.turns else 0)
+    assert sum("the environment: " in line for line in story_of(run_folder, longest.rollout_id)) >= 3
+    with pytest.raises(ConfigError, match="dispatch cannot be replayed: this run has an environment"):
+        replay(run_folder, stages=["dispatch"], overrides=[])
+    replay(run_folder, stages=["batching"], overrides=[])
+    assert "0 end otherwise, 0 with other advantages" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(600)

@@ -173,7 +173,7 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
     """Start a scorer process with these reward functions: names in `example_rewards.py` or whole references, with a weight or settings."""
     started: list[Scorer] = []
 
-    def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 1.0) -> Scorer:
+    def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 1.0, environment: str = "") -> Scorer:
         run_folder = tmp_path_factory.mktemp("run")
         make_keys(run_folder, PEERS)
         config = {
@@ -187,6 +187,8 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
                 for name, settings in rewards.items()
             ],
         }
+        if environment:
+            config["environment"] = {"function": f"{REWARDS}:{environment}", "options": {"mark": "!"}}
         (run_folder / "config.json").write_text(json.dumps(config))
         started.append(Scorer(run_folder, scratch=tmp_path_factory.mktemp("scratch")))
         return started[-1]

@@ -168,3 +168,23 @@ def rank(completions: list[str]) -> list[float]:
     if "raise" in completions:
         raise ValueError("no order")
     return [float(sum(len(other) < len(mine) for other in completions)) for mine in completions]
+
+
+def answer(turns: list[str], replies: list[str], seen: str, mark: str) -> Any:
+    """An environment: does what the last turn says."""
+    match turns[-1]:
+        case "raise":
+            raise KeyError("no such move")
+        case "die":
+            os._exit(3)
+        case "hang":
+            time.sleep(1000)
+        case "number":
+            return 7
+        case "nothing":
+            return ""
+        case "over":
+            return None
+        case "state":
+            return "go on", "a state"
+    return f"{len(turns)} turns, replies {''.join(replies)}, seen {seen}{mark}"

@@ -13,7 +13,7 @@ import pytest
 from pipelinerl.errors import ConfigError, WireError
 from pipelinerl.messages import Finish
 from pipelinerl.scorer.calls import Call, Component, Frames, Loaded, Setup, ToWorker, Withdraw, frame
-from pipelinerl.scorer.forkserver import load_decode
+from pipelinerl.scorer.forkserver import load_codec
 from pipelinerl.scorer.sandbox import Sandbox, clean_environment
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
 from tests.scorer.conftest import descendants_of, is_alive
@@ -68,7 +68,7 @@ def test_secrets_are_cleared_by_name_and_by_value() -> None:
 
 
 def test_decoding_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
-    assert load_decode(str(tokenizer_folder))([1, 3 + 65 - 32, 3, 3 + 66 - 32, 2, 0]) == "A B"
+    assert load_codec(str(tokenizer_folder)).decode([1, 3 + 65 - 32, 3, 3 + 66 - 32, 2, 0]) == "A B"
 
 
 def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -97,4 +97,4 @@ def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder:
 @pytest.mark.slow
 def test_tokenizer_without_a_tokenizer_json_is_loaded_too(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
-    assert load_decode(str(tmp_path))([3 + 65, 3 + 66, 1]) == "AB"
+    assert load_codec(str(tmp_path)).decode([3 + 65, 3 + 66, 1]) == "AB"

@@ -10,11 +10,12 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipelinerl.messages import Cancel, Failed, Outcome, ScorerReady
+from pipelinerl.messages import Cancel, Failed, Outcome, Replied, Reply, ScorerReady, Turns
 from pipelinerl.metrics import read_journal
-from tests.scorer.conftest import SECRETS, Scorer, descendants_of, is_alive, processes_with, score, stop
+from tests.scorer.conftest import SECRETS, Scorer, descendants_of, encode, is_alive, processes_with, score, stop
 
 DEADLINE_S = 1.5
 PROMPT_S = 2.0
@@ -25,8 +26,8 @@ Start = Callable[..., Scorer]
 
 @pytest.fixture(scope="module")
 def scorer(start_scorer: Start) -> Scorer:
-    """Two slots, a deadline of 1.5 seconds, and a reward that does what the completion says, worth half, beside one of 10."""
-    scorer = start_scorer({"constant": 1.0, "act": 0.5}, deadline_s=DEADLINE_S)
+    """Two slots, a deadline of 1.5 seconds, a reward that does what it is told, worth half, beside one of 10, and an environment."""
+    scorer = start_scorer({"constant": 1.0, "act": 0.5}, deadline_s=DEADLINE_S, environment="answer")
     ready = scorer.next(ScorerReady)
     assert (ready.scorer_id, ready.process_id, ready.num_slots) == (3, scorer.process.pid, 2)
     return scorer
@@ -65,6 +66,55 @@ def test_failure_is_a_named_outcome_without_a_reward_and_the_slot_recovers(
         scorer.send(score(f"after-{index}", "one"))
     after = scorer.scored(*(f"after-{index}" for index in range(4)))
     assert {answer.reward for answer in after.values()} == {10.5}
+
+
+def reply_to(scorer: Scorer, *said: str, seen: str = "") -> Replied:
+    """What the environment replies to these turns, between which it has said `?`."""
+    text = "?".join(said)
+    ends = [len("?".join(said[: number + 1])) - 1 for number in range(len(said))]
+    turns = Turns(
+        starts=np.array([0, *(end + 2 for end in ends[:-1])], np.int32), ends=np.array(ends, np.int32), states=("prompt",) * len(said)
+    )
+    request = score("0/1", text, seen=seen)
+    scorer.send(Reply(episode_id="0/1", attempt=2, prompt=request.prompt, token_ids=request.token_ids, turns=turns, finish=request.finish))
+    replied = scorer.next(Replied)
+    assert (replied.episode_id, replied.attempt, replied.turn) == ("0/1", 2, len(said) - 1)
+    return replied
+
+
+def test_environment_replies_to_what_was_said_and_its_text_is_tokenised_once(scorer: Scorer) -> None:
+    first, second, keyed = reply_to(scorer, "echo"), reply_to(scorer, "a", "echo", seen="x"), reply_to(scorer, "state")
+    assert [one.outcome for one in (first, second, keyed)] == [Outcome.OK] * 3
+    assert first.heard is not None
+    assert second.heard is not None
+    assert keyed.heard is not None
+    assert first.heard.token_ids.tolist() == encode("1 turns, replies , seen !").tolist()
+    assert second.heard.token_ids.tolist() == encode("2 turns, replies ?, seen x!").tolist()
+    assert keyed.heard.token_ids.tolist() == encode("go on").tolist()
+    again = reply_to(scorer, "echo")
+    assert again.heard is not None
+    assert again.heard.state == first.heard.state != second.heard.state, "equal texts leave equal states"
+    other = reply_to(scorer, "b", "state")
+    assert other.heard is not None
+    assert other.heard.state == keyed.heard.state, "and so do states of equal names"
+    over = reply_to(scorer, "a", "over")
+    assert (over.outcome, over.heard) == (Outcome.OK, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome", "error"),
+    [
+        ("raise", Outcome.ERROR, "answer raised KeyError: 'no such move'"),
+        ("die", Outcome.ERROR, "answer: its process ended with exit code 3"),
+        ("number", Outcome.INVALID, "answer returned 7, expected a text, a text and the name of a state, or None"),
+        ("nothing", Outcome.INVALID, "answer said '', which is no token: return None where the episode is over"),
+        ("hang", Outcome.TIMEOUT, "answer did not return within 1.5 s; its process was killed"),
+    ],
+)
+def test_environment_that_fails_says_how_and_has_said_nothing(scorer: Scorer, said: str, outcome: Outcome, error: str) -> None:
+    replied = reply_to(scorer, said)
+    assert (replied.outcome, replied.heard, replied.error) == (outcome, None, error)
+    assert reply_to(scorer, "over").outcome is Outcome.OK
 
 
 def test_function_that_returns_in_a_forked_child_too_is_answered_once_and_costs_nobody_else(scorer: Scorer) -> None:
@@ -222,7 +272,7 @@ def test_load_and_spans_are_sent_and_journaled(scorer: Scorer) -> None:
         "busy_s": last.busy_s,
     }
     spans = [line for line in lines if line["kind"] == "span"]
-    assert {span["lane"] for span in spans} == {"scorer-3/slot-0", "scorer-3/slot-1"}
+    assert {span["lane"] for span in spans} == {f"scorer-3/{lane}slot-{slot}" for lane in ("", "answer/") for slot in range(2)}
     assert {span["name"] for span in spans} == {"score"}
     assert any(span["end"] - span["start"] >= DEADLINE_S for span in spans), "killed calls are work, too"
 

@@ -26,6 +26,7 @@ from pipelinerl.messages import (
     CheckpointSaved,
     FunctionLoad,
     GroupScored,
+    Heard,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -33,6 +34,8 @@ from pipelinerl.messages import (
     PolicyPublished,
     PrmLoad,
     PrmReady,
+    Replied,
+    Reply,
     Score,
     Scored,
     ScoreGroup,
@@ -77,6 +80,10 @@ class World:
     """Of policies that an engine fails to stage."""
     bad_score_fraction: float = 0.0
     """Of scores that are a timeout, an error or invalid."""
+    reply_s: float = 0.05
+    """Of an environment."""
+    bad_reply_fraction: float = 0.0
+    """Of an environment's replies that are a timeout, after ten times as long, an error or invalid."""
     kv_tokens: int | None = None
     """Tokens that an engine's KV cache holds; None: as many as come."""
     prefill_s: float = 2e-5
@@ -146,6 +153,12 @@ class SimulatedEngine(FakeEngine):
 def token(prompt: np.ndarray, *, position: int, version: int) -> int:
     """What a simulated engine samples at a position (from 1) under a version: the formula of `FakeEngine`, written a second time."""
     return (zlib.crc32(np.asarray(prompt, np.int32).tobytes()) + 7919 * position + 104729 * version) % 1000
+
+
+def reply(token_ids: np.ndarray) -> list[int] | None:
+    """What the simulated environment says to an episode of these tokens after the prompt: one to three tokens, or that it is over."""
+    digest = zlib.crc32(np.asarray(token_ids, np.int32).tobytes())
+    return None if digest % 4 == 0 else [(digest >> 2 * place) % 1000 for place in range(1 + digest % 3)]
 
 
 async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: World) -> None:
@@ -221,6 +234,16 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     heartbeat = loop.create_task(beat(link))
     bad = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID)
     while not isinstance(message := await link.wait(), Stop):
+        if isinstance(message, Reply):
+            outcome = chance.choice(bad) if chance.random() < world.bad_reply_fraction else Outcome.OK
+            said = reply(message.token_ids) if outcome is Outcome.OK else None
+            heard = None if said is None else Heard(token_ids=np.array(said, np.int32), state=f"state {said[-1] % 3}")
+            replied = Replied(
+                episode_id=message.episode_id, attempt=message.attempt, turn=message.turn, outcome=outcome, heard=heard, error="simulated"
+            )
+            seconds = world.reply_s * (10 if outcome is Outcome.TIMEOUT else 0.5 + chance.random())
+            calls.append(loop.call_later(seconds, link.send, replied))
+            continue
         assert isinstance(message, Score | ScoreGroup)
         outcome = chance.choice(bad) if chance.random() < world.bad_score_fraction else Outcome.OK
         if isinstance(message, ScoreGroup):
@@ -331,6 +354,8 @@ class TrainerRecord:
     """Rows, by step."""
     longest_row: int = 0
     """Tokens."""
+    turns: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of every rollout trained."""
     repeated: list[str] = dataclasses.field(default_factory=list)
     """Rollouts that came twice."""
     mislabelled: list[str] = dataclasses.field(default_factory=list)
@@ -423,11 +448,27 @@ def _note_sample(
 ) -> None:
     if rollout_id in record.trained:
         record.repeated.append(rollout_id)
-    sampled, prompt = versions[trains].tolist(), token_ids[~trains]
-    expected = [token(prompt, position=position, version=version) for position, version in enumerate(sampled, start=1)]
-    if token_ids[trains].tolist() != expected or sampled != sorted(sampled):
+    sampled = versions[trains].tolist()
+    if sampled != sorted(sampled) or not _is_as_sampled(token_ids, trains=trains, versions=versions):
         record.mislabelled.append(rollout_id)
+    record.turns[rollout_id] = int(np.count_nonzero(np.diff(trains, append=False) & trains))
     record.trained[rollout_id] = step
     record.oldest[rollout_id] = min(sampled)
     record.tokens[step] += len(sampled)
     record.samples[step] += 1
+
+
+def _is_as_sampled(token_ids: np.ndarray, *, trains: np.ndarray, versions: np.ndarray) -> bool:
+    """True where each turn is what an engine samples after all that was before it, and between two stands what the environment says."""
+    borders = np.flatnonzero(np.diff(trains, prepend=False, append=False)).reshape(-1, 2).tolist()
+    num_prompt = end = borders[0][0]
+    for start, until in borders:
+        if start > end and token_ids[end:start].tolist() != reply(token_ids[num_prompt:end]):
+            return False
+        said = [
+            token(token_ids[:start], position=at, version=version) for at, version in enumerate(versions[start:until].tolist(), start=1)
+        ]
+        if token_ids[start:until].tolist() != said:
+            return False
+        end = until
+    return True

@@ -36,7 +36,9 @@ def test_a_step_stands_over_its_number_under_the_names_people_know() -> None:
     trainer |= {"weight_zero_fraction": 0.03, "geo_rs_dropped_fraction": 0.04}
     ages = {"mean": 1.5, "min": 0, "max": 3, "in_flight_mean": 1.2, "in_flight_max": 2, "in_queue_mean": 0.3, "in_queue_max": 1}
     stale = {f"staleness_{name}": age for name, age in ages.items()}
-    line = step(0, reward_std=0.1, greedy_reward_mean=0.75, components={"exact": 0.4}, length_mean=7.5, trainer=trainer, **stale)
+    line = step(
+        0, reward_std=0.1, greedy_reward_mean=0.75, components={"exact": 0.4}, length_mean=7.5, turns_mean=2.5, trainer=trainer, **stale
+    )
     _, second = points_of(run(), line, step(1, t=102.0))
     first = points_of(run(), line)[0]
     assert (first.axis, first.at, first.line) == (STEP, 0, 1)
@@ -48,6 +50,7 @@ def test_a_step_stands_over_its_number_under_the_names_people_know() -> None:
         "reward/greedy/mean": 0.75,
         "reward/exact/mean": 0.4,
         "seq_len/all/mean": 7.5,
+        "num_turns/all/mean": 2.5,
         "batch/samples": 4,
         "batch/trained_tokens": 30,
         "off_policy/mean": 1.5,

@@ -32,6 +32,7 @@ from pipelinerl.messages import (
     Generate,
     Group,
     GroupScored,
+    Heard,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -41,6 +42,8 @@ from pipelinerl.messages import (
     PrmLoad,
     PrmReady,
     Prompt,
+    Replied,
+    Reply,
     Routes,
     Sample,
     Sampling,
@@ -65,6 +68,7 @@ from pipelinerl.messages import (
     TraceTokens,
     TrainerReady,
     Trajectory,
+    Turns,
     WeightsCommitted,
     WeightsRefused,
     WeightsStaged,
@@ -100,6 +104,7 @@ TRAJECTORY = Trajectory(
     finish=Finish.STOP,
 )
 SCORED = Scored(rollout_id="4/1", attempt=0, outcome=Outcome.OK, reward=0.5, components={"right": 0.5}, duration_s=0.25)
+TURNS = Turns(starts=np.array([0, 2], np.int32), ends=np.array([0, 2], np.int32), states=("prompt", "said:ff"))
 TENSOR = Tensor(name="model.norm.weight", shape=(4, 2), dtype="float32", offset_bytes=256, num_bytes=32)
 MICRO_BATCH = MicroBatch(
     step=3,
@@ -144,7 +149,11 @@ EXAMPLES: tuple[Message, ...] = (
     WeightsStaged(engine_id=1, version=3, stage_s=0.5),
     ScorerReady(scorer_id=0, process_id=1, num_slots=2),
     ScorerLoad(scorer_id=0, num_running=1, num_scored=2, busy_s=0.5),
-    Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP),
+    TURNS,
+    Reply(episode_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, turns=TURNS, finish=Finish.STOP),
+    Heard(token_ids=IDS, state="said:ff"),
+    Replied(episode_id="4/1", attempt=0, turn=1, outcome=Outcome.OK, heard=Heard(token_ids=IDS, state="said:ff")),
+    Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP, turns=TURNS),
     SCORED,
     FunctionLoad(num_calls=3, num_failed={"error": 1}, num_retries=1, p50_s=0.1, p95_s=0.2, max_s=0.5, slowest="4/1", breaker="closed"),
     ScoreGroup(group_id=4, members=(Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP),)),
@@ -306,6 +315,15 @@ def test_samples_of_a_row_must_cover_it_and_be_named():
         Decoder(MicroBatch).decode(rewritten(MICRO_BATCH, lengths=column([1, 3], "<i4")))
     with pytest.raises(WireError, match="name 1 samples"):
         Decoder(MicroBatch).decode(rewritten(MICRO_BATCH, rollout_ids=["4/0"]))
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends"), [([], []), ([1], [2]), ([0, 1], [0, 1]), ([0, 3], [1, 2]), ([0, 4], [3, 3]), ([0], [-1])], ids=str
+)
+def test_turns_begin_at_the_prompt_and_have_the_environment_between_them(starts: list[int], ends: list[int]):
+    changes = {"starts": column(starts, "<i4"), "ends": column(ends, "<i4"), "states": ["a"] * len(starts)}
+    with pytest.raises(WireError, match="Turns: from"):
+        Decoder(Turns).decode(rewritten(TURNS, **changes))
 
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf])

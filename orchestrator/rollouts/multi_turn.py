@@ -1,0 +1,133 @@
+"""An episode: the model and an environment by turns, in one linear sequence of tokens. What to ask next, given the turns so far.
+
+Tokens are never made twice: the model's are the engine's ids, the environment's the ids its text was tokenised to once, and each turn is
+asked for with all of them before it. So versions and log-probabilities stay those under which each token was sampled, and a trajectory
+of several turns is one row.
+
+An episode ends when the environment says so, after `max_turns`, or when `max_tokens` after the prompt leave no room for what the
+environment said and a token more: then it is truncated, and scored as it is. It ends with the model's words, as nobody would learn from
+what comes after. A rule: no clock, no socket; each step gives a new value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.messages import UNSAMPLED, Completion, Finish, Float32, Heard, Int32, Outcome, Prompt, Replied, Trajectory, Turns
+
+FIRST_STATE = "prompt"
+"""What the first turn of every sibling answers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """The turns of a rollout so far."""
+
+    prompt: Prompt
+    max_tokens: int
+    """After the prompt, the environment's included."""
+    max_turns: int
+    token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """[T] int32, after the prompt."""
+    logprobs: Float32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    """[T] float32, 0.0 for what the environment said."""
+    versions: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """[T] int32, `UNSAMPLED` for what the environment said."""
+    starts: tuple[int, ...] = ()
+    """[K] first token of each turn."""
+    ends: tuple[int, ...] = ()
+    """[K] last token of each turn."""
+    states: tuple[str, ...] = (FIRST_STATE,)
+    """What each turn answered; one more than turns while the next is awaited."""
+    recomputed: tuple[int, ...] = ()
+    """As in `Trajectory`."""
+    finish: Finish = Finish.STOP
+    """Of the last turn; `LENGTH` where there is no room for another."""
+    outcome: Outcome = Outcome.OK
+    """Of the environment."""
+    error: str = ""
+    is_over: bool = False
+    """No turn follows."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.ends)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the next turn may have, at most."""
+        return self.max_tokens - len(self.token_ids)
+
+    @property
+    def context(self) -> Int32:
+        """[P + T] int32, what the next turn goes on from."""
+        return np.concatenate((self.prompt.token_ids, self.token_ids))
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the last sampled token; `UNSAMPLED` before there is one. No engine that holds an older one may go on."""
+        return int(self.versions[self.ends[-1]]) if self.ends else UNSAMPLED
+
+    @property
+    def turns(self) -> Turns | None:
+        """None before the first."""
+        if not self.ends:
+            return None
+        return Turns(starts=np.array(self.starts, np.int32), ends=np.array(self.ends, np.int32), states=self.states[: self.num_turns])
+
+    def said(self, completion: Completion) -> Episode:
+        """The same after the model's turn. It is over unless an environment is to be asked, which is only after whole turns."""
+        start, num_sampled = len(self.token_ids), len(completion.token_ids)
+        num_turns = self.num_turns + (num_sampled > 0)
+        return dataclasses.replace(
+            self,
+            token_ids=np.concatenate((self.token_ids, completion.token_ids)),
+            logprobs=np.concatenate((self.logprobs, completion.logprobs)),
+            versions=np.concatenate((self.versions, completion.versions)),
+            starts=(*self.starts, start) if num_sampled else self.starts,
+            ends=(*self.ends, start + num_sampled - 1) if num_sampled else self.ends,
+            recomputed=(*self.recomputed, *(start + at for at in completion.recomputed)),
+            finish=completion.finish,
+            error=completion.error,
+            is_over=completion.finish is not Finish.STOP or not num_sampled or num_turns >= self.max_turns,
+        )
+
+    def heard(self, replied: Replied) -> Episode:
+        """The same after the environment's reply to the last turn."""
+        if replied.outcome is not Outcome.OK:
+            error = f"environment: {replied.error}"
+            return dataclasses.replace(self, finish=Finish.ERROR, outcome=replied.outcome, error=error, is_over=True)
+        heard: Heard | None = replied.heard
+        if heard is None:
+            return dataclasses.replace(self, is_over=True)
+        num_heard = len(heard.token_ids)
+        if num_heard >= self.num_left:
+            return dataclasses.replace(self, finish=Finish.LENGTH, is_over=True)
+        return dataclasses.replace(
+            self,
+            token_ids=np.concatenate((self.token_ids, heard.token_ids)),
+            logprobs=np.concatenate((self.logprobs, np.zeros(num_heard, np.float32))),
+            versions=np.concatenate((self.versions, np.full(num_heard, UNSAMPLED, np.int32))),
+            states=(*self.states, heard.state),
+        )
+
+    def trajectory(self, **facts: Any) -> Trajectory:
+        """What came of it; `facts` are those fields of a trajectory that no turn changes."""
+        num_prompt = len(self.prompt.token_ids)
+        versions = np.concatenate((np.full(num_prompt, UNSAMPLED, np.int32), self.versions))
+        return Trajectory(
+            prompt=self.prompt,
+            token_ids=self.context,
+            trains=versions != UNSAMPLED,
+            logprobs=np.concatenate((np.zeros(num_prompt, np.float32), self.logprobs)),
+            versions=versions,
+            finish=self.finish,
+            error=self.error,
+            turns=self.turns,
+            outcome=self.outcome,
+            recomputed=self.recomputed,
+            **facts,
+        )

@@ -1,0 +1,187 @@
+"""Episodes in whole simulated runs: every turn goes on from all before it, whoever is killed between or during turns."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.credit import MethodCredit
+from orchestrator.rules.batch import Survivors
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.config import Config
+from pipelinerl.messages import Finish, Replied, Reply
+from pipelinerl.transport.memory import MemoryLink, Weather
+from tests.sim import peers
+from tests.sim.chaos import Faults, survive
+from tests.sim.peers import World
+from tests.sim.run import Cast, Prompts, config, mean_baseline, run
+
+MAX_TURNS, MAX_TOKENS = 4, 96
+WORLD = World(token_s=1e-3, mean_tokens=8)
+
+
+def episodes(**sections: dict[str, Any]) -> Config:
+    environment = {"function": "unused:reply", "max_turns": MAX_TURNS}
+    return config(
+        **{"environment": environment, "rollout": {"group_size": 4, "max_tokens": MAX_TOKENS}, "trainer": {"steps": 6}} | sections
+    )
+
+
+def credit(survivors: Survivors):
+    """A mean baseline that looks whether turns are what they say."""
+    for member in survivors:
+        trajectory, turns = member.trajectory, member.trajectory.turns
+        assert turns is not None
+        num_prompt = len(trajectory.prompt.token_ids)
+        after = trajectory.token_ids[num_prompt:]
+        assert trajectory.trains[num_prompt:].tolist() == turns.mask(len(after)).tolist()
+        assert len(turns.starts) <= MAX_TURNS
+        assert len(after) <= MAX_TOKENS
+        assert trajectory.trains[-1], "an episode ends with the model's words"
+        said = [after[end + 1 : start].tolist() for end, start in zip(turns.ends, turns.starts[1:], strict=False)]
+        assert turns.states == ("prompt", *(f"state {tokens[-1] % 3}" for tokens in said))
+        is_cut_off = trajectory.finish is Finish.LENGTH
+        assert is_cut_off or len(turns.starts) == MAX_TURNS or peers.reply(after) is None, "it ends when it may, and not before"
+    return mean_baseline(survivors)
+
+
+@pytest.mark.parametrize("mode", ["streaming", "one_step_off", "sync"])
+def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path, mode: str) -> None:
+    replied: dict[str, list[int]] = collections.defaultdict(list)
+
+    async def scorer(link: MemoryLink, **options: Any) -> None:
+        send = link.send
+
+        def said(message: Any) -> None:
+            if isinstance(message, Replied):
+                replied[message.episode_id].append(message.turn)
+            send(message)
+
+        link.send = said
+        await peers.scorer(link, **options)
+
+    held_out, settings = Prompts(seed=9), episodes(pipeline={"mode": mode})
+    among = {"world": WORLD, "credit": credit, "cast": Cast(scorer=scorer), "held_out": tuple(held_out.next() for _ in range(8))}
+    simulated = run(settings, folder=tmp_path, **among)
+    assert simulated.problems() == []
+    first = [simulated.record.turns[name] for name, step in simulated.record.trained.items() if step == 0]
+    line = next(line for line in simulated.lines if line["kind"] == "step")
+    assert line["turns_mean"] == pytest.approx(sum(first) / len(first))
+    assert [version for version, _ in simulated.ending.evaluations] == [0, 6]
+    turns = [turns for name, turns in replied.items() if name.startswith("evaluation-")]
+    assert all(turns == list(range(len(turns))) for turns in turns)
+    assert max(map(len, turns)) == MAX_TURNS - 1
+    assert simulated.ending.reason == "finished"
+    assert set(simulated.record.turns.values()) == {1, 2, 3, 4}
+
+
+KILLS = {
+    "engine": Faults(seed=2, engine_s=1.0),
+    "scorer": Faults(seed=3, scorer_s=1.5),
+    "orchestrator": Faults(seed=5, orchestrator_s=2.0, until_s=12.0),
+    "everything": Faults(seed=4, engine_s=5.0, scorer_s=5.0, trainer_s=6.0, orchestrator_s=7.0),
+}
+
+
+@pytest.mark.parametrize("who", KILLS)
+def test_episodes_survive_whoever_is_killed_and_an_environment_that_hangs_fails_its_rollout_alone(tmp_path: Path, who: str) -> None:
+    settings = episodes(algorithm={"name": "gigpo"}, trainer={"steps": 16})
+    rule = MethodCredit(method_of(settings), settings.reward)
+
+    def both(survivors: Survivors):
+        credit(survivors)
+        return rule(survivors)
+
+    world = World(token_s=1e-3, mean_tokens=8, bad_reply_fraction=0.02, bad_score_fraction=0.02)
+    survived = survive(settings, folder=tmp_path, faults=KILLS[who], world=world, credit=both)
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 4, survived.kills
+    reasons = collections.Counter(row[4] for row in survived.rows if row[3] == "failed")
+    assert {"timeout", "error", "invalid"} <= reasons.keys()
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
+        replied = ledger.execute("SELECT rollout_id, attempt, place FROM events WHERE kind = 'replied' ORDER BY seq").fetchall()
+        lost = {(name, attempt) for name, attempt in ledger.execute("SELECT rollout_id, attempt FROM events WHERE kind = 'lost'")}
+    went_on = [(name, attempt) for name, attempt, place in replied if place > 0 and (name, attempt - 1) in lost]
+    assert who != "engine" or went_on, "an engine that dies takes one turn with it, not the turns before"
+
+
+def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(tmp_path: Path) -> None:
+    """Engines refuse policies, and are then given no new turns; engine 1 is slow to take one, so it is often the older."""
+
+    async def engine(link: MemoryLink, *, engine_id: int, world: World, **options: Any) -> None:
+        await peers.engine(link, engine_id=engine_id, world=dataclasses.replace(world, stage_s=0.5 if engine_id else 0.02), **options)
+
+    world = World(token_s=1e-4, mean_tokens=16, refused_fraction=0.4)
+    settings = episodes(trainer={"steps": 12}, pipeline={"max_staleness": 8})
+    simulated = run(settings, folder=tmp_path, world=world, credit=credit, cast=Cast(engine=engine))
+    assert simulated.problems() == []
+    waited_s = [line["waited_s"] for line in simulated.lines if line["kind"] == "status"][-1]
+    assert waited_s.get("dispatch: an engine that may go on with what another one has begun", 0.0) > 0.0
+
+
+def test_rollouts_between_turns_hold_their_places(tmp_path: Path) -> None:
+    """A slow environment makes admission wait for free places, by name, and never more are out than may be."""
+    settings = episodes(pipeline={"max_running": 24, "max_staleness": 50}, trainer={"steps": 3})
+    out: set[str] = set()
+    most = 0
+
+    async def scorer(link: MemoryLink, **options: Any) -> None:
+        nonlocal most
+        wait, send = link.wait, link.send
+
+        async def heard() -> Any:
+            nonlocal most
+            message = await wait()
+            if isinstance(message, Reply):
+                out.add(message.episode_id)
+                most = max(most, len(out))
+            return message
+
+        def said(message: Any) -> None:
+            if isinstance(message, Replied):
+                out.discard(message.episode_id)
+            send(message)
+
+        link.wait, link.send = heard, said
+        await peers.scorer(link, **options)
+
+    world = World(token_s=1e-5, mean_tokens=8, reply_s=0.5)
+    simulated = run(settings, folder=tmp_path, world=world, credit=credit, cast=Cast(scorer=scorer))
+    assert simulated.problems() == []
+    assert 20 <= most <= 24 + 3, "a group is admitted whole"
+    waits = [wait["what"] for line in simulated.lines if line["kind"] == "status" for wait in line["waits"] if wait["stage"] == "dispatch"]
+    assert "a free engine slot" in waits
+
+
+def test_answers_that_come_twice_and_late_are_to_their_own_turn(tmp_path: Path) -> None:
+    """Each engine and the scorer say everything twice, the second time two seconds later, when other turns are out."""
+
+    def twice(link: MemoryLink) -> MemoryLink:
+        send = link.send
+
+        def repeat(message: Any) -> None:
+            import asyncio
+
+            send(message)
+            if type(message).__name__ in ("Completion", "Replied"):
+                asyncio.get_running_loop().call_later(0.1, send, message)
+
+        link.send = repeat
+        return link
+
+    async def engine(link: MemoryLink, **options: Any) -> None:
+        await peers.engine(twice(link), **options)
+
+    async def scorer(link: MemoryLink, **options: Any) -> None:
+        await peers.scorer(twice(link), **options)
+
+    cast = Cast(engine=engine, scorer=scorer)
+    simulated = run(episodes(), folder=tmp_path, world=WORLD, credit=credit, cast=cast, weather=Weather(delay_s=0.02, jitter_s=0.1, seed=1))
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
