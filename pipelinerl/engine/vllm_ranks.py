@@ -54,7 +54,7 @@ class Ranks:
     def raise_if_lost(self, error: Exception) -> None:
         """Raise where a rank has ended: the others wait for it for ever. `RankKilled` where a signal ended it, else `RuntimeError`."""
         executor = self._llm.model_executor
-        codes = [worker.proc.exitcode for worker in executor.workers]
+        codes = [worker.proc.exitcode for worker in getattr(executor, "workers", ()) if hasattr(worker, "proc")]
         if not executor.is_failed and codes == [None] * len(codes):
             return
         if killed := [code for code in codes if code is not None and code < 0 and code != -signal.SIGTERM]:  # vLLM ends the others by that
