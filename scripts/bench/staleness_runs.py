@@ -8,6 +8,7 @@ after 500 s, and the next call goes on with what is missing; `--again` forgets w
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -25,6 +26,10 @@ from pipelinerl.metrics import read_journals
 from scripts.bench import harness
 from scripts.bench.figure import write_lines
 
+Key = tuple[str, int, int]
+"""Objective, bound, seed."""
+Made = dict[Key, dict[str, Any]]
+"""The figures of every run made so far."""
 FOLDER = Path("runs/bench-staleness-runs")
 BOUNDS = (0, 1, 2, 4, 8, 16)
 OBJECTIVES = {
@@ -32,6 +37,7 @@ OBJECTIVES = {
     "corrected": '{ proximal = "engine", weight = "none", objective = { clip_low = 0.2, clip_high = 0.28 } }',
 }
 """`algorithm.overrides`; corrected is the demo's own."""
+SEEDS = (0, 1)
 STEPS = 80
 REACHED = 0.8
 """Mean reward of five steps that a run is timed to."""
@@ -45,23 +51,23 @@ def main() -> None:
     folder = FOLDER / "quick" if arguments.quick else FOLDER
     if arguments.again or arguments.quick:
         shutil.rmtree(folder, ignore_errors=True)
-    wanted = [("corrected", 4)] if arguments.quick else [(objective, bound) for bound in BOUNDS for objective in OBJECTIVES]
+    wanted = [("corrected", 4, 0)] if arguments.quick else list(itertools.product(OBJECTIVES, BOUNDS, SEEDS))
     steps = 20 if arguments.quick else STEPS
     end = time.monotonic() + arguments.budget_s
     settings = _warm(folder, quick=arguments.quick)
     missing = [key for key in wanted if not _path(folder, *key).exists()]
-    for number, (objective, bound) in enumerate(missing):
+    for number, (objective, bound, seed) in enumerate(missing):
         if time.monotonic() >= end:
             break
         _say_left(_made(folder, wanted), num_left=len(missing) - number)
         began = time.monotonic()
-        found = _run(settings, folder=folder / "runs", objective=objective, bound=bound, steps=steps)
-        _keep(found | {"wall_s": time.monotonic() - began}, _path(folder, objective, bound))
+        found = _run(settings, folder=folder / "runs", objective=objective, bound=bound, seed=seed, steps=steps)
+        _keep(found | {"wall_s": time.monotonic() - began}, _path(folder, objective, bound, seed))
     made = _made(folder, wanted)
     _show(made, num_missing=len(wanted) - len(made), arguments=arguments)
 
 
-def _made(folder: Path, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+def _made(folder: Path, wanted: list[Key]) -> Made:
     return {key: json.loads(_path(folder, *key).read_text()) for key in wanted if _path(folder, *key).exists()}
 
 
@@ -72,7 +78,7 @@ def _keep(found: dict[str, Any], path: Path) -> None:
     draft.replace(path)
 
 
-def _say_left(made: dict[tuple[str, int], dict[str, Any]], *, num_left: int) -> None:
+def _say_left(made: Made, *, num_left: int) -> None:
     """From the runs made so far, start and end included; those without a bound are the slowest, so the first guess is high."""
     if made:
         each_s = float(np.mean([found["wall_s"] for found in made.values()]))
@@ -81,11 +87,27 @@ def _say_left(made: dict[tuple[str, int], dict[str, Any]], *, num_left: int) -> 
         print(f"staleness-runs: {num_left} runs; after the first one it says how long they take", flush=True)
 
 
-def _show(made: dict[tuple[str, int], dict[str, Any]], *, num_missing: int, arguments: Any) -> None:
-    columns = ["objective", "K", "s to reward 0.8", "s in all", "steps", "mean age", "oldest", "reward, last 5 steps", "area over seconds"]
-    names = ["reached_s", "total_s", "steps", "age_mean", "age_max", "last", "area"]
-    rows = [[objective, bound, *(found[name] for name in names)] for (objective, bound), found in made.items()]
-    notes = ["one run each, from one warm start; area: mean reward over the seconds of the run, from its first trained step"]
+def _show(made: Made, *, num_missing: int, arguments: Any) -> None:
+    columns = [
+        "objective",
+        "K",
+        "s to reward 0.8, each seed",
+        "s in all",
+        "mean age",
+        "oldest",
+        "reward, last 5 steps",
+        "area over seconds",
+    ]
+    rows = []
+    for objective, bound in dict.fromkeys((objective, bound) for objective, bound, _ in made):
+        runs = _of(made, objective, bound)
+        reached = " / ".join("never" if run["reached_s"] is None else f"{run['reached_s']:.1f}" for run in runs)
+        means = [float(np.mean([run[name] for run in runs])) for name in ("total_s", "age_mean", "age_max", "last", "area")]
+        rows.append([objective, bound, reached, *means])
+    notes = [
+        f"up to {len(SEEDS)} runs each, from one warm start; means of them",
+        "area: mean reward over the seconds of the run, from its first trained step",
+    ]
     if num_missing:
         harness.show("staleness-runs, so far", columns=columns, rows=rows, notes=notes)
         _say_left(made, num_left=num_missing)
@@ -95,15 +117,23 @@ def _show(made: dict[tuple[str, int], dict[str, Any]], *, num_missing: int, argu
     if not arguments.quick:
         write_lines(
             harness.RESULTS / "staleness-seconds.svg",
-            {f"corrected, K = {bound}": made["corrected", bound]["curve"] for bound in BOUNDS},
+            {f"corrected, K = {bound}": made["corrected", bound, SEEDS[0]]["curve"] for bound in BOUNDS},
             label="Mean reward over seconds at several staleness bounds",
             x_label="seconds since the first token",
             y_label="mean reward of five steps",
         )
-        value = made["corrected", 4]["reached_s"] or float("inf")
-        synchronous = made["corrected", 0]["reached_s"] or float("inf")
-        goals.append(harness.Goal(name="seconds to reward 0.8 at K = 4 over K = 0", value=value / synchronous, goal=1.0, at_least=False))
+        value = _reached_s(made, 4) / _reached_s(made, 0)
+        goals.append(harness.Goal(name="seconds to reward 0.8 at K = 4 over K = 0", value=value, goal=1.0, at_least=False))
     harness.finish("staleness-runs", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
+
+
+def _of(made: Made, objective: str, bound: int) -> list[dict[str, Any]]:
+    return [run for (its_objective, its_bound, _), run in made.items() if (its_objective, its_bound) == (objective, bound)]
+
+
+def _reached_s(made: Made, bound: int) -> float:
+    """Mean over the seeds, of the demo's own objective."""
+    return float(np.mean([float("inf") if run["reached_s"] is None else run["reached_s"] for run in _of(made, "corrected", bound)]))
 
 
 def _warm(folder: Path, *, quick: bool) -> Path:
@@ -119,10 +149,11 @@ def _warm(folder: Path, *, quick: bool) -> Path:
     return settings
 
 
-def _run(settings: Path, *, folder: Path, objective: str, bound: int, steps: int) -> dict[str, Any]:
+def _run(settings: Path, *, folder: Path, objective: str, bound: int, seed: int, steps: int) -> dict[str, Any]:
     """Run once and read from its journals how fast its reward rose."""
     overrides = [
         f"run.folder={json.dumps(str(folder))}",
+        f"run.seed={seed}",
         f"pipeline.max_staleness={bound}",
         f"trainer.steps={steps}",
         "evaluation.every=0",
@@ -151,8 +182,8 @@ def _run(settings: Path, *, folder: Path, objective: str, bound: int, steps: int
     }
 
 
-def _path(folder: Path, objective: str, bound: int) -> Path:
-    return folder / f"{objective}-{bound}.json"
+def _path(folder: Path, objective: str, bound: int, seed: int) -> Path:
+    return folder / f"{objective}-{bound}-{seed}.json"
 
 
 if __name__ == "__main__":
