@@ -371,30 +371,37 @@ def _reload_ms(bench: _Bench) -> float:
 
 
 def _while_staging(bench: _Bench, seconds: float) -> tuple[float, float]:
-    """Decoding speed while a policy is being staged over that just before, and milliseconds of a staging.
+    """Decoding speed while a policy is being staged over the mean of just before and just after, and milliseconds of a staging; medians.
 
     The pass after a commit, whose weights are in no cache, is the swap's and not staging's: the other columns have it.
     """
+    quiet = [_tokens_per_s(bench)]
+    busy: list[float] = []
     staged: list[float] = []
-    quiet = busy = 0.0
-    quiet_tokens = busy_tokens = 0
     end = time.perf_counter() + seconds
-    while not busy_tokens or time.perf_counter() < end:
-        tokens, before = bench.num_tokens, time.perf_counter()
-        for _ in range(10):
-            bench.step()
-        quiet, quiet_tokens = quiet + time.perf_counter() - before, quiet_tokens + bench.num_tokens - tokens
+    while not busy or time.perf_counter() < end:
         order = bench.order()  # publishing is the trainer's work, and not timed
-        tokens, before = bench.num_tokens, time.perf_counter()
-        last = started = before
+        tokens = before_tokens = bench.num_tokens
+        started = before = last = time.perf_counter()
         bench.loop.handle(order)
         while bench.loop.is_swapping:
-            busy, busy_tokens = busy + last - before, busy_tokens + bench.num_tokens - tokens
             tokens, before = bench.num_tokens, last
             bench.step()
             last = time.perf_counter()
         staged.append(1e3 * (last - started))
-    return (busy_tokens / busy) / (quiet_tokens / quiet), statistics.median(staged)
+        if before > started:  # staged within the first pass: too little to tell
+            busy.append((tokens - before_tokens) / (before - started))
+            bench.step()
+            quiet.append(_tokens_per_s(bench))
+    ratios = [2 * speed / (quiet[at] + quiet[at + 1]) for at, speed in enumerate(busy)]
+    return statistics.median(ratios), statistics.median(staged)
+
+
+def _tokens_per_s(bench: _Bench, *, num_passes: int = 10) -> float:
+    tokens, before = bench.num_tokens, time.perf_counter()
+    for _ in range(num_passes):
+        bench.step()
+    return (bench.num_tokens - tokens) / (time.perf_counter() - before)
 
 
 def _percent_of_time(bench: _Bench, seconds: float) -> float:
