@@ -138,6 +138,8 @@ class _Parent:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+            if code < 0:  # as a rank of it did
+                os.kill(os.getpid(), -code)
             os._exit(code)
 
 

@@ -142,8 +142,8 @@ class VllmEngine:
             with self._ranks.turns if self._ranks is not None else contextlib.nullcontext():
                 outputs, version = self._advance()
         except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
-            if self._ranks is not None and self._ranks.are_lost:
-                raise RuntimeError(f"a rank of this engine is lost: {error}") from error
+            if self._ranks is not None:
+                self._ranks.raise_if_lost(error)
             self._core.abort_requests(list(self._rollouts))
             for rollout_id in self._requests:
                 self._forget_adapter(rollout_id)

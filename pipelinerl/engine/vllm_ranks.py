@@ -9,6 +9,7 @@ every rank makes between the same two forward passes. A rank that failed says wh
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 import time
 import uuid
@@ -32,6 +33,10 @@ ASK_EVERY_S = 0.01
 """Between two questions whether the ranks are ready; each takes decoding a fraction of a millisecond. Longer makes policies later."""
 
 
+class RankKilled(SystemExit):
+    """A signal ended a rank. Its engine's process ends by the same one, so that it is started again as any process that was killed."""
+
+
 class Ranks:
     """The ranks of one vLLM engine: what is asked of them is asked of all, and a policy lies where all can read it."""
 
@@ -46,10 +51,15 @@ class Ranks:
         self._number = 0
         """Of stagings."""
 
-    @property
-    def are_lost(self) -> bool:
-        """True once a rank has ended: the others wait for it for ever."""
-        return self._llm.model_executor.is_failed
+    def raise_if_lost(self, error: Exception) -> None:
+        """Raise where a rank has ended: the others wait for it for ever. `RankKilled` where a signal ended it, else `RuntimeError`."""
+        executor = self._llm.model_executor
+        codes = [worker.proc.exitcode for worker in getattr(executor, "workers", ()) if hasattr(worker, "proc")]
+        if not executor.is_failed and codes == [None] * len(codes):
+            return
+        if killed := [code for code in codes if code is not None and code < 0 and code != -signal.SIGTERM]:  # vLLM ends the others by that
+            raise RankKilled(killed[0]) from error
+        raise RuntimeError(f"a rank of this engine has ended: {error}") from error
 
     def set_layout(self, layout: tuple[Tensor, ...], gives: Sequence[Move] = (), *, num_ranks: int) -> None:
         """Agree on the layout of policies, and on what each rank gives back of one."""
@@ -88,6 +98,7 @@ class Ranks:
         try:
             self.call("policy_commit", self._number, *arguments)
         except Exception as error:  # whatever a rank or the way to it raises
+            self.raise_if_lost(error)
             raise RuntimeError(f"not every rank took the policy that all had staged: {error}") from error
 
     def run(self, task: str, *arguments: object) -> list[Any]:

@@ -7,6 +7,7 @@ import re
 
 from pipelinerl.engine.vllm_rank import PolicyRank
 from pipelinerl.engine.vllm_weights import keep_plain_weights
+from pipelinerl.process import die_with_parent
 
 __all__ = ["PolicyRank"]
 
@@ -17,5 +18,6 @@ def keep_to_own_cores() -> None:
         os.sched_setaffinity(0, set(map(int, places[1].split(","))))
 
 
+die_with_parent()  # at once: a rank that ends by itself when its engine is killed takes seconds, on cores that the next one needs
 keep_plain_weights()
 keep_to_own_cores()

@@ -12,6 +12,7 @@ from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests import processes
 
+SETTINGS = {"model": {"path": "m", "max_tokens": 64}, "data": {"source": "d"}, "reward": [{"function": "a:b"}]}
 PARENT = """
     import sys
     from pipelinerl.engine import __main__ as parent
@@ -32,8 +33,7 @@ async def ready(hub: ZmqHub, expected: set[str]) -> dict[str, int]:
 
 def test_an_engine_that_was_told_to_end_while_another_lives_on_is_forked_again(tmp_path: Path):
     make_keys(tmp_path, ("engine-0", "engine-1"))
-    tree = {"model": {"path": "m", "max_tokens": 64}, "data": {"source": "d"}, "reward": [{"function": "a:b"}]}
-    config = parse(tree | {"engine": {"kind": "fake", "count": 2}}, origin="a test")
+    config = parse(SETTINGS | {"engine": {"kind": "fake", "count": 2}}, origin="a test")
     (tmp_path / "config.json").write_text(config.model_dump_json())
 
     async def program(parent: subprocess.Popen[bytes]) -> None:
@@ -52,3 +52,26 @@ def test_an_engine_that_was_told_to_end_while_another_lives_on_is_forked_again(t
             asyncio.run(program(parent))
         finally:
             parent.kill()
+
+
+KILLED = """
+    import os, sys
+    from pathlib import Path
+    from pipelinerl.engine import __main__ as parent
+    def run(engine_id, config, run_folder, *, wait_s):
+        if wait_s is None:
+            raise SystemExit(-9)
+        Path(run_folder, "again").write_text(str(os.getpid()) + chr(10))
+    parent._run_engine = run
+    sys.argv = ["engine", "--run-folder", folder]
+    parent.main()
+"""
+
+
+def test_an_engine_that_lost_a_rank_to_a_signal_ends_by_it_and_is_forked_again(tmp_path: Path):
+    config = parse(SETTINGS | {"engine": {"kind": "fake"}, "run": {"restart_wait_s": 0.01}}, origin="a test")
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    ended = subprocess.run(processes.program(KILLED, folder=tmp_path), capture_output=True, text=True, check=True)
+    assert "engine-0 (process " in ended.stderr
+    assert "was killed by signal SIGKILL" in ended.stderr
+    assert processes.read_when_written(tmp_path / "again")

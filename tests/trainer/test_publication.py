@@ -198,10 +198,12 @@ def test_a_run_ends_once_no_policy_had_room_for_a_minute(tmp_path: Path, monkeyp
         with contextlib.closing(publisher), Publication(publisher, spread=None, send=sent.append, clock=clock) as publication:
             filler = fill_up(disk)
             publication.begin(1)
+            let_it_be(0.0)
             let_it_be(59.9)
             filler.unlink()
             publication.wait(is_last=True)
             fill_up(disk)
+            now_s = 100.0
             publication.begin(2)
             let_it_be(100.0)
             publication.begin(3)
