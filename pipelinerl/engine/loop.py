@@ -291,6 +291,8 @@ class EngineLoop:
         if staging is None or staging.stage_s is not None or not staging.future.done():
             return
         error = staging.future.exception()
+        if isinstance(error, SystemExit):  # the engine cannot go on at all
+            raise error
         if error is not None:  # whatever a road, a disk or a peer raises: the old version serves on, and the orchestrator reads why
             self._refuse(error)
             return

@@ -3,7 +3,7 @@
 An adapter is staged like any policy and verified tensor by tensor, in memory: no disk is written or read. vLLM keeps adapters in rows of
 one tensor per layer. There is one row more than versions are served, and no sequence reads it: staging writes there, beside the forward
 passes, and the commit exchanges two entries of the table that says which row an adapter is in. So the pause is microseconds, whatever the
-adapter's size.
+adapter's size. Where a model is spread over ranks, each has rows of its own, and all exchange the same two entries (`Rows`).
 
 A sequence is sampled to its end under the adapter it began with, so its tokens are of one version and its KV cache is of that version, too.
 Where all versions that may be served side by side have sequences, those of the oldest go on under the newest, and each token says so.

@@ -98,7 +98,6 @@ class Ranks:
         try:
             self.call("policy_commit", self._number, *arguments)
         except Exception as error:  # whatever a rank or the way to it raises
-            self.raise_if_lost(error)
             raise RuntimeError(f"not every rank took the policy that all had staged: {error}") from error
 
     def run(self, task: str, *arguments: object) -> list[Any]:
@@ -111,9 +110,13 @@ class Ranks:
         return [found for _, found in outcomes]
 
     def call(self, method: str, *arguments: object) -> list[Any]:
-        """What every rank returns."""
-        with self.turns:
-            return self._llm.collective_rpc(method, args=arguments)
+        """What every rank returns. Raises as `raise_if_lost` where one has ended."""
+        try:
+            with self.turns:
+                return self._llm.collective_rpc(method, args=arguments)
+        except Exception as error:  # of a rank, or of the way to it
+            self.raise_if_lost(error)
+            raise
 
 
 class RankedPolicies:

@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("faults", nargs="*", metavar="fault=number", help=f"default: {' '.join(f'{r}={n}' for r, n in FULL.items())}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="real vLLM and the real trainer on the demo's model")
+    parser.add_argument("--episodes", action="store_true", help="rollouts of several turns, with an environment")
     parser.add_argument("--quick", action="store_true", help="a few faults of each kind: under a minute")
     parser.add_argument(
         "--storm", type=float, default=None, metavar="FRACTION", help="of messages that suffer; default 0, with --quick 0.01"
@@ -88,7 +89,7 @@ def main() -> None:
         parser.error(f"unknown faults: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
-        config = _config(folder, is_real=given.real, seed=given.seed)
+        config = _config(folder, is_real=given.real, has_environment=given.episodes, seed=given.seed)
         run_folder = launch.make_run_folder(config)
         fraction = given.storm if given.storm is not None else 0.01 if given.quick else 0.0
         (run_folder / "storm.json").write_text(json.dumps({"seed": given.seed, "fraction": fraction}))
@@ -324,7 +325,7 @@ def _roles(config: Config, run_folder: Path, *, is_real: bool) -> tuple[launch.R
     return tuple(roles)
 
 
-def _config(folder: Path, *, is_real: bool, seed: int) -> Config:
+def _config(folder: Path, *, is_real: bool, has_environment: bool, seed: int) -> Config:
     """The demo's settings, with a run too long to end by itself and a prompt source that never repeats a row."""
     from pipelinerl.demo.settings import make_demo_model
 
@@ -346,6 +347,10 @@ def _config(folder: Path, *, is_real: bool, seed: int) -> Config:
         f'data.source="{source}:prompts"',
         f'reward=[{{function = "{source}:reward"}}]',
     ]
+    if has_environment:
+        digits = list(range(2, 12))  # one ends a turn: an untrained model hardly ever ends one by itself
+        overrides += [f'environment.function="{source}:reply"', "environment.max_turns=4", 'algorithm.name="gigpo"']
+        overrides += ["rollout.max_tokens=24", f"rollout.stop_token_ids={digits}"]
     overrides += ["evaluation.limit=8"] if is_real else ['engine.kind="fake"', "engine.count=2", "engine.cores=[]", "engine.max_running=16"]
     config = load(path, overrides=overrides)
     return config if is_real else config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})

@@ -1,4 +1,4 @@
-"""Prompts and a reward for runs under faults: endless rows, each with its number, and a reward that takes a moment."""
+"""For runs under faults: endless prompts, each a row of its own, and a reward and an environment that take a moment."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def reward(completion: str) -> float:
     """1 for an even number of characters."""
     time.sleep(0.002)
     return float(len(completion) % 2 == 0)
+
+
+def reply(turns: list[str]) -> str | None:
+    """h or l, and the end where all turns together have a multiple of four characters."""
+    time.sleep(0.002)
+    num_characters = sum(map(len, turns))
+    return None if num_characters % 4 == 0 else "hl"[num_characters % 2]

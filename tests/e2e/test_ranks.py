@@ -92,22 +92,26 @@ def take_changes(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, fold
     assert sizes[1] < sizes[0] / 8
 
 
-def lose_a_rank(engine: VllmEngine, loop: EngineLoop) -> None:
+def lose_a_rank(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, while_it_stages: bool) -> None:
     """The others would wait for it for ever: the engine ends as it did, and is started again."""
     from pipelinerl.engine.vllm_ranks import RankKilled
-
-    executor: Any = engine._llm.model_executor
-    ask(loop, "lost")
-    loop.advance()
-    os.kill(executor.workers[1].proc.pid, signal.SIGKILL)
+    from tests import real_engine
 
     def go_on() -> None:
-        for _ in range(20):  # a pass may be lost before it is known why
-            finish(loop)
-            ask(loop, "lost")
+        for _ in range(20):  # the first may fail before it is known why
+            if while_it_stages:
+                slot, digest = publisher.publish(weights, version=loop.version + 1)
+                said_of(loop, StageWeights(version=loop.version + 1, slot=slot, digest=digest))
+                publisher.release(slot)
+            else:
+                ask(loop, "lost")
+                finish(loop)
 
-    with pytest.raises(RankKilled) as ended:
-        go_on()
+    executor: Any = engine._llm.model_executor
+    with contextlib.closing(real_engine.Publisher(engine)) as publisher:
+        os.kill(executor.workers[1].proc.pid, signal.SIGKILL)
+        with pytest.raises(RankKilled) as ended:
+            go_on()
     assert ended.value.code == -signal.SIGKILL
 
 
@@ -129,7 +133,7 @@ def swapped(options: dict[str, Any], *, first: Path, forced: Weights, last: Weig
             take_changes(engine, loop, last, folder=folder, road=road)
         ask(loop, "last")
         found = finish(loop)["last"]
-        lose_a_rank(engine, loop)
+        lose_a_rank(engine, loop, last, while_it_stages="pipeline_parallel_size" in options)
     return found
 
 

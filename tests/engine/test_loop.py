@@ -53,7 +53,7 @@ class Stager:
         self._engine.stage(StageWeights(version=version, slot=f"slot-{version}", digest="digest"))
         self._futures[version].set_result(None)
 
-    def refuse(self, version: int, error: str | Exception) -> None:
+    def refuse(self, version: int, error: str | BaseException) -> None:
         self._futures[version].set_exception(WeightsError(error) if isinstance(error, str) else error)
 
 
@@ -323,6 +323,14 @@ def test_whatever_a_road_raises_is_reported_in_its_words_and_the_old_policy_serv
     said = bench.advance(4)
     assert said[0] == WeightsRefused(engine_id=3, version=1, error="OSError: [Errno 28] No space left on device")
     assert completions(said)[0].versions.tolist() == [0] * 4
+
+
+def test_an_engine_that_must_end_is_not_kept_by_a_refusal():
+    bench = Bench()
+    bench.order(1)
+    bench.stager.refuse(1, SystemExit(-9))
+    with pytest.raises(SystemExit):
+        bench.advance(1)
 
 
 def test_a_refused_policy_can_be_ordered_again():
