@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,27 +58,17 @@ class Rollout:
 
     def trajectory(self, completion: Completion, *, engine_id: int, finished_at: float) -> Trajectory:
         """What came of it; `completion` is the last that it was answered with."""
+        facts: dict[str, Any] = {
+            "group_id": self.group_id,
+            "sibling": self.sibling,
+            "is_greedy": self.is_greedy,
+            "engine_id": engine_id,
+            "admitted_at": self.admitted_at,
+            "finished_at": finished_at,
+        }
         if self.episode is None:
-            return trajectory_of(
-                completion,
-                prompt=self.prompt,
-                group_id=self.group_id,
-                sibling=self.sibling,
-                is_greedy=self.is_greedy,
-                engine_id=engine_id,
-                admitted_at=self.admitted_at,
-                finished_at=finished_at,
-            )
-        return self.episode.trajectory(
-            rollout_id=self.rollout_id,
-            group_id=self.group_id,
-            sibling=self.sibling,
-            attempt=self.attempt,
-            is_greedy=self.is_greedy,
-            engine_id=engine_id,
-            admitted_at=self.admitted_at,
-            finished_at=finished_at,
-        )
+            return trajectory_of(completion, prompt=self.prompt, **facts)
+        return self.episode.trajectory(rollout_id=self.rollout_id, attempt=self.attempt, **facts)
 
 
 def reply_request(rollout_id: str, *, attempt: int, episode: Episode) -> Reply:

@@ -119,8 +119,9 @@ class PolicyRank:
         try:
             with beside_decoding():
                 found = work(*arguments)
-        except (PipelineError, OSError, RuntimeError) as error:
-            self._policy_outcome = f"rank {self.rank}: {error}", None
+        except Exception as error:  # the thread's boundary: who asks after an outcome that never comes would ask for ever
+            said = str(error) if isinstance(error, PipelineError | OSError | RuntimeError) else repr(error)
+            self._policy_outcome = f"rank {self.rank}: {said}", None
             return
         self._policy_outcome = "", found
 

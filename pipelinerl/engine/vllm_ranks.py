@@ -101,7 +101,10 @@ class Ranks:
             raise RuntimeError(f"not every rank took the policy that all had staged: {error}") from error
 
     def run(self, task: str, *arguments: object) -> list[Any]:
-        """What every rank found by a task. Raises `WeightsError` with the words of each that failed."""
+        """What every rank found by a task. Raises `WeightsError` with the words of each that failed.
+
+        It waits for as long as all ranks live. The deadline is the orchestrator's: it fences an engine that stages for too long.
+        """
         self.call("policy_begin", task, *arguments)
         while None in (outcomes := self.call("policy_outcome")):
             time.sleep(ASK_EVERY_S)

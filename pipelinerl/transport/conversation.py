@@ -110,7 +110,7 @@ class Conversation:
         if header.sender != self._other and not self.meet(header.sender):
             return ()
         if header.heard >= self._next:
-            raise WireError(f"{self.name} says it heard message {header.heard}; {self._next - 1} were sent")
+            raise WireError(f"{self.name} says it heard frame {header.heard}; {self._next - 1} were sent")
         self._settle(header.heard)
         if header.kind is Kind.MESSAGE or header.kind is Kind.MESSAGES:
             return self._take(header.number, frame)

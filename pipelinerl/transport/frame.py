@@ -95,10 +95,16 @@ def join(messages: Sequence[bytes]) -> Sequence[tuple[Kind, bytes]]:
 
 
 def split(frame: bytes | memoryview) -> list[memoryview]:
-    """The encoded messages in a frame of kind `MESSAGE` or `MESSAGES`. Raises `WireError` where a length leads past its end."""
+    """The encoded messages in a frame of kind `MESSAGE` or `MESSAGES`.
+
+    Raises `WireError` where a length leads past its end, and for several messages in more than `TOGETHER_BYTES`: how many they may be has a
+    bound by that.
+    """
     rest = memoryview(frame)[HEADER_BYTES:]
     if frame[_KIND_AT] == Kind.MESSAGE:
         return [rest]
+    if len(rest) > TOGETHER_BYTES:
+        raise WireError(f"several messages in {len(rest)} bytes, expected {TOGETHER_BYTES} at most", reason="oversize")
     messages: list[memoryview] = []
     while rest:
         end = _LENGTH.size + (_LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest))

@@ -24,16 +24,19 @@ def road(tmp_path: Path) -> Iterator[Road]:
     made.pool.close()
 
 
-def test_what_one_rank_cannot_stage_none_takes_and_the_next_policy_all_do(road: Road, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("kind", "said"), [(RuntimeError, "rank 1: out of memory"), (KeyError, r"rank 1: KeyError\('out of memory'\)")])
+def test_what_one_rank_cannot_stage_none_takes_and_the_next_policy_all_do(
+    road: Road, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str
+):
     engine = RankedEngine(road.receive())
     engine.take(road.publish(1))
 
     def fail() -> torch.Tensor:
-        raise RuntimeError("out of memory")
+        raise kind("out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.executor.workers[1]._policy_commit, "spare", fail)
-        with pytest.raises(WeightsError, match="rank 1: out of memory"):
+        with pytest.raises(WeightsError, match=said):
             engine.intake.stage(road.publish(2))
     with pytest.raises(WeightsError, match="nothing is staged"):
         engine.intake.commit()

@@ -103,6 +103,16 @@ def test_a_frame_that_ends_within_a_message_is_refused_and_comes_again():
     assert pair.at_hub == [1, 2]
 
 
+def test_many_messages_in_a_large_frame_are_refused_before_they_are_taken_apart():
+    pair = Pair()
+    pair.link.send(number(1), number(2))
+    frame = pair.to_hub.popleft()
+    with pytest.raises(WireError, match=f"several messages in {TOGETHER_BYTES + 1} bytes, expected {TOGETHER_BYTES} at most"):
+        pair.hub.hear(frame + bytes(TOGETHER_BYTES + 1 - (len(frame) - HEADER_BYTES)))
+    pair.settle()
+    assert pair.at_hub == [1, 2]
+
+
 def test_who_is_owed_an_acknowledgement_asks_and_is_answered():
     pair = Pair()
     pair.link.send(number(7))
@@ -332,7 +342,7 @@ def test_an_acknowledgement_of_what_was_never_sent_is_refused():
     pair.link.send(number(1))
     pair.deliver()
     forged = pack(Kind.HEARD, sender=pair.link.identity, receiver=pair.hub.identity, number=0, heard=1)
-    with pytest.raises(WireError, match="engine-0 says it heard message 1; 0 were sent"):
+    with pytest.raises(WireError, match="engine-0 says it heard frame 1; 0 were sent"):
         pair.hub.hear(forged)
 
 
