@@ -60,8 +60,6 @@ from pipelinerl.watch import Watch, wait_for
 
 MAX_BARREN_STEPS = 10
 """Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
-GOODBYE_S = 15.0
-"""How long the end of a run waits for a process that is just being replaced, to tell it, too. Shorter leaves that to the launcher."""
 NUM_SCORERS = 1
 """Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
 
@@ -143,8 +141,8 @@ class Pipeline:
             await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
             main.cancel()
             stop.cancel()
-            said = Stop(reason=self._stop_reason or "finished")
-            await asyncio.gather(*(peers.stop_all(said, deadline_s=GOODBYE_S) for peers in self._peers))
+            for peers in self._peers:
+                peers.dismiss(Stop(reason=self._stop_reason or "finished"))
             for task in service:
                 task.cancel()
         return self._end()

@@ -10,7 +10,7 @@ import collections
 
 REJOIN_AFTER_S = 30.0
 """A process that ended well was told to; where the orchestrator lives on for so long, that was one that has been killed since, and the
-process is started again. Must exceed what an orchestrator takes to end once it has told everyone (`orchestrator.pipeline.GOODBYE_S`).
+process is started again. Must exceed what an orchestrator takes to end once it has told everyone.
 """
 WINDOW_S = 3600.0
 """Restarts older than this are forgotten: a run of weeks outlives a bad hour now and then. Longer ends it for old troubles."""

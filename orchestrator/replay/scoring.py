@@ -82,7 +82,7 @@ async def _score(
             tasks.append(group.create_task(_feed(groups, channels, ledger)))
             await _collect(groups, channels, found=found, told=told)
         finally:
-            await peers.stop_all(Stop(reason="replayed"), deadline_s=END_S)
+            peers.dismiss(Stop(reason="replayed"))
             for task in tasks:
                 task.cancel()
     return found

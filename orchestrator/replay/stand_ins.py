@@ -67,6 +67,9 @@ class StandIns:
         self.sent.append((asyncio.get_running_loop().time(), peer, message))
         self._told(peer, message)
 
+    def dismiss(self, message: Message) -> None:
+        """Nobody is there."""
+
     def close(self) -> None:
         """Nothing is on its way."""
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import Failed, Message, Starting, Stop
-from pipelinerl.stages import Signal
 from pipelinerl.transport.base import Hub
 
 Handler = Callable[[str, Any], None]
@@ -56,10 +54,6 @@ class Peers:
         self._gone: set[str] = set()
         """Peers that could not be sent to, and were not heard of since."""
         self._all_heard = asyncio.Event()
-        self._stop: Stop | None = None
-        self._untold: set[str] = set()
-        """Peers that could not be told to stop yet."""
-        self._told = Signal()
 
     def on(self, message_type: type[Message], handler: Handler) -> None:
         """Have messages of one type handled by `handler`."""
@@ -78,15 +72,10 @@ class Peers:
         """False from a failed send until the peer is heard of again."""
         return peer not in self._gone
 
-    async def stop_all(self, stop: Stop, *, deadline_s: float) -> None:
-        """Tell every peer that was heard of to end; one whose process is being replaced is told once it speaks, until the deadline."""
+    def dismiss(self, stop: Stop) -> None:
+        """Tell every peer to end, also one whose process is only being replaced. Silence is no fault from now on."""
         self.is_expected_to_end = True
-        self._untold = {peer for peer in self._heard_at if not self.send(peer, stop)}
-        self._stop = stop
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                while self._untold:
-                    await self._told.wait()
+        self.hub.dismiss(stop)
 
     async def run(self) -> None:
         """Receive and watch until cancelled."""
@@ -104,9 +93,6 @@ class Peers:
                 self._process_ids[peer] = getattr(message, "process_id", self._process_ids.get(peer, 0))
                 (self._starting.add if isinstance(message, Starting) else self._starting.discard)(peer)
                 self._handlers[type(message)](peer, message)
-                if peer in self._untold and self._stop is not None and self.send(peer, self._stop):
-                    self._untold.discard(peer)
-                    self._told.set()
             if len(self._heard_at) >= self._expected:
                 self._all_heard.set()
 

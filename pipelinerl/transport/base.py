@@ -38,6 +38,10 @@ class Hub(Protocol):
         """Hand a message to a peer's connection. Raises `PeerGone` where no such peer is connected, `PeerFull` where it takes nothing."""
         ...
 
+    def dismiss(self, message: Message) -> None:
+        """Tell every peer the last it will hear: now, or where it cannot be reached now, once it looks for this hub, closed or not."""
+        ...
+
     def close(self) -> None:
         """Deliver what was sent, for at most a second, and close."""
         ...

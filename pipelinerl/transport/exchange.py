@@ -6,12 +6,13 @@ Whatever a peer sends costs at most one counter: a frame that is none, a message
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
-from pipelinerl.errors import PeerGone, WireError
+from pipelinerl.errors import PeerFull, PeerGone, WireError
 from pipelinerl.messages import Message
 from pipelinerl.transport.codec import Decoder, encode
 from pipelinerl.transport.conversation import Conversation
@@ -61,6 +62,12 @@ class Exchange:
         lost_s = self._clock() - self._lost_since.get(name, float("inf"))
         if lost_s > LOST_FOR_S:
             raise PeerGone(f"cannot send {type(message).__name__} to {name}: its connection is closed since {lost_s:.0f} s")
+
+    def send_all(self, message: Message) -> None:
+        """Send to every peer that can be sent to."""
+        for name in self._conversations:
+            with contextlib.suppress(PeerGone, PeerFull):
+                self.send(name, message)
 
     def remind(self) -> bool:
         """Ask for what is owed, see `Conversation.remind`. False where nobody owes anything."""

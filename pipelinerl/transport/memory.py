@@ -48,6 +48,7 @@ class MemoryHub:
         self._something = Signal()
         self._reminder = _Timer(self._exchange.remind)
         self._is_dead = False
+        self._last_word: Message | None = None
 
     @property
     def refused(self) -> collections.Counter[str]:
@@ -58,6 +59,8 @@ class MemoryHub:
         link = MemoryLink(name, accepts=accepts, to_hub=self._take, wind=self._wind)
         self._links[name] = link
         self._exchange.introduce(name, link.identity)
+        if self._last_word is not None:
+            self.send(name, self._last_word)
         return link
 
     def kill(self) -> None:
@@ -82,6 +85,11 @@ class MemoryHub:
 
     def send(self, peer: str, message: Message) -> None:
         self._exchange.send(peer, message)
+        self._reminder.arm()
+
+    def dismiss(self, message: Message) -> None:
+        self._last_word = message
+        self._exchange.send_all(message)
         self._reminder.arm()
 
     def close(self) -> None:

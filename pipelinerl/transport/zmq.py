@@ -96,7 +96,9 @@ class ZmqHub:
         self._strangers = Strangers(self._socket, refused=self._exchange.refused)
         self._socket.bind(f"tcp://{interface}:0")
         self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
-        _publish(run_folder / "endpoints" / f"{role}.json", _Endpoint(address=self.address, server_key=keys.public.decode()))
+        self._endpoint = _Endpoint(address=self.address, server_key=keys.public.decode())
+        self._endpoint_file = run_folder / "endpoints" / f"{role}.json"
+        _publish(self._endpoint_file, self._endpoint)
 
     @property
     def refused(self) -> collections.Counter[str]:
@@ -117,6 +119,10 @@ class ZmqHub:
             if self._loop is not None and not self._is_looking:  # one look behind any number of sends
                 self._is_looking = True
                 self._loop.call_soon(self._wake_if_readable)
+
+    def dismiss(self, message: Message) -> None:
+        self._exchange.send_all(message)
+        _publish(self._endpoint_file, msgspec.structs.replace(self._endpoint, last_word=encode(message)))
 
     def close(self) -> None:
         if self._socket.closed:
@@ -227,6 +233,8 @@ class ZmqLink:
         self._conversation = Conversation("the orchestrator", transmit=self._transmit, keeps_for_successor=True)
         self._bodies: collections.deque[memoryview] = collections.deque()
         """Messages to be handed over, still encoded."""
+        self._is_dismissed = False
+        """The orchestrator's last word was read where it was published."""
         self._heard_at = time.monotonic()
         self._silent_looks = 0
         self._next_reminder = self._heard_at + REMIND_EVERY_S
@@ -286,7 +294,9 @@ class ZmqLink:
             return
         try:
             endpoint = _read_endpoint(self._endpoint_file, deadline_s=0.0)
-            if endpoint != self._endpoint:
+            if endpoint.last_word:
+                self._hear_last_word(endpoint.last_word)
+            elif endpoint != self._endpoint:
                 self._connect(endpoint)
             else:
                 self._silent_looks += 1
@@ -295,6 +305,12 @@ class ZmqLink:
                 self._conversation.show_sign()  # the connection may be a new one, and only who speaks on it can be answered
         except (PeerSilent, ConfigError, zmq.ZMQError):  # between two orchestrators there is none, or a damaged one: look again
             return
+
+    def _hear_last_word(self, body: bytes) -> None:
+        """The orchestrator has ended, and its last word may have been lost on the way, or said before this peer was there."""
+        if not self._is_dismissed:
+            self._is_dismissed = True
+            self._bodies.append(memoryview(body))
 
     def _connect(self, endpoint: _Endpoint) -> None:
         """Connect to `endpoint` in place of the present one, which may be the same, and gone."""
@@ -346,6 +362,8 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
 class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     address: Annotated[str, msgspec.Meta(pattern=r"^tcp://[A-Za-z0-9.:\[\]_-]+:\d{1,5}$", max_length=300)]
     server_key: Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+    last_word: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+    """An encoded message, once the orchestrator ends: whoever looks for it need not look on."""
 
 
 def _publish(path: Path, endpoint: _Endpoint) -> None:

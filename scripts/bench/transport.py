@@ -509,6 +509,9 @@ class LoopHub:
     def send(self, peer: str, message: Message) -> None:
         self.answer(peer, message)
 
+    def dismiss(self, message: Message) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

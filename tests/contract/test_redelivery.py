@@ -191,6 +191,27 @@ def test_what_a_broken_connection_lost_comes_again_once_it_is_back(on_zmq: Calla
     on_zmq(program)
 
 
+def test_the_last_word_comes_also_where_the_connection_is_cut_and_then_the_hub_closed(
+    on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch
+):
+    for name, seconds in (("SILENT_S", 0.5), ("REMIND_EVERY_S", 0.1)):
+        monkeypatch.setattr(zmq_transport, name, seconds)
+
+    async def program(wire: ZmqWire) -> None:
+        cable = Cable(wire.hub.address)
+        endpoint = wire.folder / "endpoints" / "engine.json"
+        endpoint.write_text(endpoint.read_text().replace(wire.hub.address, cable.address))
+        (link,) = await connected(wire, 0)
+        cable.cut()
+        wire.hub.dismiss(Stop(reason="finished"))
+        wire.hub.close()
+        assert await arrival(link) == Stop(reason="finished")
+        assert link.receive(1.0) is None, "it was said twice"
+        cable.close()
+
+    on_zmq(program)
+
+
 @pytest.mark.parametrize("is_towards_hub", [True, False])
 def test_what_a_changed_byte_lost_comes_again(on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch, is_towards_hub: bool):
     """It cannot be decrypted, and ZeroMQ closes the connection: a peer's own for good, so the link connects anew."""

@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.errors import PeerGone
 from pipelinerl.messages import Completion, EngineLoad, Finish, Generate, Sampling, StageWeights, Stop
-from tests.contract.wires import PATIENCE_S, Program, Wire, arrival, arrivals, connected, load, send_until_refused
+from tests.contract.wires import PATIENCE_S, Program, Wire, ZmqWire, arrival, arrivals, connected, load, send_until_refused
 
 
 def test_messages_arrive_whole_and_in_order_in_both_directions(on_wire: Callable[[Program], None]):
@@ -130,6 +130,18 @@ def test_what_was_sent_before_closing_arrives(on_wire: Callable[[Program], None]
         wire.hub.close()
         orders = [await arrival(staying) for _ in range(200)]
         assert [order.version for order in orders if isinstance(order, StageWeights)] == list(range(200))
+
+    on_wire(program)
+
+
+def test_the_last_word_reaches_also_who_connects_after_it(on_wire: Callable[[Program], None]):
+    async def program(wire: Wire) -> None:
+        (there,) = await connected(wire, 0)
+        wire.hub.dismiss(Stop(reason="finished"))
+        late = wire.link(1)
+        if isinstance(wire, ZmqWire):  # in memory nothing is left of a hub that has closed
+            wire.hub.close()
+        assert [await arrival(link) for link in (there, late)] == [Stop(reason="finished")] * 2
 
     on_wire(program)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import getpass
 import os
 import shutil
 import socket
@@ -40,6 +41,14 @@ class Cluster:
         """What `scontrol show job` tells."""
         text = self.run("scontrol", "show", "job", job, "--oneliner")
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
+
+    def cancel_all(self) -> None:
+        """Cancel every job that has not ended, and wait until it has."""
+        self.run("scancel", "--user", getpass.getuser())
+        end = time.monotonic() + 60
+        while self.run("squeue", "-h"):
+            assert time.monotonic() < end, f"jobs that were cancelled have not ended:\n{self.run('squeue')}"
+            time.sleep(0.2)
 
 
 @contextlib.contextmanager
