@@ -8,6 +8,7 @@ import functools
 import signal
 from pathlib import Path
 
+from orchestrator.assembly import World
 from orchestrator.credit import MethodCredit
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.sources import prompts_of
@@ -56,16 +57,18 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
         )
         pipeline = Pipeline(
             config,
-            engine_hub=hubs[0],
-            scorer_hub=hubs[1],
-            trainer_hub=hubs[2],
-            source=source,
-            held_out=held_out,
-            credit=credit,
-            step_rules=credit.step_rules(),
-            journal=journal,
-            ledger=ledger,
-            replace=functools.partial(ask_to_replace, run_folder),
+            World(
+                engine_hub=hubs[0],
+                scorer_hub=hubs[1],
+                trainer_hub=hubs[2],
+                source=source,
+                held_out=held_out,
+                credit=credit,
+                step_rules=credit.step_rules(),
+                journal=journal,
+                ledger=ledger,
+                replace=functools.partial(ask_to_replace, run_folder),
+            ),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -28,6 +28,7 @@ import numpy as np
 import zmq
 import zmq.auth.thread
 
+from orchestrator.assembly import World
 from orchestrator.credit import MethodCredit
 from orchestrator.pipeline import Pipeline
 from orchestrator.state.ledger import Ledger
@@ -399,14 +400,16 @@ def _config(*, num_engines: int, max_running: int, groups_per_step: int, steps: 
 def _pipeline(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -> Pipeline:
     return Pipeline(
         config,
-        engine_hub=hubs[0],
-        scorer_hub=hubs[1],
-        trainer_hub=hubs[2],
-        source=Prompts(),
-        held_out=[],
-        credit=MethodCredit(method_of(config), config.reward),
-        journal=journal,
-        ledger=ledger,
+        World(
+            engine_hub=hubs[0],
+            scorer_hub=hubs[1],
+            trainer_hub=hubs[2],
+            source=Prompts(),
+            held_out=[],
+            credit=MethodCredit(method_of(config), config.reward),
+            journal=journal,
+            ledger=ledger,
+        ),
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.assembly import World
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.state.ledger import Ledger
@@ -180,15 +181,17 @@ class _Chaos:
         ledger = Ledger(self.folder / "ledger.sqlite")
         pipeline = Pipeline(
             self.settings,
-            engine_hub=self.hubs[0],
-            scorer_hub=self.hubs[1],
-            trainer_hub=self.hubs[2],
-            source=Prompts(self.world.seed),
-            held_out=[],
-            credit=self.credit,
-            step_rules=self.step_rules,
-            journal=journal,
-            ledger=ledger,
+            World(
+                engine_hub=self.hubs[0],
+                scorer_hub=self.hubs[1],
+                trainer_hub=self.hubs[2],
+                source=Prompts(self.world.seed),
+                held_out=[],
+                credit=self.credit,
+                step_rules=self.step_rules,
+                journal=journal,
+                ledger=ledger,
+            ),
         )
         main = asyncio.create_task(pipeline.run())
         try:

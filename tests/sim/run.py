@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.assembly import World
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.state.ledger import Ledger
@@ -143,15 +144,17 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
     with contextlib.closing(ledger), contextlib.closing(journal):
         pipeline = Pipeline(
             settings,
-            engine_hub=hubs[0],
-            scorer_hub=hubs[1],
-            trainer_hub=hubs[2],
-            source=given.source or Prompts(given.world.seed),
-            held_out=list(given.held_out),
-            credit=given.credit,
-            step_rules=given.step_rules,
-            journal=journal,
-            ledger=ledger,
+            World(
+                engine_hub=hubs[0],
+                scorer_hub=hubs[1],
+                trainer_hub=hubs[2],
+                source=given.source or Prompts(given.world.seed),
+                held_out=list(given.held_out),
+                credit=given.credit,
+                step_rules=given.step_rules,
+                journal=journal,
+                ledger=ledger,
+            ),
         )
         if given.stop_at_s is not None:
             loop.call_at(given.stop_at_s, pipeline.stop, "stopped by hand")

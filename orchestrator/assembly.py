@@ -1,0 +1,511 @@
+"""Makes the parts of a run, each in one place: from the config, from what the run is joined to, and from the other parts it works with.
+
+Whoever asks for a part gets it made, with all that it needs, so there is no order of making to keep. `orchestrator.pipeline` draws how
+the stages are joined, and runs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from orchestrator.channels import Channels, make_channels
+from orchestrator.evaluation import Evaluation
+from orchestrator.progress import Progress
+from orchestrator.rules.admission import Admission, pace_of
+from orchestrator.rules.batch import BatchCut, Credit, StepRules, sampled_of
+from orchestrator.rules.concurrency import Concurrency
+from orchestrator.rules.curriculum import success_of
+from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.rules.grouping import Grouping
+from orchestrator.rules.kv import KvPolicy
+from orchestrator.rules.quarantine import Quarantine
+from orchestrator.rules.road import choose_road
+from orchestrator.stages.asking import Asking
+from orchestrator.stages.batching import Batching
+from orchestrator.stages.comparing import Comparing
+from orchestrator.stages.delivery import Delivery
+from orchestrator.stages.dispatch import Dispatch
+from orchestrator.stages.following import Following, Stopping
+from orchestrator.stages.prompts import Prompts, Source
+from orchestrator.stages.refresh import Refresh
+from orchestrator.stages.replying import Replying
+from orchestrator.stages.scoring import Scoring
+from orchestrator.state.engines import Engines
+from orchestrator.state.ledger import Ledger
+from orchestrator.state.peers import Peers
+from orchestrator.state.prm import Prm
+from orchestrator.state.scorers import Scorers
+from orchestrator.state.snapshot import read_snapshot, read_successes
+from orchestrator.status import Status
+from pipelinerl.config import Config
+from pipelinerl.messages import EngineLoad, Group, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
+from pipelinerl.metrics import Journal
+from pipelinerl.packing import Packing
+from pipelinerl.stages import Signal, Stage
+from pipelinerl.transport.base import Hub
+from pipelinerl.watch import Watch
+
+MAX_BARREN_STEPS = 10
+"""Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
+NUM_SCORERS = 1
+"""Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Everything a run is joined to. The live run and the simulation differ in this alone."""
+
+    engine_hub: Hub
+    scorer_hub: Hub
+    trainer_hub: Hub
+    source: Source
+    held_out: list[Prompt]
+    credit: Credit
+    journal: Journal
+    ledger: Ledger
+    step_rules: StepRules | None = None
+    replace: Callable[[str, int], None] | None = None
+    """See `Peers`."""
+
+
+class Assembly:
+    """The parts of one life of a run. A ledger that holds an earlier one makes them go on where that ended: see `state.ledger`."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.started_s = asyncio.get_running_loop().time()
+        self.watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
+        self.progress = Progress(journal=world.journal, started_s=self.started_s)
+        self._config = config
+        self._world = world
+        self._credits = Signal()
+        """Set whenever another group might be admitted."""
+        self._adds_greedy = world.step_rules is not None and world.step_rules.adds_greedy
+        self._pace = pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
+        world.ledger.begin(self._promises(), now_s=self.started_s, unix_s=world.journal.clock())
+        self.past = read_snapshot(world.ledger)
+        self._restore_source()
+
+    # --- peers ---
+
+    @cached_property
+    def peers(self) -> tuple[Peers, ...]:
+        """Of every kind."""
+        return (self._engine_peers, self._scorer_peers, self._trainer)
+
+    @cached_property
+    def engines(self) -> Engines:
+        return Engines(self._engine_peers, expected=self._config.engine.count, watch=self.watch, credits=self._credits)
+
+    @cached_property
+    def scorers(self) -> Scorers:
+        return Scorers(self._scorer_peers, expected=NUM_SCORERS, watch=self.watch)
+
+    @cached_property
+    def prm(self) -> Prm | None:
+        """The process reward model, in a run that has one."""
+        return Prm(self._scorer_peers) if self._config.prm.is_used else None
+
+    @cached_property
+    def _engine_peers(self) -> Peers:
+        engine = self._config.engine
+        return Peers(
+            self._world.engine_hub,
+            role="engine",
+            expected=engine.count,
+            ready_deadline_s=engine.ready_deadline_s,
+            silent_after_s=engine.silent_after_s,
+            replace=self._world.replace,
+        )
+
+    @cached_property
+    def _scorer_peers(self) -> Peers:
+        return Peers(
+            self._world.scorer_hub,
+            role="scorer",
+            expected=NUM_SCORERS + self._config.prm.is_used,
+            ready_deadline_s=self._config.engine.ready_deadline_s,
+            silent_after_s=self._config.scorer.silent_after_s,
+            replace=self._world.replace,
+        )
+
+    @cached_property
+    def _trainer(self) -> Peers:
+        trainer = self._config.trainer
+        return Peers(
+            self._world.trainer_hub,
+            role="trainer",
+            expected=trainer.layout.replicas,
+            ready_deadline_s=trainer.ready_deadline_s,
+            silent_after_s=trainer.silent_after_s,
+            replace=self._world.replace,
+        )
+
+    # --- stages ---
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """All that this run has, in the order of the flow."""
+        every = (
+            self._prompts,
+            self._dispatch,
+            self._replying,
+            self._scoring,
+            self._following,
+            self._comparing,
+            self._batching,
+            self.delivery,
+            self._refresh,
+        )
+        return tuple(stage for stage in every if stage is not None)
+
+    @cached_property
+    def _channels(self) -> Channels:
+        config = self._config
+        return make_channels(
+            watch=self.watch,
+            queue_bytes=config.pipeline.queue_bytes,
+            num_policies=config.trainer.steps,
+            follows=config.prm.is_used,
+            compares=config.compares_siblings,
+        )
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        return Prompts(self._world.source, prompts=self._channels.prompts)
+
+    @cached_property
+    def _dispatch(self) -> Dispatch:
+        config, following = self._config, self._following
+        return Dispatch(
+            prompts=self._channels.prompts,
+            trajectories=self._channels.written,
+            engines=self.engines,
+            admission=self.admission,
+            credits=self._credits,
+            ledger=self._world.ledger,
+            watch=self.watch,
+            sampling=self._sampling(temperature=config.rollout.temperature),
+            group_size=config.rollout.group_size,
+            adds_greedy=self._adds_greedy,
+            chunk_tokens=config.prm.chunk_tokens if following else 0,
+            brake=following.brake if following else _no_brake,
+            queue_bytes=config.pipeline.queue_bytes,
+            quarantine=self._quarantine,
+            replying=self._replying,
+            first_group_id=self.past.next_group_id,
+            interrupted=self.past.interrupted,
+        )
+
+    @cached_property
+    def _replying(self) -> Replying | None:
+        config = self._config
+        if config.environment.function is None:
+            return None
+        return Replying(
+            asking=self._asking,
+            ledger=self._world.ledger,
+            watch=self.watch,
+            max_tokens=config.rollout.max_tokens,
+            max_turns=config.environment.max_turns,
+            queue_bytes=config.pipeline.queue_bytes,
+        )
+
+    @cached_property
+    def _scoring(self) -> Scoring:
+        return Scoring(
+            trajectories=self._channels.trajectories,
+            scored=self._channels.scored,
+            asking=self._asking,
+            ledger=self._world.ledger,
+            watch=self.watch,
+            queue_bytes=self._config.pipeline.queue_bytes,
+        )
+
+    @cached_property
+    def _following(self) -> Following | None:
+        if self.prm is None:
+            return None
+        following = Following(
+            written=self._channels.written,
+            trajectories=self._channels.trajectories,
+            scored=self._channels.scored,
+            followed=self._channels.followed,
+            prm=self.prm,
+            ledger=self._world.ledger,
+            watch=self.watch,
+            credits=self._credits,
+            max_waiting_tokens=self._config.prm.max_waiting_tokens,
+            queue_bytes=self._config.pipeline.queue_bytes,
+            stopping=self._stopping(),
+            restored=self._restored_for("following"),
+            flags=self.past.flags,
+        )
+        self.engines.on_tokens(following.take)
+        return following
+
+    @cached_property
+    def _comparing(self) -> Comparing | None:
+        config = self._config
+        if not config.compares_siblings:
+            return None
+        return Comparing(
+            scored=self._channels.followed,
+            compared=self._channels.compared,
+            asking=self._asking,
+            ledger=self._world.ledger,
+            watch=self.watch,
+            grouping=self._grouping(),
+            min_survivors=config.batch.min_survivors,
+            queue_bytes=config.pipeline.queue_bytes,
+            restored=self._restored_for("comparing"),
+        )
+
+    @cached_property
+    def _batching(self) -> Batching:
+        config = self._config
+        return Batching(
+            scored=self._channels.compared,
+            rows=self._channels.rows,
+            grouping=self._grouping(),
+            cut=self._cut(),
+            packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
+            admission=self.admission,
+            credits=self._credits,
+            ledger=self._world.ledger,
+            progress=self.progress,
+            watch=self.watch,
+            queue_bytes=config.pipeline.queue_bytes,
+            max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
+            settled=functools.partial(_measure, self._world.source, config.algorithm.correct_reward),
+            restored=self._restored_for("batching"),
+            open_step=self.past.steps.get(self.past.open_step),
+        )
+
+    @cached_property
+    def delivery(self) -> Delivery:
+        config = self._config
+        return Delivery(
+            rows=self._channels.rows,
+            published=self._channels.published,
+            trainer=self._trainer,
+            num_replicas=config.trainer.layout.replicas,
+            num_steps=config.trainer.steps,
+            holds_batches=self._pace.holds_batches,
+            ledger=self._world.ledger,
+            progress=self.progress,
+            watch=self.watch,
+            num_booked=self.past.num_done,
+            recorded=self.past.steps,
+            kv_policy=self._kv_policy,
+        )
+
+    @cached_property
+    def _refresh(self) -> Refresh:
+        return Refresh(
+            published=self._channels.published,
+            engines=self.engines,
+            trainer=self._trainer,
+            admission=self.admission,
+            credits=self._credits,
+            progress=self.progress,
+            journal=self._world.journal,
+            layout_for=self._layout_for,
+            commit_deadline_s=self._config.pipeline.stall_limit_s,
+            kv_policy=self._kv_policy,
+        )
+
+    # --- what stages share ---
+
+    @cached_property
+    def admission(self) -> Admission:
+        config = self._config
+        admission = Admission(
+            pace=self._pace,
+            groups_per_step=config.batch.groups_per_step,
+            num_steps=config.trainer.steps,
+            max_running=config.max_running_rollouts,
+        )
+        if config.pipeline.adaptive_running:
+            self._adapt(admission)
+        return admission
+
+    @cached_property
+    def _asking(self) -> Asking:
+        return Asking(scorers=self.scorers, ledger=self._world.ledger, watch=self.watch, quarantine=self._quarantine)
+
+    @cached_property
+    def _quarantine(self) -> Quarantine:
+        return Quarantine(self.past.deaths)
+
+    @cached_property
+    def _kv_policy(self) -> KvPolicy:
+        return KvPolicy(span=self._config.weights.kv_span, bound=self._config.weights.kv_kl)
+
+    # --- beside the stages ---
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        config = self._config
+        return Evaluation(
+            self._world.held_out,
+            section=config.evaluation,
+            correct_reward=config.algorithm.correct_reward,
+            engines=self.engines,
+            scorers=self.scorers,
+            pins=self._refresh,
+            sampling=self._sampling(temperature=config.evaluation.temperature),
+            max_turns=config.environment.max_turns if config.environment.function is not None else 1,
+            journal=self._world.journal,
+            ledger=self._world.ledger,
+            watch=self.watch,
+            done=self.past.evaluations,
+        )
+
+    @cached_property
+    def status(self) -> Status:
+        return Status(
+            journal=self._world.journal,
+            ledger=self._world.ledger,
+            admission=self.admission,
+            engines=self.engines,
+            scorers=self.scorers,
+            channels=self._channels.queues,
+            hubs=[peers.hub for peers in self.peers],
+            watch=self.watch,
+            progress=self.progress,
+            num_steps=self._config.trainer.steps,
+            num_booked=lambda: self.delivery.num_booked,
+            prm=self._prm_gauges,
+        )
+
+    # --- what is made for one part alone ---
+
+    def _cut(self) -> BatchCut:
+        """The rule that fills steps, with what an earlier life of the run has put into the one being filled."""
+        batch, past = self._config.batch, self.past
+        cut = BatchCut(
+            groups_per_step=batch.groups_per_step,
+            max_staleness=self._pace.max_staleness,
+            min_survivors=batch.min_survivors,
+            credit=self._world.credit,
+            rules=self._world.step_rules,
+            first_step=past.open_step,
+        )
+        if (step := past.steps.get(past.open_step)) is not None:
+            cut.restore(step.samples, num_groups=step.num_groups, groups=step.groups, num_stopped=step.num_stopped)
+        return cut
+
+    def _grouping(self) -> Grouping:
+        return Grouping(group_size=self._num_siblings, first_group_id=self.past.next_group_id, still_open=self.past.running_groups)
+
+    @property
+    def _num_siblings(self) -> int:
+        return self._config.rollout.group_size + self._adds_greedy
+
+    def _stopping(self) -> Stopping | None:
+        config, stop = self._config, self._config.prm.stop
+        if stop.below is None:
+            return None
+        rule = EarlyStop(threshold=stop.below, epsilon=stop.keep, min_steps=stop.min_steps, seed=config.run.seed)
+        audit = Audit(max_right_fraction=stop.max_right, correct_reward=config.algorithm.correct_reward)
+        return Stopping(rule=rule, audit=audit, engines=self.engines)
+
+    def _adapt(self, admission: Admission) -> None:
+        """Let what engines say of their KV caches decide how many rollouts they get."""
+        engines, group_size = self.engines, self._num_siblings
+        concurrency = Concurrency(most=admission.max_running, least=self._config.engine.count * group_size, group_size=group_size)
+
+        def hear(load: EngineLoad) -> None:
+            if load.kv_used is None:
+                return
+            num_held = load.num_running + load.num_waiting
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=engines.num_outstanding)
+            if concurrency.limit != admission.max_running:
+                admission.max_running = concurrency.limit
+                self._world.journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
+                self._credits.set()
+
+        engines.on_load(hear)
+        engines.on_died(concurrency.lost)
+
+    def _layout_for(self, trainer: TrainerReady) -> LayoutFixed:
+        """What a trainer that starts must know to publish: how the engines lie, and the road to them."""
+        weights = self._config.weights
+        machines = {engine.peer: engine.ready.machine for engine in self.engines}
+        roads = frozenset(trainer.roads).intersection(*(engine.ready.roads for engine in self.engines))
+        road, reason = choose_road(weights.road, trainer=trainer.machine, engines=machines, address=weights.address, device_roads=roads)
+        self._world.journal.write("choice", text=reason)
+        print(reason, flush=True)
+        return LayoutFixed(tensors=self.engines.layout(), num_engines=self._config.engine.count, road=road)
+
+    def _sampling(self, *, temperature: float) -> Sampling:
+        rollout = self._config.rollout
+        return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=rollout.stop_token_ids)
+
+    def _prm_gauges(self) -> dict[str, Any] | None:
+        if self.prm is None or self.prm.load is None or self._following is None:
+            return None
+        names = (
+            "num_waiting_tokens",
+            *(("num_flagged", "num_stopped", "num_saved_tokens") if self._config.prm.stop.below is not None else ()),
+        )
+        return msgspec.structs.asdict(self.prm.load) | {name: getattr(self._following, name) for name in names}
+
+    # --- an earlier life of the run ---
+
+    def _restore_source(self) -> None:
+        config, source = self._config, self._world.source
+        source.position = self.past.position
+        if config.data.difficulty is not None:
+            correct_reward, group_size = config.algorithm.correct_reward, config.rollout.group_size
+            for prompt_id, success in read_successes(self._world.ledger, correct_reward=correct_reward, group_size=group_size):
+                source.measured(prompt_id, success=success)
+
+    def _restored_for(self, stage: str) -> tuple[ScoredTrajectory, ...]:
+        """What was scored and not placed, for the stage that is next to see it."""
+        past, config = self.past, self._config
+
+        def next_stage(name: str) -> str:
+            if config.compares_siblings and name in past.compared:
+                return "batching"
+            if config.prm.is_used and name not in past.followed:
+                return "following"
+            return "comparing" if config.compares_siblings else "batching"
+
+        return tuple(one for one in past.scored if next_stage(one.trajectory.rollout_id) == stage)
+
+    def _promises(self) -> dict[str, Any]:
+        """What an independent checker of the ledger needs to know of the settings."""
+        config = self._config
+        return {
+            "group_size": config.rollout.group_size,
+            "adds_greedy": self._adds_greedy,
+            "groups_per_step": config.batch.groups_per_step,
+            "max_row_tokens": config.batch.max_tokens,
+            "max_turns": config.environment.max_turns if config.environment.function is not None else None,
+            "max_staleness": self._pace.max_staleness,
+            "num_steps": config.trainer.steps,
+            "follows_traces": config.prm.is_used,
+            "compares_siblings": config.compares_siblings,
+            "stops_below": config.prm.stop.below,
+            "seed": config.run.seed,
+        }
+
+
+def _measure(source: Source, correct_reward: float, group: Group) -> None:
+    """Tell the source how a prompt went."""
+    rewards = [member.score.reward for member in sampled_of(group.members)]
+    success = success_of(rewards, correct_reward=correct_reward)
+    if success is not None:
+        source.measured(group.members[0].trajectory.prompt.prompt_id, success=success)
+
+
+def _no_brake() -> None:
+    """Nothing holds admission back but its own rule."""
