@@ -63,7 +63,6 @@ class Road:
     layout: tuple[Tensor, ...] = LAYOUT
     made: Callable[[int], dict[str, torch.Tensor]] = tensors
     """The weights of a version."""
-    is_between_devices: bool = False
     hasty: Callable[[], Receiver] | None = None
     """Makes one that soon gives up waiting, where a road waits at all."""
 
@@ -117,8 +116,7 @@ def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Road:
 
 def by_nccl(folder: Path, layout: tuple[Tensor, ...]) -> Road:
     host = nccl.host(StandInNccl(), deadline_s=3.0)
-    road = by_call(host, lambda deadline_s: nccl.guest(StandInNccl(), deadline_s=deadline_s), layout)
-    return dataclasses.replace(road, is_between_devices=True)
+    return by_call(host, lambda deadline_s: nccl.guest(StandInNccl(), deadline_s=deadline_s), layout)
 
 
 def by_cuda_ipc(folder: Path, layout: tuple[Tensor, ...]) -> Road:
@@ -129,7 +127,7 @@ def by_cuda_ipc(folder: Path, layout: tuple[Tensor, ...]) -> Road:
         with open(memory.path_of((FOLDER / f"{slot}.handle").read_bytes()), "r+b") as file:
             file.truncate(num_bytes(layout) // 2)
 
-    return Road(pool=pool, receive=lambda: CudaIpcReceiver(memory=memory), damage=damage, layout=layout, is_between_devices=True)
+    return Road(pool=pool, receive=lambda: CudaIpcReceiver(memory=memory), damage=damage, layout=layout)
 
 
 ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {
@@ -139,6 +137,7 @@ ROADS: dict[str, Callable[[Path, tuple[Tensor, ...]], Road]] = {
     "nccl": by_nccl,
     "cuda_ipc": by_cuda_ipc,
 }
+BETWEEN_DEVICES = ("nccl", "cuda_ipc")
 
 
 class Engine:

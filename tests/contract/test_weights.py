@@ -20,15 +20,33 @@ from pipelinerl.weights.commit import Copy, Flip, Scatter
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.road import Receiver
 from tests.contract.ranked import RankedEngine
-from tests.contract.roads import LAYOUT, ROADS, Engine, Road, same_bits, tensors
+from tests.contract.roads import BETWEEN_DEVICES, LAYOUT, ROADS, Engine, Road, same_bits, tensors
+
+ENGINES: dict[str, Callable[[Receiver], Engine]] = {
+    "flip": functools.partial(Engine, commit=Flip),
+    "copy": functools.partial(Engine, commit=Copy),
+    "scatter": functools.partial(Engine, commit=Scatter),
+    "ranks that flip": functools.partial(RankedEngine, way="flip"),
+    "ranks that scatter": functools.partial(RankedEngine, way="scatter"),
+}
 
 
-@pytest.fixture(params=list(ROADS))
-def make_road(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[tuple[Tensor, ...]], Road]]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every road with every kind of engine that the test asks for, but for ranks on a road between devices: no run begins with those."""
+    kinds = list(ENGINES) if "drifters" in metafunc.fixturenames else ["flip", "copy", "ranks that flip"]
+    if "engines" in metafunc.fixturenames:
+        pairs = [(road, kind) for road in ROADS for kind in kinds if "ranks" not in kind or road not in BETWEEN_DEVICES]
+        metafunc.parametrize(("road_name", "kind"), pairs)
+    else:
+        metafunc.parametrize("road_name", ROADS)
+
+
+@pytest.fixture
+def make_road(road_name: str, tmp_path: Path) -> Iterator[Callable[[tuple[Tensor, ...]], Road]]:
     made: list[Road] = []
 
     def make(layout: tuple[Tensor, ...]) -> Road:
-        made.append(ROADS[request.param](tmp_path, layout))
+        made.append(ROADS[road_name](tmp_path, layout))
         return made[-1]
 
     yield make
@@ -41,27 +59,19 @@ def road(make_road: Callable[[tuple[Tensor, ...]], Road]) -> Road:
     return make_road(LAYOUT)
 
 
-ENGINES: dict[str, Callable[[Receiver], Engine]] = {
-    "flip": functools.partial(Engine, commit=Flip),
-    "copy": functools.partial(Engine, commit=Copy),
-    "scatter": functools.partial(Engine, commit=Scatter),
-    "ranks that flip": functools.partial(RankedEngine, way="flip"),
-    "ranks that scatter": functools.partial(RankedEngine, way="scatter"),
-}
-
-
-def make_two(request: pytest.FixtureRequest, road: Road) -> list[Engine]:
-    if "ranks" in request.param and road.is_between_devices:
-        pytest.skip("the process that fetches for several ranks has no device")
-    return [ENGINES[request.param](road.receive()) for _ in range(2)]
-
-
-@pytest.fixture(params=["flip", "copy", "ranks that flip"])
-def engines(request: pytest.FixtureRequest, road: Road) -> Iterator[list[Engine]]:
-    made = make_two(request, road)
+@pytest.fixture
+def engines(road: Road, kind: str) -> Iterator[list[Engine]]:
+    """Two of the kinds that take whole policies."""
+    made = [ENGINES[kind](road.receive()) for _ in range(2)]
     yield made
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def drifters(engines: list[Engine]) -> list[Engine]:
+    """Two of any kind: those that scatter take changes where they are."""
+    return engines
 
 
 def test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road: Road, engines: list[Engine]):
@@ -238,14 +248,6 @@ class Trainer:
 
 def holds(engine: Engine, buffer: torch.Tensor) -> bool:
     return all(same_bits(engine.parameters[name].data, expected) for name, expected in views(buffer, LAYOUT).items())
-
-
-@pytest.fixture(params=list(ENGINES))
-def drifters(request: pytest.FixtureRequest, road: Road) -> Iterator[list[Engine]]:
-    made = make_two(request, road)
-    yield made
-    for engine in made:
-        engine.close()
 
 
 def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(road: Road, drifters: list[Engine]):
