@@ -15,9 +15,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # models are made by the tests; a name that 
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks a name server for the name of 127.0.0.1; where it loses an answer, 5 s pass
 os.environ["WANDB_MODE"] = "offline"
 
-# A deadline per example measures how busy the machine is, not the code; pytest's own timeout ends what hangs.
-settings.register_profile("pipelinerl", deadline=None)
-settings.load_profile("pipelinerl")
+# A deadline per example measures how busy the machine is, not the code; pytest's own timeout ends what hangs. Every run tries the same
+# examples, so that what fails was broken by the change at hand; HYPOTHESIS=explore looks for what nobody has tried yet.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS", "same"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,11 +5,11 @@ With bound K and batches of B groups, admit a group to an engine that samples un
     accepted + running < (K + version + 1) * B     and     generating < max_running
 
 `accepted` counts groups placed in a step since the run began, `running` those admitted and not yet placed or given up; `generating` counts
-rollouts that engines still work on: a group that waits for its last sibling, or for its scores, occupies no engine. Why it bounds
-staleness: when a group is admitted to an engine at version v there are fewer than (K + v + 1) * B groups placed or on their way before
-it, so taken in order it falls into step K + v at the latest, and step s trains version s: its oldest token, sampled under v or later, is
-at most K versions old. It must be the version the engine *holds*: one that is published but not yet committed samples nothing. A group
-overtaken by later ones can still exceed K; `rules.batch` checks that again, per oldest token, when the batch is cut.
+rollouts that engines still work on: a group that waits for its last sibling, for its scores or for its environment occupies no engine. Why
+it bounds staleness: when a group is admitted to an engine at version v there are fewer than (K + v + 1) * B groups placed or on their way
+before it, so taken in order it falls into step K + v at the latest, and step s trains version s: its oldest token, sampled under v or
+later, is at most K versions old. It must be the version the engine *holds*: one that is published but not yet committed samples nothing. A
+group overtaken by later ones can still exceed K; `rules.batch` checks that again, per oldest token, when the batch is cut.
 
 Source: AReaL (arXiv 2505.24298, eq. 3), in groups, with the credit returned on every exit path.
 """

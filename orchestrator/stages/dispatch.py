@@ -144,7 +144,7 @@ class Dispatch:
             return NO_ENGINE
         return self._brake() or self._admission.holds_back(
             version=version,
-            num_generating=self._engines.num_outstanding + (self._replying.num_between if self._replying else 0),
+            num_generating=self._engines.num_outstanding,
             engines_are_current=self._engines.all_hold(self._admission.version),
         )
 

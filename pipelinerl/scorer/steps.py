@@ -70,7 +70,7 @@ class Splitter:
     def finish(self) -> list[Step]:
         """The trace has ended: returns what is left, as the last step, where there is anything but white space."""
         self._read(is_last=True)
-        steps = self._cut()
+        steps = self._cut(is_last=True)
         text = self._text[self._start :].strip()
         if text:
             steps.append(self._step(text, end=len(self._token_ids) - 1))
@@ -88,12 +88,12 @@ class Splitter:
             self._num_read = len(self._token_ids)
             self._ends += [len(self._text)] * (self._num_read - len(self._ends))
 
-    def _cut(self) -> list[Step]:
+    def _cut(self, *, is_last: bool = False) -> list[Step]:
         steps: list[Step] = []
         position = max(self._start, self._searched)
         while self._num_steps < self._max_steps - 1 and (blank := self._between.search(self._text, position)):
             position = blank.end()
-            if position == len(self._text):
+            if position == len(self._text) and not is_last:
                 position = blank.start()
                 break  # more white space may follow, and belongs to it; and the next step has not begun
             text = self._text[self._start : blank.start()]

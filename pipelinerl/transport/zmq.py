@@ -359,7 +359,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000
 
 
-class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     address: Annotated[str, msgspec.Meta(pattern=r"^tcp://[A-Za-z0-9.:\[\]_-]+:\d{1,5}$", max_length=300)]
     server_key: Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
     last_word: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""

@@ -66,6 +66,11 @@ def test_any_separator_is_found_wherever_chunks_end(text: str, sizes: list[int])
     assert [step.text for step in steps] == [piece for piece in text.split("<|>") if piece]
 
 
+@pytest.mark.parametrize(("text", "expected"), [("a<|>", ["a"]), ("<|>", []), ("a<|><|>", ["a"]), ("a<|", ["a<|"])])
+def test_a_separator_at_the_very_end_is_part_of_no_step(text: str, expected: list[str]) -> None:
+    assert [step.text for step in split(text, separator="<|>")] == expected
+
+
 def test_step_is_known_as_soon_as_the_next_one_begins_and_not_before() -> None:
     splitter = Splitter(by_bytes, max_steps=10)
     assert splitter.feed(list(b"one\n\n")) == []

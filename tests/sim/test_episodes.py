@@ -14,7 +14,7 @@ from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import Survivors
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.messages import Finish, Replied, Reply
+from pipelinerl.messages import Finish, Replied
 from pipelinerl.transport.memory import MemoryLink, Weather
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
@@ -48,6 +48,19 @@ def credit(survivors: Survivors):
         is_cut_off = trajectory.finish is Finish.LENGTH
         assert is_cut_off or len(turns.starts) == MAX_TURNS or peers.reply(after) is None, "it ends when it may, and not before"
     return mean_baseline(survivors)
+
+
+def test_engines_write_other_episodes_while_an_environment_takes_its_time(tmp_path: Path) -> None:
+    def seconds(reply_s: float) -> float:
+        settings = episodes(engine={"count": 1, "max_running": 16}, pipeline={"max_staleness": 8}, scorer={"slots": 64})
+        folder = tmp_path / str(reply_s)
+        folder.mkdir()
+        simulated = run(settings, folder=folder, world=World(reply_s=reply_s), credit=credit)
+        assert simulated.problems() == []
+        return simulated.seconds
+
+    # An episode takes about half a second to write and, at the slower of the two, three times as long to be replied to.
+    assert seconds(0.5) < 1.2 * seconds(0.0)
 
 
 @pytest.mark.parametrize("mode", ["streaming", "one_step_off", "sync"])
@@ -123,40 +136,6 @@ def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(t
     assert simulated.problems() == []
     waited_s = [line["waited_s"] for line in simulated.lines if line["kind"] == "status"][-1]
     assert waited_s.get("dispatch: an engine that may go on with what another one has begun", 0.0) > 0.0
-
-
-def test_rollouts_between_turns_hold_their_places(tmp_path: Path) -> None:
-    """A slow environment makes admission wait for free places, by name, and never more are out than may be."""
-    settings = episodes(pipeline={"max_running": 24, "max_staleness": 50}, trainer={"steps": 3})
-    out: set[str] = set()
-    most = 0
-
-    async def scorer(link: MemoryLink, **options: Any) -> None:
-        nonlocal most
-        wait, send = link.wait, link.send
-
-        async def heard() -> Any:
-            nonlocal most
-            message = await wait()
-            if isinstance(message, Reply):
-                out.add(message.episode_id)
-                most = max(most, len(out))
-            return message
-
-        def said(message: Any) -> None:
-            if isinstance(message, Replied):
-                out.discard(message.episode_id)
-            send(message)
-
-        link.wait, link.send = heard, said
-        await peers.scorer(link, **options)
-
-    world = World(token_s=1e-5, mean_tokens=8, reply_s=0.5)
-    simulated = run(settings, folder=tmp_path, world=world, credit=credit, cast=Cast(scorer=scorer))
-    assert simulated.problems() == []
-    assert 20 <= most <= 24 + 3, "a group is admitted whole"
-    waits = [wait["what"] for line in simulated.lines if line["kind"] == "status" for wait in line["waits"] if wait["stage"] == "dispatch"]
-    assert "a free engine slot" in waits
 
 
 def test_answers_that_come_twice_and_late_are_to_their_own_turn(tmp_path: Path) -> None:
