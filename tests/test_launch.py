@@ -230,20 +230,27 @@ DIES_AT_ITS_GOODBYE = """
     import os, pathlib, signal, time
     lives = pathlib.Path(folder, name + ".lives")
     with open(lives, "a") as file: file.write("x")
-    num_lives, until = len(lives.read_text()), time.monotonic() + 20
+    num_lives, until = len(lives.read_text()), time.monotonic() + 60
+    pathlib.Path(folder, f"{name}-{num_lives}").write_text(str(os.getpid()))
     while len(pathlib.Path(folder, "engines.lives").read_text() if pathlib.Path(folder, "engines.lives").exists() else "") < num_lives:
         assert time.monotonic() < until
         time.sleep(0.01)
     if num_lives == 1: os.kill(os.getpid(), signal.SIGKILL)
 """
 """Is killed when the engines have ended, as they were told; its next life waits for theirs."""
+ENDS_LAST = """
+    import pathlib, time
+    lives, last = pathlib.Path(folder, name + ".lives"), pathlib.Path(folder, "orchestrator-2")
+    with open(lives, "a") as file: file.write("x")
+    while lives.read_text() == "xx" and (not last.exists() or pathlib.Path("/proc", last.read_text()).exists()): time.sleep(0.01)
+"""
+"""Ends at once in its first life; in its second, once the launcher has taken note of the orchestrator's end."""
 
 
 def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(launch, "REJOIN_AFTER_S", 0.2)
-    ends = "import pathlib\nwith open(pathlib.Path(folder, name + '.lives'), 'a') as file: file.write('x')"
-    run_again(folder, restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ends)
+    run_again(folder, restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ENDS_LAST)
     assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (2, 2)
 
 
@@ -336,11 +343,13 @@ def test_who_is_killed_when_the_orchestrator_has_ended_is_not_started_again(fold
     dies_late = """
         import os, pathlib, signal, time
         with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
-        time.sleep(1.0)
+        said = pathlib.Path(folder, "said")
+        while not said.exists() or pathlib.Path("/proc", said.read_text()).exists(): time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     """
+    says_id = "import os, pathlib\npathlib.Path(folder, 'said').write_text(str(os.getpid()))"
     with pytest.raises(PeerGone, match=r"trainer was killed by signal SIGKILL"):
-        run_again(folder, restarts=5, orchestrator="pass", trainer=dies_late)
+        run_again(folder, restarts=5, orchestrator=says_id, trainer=dies_late)
     assert lives(folder, "trainer") == 1
 
 

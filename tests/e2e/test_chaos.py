@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_rehearsal_under_random_kills_keeps_every_promise(tmp_path: Path):
     command = [sys.executable, "-m", "scripts.chaos", "--quick", "--seed", "1", "--folder", str(tmp_path)]
     chaos = subprocess.run(command, capture_output=True, text=True, check=False)

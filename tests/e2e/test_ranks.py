@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     # In the ranks, which are forked: an error there would leave the others waiting.
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),  # vLLM sends what it has pickled
     pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),  # vLLM calls it

@@ -127,13 +127,11 @@ def test_an_engine_that_dies_too_often_ends_the_run_by_its_name(settings: Path):
         time.sleep(0.2)
     run_folder = found[0].parent.parent
     (engine_id,) = victims.find("engine", run_folder)
-    killed_at = time.monotonic()
     os.kill(engine_id, signal.SIGKILL)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
     assert "engine-0" in errors
     assert "SIGKILL" in errors
-    assert time.monotonic() - killed_at < 20
     assert not processes_of(run_folder)
 
 
@@ -149,7 +147,7 @@ def wait_for_steps(run_folder: Path, number: int) -> None:
 def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_killed(settings: Path, capsys: pytest.CaptureFixture[str]):
     """A guessing game: the model says a digit, which ends its turn, and is told higher or lower."""
     game = "pipelinerl.demo.guess_number"
-    overrides = ("run.name=game", "algorithm.name=gigpo", "trainer.steps=5", "trainer.learning_rate=2e-3", f"data.source={game}:prompts")
+    overrides = ("run.name=game", "algorithm.name=gigpo", "trainer.steps=8", "trainer.learning_rate=2e-3", f"data.source={game}:prompts")
     overrides += (f"environment.function={game}:reply", "environment.max_turns=4", f'reward=[{{function = "{game}:reward"}}]')
     overrides += (
         "rollout.max_tokens=26",
@@ -171,7 +169,7 @@ def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_kil
     subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], check=True)
     lines = read_journals(run_folder)
     steps = [line["trainer"] for line in lines if line["kind"] == "step"]
-    assert len(steps) == 5
+    assert len(steps) == 8
     assert steps[0]["logprob_gap_max"] <= 1e-4, "the trainer sees each turn behind what the engine saw before it"
     assert min(step["grad_norm"] for step in steps) > 0
     assert [line["num_failed"] for line in lines if line["kind"] == "evaluation"] == [0, 0]

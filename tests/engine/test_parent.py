@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from tests import processes
 
 SETTINGS = {"model": {"path": "m", "max_tokens": 64}, "data": {"source": "d"}, "reward": [{"function": "a:b"}]}
 PARENT = """
-    import sys
+    import signal, sys
     from pipelinerl.engine import __main__ as parent
     parent.REJOIN_AFTER_S = 0.5
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(parent, "REJOIN_AFTER_S", 60.0))
     sys.argv = ["engine", "--run-folder", folder]
     parent.main()
 """
@@ -42,6 +44,7 @@ def test_an_engine_that_was_told_to_end_while_another_lives_on_is_forked_again(t
         hub.send("engine-0", Stop(reason="by one that dies before it tells the other"))
         again = await ready(hub, {"engine-0"})
         assert again["engine-0"] != first["engine-0"]
+        parent.send_signal(signal.SIGUSR1)  # the end of one may follow that of the other late, and neither is to come again
         for peer in first:
             hub.send(peer, Stop(reason="finished"))
         assert await asyncio.to_thread(parent.wait, processes.PATIENCE_S) == 0, "all were told: the parent ends, too"

@@ -42,6 +42,7 @@ class Scorer:
 
     def __init__(self, run_folder: Path, *, scratch: Path) -> None:
         self.run_folder = run_folder
+        self.scratch = scratch
         self._loop = asyncio.new_event_loop()
         self._hub = self._loop.run_until_complete(self._open())
         self._arrived: list[Message] = []
@@ -69,10 +70,14 @@ class Scorer:
                     return self._arrived.pop(index)
             left_s = end - time.monotonic()
             assert left_s > 0, f"no {kind.__name__} within {within_s} s; log:\n{Path(self.log.name).read_text()}"
-            with contextlib.suppress(TimeoutError):
-                for name, message in self._loop.run_until_complete(asyncio.wait_for(self._hub.receive(), min(left_s, 1.0))):
-                    assert name == "scorer-3"
-                    self._arrived.append(message)
+            self._receive(min(left_s, 1.0))
+
+    def wait_until(self, claim: Callable[[], bool], *, what: str) -> None:
+        """Wait for what no message tells, reading on: the scorer connects anew to an orchestrator that is silent."""
+        end = time.monotonic() + PATIENCE_S
+        while not claim():
+            assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {what}"
+            self._receive(0.01)
 
     def scored(self, *rollout_ids: str, within_s: float = PATIENCE_S) -> dict[str, Scored]:
         """Wait for the answers to these requests."""
@@ -95,12 +100,18 @@ class Scorer:
         self._arrived = [message for message in self._arrived if not isinstance(message, ScorerLoad)]
         return self.next(ScorerLoad)
 
-    def wait_for_no_process_with(self, marker: str, *, within_s: float = 10.0) -> None:
+    def wait_for_no_process_with(self, marker: str, *, within_s: float = PATIENCE_S) -> None:
         """Wait until no process has `marker` in its command line or environment."""
         end = time.monotonic() + within_s
         while found := processes_with(marker):
             assert time.monotonic() < end, f"still there after {within_s} s: {found}"
             time.sleep(0.02)
+
+    def _receive(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            for name, message in self._loop.run_until_complete(asyncio.wait_for(self._hub.receive(), timeout_s)):
+                assert name == "scorer-3"
+                self._arrived.append(message)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -168,12 +179,12 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Iterator[Callable[..., Scorer]]:
     """Start a scorer process with these reward functions: names in `example_rewards.py` or whole references, with a weight or settings."""
     started: list[Scorer] = []
 
-    def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 1.0, environment: str = "") -> Scorer:
+    def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 20.0, environment: str = "") -> Scorer:
         run_folder = tmp_path_factory.mktemp("run")
         make_keys(run_folder, PEERS)
         config = {

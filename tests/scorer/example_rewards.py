@@ -46,16 +46,15 @@ def _hang(columns: dict[str, Any]) -> float:
 
 
 def _leave_children_and_hang(columns: dict[str, Any]) -> float:
-    """A child in the process group, one in a session of its own, and a daemon forked twice; all carry the marker."""
+    """A child in the process group, one in a session of its own, and a daemon forked twice; all carry the marker, `started` names them."""
     sleep = [sys.executable, "-c", f"import time; time.sleep(1000) # {columns['marker']}"]
-    subprocess.Popen(sleep)
-    subprocess.Popen(sleep, start_new_session=True)
+    children = [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
     if os.fork() == 0:
         os.setsid()
-        if os.fork() == 0:
+        if (daemon := os.fork()) == 0:
             os.execv(sleep[0], sleep)
+        Path(columns["started"]).write_text(" ".join(map(str, [*children, daemon])))
         os._exit(0)
-    Path(columns["started"]).touch()
     return _hang(columns)
 
 
@@ -69,9 +68,11 @@ def _sleep(columns: dict[str, Any]) -> float:
     return columns["seconds"]
 
 
-def _die(columns: dict[str, Any]) -> float:
-    time.sleep(columns.get("seconds", 0.0))
-    os._exit(3)
+def _wait(columns: dict[str, Any]) -> float:
+    """Go on once the file is there that the row names, if any."""
+    while "until" in columns and not Path(columns["until"]).exists():
+        time.sleep(0.01)
+    return 1.0
 
 
 def _fail(columns: dict[str, Any]) -> float:
@@ -121,22 +122,21 @@ def _fork(columns: dict[str, Any]) -> float:
 
 
 def _start_daemon(columns: dict[str, Any]) -> float:
-    """Leave a process that is no child of this one, and go on for a while."""
+    """Leave a process that is no child of this one, and go on until told."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep(1000) # {columns['marker']}"])
         os._exit(0)
     os.wait()
-    return _sleep(columns)
+    return _wait(columns)
 
 
 def _log(columns: dict[str, Any]) -> float:
     """Append one line to a file, so that a test can count the calls."""
     with open(columns["path"], "a") as file:
         file.write(f"{columns['line']}\n")
-    time.sleep(columns.get("seconds", 0.0))
-    return 1.0
+    return _wait(columns)
 
 
 _ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -146,9 +146,10 @@ _ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "daemon": _start_daemon,
     "fork": _fork,
     "sleep": _sleep,
+    "wait": _wait,
     "raise": _fail,
     "exit": lambda columns: sys.exit("leaving"),
-    "die": _die,
+    "die": lambda columns: os._exit(3),
     "crash": lambda columns: os.kill(os.getpid(), 11),
     "none": lambda columns: None,
     "nan": lambda columns: math.nan,

@@ -25,11 +25,14 @@ DOUBLE = "def double(x):\n    return 2 * x\n"
         ("def double(x: return", 0.0),
         ("import sys; sys.exit(0)", 0.0),
         ("import os; os._exit(0)", 0.0),
-        ("while True: pass", 0.0),
     ],
 )
 def test_code_passes_where_its_tests_ran_to_their_end_without_an_exception(completion: str, reward: float) -> None:
-    assert passes_tests(completion, "assert double(3) == 6", timeout_s=2.0) == reward
+    assert passes_tests(completion, "assert double(3) == 6", timeout_s=20.0) == reward
+
+
+def test_code_that_never_ends_fails() -> None:
+    assert passes_tests("while True: pass", "", timeout_s=1.0) == 0.0
 
 
 def test_program_is_judged_by_its_output_outside_of_its_process() -> None:
@@ -51,8 +54,8 @@ def test_program_past_its_time_is_killed_with_everything_it_started() -> None:
     source = f"import os, sys, time\nfor _ in range(3):\n    if os.fork() == 0:\n        {child}\ntime.sleep(1000)"
     begin = time.monotonic()
     assert run_python(source, timeout_s=1.0).is_timeout
-    assert time.monotonic() - begin < 5.0
-    end = time.monotonic() + 5.0
+    assert time.monotonic() - begin < 30.0
+    end = time.monotonic() + 30.0
     while left := processes_with(marker):
         assert time.monotonic() < end, f"still there: {left}"
         time.sleep(0.01)

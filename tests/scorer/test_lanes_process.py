@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.messages import GroupScored, Outcome, Scored, ScoreGroup, ScorerReady
+from pipelinerl.scorer.gate import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from tests.scorer.conftest import Scorer, descendants_of, score
 
 Start = Callable[..., Scorer]
@@ -56,7 +57,8 @@ class Endpoint:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        # `shutdown` waits for the server to look, twice a second by default.
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ def endpoint() -> Iterator[Endpoint]:
 @pytest.fixture(scope="module")
 def builtins(start_scorer: Start) -> Scorer:
     names = ("exact_match", "math", "json_schema", "code")
-    scorer = start_scorer({f"{BUILTIN}:{name}": 1.0 for name in names}, deadline_s=20.0)
+    scorer = start_scorer({f"{BUILTIN}:{name}": 1.0 for name in names})
     scorer.next(ScorerReady)
     return scorer
 
@@ -93,8 +95,8 @@ def judged(start_scorer: Start, endpoint: Endpoint, tmp_path_factory: pytest.Tem
     """A rule, and a judge with two calls at once and two retries."""
     key = tmp_path_factory.mktemp("keys") / "judge"
     key.write_text("judge-key\n")
-    options = {"url": endpoint.url, "model": "m", "timeout_s": 5.0, "key_file": str(key)}
-    judge = {"weight": 2.0, "concurrency": 2, "retries": 2, "deadline_s": 3.0, "options": options}
+    options = {"url": endpoint.url, "model": "m", "timeout_s": 15.0, "key_file": str(key)}
+    judge = {"weight": 2.0, "concurrency": 2, "retries": 2, "options": options}
     scorer = start_scorer({"nothing": 1.0, f"{BUILTIN}:judge": judge})
     scorer.next(ScorerReady)
     return scorer
@@ -150,83 +152,108 @@ def test_judge_without_a_verdict_is_an_error_after_its_tries_and_never_a_score(
 
 
 def test_judge_that_is_down_makes_requests_wait_and_costs_a_handful_of_calls(judged: Scorer, endpoint: Endpoint) -> None:
-    endpoint.reply = lambda body: (503, "down")
-    begin = len(endpoint.requests)
+    """Refused in pairs, as two calls run at once, so that the last is on its way when the breaker opens: the one after it is the probe."""
+    begin, num_refused = len(endpoint.requests), FAILURES_TO_OPEN + 1
+    pair = threading.Barrier(2)
+
+    def reply(body: dict[str, Any]) -> tuple[int, str]:
+        if len(endpoint.requests) - begin > num_refused:
+            return 200, "SCORE: 3"
+        pair.wait(20)
+        return 503, "down"
+
+    endpoint.reply = reply
     names = [f"d{index}" for index in range(30)]
     for name in names:
         judged.send(score(name, "abc"))
-    end = time.monotonic() + 20
-    while judged.new_load().functions["judge"].breaker == "closed":
-        assert time.monotonic() < end
-    time.sleep(1.0)
-    while_down = len(endpoint.requests) - begin
-    assert while_down < 15, "the breaker keeps the others waiting"
-    endpoint.reply = lambda body: (200, "SCORE: 3")
     answers = judged.scored(*names)
     assert [answer.outcome for answer in answers.values()] == [Outcome.OK] * 30, "waiting is no failure"
+    last_refused, probe = (endpoint.requests[begin + number][0] for number in (num_refused - 1, num_refused))
+    assert probe - last_refused >= FIRST_PAUSE_S, "the breaker keeps the others waiting"
     assert judged.new_load().functions["judge"].breaker == "closed"
 
 
-def test_rate_is_kept(start_scorer: Start, tmp_path: Path) -> None:
-    scorer = start_scorer({"act": {"per_s": 10.0}})
-    scorer.next(ScorerReady)
-    names = [f"s{index}" for index in range(11)]
-    begin = time.monotonic()
-    for name in names:
-        scorer.send(score(name, "one"))
-    scorer.scored(*names)
-    assert time.monotonic() - begin >= 1.0, "11 calls at 10 per second begin over 1 s"
-
-
-def test_hanging_call_of_a_lane_holds_up_no_other_lane_and_its_deadline_is_its_own(start_scorer: Start) -> None:
-    scorer = start_scorer({"nothing": 1.0, "act": {"deadline_s": 1.0, "concurrency": 1}}, slots=1, deadline_s=60.0)
-    scorer.next(ScorerReady)
-    answer = scorer.ask("hang")
-    assert (answer.outcome, answer.error) == (Outcome.TIMEOUT, "act did not return within 1 s; its process was killed")
-    assert scorer.ask("one").reward == 3.0 + 1.0
-
-
-def test_judge_and_code_outlive_their_workers_and_a_hang(start_scorer: Start, endpoint: Endpoint) -> None:
-    """Both workers are killed inside a call, which is tried again; then the judge never answers, which is no score either."""
-    limits = {"concurrency": 1, "retries": 1, "deadline_s": 1.5}
+def test_judge_and_code_outlive_their_workers(start_scorer: Start, endpoint: Endpoint) -> None:
+    """Both workers are killed inside a call, which is tried again; the program goes on once there is a file beside it."""
+    limits = {"concurrency": 1, "retries": 1}
     judge = limits | {"options": {"url": endpoint.url, "model": "m"}}
-    scorer = start_scorer({f"{BUILTIN}:judge": judge, f"{BUILTIN}:code": limits})
+    scorer = start_scorer({f"{BUILTIN}:judge": judge, f"{BUILTIN}:code": limits | {"options": {"timeout_s": 20.0}}})
     scorer.next(ScorerReady)
     is_asked, may_answer = threading.Event(), threading.Event()
-    endpoint.reply = lambda body: (is_asked.set(), may_answer.wait(10), (200, "SCORE: 7"))[2]
-    scorer.send(score("killed", "import time; time.sleep(0.5)", tests="pass"))
+    endpoint.reply = lambda body: (is_asked.set(), may_answer.wait(20), (200, "SCORE: 7"))[2]
+
+    def programs() -> set[Path]:
+        return set(scorer.scratch.glob("*/*/code-*/program.py"))
+
+    waits = "import os, time; all(time.sleep(0.01) is None for _ in iter(lambda: os.path.exists('go'), True))"
+    scorer.send(score("killed", waits, tests="pass"))
     assert is_asked.wait(20)
+    scorer.wait_until(lambda: bool(programs()), what="the code runs")
+    killed = programs()
     _, *workers = descendants_of(scorer.process.pid)[:3]  # the fork server comes first
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     may_answer.set()
+    scorer.wait_until(lambda: bool(programs() - killed), what="the code runs again")
+    (again,) = programs() - killed
+    again.with_name("go").touch()
     answer = scorer.scored("killed")["killed"]
     assert (answer.outcome, answer.components) == (Outcome.OK, {"judge": 0.7, "code": 1.0}), answer.error
     functions = scorer.new_load().functions
     assert {name: functions[name].num_failed for name in functions} == {"judge": {"error": 1}, "code": {"error": 1}}
-    may_answer.clear()
-    answer = scorer.ask("pass", tests="pass")
-    assert (answer.outcome, answer.reward) == (Outcome.TIMEOUT, None)
-    assert answer.error == "judge did not return within 1.5 s; its process was killed"
-    may_answer.set()
 
 
-def group(*completions: str, **columns: Any) -> ScoreGroup:
-    return ScoreGroup(group_id=7, members=tuple(score(f"r{index}", text, **columns) for index, text in enumerate(completions)))
-
-
-def test_function_per_group_compares_siblings_and_one_per_sample_never_sees_them(start_scorer: Start) -> None:
-    scorer = start_scorer({"nothing": 1.0, "rank": {"per": "group", "weight": 2.0}})
+def test_judge_that_never_answers_is_a_timeout_and_no_score(start_scorer: Start, endpoint: Endpoint) -> None:
+    options = {"url": endpoint.url, "model": "m"}
+    scorer = start_scorer({"nothing": 1.0, f"{BUILTIN}:judge": {"retries": 1, "deadline_s": 0.5, "options": options}})
     scorer.next(ScorerReady)
-    assert scorer.ask("abc").components == {"nothing": 3.0}
-    scorer.send(group("a", "ccc", "bb"))
-    answer = scorer.next(GroupScored)
+    may_answer = threading.Event()
+    endpoint.reply = lambda body: (may_answer.wait(30), (200, "SCORE: 7"))[1]
+    answer = scorer.ask("pass")
+    may_answer.set()
+    assert (answer.outcome, answer.reward) == (Outcome.TIMEOUT, None)
+    assert answer.error == "judge did not return within 0.5 s; its process was killed"
+
+
+def group(*completions: str, group_id: int = 7) -> ScoreGroup:
+    return ScoreGroup(group_id=group_id, members=tuple(score(f"r{index}", text) for index, text in enumerate(completions)))
+
+
+@pytest.fixture(scope="module")
+def ranked(start_scorer: Start) -> Scorer:
+    """A function per sample, and one per group with a rate and a deadline of its own."""
+    scorer = start_scorer({"nothing": 1.0, "rank": {"per": "group", "weight": 2.0, "per_s": 10.0, "deadline_s": 3.0}}, slots=1)
+    scorer.next(ScorerReady)
+    return scorer
+
+
+def test_function_per_group_compares_siblings_and_one_per_sample_never_sees_them(ranked: Scorer) -> None:
+    assert ranked.ask("abc").components == {"nothing": 3.0}
+    ranked.send(group("a", "ccc", "bb"))
+    answer = ranked.next(GroupScored)
     assert (answer.group_id, answer.outcome) == (7, Outcome.OK)
     assert answer.components == ({"rank": 0.0}, {"rank": 2.0}, {"rank": 1.0})
     assert answer.rewards == (0.0, 4.0, 2.0)
-    scorer.send(group("a", "hang"))
-    answer = scorer.next(GroupScored)
-    assert (answer.outcome, answer.rewards) == (Outcome.TIMEOUT, ())
-    scorer.send(group("raise", "b"))
-    assert scorer.next(GroupScored).error == "rank raised ValueError: no order"
-    assert not [message for message in scorer._arrived if isinstance(message, Scored)]
+    ranked.send(group("raise", "b"))
+    assert ranked.next(GroupScored).error == "rank raised ValueError: no order"
+    assert not [message for message in ranked._arrived if isinstance(message, Scored)]
+
+
+def test_rate_is_kept(ranked: Scorer) -> None:
+    begin = time.monotonic()
+    for number in range(11):
+        ranked.send(group("a", "b", group_id=number))
+    assert {ranked.next(GroupScored).outcome for _ in range(11)} == {Outcome.OK}
+    assert time.monotonic() - begin >= 1.0, "11 calls at 10 per second begin over 1 s"
+
+
+def test_hanging_call_of_a_lane_holds_up_no_other_lane_and_its_deadline_is_its_own(ranked: Scorer) -> None:
+    ranked.send(group("a", "hang"))
+    assert ranked.ask("abc").reward == 3.0
+    assert not [message for message in ranked._arrived if isinstance(message, GroupScored)], "it hangs on"
+    answer = ranked.next(GroupScored)
+    assert (answer.outcome, answer.rewards, answer.error) == (
+        Outcome.TIMEOUT,
+        (),
+        "rank did not return within 3 s; its process was killed",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -25,12 +26,16 @@ def endpoint() -> Iterator[Endpoint]:
     made.close()
 
 
+def scorer_at(endpoint: Endpoint, *, deadline_s: float) -> contextlib.closing[JudgeScorer]:
+    judge = {"url": endpoint.url, "model": "judge", "extra": {"seed": 7}}
+    return contextlib.closing(JudgeScorer(PrmSection.model_validate({"judge": judge, "deadline_s": deadline_s})))
+
+
 @pytest.fixture
 def scorer(endpoint: Endpoint) -> Iterator[JudgeScorer]:
-    judge = {"url": endpoint.url, "model": "judge", "extra": {"seed": 7}}
-    made = JudgeScorer(PrmSection.model_validate({"judge": judge, "deadline_s": 1.0}))
-    yield made
-    made.close()
+    """Its tries have 20 s each: a slow machine must not make one more of them."""
+    with scorer_at(endpoint, deadline_s=20.0 * (NUM_TRIES + 1)) as made:
+        yield made
 
 
 def trace_in(scorer: JudgeScorer, name: str = "r") -> Trace:
@@ -91,7 +96,7 @@ def test_step_without_a_verdict_is_asked_again_and_then_fails_by_name(endpoint: 
     assert scorer.cost.num_requests == 6
 
 
-def test_judge_that_hangs_costs_its_tries_and_no_more(endpoint: Endpoint, scorer: JudgeScorer) -> None:
+def test_judge_that_hangs_costs_its_tries_and_no_more(endpoint: Endpoint) -> None:
     released = threading.Event()
 
     def reply(body: dict[str, Any]) -> tuple[int, str]:
@@ -99,9 +104,10 @@ def test_judge_that_hangs_costs_its_tries_and_no_more(endpoint: Endpoint, scorer
         return 200, "SCORE: 1"
 
     endpoint.reply = reply
-    trace = trace_in(scorer)
-    trace.feed([ord("x")], is_last=True)
-    (found,) = scorer.score([trace])
+    with scorer_at(endpoint, deadline_s=1.0) as scorer:
+        trace = trace_in(scorer)
+        trace.feed([ord("x")], is_last=True)
+        (found,) = scorer.score([trace])
     released.set()
     assert found.outcome is Outcome.ERROR
     assert "could not be asked: ReadTimeout" in found.error

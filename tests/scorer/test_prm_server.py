@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -17,12 +18,24 @@ from pipelinerl.messages import Cancel, FromScorer, Outcome, PrmLoad, PrmReady, 
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.prm import PrmScorer
 from pipelinerl.scorer.prm_server import PrmServer, convention_of
+from pipelinerl.transport.base import Link
 from pipelinerl.transport.curve import make_keys
+from pipelinerl.transport.memory import MemoryHub
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
 from tests.scorer.test_prm import ENDS, POLICY, ByHand, by_words, trace
 
 SECTION = PrmSection(convention="sigmoid-head", tag="#", max_steps=50)  # pyright: ignore[reportCallIssue]
+
+
+def serving(engine: ByHand, link: Link, journal: Journal) -> PrmServer:
+    scorer = PrmScorer(engine, convention=convention_of(SECTION), version="v1")
+    return PrmServer(scorer, SECTION, decode=by_words, link=link, journal=journal, prm_id=1)
+
+
+def tokens(rollout_id: str, start: int, token_ids: list[int], *, is_last: bool = False, attempt: int = 1) -> TraceTokens:
+    ids, prompt = np.array(token_ids, np.int32), None if start else np.array([6], np.int32)
+    return TraceTokens(rollout_id=rollout_id, attempt=attempt, start=start, token_ids=ids, is_last=is_last, prompt_token_ids=prompt)
 
 
 class Asked:
@@ -35,15 +48,11 @@ class Asked:
         link = ZmqLink(folder, "scorer", 1, accepts=ToScorer)
         self._link = link
         self._journal = Journal(folder, "scorer-1")
-        scorer = PrmScorer(engine, convention=convention_of(SECTION), version="v1")
-        server = PrmServer(scorer, SECTION, decode=by_words, link=link, journal=self._journal, prm_id=1)
-        self._thread = threading.Thread(target=server.run)
+        self._thread = threading.Thread(target=serving(engine, link, self._journal).run)
         self._thread.start()
 
     def send(self, rollout_id: str, start: int, token_ids: list[int], *, is_last: bool = False, attempt: int = 1) -> None:
-        ids, prompt = np.array(token_ids, np.int32), None if start else np.array([6], np.int32)
-        message = TraceTokens(rollout_id=rollout_id, attempt=attempt, start=start, token_ids=ids, is_last=is_last, prompt_token_ids=prompt)
-        self._hub.send("scorer-1", message)
+        self._hub.send("scorer-1", tokens(rollout_id, start, token_ids, is_last=is_last, attempt=attempt))
 
     def tell(self, message: Cancel | Stop) -> None:
         self._hub.send("scorer-1", message)
@@ -106,30 +115,31 @@ def test_chunks_give_the_scores_of_the_whole_and_every_token_is_answered_for(tmp
 
 
 def test_traces_that_came_meanwhile_go_through_the_model_as_one_batch(tmp_path: Path) -> None:
-    engine = ByHand()
-    first = threading.Event()
-    rows = engine.rows
+    """Over the transport in memory, where what was sent is there at once: six traces, and the end, come while the first is scored."""
 
-    def slow(requests: Any, **options: Any) -> Any:
-        first.wait(10)
-        return rows(requests, **options)
+    async def main() -> None:
+        engine, hub = ByHand(), MemoryHub(accepts=FromScorer)
+        rows = engine.rows
 
-    engine.rows = slow
+        def slow(requests: Any, **options: Any) -> Any:
+            if not engine.batches:
+                for name in "123456":
+                    hub.send("scorer-1", tokens(name, 0, POLICY, is_last=True))
+                hub.send("scorer-1", Stop(reason="the test is over"))
+            return rows(requests, **options)
 
-    async def program(asked: Asked) -> None:
-        asked.send("0", 0, POLICY, is_last=True)
-        await asyncio.sleep(0.3)
-        for name in "123456":
-            asked.send(name, 0, POLICY, is_last=True)
-        await asyncio.sleep(0.3)
-        first.set()
-        answers = [await asked.next(StepsScored) for _ in range(7)]
-        assert {one.rollout_id for one in answers} == set("0123456")
+        engine.rows = slow
+        link = hub.connect("scorer-1", accepts=ToScorer)
+        hub.send("scorer-1", tokens("0", 0, POLICY, is_last=True))
+        with contextlib.closing(Journal(tmp_path, "scorer-1")) as journal:
+            serving(engine, link, journal).run()
+        answers = [message for _, message in await hub.receive() if isinstance(message, StepsScored)]
+        hub.close()
+        assert sorted(one.rollout_id for one in answers) == list("0123456")
         assert all(one.scores == pytest.approx(whole_scores()) for one in answers)
-        assert engine.batches[0] == 1
-        assert 6 in engine.batches
+        assert engine.batches[:2] == [1, 6]
 
-    with_server(tmp_path, engine, program)
+    asyncio.run(main())
 
 
 def test_a_trace_begun_anew_or_withdrawn_starts_from_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pipelinerl.scorer.prm import Convention, PrmScorer, Reading, StepScore, Tra
 from pipelinerl.scorer.steps import Splitter
 from tests.tiny_models import make_prm
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(300)]
 CONVENTION = Convention(tag="#", reading=Reading.SOFTMAX, good=1, bad=0)
 STEPS = [f"step {index}: {'x' * length}" for index, length in enumerate((5, 15, 16, 17, 31, 32, 33, 60, 1, 90))]
 TEXT = "\n\n".join(STEPS)

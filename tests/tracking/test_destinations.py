@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,14 @@ def send(run_folder: Path, name: str, **environment: str) -> subprocess.Complete
     )
 
 
+def wait_for_file(run_folder: Path, pattern: str) -> None:
+    """Longer than for other files: W&B and TensorBoard are imported first, which takes a busy machine most of a minute."""
+    end = time.monotonic() + 90
+    while not list(run_folder.glob(pattern)):
+        assert time.monotonic() < end, f"waited 90 s for {pattern}"
+        time.sleep(0.01)
+
+
 def steps_of(run_folder: Path) -> list[int]:
     return [row["progress/step"] for row in history(run_folder) if "reward/all/mean" in row]
 
@@ -102,7 +111,7 @@ def test_a_writer_killed_in_the_middle_is_followed_by_one_that_goes_on_in_the_sa
     first = start(run_folder, "wandb")
     started.append(first)
     state = run_folder / "tracking" / "wandb.json"
-    wait_until(lambda: bool(list(run_folder.glob("tracking/wandb/offline-run-*/*.wandb"))), what="W&B began to write")
+    wait_for_file(run_folder, "tracking/wandb/offline-run-*/*.wandb")
     name = json.loads(state.read_text())["id"]
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
@@ -117,7 +126,7 @@ def test_a_writer_killed_in_the_middle_is_followed_by_one_that_goes_on_in_the_sa
 @pytest.mark.usefixtures("journal")
 def test_a_run_has_one_writer(run_folder: Path, started: list[subprocess.Popen[str]]) -> None:
     started.append(start(run_folder, "tensorboard"))
-    wait_until(lambda: bool(list(run_folder.glob("tensorboard/*"))), what="TensorBoard began to write")
+    wait_for_file(run_folder, "tensorboard/*")
     second = send(run_folder, "tensorboard")
     assert second.returncode != 0
     assert "a run has one writer" in second.stderr

@@ -69,7 +69,7 @@ def _run(start: Start, run_folder: Path, config: Config, **options: Any) -> Cond
         hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
         try:
             conductor = Conductor(hub, config.model.path, config.trainer.steps, **options)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(110):  # torchrun imports torch twice; the limit of a test would end it without a word
                 served, trained = await asyncio.gather(conductor.run(), start(config, run_folder), return_exceptions=True)
         finally:
             hub.close()
@@ -198,35 +198,45 @@ def test_a_layout_of_another_model_ends_the_run_and_reaches_the_orchestrator(fol
 
 
 def test_a_silent_orchestrator_is_named_with_what_was_awaited(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(PeerSilent, match=r"waited 0\.3 s for the orchestrator to send row 0 of step 1,"):
+    with pytest.raises(PeerSilent, match=r"waited 3 s for the orchestrator to send row 0 of step 1,"):
         _run(
-            _in_this_process, tmp_path, make_config(folders["qwen3"], silent_after_s=0.3), stop_after=0, silent_from_step=1, says_stop=False
+            _in_this_process, tmp_path, make_config(folders["qwen3"], silent_after_s=3.0), stop_after=0, silent_from_step=1, says_stop=False
         )
 
 
 def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines and rewards may take longer for a row than any limit on silence: acknowledgements are signs of life."""
+    """Engines and rewards may take longer for a row than any limit on silence: acknowledgements are signs of life.
+
+    A second feed, whose hub reads nothing, shows when the limit is over.
+    """
     monkeypatch.setattr("trainer.feed.ALIVE_EVERY_S", 0.1)
     monkeypatch.setattr("pipelinerl.transport.zmq.REMIND_EVERY_S", 0.1)
-    make_keys(tmp_path, PEERS)
+    ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
+
+    def hub_and_feed(run_folder: Path) -> tuple[ZmqHub, Feed]:
+        make_keys(run_folder, PEERS)
+        hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
+        return hub, Feed(lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=3.0)
 
     async def wait() -> None:
-        hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
-        ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
+        (living, heard), (deaf, unheard) = hub_and_feed(tmp_path / "living"), hub_and_feed(tmp_path / "deaf")
 
         async def listen() -> None:
             while True:
-                await hub.receive()
+                await living.receive()
 
         listening = asyncio.create_task(listen())
-        with Feed(lambda: ZmqLink(tmp_path, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=1.0) as feed:
-            taking = asyncio.create_task(asyncio.to_thread(feed.take))
-            done, _ = await asyncio.wait({taking}, timeout=3.0)
+        with heard, unheard:
+            taking = asyncio.create_task(asyncio.to_thread(heard.take))
+            with pytest.raises(PeerSilent, match=r"waited 3 s for the orchestrator to send row 0 of step 0, and its process gave no sign"):
+                await asyncio.wait_for(asyncio.to_thread(unheard.take), 20)
+            done, _ = await asyncio.wait({taking}, timeout=0.3)  # a little longer than the other waited
             assert not done, taking.exception()
-            listening.cancel()
-            with pytest.raises(PeerSilent, match=r"waited 1 s for the orchestrator to send row 0 of step 0, and its process gave no sign"):
-                await asyncio.wait_for(taking, 20)
-        hub.close()
+            heard.wake()
+            await taking
+        listening.cancel()
+        living.close()
+        deaf.close()
 
     asyncio.run(wait())
 

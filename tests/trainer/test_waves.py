@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,16 @@ def _with_waves(run_folder: Path, *, lay_out: Callable[[MicroBatch], Row | None]
 
 def test_rows_are_laid_out_while_the_loop_computes_and_no_further_than_is_held(tmp_path: Path) -> None:
     laid_out: list[int] = []
+    all_held = threading.Event()
 
     def lay_out(batch: MicroBatch) -> None:
         laid_out.append(batch.index)
+        if len(laid_out) == 2 + READY_AHEAD:
+            all_held.set()
 
     def loop(waves: Waves) -> list[int]:
         waves.take()
-        deadline = 200
-        while len(laid_out) < 2 + READY_AHEAD and deadline:  # the loop takes nothing meanwhile
-            deadline -= 1
-            waves._thread.join(0.02)
+        assert all_held.wait(20), "the loop takes nothing meanwhile"
         waves._thread.join(0.3)  # long enough for many more
         return list(laid_out)
 

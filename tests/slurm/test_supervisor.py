@@ -1,0 +1,29 @@
+"""The supervisor of a node, without Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from pipelinerl.config_file import parse
+from pipelinerl.slurm.submit import prepare
+from tests.processes import PATIENCE_S, program
+
+LEAVES = """
+    import asyncio, os, pathlib, signal, sys, time
+    from pipelinerl.slurm.__main__ import Supervisor
+    supervisor = Supervisor(pathlib.Path(folder), attempt=0, node=1)
+    pathlib.Path(folder, "logs", "attempt-0").mkdir(parents=True)
+    code = asyncio.run(supervisor._leave(75, until=time.time() + 60))
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(code)
+"""
+
+
+def test_a_node_that_has_told_how_it_ended_is_not_ended_by_the_exit_of_the_first(tmp_path: Path):
+    """srun ends every task when the first node exits with the verdict; a task it ended would make the job's code its own, and end the run."""
+    tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}], "slurm": {"engine_nodes": 1}}
+    run_folder = prepare(parse(tree | {"run": {"folder": str(tmp_path)}}, origin="test")).parent
+    ended = subprocess.run(program(LEAVES, folder=run_folder), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (run_folder / "logs" / "attempt-0" / "node-1.code").read_text() == "75\n"
