@@ -21,7 +21,7 @@ LEAVES = """
 
 
 def test_a_node_that_has_told_how_it_ended_is_not_ended_by_the_exit_of_the_first(tmp_path: Path):
-    """srun ends every task when the first node exits with the verdict; a task it ended would make the job's code its own, and end the run."""
+    """srun ends every task when the first node exits with the verdict; the code of one that it ended would become the job's."""
     tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}], "slurm": {"engine_nodes": 1}}
     run_folder = prepare(parse(tree | {"run": {"folder": str(tmp_path)}}, origin="test")).parent
     ended = subprocess.run(program(LEAVES, folder=run_folder), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
