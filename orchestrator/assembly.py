@@ -383,6 +383,7 @@ class Assembly:
             num_steps=self._config.trainer.steps,
             num_booked=lambda: self.delivery.num_booked,
             prm=self._prm_gauges,
+            environment=self._environment_gauges,
         )
 
     # --- what is made for one part alone ---
@@ -457,6 +458,10 @@ class Assembly:
             *(("num_flagged", "num_stopped", "num_saved_tokens") if self._config.prm.stop.below is not None else ()),
         )
         return msgspec.structs.asdict(self.prm.load) | {name: getattr(self._following, name) for name in names}
+
+    def _environment_gauges(self) -> dict[str, Any] | None:
+        replying = self._replying
+        return None if replying is None else {"num_between": replying.num_between, "num_replies": replying.num_replies}
 
     # --- an earlier life of the run ---
 

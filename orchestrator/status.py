@@ -43,8 +43,9 @@ class Status:
         num_steps: int,
         num_booked: Callable[[], int],
         prm: Callable[[], dict[str, Any] | None] = lambda: None,
+        environment: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """`num_booked()` tells how many steps are done, `prm()` the gauges of the process reward model, None where there is none."""
+        """`num_booked()` tells how many steps are done; `prm()` and `environment()` the gauges of these, None where there is none."""
         self._journal = journal
         self._ledger = ledger
         self._admission = admission
@@ -57,6 +58,7 @@ class Status:
         self._num_steps = num_steps
         self._num_booked = num_booked
         self._prm = prm
+        self._environment = environment
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -85,6 +87,7 @@ class Status:
             "engines": [_plain(engine.load) for engine in self._engines if engine.load],
             "scorers": [_plain(scorer.load) for scorer in self._scorers if scorer.load],
             "prm": self._prm(),
+            "environment": self._environment(),
             "queues": {
                 channel.name: {
                     "items": len(channel),

@@ -110,6 +110,7 @@ def render(state: RunState) -> RenderableType:
         ("trainer", _gauge(state.trainer_wait_fraction, "waited for a batch")),
         ("engines", _engines(state)),
         *([("steps", _steps(state.status.prm))] if state.status and state.status.prm else []),
+        *([("turns", _turns(state.status.environment))] if state.status and state.status.environment else []),
         ("rollouts", Text(identity_words(state))),
         ("queues", _queues(state)),
     ):
@@ -213,6 +214,12 @@ def _steps(prm: Mapping[str, float]) -> RenderableType:
     return Text(
         f"{units.whole(prm.get('num_steps', 0))} scored by the process reward model   {cost}   {waiting} tokens wait for it{stopped}"
     )
+
+
+def _turns(environment: Mapping[str, float]) -> RenderableType:
+    """What the environment has replied to, and who waits for it."""
+    replies, between = (units.whole(environment.get(name, 0)) for name in ("num_replies", "num_between"))
+    return Text(f"{replies} replied to by the environment   {between} rollouts between two turns")
 
 
 def _engines(state: RunState) -> RenderableType:

@@ -5,7 +5,7 @@ Live view, report and trackers read the journals; nothing else has to be up. Eve
 | kind | written by | fields |
 | --- | --- | --- |
 | `run` | orchestrator, once | `config` (resolved), `derived` |
-| `status` | orchestrator, twice a second | gauges of the moment, see `orchestrator.pipeline` |
+| `status` | orchestrator, twice a second | gauges of the moment, see `orchestrator.status` |
 | `step` | orchestrator, per optimizer step | `step`, `reward_mean`, ..., `staleness` (tokens by versions of age), `trainer` (its metrics) |
 | `swap` | orchestrator, per engine and version | `engine_id`, `version`, `pause_s`, `stage_s`, `num_running` |
 | `sample` | orchestrator, some of a step | `step`, `prompt`, `token_ids`, `versions`, `reward`, see `orchestrator.shown` |

@@ -231,6 +231,8 @@ def test_a_failure_from_before_a_resume_is_old(tmp_path: Path) -> None:
 
 def test_a_process_reward_model_shows_what_it_costs_and_what_waits_for_it() -> None:
     prm = {"num_taken": 1000, "num_computed": 1100, "num_asked": 5500, "num_steps": 90, "num_waiting_tokens": 12}
+    environment = {"num_between": 7, "num_replies": 1234}
+    assert "1,234 replied to by the environment   7 rollouts between two turns" in _drawn([_run(), _status(10.0, environment=environment)])
     drawn = _drawn([_run(), _status(10.0, prm=prm)], width=160)
     assert "90 scored by the process reward model   1.10 of its tokens for each of the policy's, 5.50 without a cache   12 tokens" in drawn
     stops = {"num_flagged": 50, "num_stopped": 40, "num_saved_tokens": 1200.4}

@@ -39,6 +39,10 @@ class Replying:
     name = "replying"
 
     def __init__(self, *, asking: Asking, ledger: Ledger, watch: Watch, max_tokens: int, max_turns: int, queue_bytes: int) -> None:
+        self.num_between = 0
+        """Rollouts between two turns: no engine has them."""
+        self.num_replies = 0
+        """Since this orchestrator started."""
         self._asking = asking
         self._ledger = ledger
         self._max_tokens = max_tokens
@@ -69,9 +73,12 @@ class Replying:
 
     def ask(self, rollout: Rollout, *, engine_id: int, then: Then) -> None:
         """Have the environment reply to the last turn of an episode that is not over: then `then` is called, once."""
+        self.num_between += 1
         self._turns.put_now(_Turn(rollout=rollout, engine_id=engine_id, then=then))  # bounded by admission
 
     def _take(self, turn: _Turn, replied: Replied) -> None:
+        self.num_between -= 1
+        self.num_replies += 1
         if replied.outcome is not Outcome.OK:
             reason = f"{replied.outcome}: {replied.error}"
         else:

@@ -97,6 +97,8 @@ class StatusRow:
     scorers: tuple[ScorerGauge, ...] = ()
     prm: dict[str, float] = dataclasses.field(default_factory=dict)
     """Gauges of the process reward model; empty in a run without one."""
+    environment: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The same of an environment."""
     queues: dict[str, QueueGauge] = dataclasses.field(default_factory=dict)
 
 
@@ -219,6 +221,7 @@ def status_row(line: Line) -> StatusRow:
         engines=tuple(EngineGauge(**_scalars(EngineGauge, entry)) for entry in _list(line, "engines") if "engine_id" in entry),
         scorers=tuple(ScorerGauge(**_scalars(ScorerGauge, entry)) for entry in _list(line, "scorers") if "scorer_id" in entry),
         prm=numbers(line.get("prm")),
+        environment=numbers(line.get("environment")),
         queues={name: QueueGauge(**_scalars(QueueGauge, entry)) for name, entry in queues.items()},
     )
 

@@ -77,6 +77,7 @@ class Snapshot:
             "engines": self._engines(status),
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
             "prm": status.prm,
+            "environment": status.environment,
             "curves": self._curves(),
             "samples": [_sample(sample) for sample in reversed(self._samples)],
         }

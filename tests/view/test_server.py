@@ -99,6 +99,7 @@ def test_a_real_browser_draws_the_run_and_runs_nothing_that_a_sample_says(run_fo
     for stage in ("prompts", "dispatch", "scoring", "batching", "delivery", "trainer"):
         assert f">{stage}</text>" in drawn
     assert ">following</text>" not in drawn
+    assert ">replying</text>" not in drawn
     assert ">comparing</text>" not in drawn
     assert drawn.count("<polyline") >= 7
     assert "&lt;img src=x" in drawn
@@ -121,6 +122,7 @@ def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Pa
             {"stage": "comparing", "what": "followed", "seconds": 2.5},
         ],
         "prm": {"num_steps": 321, "num_waiting_tokens": 45, "num_stopped": 6},
+        "environment": {"num_between": 17, "num_replies": 1234},
     }
     with open(run_folder / "journal" / "orchestrator.jsonl", "a") as file:
         for line in ({"t": 2e9, "kind": "run", "config": {}}, {"t": 2e9, "kind": "status", **status}):  # it goes on
@@ -148,6 +150,8 @@ def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Pa
         "process reward model",
         "321 steps, 6 stopped",
         "45 tokens wait",
+        "replying",
+        "17 between turns",
     ):
         assert f">{text}</text>" in drawn
 
