@@ -16,7 +16,7 @@ from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests.keys import PEERS
 from tests.trainer.conductor import Conductor, make_config
-from tests.trainer.ranks import be_rank, open_store
+from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.loop import train
 from trainer.parallel import Replicas
@@ -49,8 +49,7 @@ def _train(folder: Path, rows: list[Samples], replicas: Replicas, method: str) -
     return {"metrics": metrics, "weights": [parameter.detach() for parameter in model.parameters()]}
 
 
-def _run_rank(rank: int, folder: Path, port: int, method: str) -> None:
-    be_rank(rank, size=2, port=port)
+def _run_rank(rank: int, folder: Path, method: str) -> None:
     replicas = Replicas(ranks=2, deadline_s=60)
     samples = _samples()
     rows = [samples[:3], samples[3:8]] if rank == 0 else [samples[8:], []]
@@ -64,9 +63,7 @@ def _run_rank(rank: int, folder: Path, port: int, method: str) -> None:
 def test_two_replicas_train_as_one(folders: dict[str, Path], method: str) -> None:
     folder = folders["qwen3"]
     expected = _train(folder, [_samples()], Replicas(ranks=1, deadline_s=60), method)
-    # Forked, because importing torch and transformers twice more takes far longer than the test; with one thread each that is safe.
-    store = open_store()
-    torch.multiprocessing.start_processes(_run_rank, args=(folder, store.port, method), nprocs=2, start_method="fork")
+    Ranks(_run_rank, folder, method, size=2).join()
     for rank in range(2):
         got = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
         assert got["agreed"] == [True, False]
@@ -78,8 +75,7 @@ def test_two_replicas_train_as_one(folders: dict[str, Path], method: str) -> Non
         assert got["metrics"] == pytest.approx(metrics, rel=1e-4)
 
 
-def _run_trainer_rank(rank: int, run_folder: Path, port: int) -> None:
-    be_rank(rank, size=2, port=port)
+def _run_trainer_rank(rank: int, run_folder: Path) -> None:
     train(read_config(run_folder), run_folder)
 
 
@@ -102,8 +98,7 @@ def test_two_ranks_go_through_a_run_and_end_together(
     config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2, parallel=parallel)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     make_keys(tmp_path, PEERS)
-    store = open_store()
-    ranks = torch.multiprocessing.start_processes(_run_trainer_rank, args=(tmp_path, store.port), nprocs=2, join=False, start_method="fork")
+    ranks = Ranks(_run_trainer_rank, tmp_path, size=2)
 
     async def conduct() -> Conductor:
         hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
@@ -123,9 +118,7 @@ def test_two_ranks_go_through_a_run_and_end_together(
         return conductor
 
     conductor = asyncio.run(conduct())
-    assert ranks is not None
-    while not ranks.join(60):  # raises where a rank failed
-        pass
+    ranks.join()
     num_done = 2 if stop_after is None else 1
     assert [done.step for done in conductor.done] == list(range(num_done))
     assert [policy.version for policy in conductor.published] == list(range(1, num_done + 1))

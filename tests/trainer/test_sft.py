@@ -16,7 +16,7 @@ from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config
 from pipelinerl.demo.sort_digits import BEHAVIOURS, demonstrations, held_out_prompts, make_model, reward, train_prompts
 from pipelinerl.errors import ConfigError, DataError
-from tests.trainer.ranks import be_rank, open_store
+from tests.trainer.ranks import Ranks
 from trainer.demonstrations import Demonstrations
 from trainer.sft import main
 from trainer.supervised import SftProgress, train_sft
@@ -129,21 +129,14 @@ def test_two_ranks_fine_tune_as_one(demo_model: Path, tmp_path: Path, parallel: 
     alone = train_sft(config)
     trainer = config.trainer.model_copy(update={"ranks": 2, "parallel": config.trainer.parallel.model_copy(update=parallel)})
     sft = config.sft.model_copy(update={"output": tmp_path / "two"})
-    store = open_store()
-    torch.multiprocessing.start_processes(
-        _fine_tune_rank,
-        args=(config.model_copy(update={"trainer": trainer, "sft": sft}), store.port, tmp_path),
-        nprocs=2,
-        start_method="fork",
-    )
+    Ranks(_fine_tune_rank, config.model_copy(update={"trainer": trainer, "sft": sft}), tmp_path, size=2).join()
     for rank in range(2):
         assert json.loads((tmp_path / f"losses-{rank}.json").read_text()) == pytest.approx(alone.losses, rel=1e-5)
     for ours, theirs in zip(_weights(alone.folder), _weights(tmp_path / "two"), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
-def _fine_tune_rank(rank: int, config: Config, port: int, folder: Path) -> None:
-    be_rank(rank, size=2, port=port)
+def _fine_tune_rank(rank: int, config: Config, folder: Path) -> None:
     (folder / f"losses-{rank}.json").write_text(json.dumps(train_sft(config).losses))
 
 
