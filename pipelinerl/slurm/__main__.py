@@ -113,8 +113,9 @@ class Supervisor:
 
     async def _leave(self, code: int, *, until: float) -> int:
         """Tell how this node ended; on the first node, the worst of all: failed, then to be continued, then done."""
-        # The first node may exit as soon as it has read this, and srun then ends the others, whose code must not become the job's.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._node != 0:
+            # The first node may exit as soon as it has read this, and srun then ends the others, whose code must not become the job's.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (self._attempt_folder / f"node-{self._node}.code").write_text(f"{code}\n")
         if self._node != 0:
             return DONE

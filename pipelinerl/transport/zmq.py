@@ -362,7 +362,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
 class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     address: Annotated[str, msgspec.Meta(pattern=r"^tcp://[A-Za-z0-9.:\[\]_-]+:\d{1,5}$", max_length=300)]
     server_key: Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
-    last_word: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+    last_word: Annotated[bytes, msgspec.Meta(max_length=1 << 20)] = b""
     """An encoded message, once the orchestrator ends: whoever looks for it need not look on."""
 
 

@@ -149,6 +149,14 @@ class Cable:
         _shut(target)
 
 
+def laid_to(wire: ZmqWire) -> Cable:
+    """A cable that whoever connects from now on takes."""
+    cable = Cable(wire.hub.address)
+    endpoint = wire.folder / "endpoints" / "engine.json"
+    endpoint.write_text(endpoint.read_text().replace(wire.hub.address, cable.address))
+    return cable
+
+
 def _shut(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
@@ -161,9 +169,7 @@ def test_what_a_broken_connection_lost_comes_again_once_it_is_back(
     monkeypatch.setattr(exchange, "LOST_FOR_S", 60.0)
 
     async def program(wire: ZmqWire) -> None:
-        cable = Cable(wire.hub.address)
-        endpoint = wire.folder / "endpoints" / "engine.json"
-        endpoint.write_text(endpoint.read_text().replace(wire.hub.address, cable.address))
+        cable = laid_to(wire)
         (link,) = await connected(wire, 0)
         arrived: list[int] = []
         orders: list[Message] = []
@@ -203,9 +209,7 @@ def test_the_last_word_comes_also_where_the_connection_is_cut_and_then_the_hub_c
         monkeypatch.setattr(zmq_transport, name, seconds)
 
     async def program(wire: ZmqWire) -> None:
-        cable = Cable(wire.hub.address)
-        endpoint = wire.folder / "endpoints" / "engine.json"
-        endpoint.write_text(endpoint.read_text().replace(wire.hub.address, cable.address))
+        cable = laid_to(wire)
         (link,) = await connected(wire, 0)
         cable.cut()
         wire.hub.dismiss(Stop(reason="finished"))
@@ -224,9 +228,7 @@ def test_what_a_changed_byte_lost_comes_again(on_zmq: Callable[[Program], None],
         monkeypatch.setattr(zmq_transport, name, seconds)
 
     async def program(wire: ZmqWire) -> None:
-        cable = Cable(wire.hub.address)
-        endpoint = wire.folder / "endpoints" / "engine.json"
-        endpoint.write_text(endpoint.read_text().replace(wire.hub.address, cable.address))
+        cable = laid_to(wire)
         (link,) = await connected(wire, 0)
         arrived: list[int] = []
         orders: list[Message] = []
