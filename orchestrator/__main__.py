@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import os
 import signal
 from pathlib import Path
 
 from orchestrator.assembly import World
+from orchestrator.bounds import experts_of, vocabulary_of
 from orchestrator.credit import MethodCredit
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.sources import prompts_of
@@ -16,9 +18,13 @@ from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.interface import address_of
+from pipelinerl.lease import fence_of
+from pipelinerl.machine import cores_and_devices
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer
 from pipelinerl.metrics import Journal
 from pipelinerl.process import ask_to_replace, end_stuck, last_words, read_config
+from pipelinerl.stop_tokens import stop_tokens_of
+from pipelinerl.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.transport.zmq import ZmqHub
 from pipelinerl.watch import guarded
 
@@ -42,10 +48,15 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
         ZmqHub(run_folder, "trainer", accepts=FromTrainer, interface=address),
     ]
     journal = Journal(run_folder, "orchestrator")
-    ledger = Ledger(run_folder / "ledger.sqlite", keep_groups=config.run.record_groups)
+    ledger = Ledger(run_folder / "ledger.sqlite", keep_groups=config.run.record_groups, fence=fence_of(run_folder, os.environ))
     try:
-        journal.write("run", config=config.model_dump(mode="json"), derived=config.derived())
-        source, held_out = prompts_of(config)
+        journal.write("run", config=config.model_dump(mode="json"), derived=config.derived(), machine=cores_and_devices())
+        tokenizer = load_tokenizer(config.model.path)
+        source, held_out = prompts_of(config, encoder=TextEncoder(tokenizer, options=ChatOptions.of(config.data)))
+        stop_tokens = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
+        for sentence in (str(stop_tokens), *stop_tokens.warnings):
+            journal.write("choice", text=sentence)
+            print(sentence, flush=True)
         method = method_of(config)
         now_s = asyncio.get_running_loop().time
         credit = MethodCredit(
@@ -63,16 +74,20 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
                 trainer_hub=hubs[2],
                 source=source,
                 held_out=held_out,
+                stop_token_ids=stop_tokens.ids,
                 credit=credit,
                 step_rules=credit.step_rules(),
                 journal=journal,
                 ledger=ledger,
                 replace=functools.partial(ask_to_replace, run_folder),
+                vocabulary=vocabulary_of(config),
+                experts=experts_of(config),
             ),
         )
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, pipeline.stop, "stopped by a signal")
+        loop.add_signal_handler(signal.SIGINT, pipeline.stop, "stopped by a signal")
+        # A run that goes on soon, after a limit of time, say, need not be evaluated first.
+        loop.add_signal_handler(signal.SIGTERM, functools.partial(pipeline.stop, "stopped by a signal", evaluates=False))
         with guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, run_folder, "orchestrator")):
             return await pipeline.run()
     finally:

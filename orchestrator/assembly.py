@@ -7,8 +7,8 @@ the stages are joined, and runs them.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
-import functools
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -19,14 +19,17 @@ from orchestrator.channels import Channels, make_channels
 from orchestrator.evaluation import Evaluation
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
+from orchestrator.rules.announced import AnnouncedRule
 from orchestrator.rules.batch import BatchCut, Credit, StepRules, sampled_of
 from orchestrator.rules.concurrency import Concurrency
-from orchestrator.rules.curriculum import success_of
+from orchestrator.rules.curriculum import epoch_and_number, success_of
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.grouping import Grouping
+from orchestrator.rules.judged import JudgedRule
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
+from orchestrator.rules.sampled import Experts, SampledRule
 from orchestrator.stages.asking import Asking
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.comparing import Comparing
@@ -38,16 +41,20 @@ from orchestrator.stages.refresh import Refresh
 from orchestrator.stages.replying import Replying
 from orchestrator.stages.scoring import Scoring
 from orchestrator.state.engines import Engines
+from orchestrator.state.function_errors import FunctionErrors
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.peers import Peers
 from orchestrator.state.prm import Prm
 from orchestrator.state.scorers import Scorers
-from orchestrator.state.snapshot import read_snapshot, read_successes
+from orchestrator.state.snapshot import read_resting, read_snapshot, read_successes
 from orchestrator.status import Status
+from pipelinerl.alarms.rules import Alarms
 from pipelinerl.config import Config
-from pipelinerl.messages import EngineLoad, Group, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
+from pipelinerl.messages import EngineLoad, FunctionFailed, Group, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
 from pipelinerl.metrics import Journal
+from pipelinerl.mismatch import MismatchRule
 from pipelinerl.packing import Packing
+from pipelinerl.scorer.calls import component_names
 from pipelinerl.stages import Signal, Stage
 from pipelinerl.transport.base import Hub
 from pipelinerl.watch import Watch
@@ -67,12 +74,18 @@ class World:
     trainer_hub: Hub
     source: Source
     held_out: list[Prompt]
+    stop_token_ids: tuple[int, ...] = ()
+    """What ends a completion, in training and in evaluations, see `pipelinerl.stop_tokens`."""
     credit: Credit
     journal: Journal
     ledger: Ledger
     step_rules: StepRules | None = None
-    replace: Callable[[str, int], None] | None = None
+    replace: Callable[[str], None] | None = None
     """See `Peers`."""
+    vocabulary: int | None = None
+    """Tokens that the model knows; None: its folder does not say."""
+    experts: Experts | None = None
+    """Of a mixture whose routes travel; None: none do."""
 
 
 class Assembly:
@@ -81,7 +94,9 @@ class Assembly:
     def __init__(self, config: Config, world: World) -> None:
         self.started_s = asyncio.get_running_loop().time()
         self.watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
-        self.progress = Progress(journal=world.journal, started_s=self.started_s)
+        alarms = Alarms(correct_reward=config.algorithm.correct_reward, max_mismatch_kl=config.trainer.max_mismatch_kl)
+        self.progress = Progress(journal=world.journal, started_s=self.started_s, alarms=alarms)
+        self.function_errors = FunctionErrors(world.journal)
         self._config = config
         self._world = world
         self._credits = Signal()
@@ -101,11 +116,21 @@ class Assembly:
 
     @cached_property
     def engines(self) -> Engines:
-        return Engines(self._engine_peers, expected=self._config.engine.count, watch=self.watch, credits=self._credits)
+        return Engines(
+            self._engine_peers,
+            expected=self._config.engine.count,
+            watch=self.watch,
+            credits=self._credits,
+            sampled=self._sampled,
+            announced=self._announced,
+            newest=lambda: max(self.past.open_step, self.admission.version),
+        )
 
     @cached_property
     def scorers(self) -> Scorers:
-        return Scorers(self._scorer_peers, expected=NUM_SCORERS, watch=self.watch)
+        self._scorer_peers.on(FunctionFailed, lambda _, failed: self.function_errors.take(failed))
+        self.watch.explain(lambda: self.function_errors.words() or None)
+        return Scorers(self._scorer_peers, expected=NUM_SCORERS, watch=self.watch, judged=self._judged, announced=self._announced)
 
     @cached_property
     def prm(self) -> Prm | None:
@@ -122,6 +147,9 @@ class Assembly:
             ready_deadline_s=engine.ready_deadline_s,
             silent_after_s=engine.silent_after_s,
             replace=self._world.replace,
+            tell=self._tell_lie,
+            has_spares=True,
+            max_lives=self._max_lives,
         )
 
     @cached_property
@@ -133,6 +161,8 @@ class Assembly:
             ready_deadline_s=self._config.engine.ready_deadline_s,
             silent_after_s=self._config.scorer.silent_after_s,
             replace=self._world.replace,
+            tell=self._tell_lie,
+            max_lives=self._max_lives,
         )
 
     @cached_property
@@ -144,8 +174,42 @@ class Assembly:
             expected=trainer.layout.replicas,
             ready_deadline_s=trainer.ready_deadline_s,
             silent_after_s=trainer.silent_after_s,
+            failure_ends_run=True,
             replace=self._world.replace,
+            tell=self._tell_lie,
+            max_lives=self._max_lives,
         )
+
+    @property
+    def _max_lives(self) -> int | None:
+        """Processes of one name within an hour: what its launcher may restart, and as many more; None where no launcher counts them."""
+        return None if self._world.replace is None else 2 * self._config.run.restarts + 10
+
+    def _tell_lie(self, peer: str, kind: str, words: str, count: int) -> None:
+        """Write down what a peer said that cannot be, or what becomes of it for that."""
+        self._world.journal.write("lie", peer=peer, what=kind, words=words, count=count)
+        is_verdict = kind in ("replaced", "banned", "failed")
+        print(f"{peer}: {words}" if is_verdict else f"{peer}: refused: {kind}, {count} so far: {words}", flush=True)
+
+    # --- what peers may say ---
+
+    @cached_property
+    def _sampled(self) -> SampledRule:
+        return SampledRule(vocabulary=self._world.vocabulary, experts=self._world.experts)
+
+    @cached_property
+    def _judged(self) -> JudgedRule:
+        rewards = self._config.reward
+        names = component_names([reward.function for reward in rewards])
+        return JudgedRule(weights={name: reward.weight for name, reward in zip(names, rewards, strict=True)}, sampled=self._sampled)
+
+    @cached_property
+    def _announced(self) -> AnnouncedRule:
+        config = self._config
+        num_evaluated = len(self._world.held_out) * config.evaluation.samples
+        num_admitted = (self._pace.max_staleness + 1) * config.batch.groups_per_step * self._num_siblings  # `rules.admission`
+        max_outstanding = num_admitted + num_evaluated  # not `max_running`: episodes go on, and what was lost is asked for again, above it
+        return AnnouncedRule(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
 
     # --- stages ---
 
@@ -283,7 +347,8 @@ class Assembly:
             watch=self.watch,
             queue_bytes=config.pipeline.queue_bytes,
             max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
-            settled=functools.partial(_measure, self._world.source, config.algorithm.correct_reward),
+            causes=self.function_errors.words,
+            settled=self._settled,
             restored=self._restored_for("batching"),
             open_step=self.past.steps.get(self.past.open_step),
         )
@@ -304,6 +369,10 @@ class Assembly:
             num_booked=self.past.num_done,
             recorded=self.past.steps,
             kv_policy=self._kv_policy,
+            announced=self._announced,
+            quarantine=self._quarantine,
+            mismatch=MismatchRule(limit=config.trainer.max_mismatch_kl),
+            teachers=tuple(config.reference.teachers),
         )
 
     @cached_property
@@ -366,6 +435,7 @@ class Assembly:
             ledger=self._world.ledger,
             watch=self.watch,
             done=self.past.evaluations,
+            heard=self.progress.evaluated,
         )
 
     @cached_property
@@ -377,7 +447,7 @@ class Assembly:
             engines=self.engines,
             scorers=self.scorers,
             channels=self._channels.queues,
-            hubs=[peers.hub for peers in self.peers],
+            refused=self._refused,
             watch=self.watch,
             progress=self.progress,
             num_steps=self._config.trainer.steps,
@@ -448,7 +518,14 @@ class Assembly:
 
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout
-        return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=rollout.stop_token_ids)
+        return Sampling(
+            max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=self._world.stop_token_ids, stop=rollout.stop
+        )
+
+    def _refused(self) -> dict[str, int]:
+        """What was turned away, by reason and kind, of whom nobody knows and of peers."""
+        counts = [counter for peers in self.peers for counter in (peers.hub.refused, peers.refused)]
+        return dict(sum(counts, collections.Counter[str]()))
 
     def _prm_gauges(self) -> dict[str, Any] | None:
         if self.prm is None or self.prm.load is None or self._following is None:
@@ -469,9 +546,24 @@ class Assembly:
         config, source = self._config, self._world.source
         source.position = self.past.position
         if config.data.difficulty is not None:
+            source.resting.update(read_resting(self._world.ledger))
             correct_reward, group_size = config.algorithm.correct_reward, config.rollout.group_size
             for prompt_id, success in read_successes(self._world.ledger, correct_reward=correct_reward, group_size=group_size):
-                source.measured(prompt_id, success=success)
+                self._measure(prompt_id, success)
+
+    def _settled(self, group: Group) -> None:
+        """Tell the source how a prompt went."""
+        rewards = [member.score.reward for member in sampled_of(group.members)]
+        success = success_of(rewards, correct_reward=self._config.algorithm.correct_reward)
+        self._measure(group.members[0].trajectory.prompt.prompt_id, success)
+
+    def _measure(self, prompt_id: str, success: float | None) -> None:
+        source, number = self._world.source, None
+        if success is not None:
+            source.measured(prompt_id, success=success)
+            _, number = epoch_and_number(prompt_id)
+        if self._config.data.difficulty is not None:
+            self._world.ledger.measured(number, None if number is None else source.resting.get(number))
 
     def _restored_for(self, stage: str) -> tuple[ScoredTrajectory, ...]:
         """What was scored and not placed, for the stage that is next to see it."""
@@ -502,14 +594,6 @@ class Assembly:
             "stops_below": config.prm.stop.below,
             "seed": config.run.seed,
         }
-
-
-def _measure(source: Source, correct_reward: float, group: Group) -> None:
-    """Tell the source how a prompt went."""
-    rewards = [member.score.reward for member in sampled_of(group.members)]
-    success = success_of(rewards, correct_reward=correct_reward)
-    if success is not None:
-        source.measured(group.members[0].trajectory.prompt.prompt_id, success=success)
 
 
 def _no_brake() -> None:

@@ -92,7 +92,7 @@ def _written(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: in
         taker=taker,
         watch=watch,
         bound_bytes=queue_bytes,
-        size=_bytes_of_trajectory,
+        size=lambda trajectory: trajectory.num_bytes,
         label=_name_of_trajectory,
     )
 
@@ -104,14 +104,9 @@ def _scored(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: int
         taker=taker,
         watch=watch,
         bound_bytes=queue_bytes,
-        size=lambda item: _bytes_of_trajectory(item.trajectory),
+        size=lambda item: item.trajectory.num_bytes,
         label=lambda item: _name_of_trajectory(item.trajectory),
     )
-
-
-def _bytes_of_trajectory(trajectory: Trajectory) -> int:
-    """Bytes of its token columns: ids, mask, log-probabilities, versions."""
-    return 13 * trajectory.num_tokens
 
 
 def _name_of_trajectory(trajectory: Trajectory) -> str:

@@ -65,10 +65,11 @@ class Evaluation:
         watch: Watch,
         max_turns: int = 1,
         done: Sequence[tuple[int, float]] = (),
+        heard: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         """An answer with at least `correct_reward` is correct; with more than one of `max_turns` there is an environment.
 
-        `done`: (version, mean reward) of an earlier life of the run.
+        `done`: (version, mean reward) of an earlier life of the run; `heard` is told the journal's fields of each evaluation.
         """
         self.results = list(done)
         """(version, mean reward) of every evaluation."""
@@ -84,6 +85,7 @@ class Evaluation:
         self._journal = journal
         self._ledger = ledger
         self._watch = watch
+        self._heard = heard
 
     async def evaluate(self, version: int) -> float | None:
         """Evaluate a version that every engine holds and that none follows; None where there is nothing to do, or it was given up."""
@@ -161,17 +163,19 @@ class Evaluation:
         of_prompt = [sum(correct[first : first + num_samples]) for first in range(0, len(correct), num_samples)]
         self.results.append((version, mean))
         self._ledger.book("evaluated", now_s=asyncio.get_running_loop().time(), step=version, reward=mean)
-        self._journal.write(
-            "evaluation",
-            version=version,
-            reward_mean=mean,
-            num_prompts=len(of_prompt),
-            num_samples=num_samples,
-            pass_at={str(k): value for k, value in mean_pass_at(of_prompt, num_samples=num_samples).items()},
-            num_failed=sum(score.outcome is not Outcome.OK for score in scored),
-            oldest_version=min(versions, default=version),
-            newest_version=max(versions, default=version),
-        )
+        fields: dict[str, Any] = {
+            "version": version,
+            "reward_mean": mean,
+            "components": _component_means(scored),
+            "num_prompts": len(of_prompt),
+            "num_samples": num_samples,
+            "pass_at": {str(k): value for k, value in mean_pass_at(of_prompt, num_samples=num_samples).items()},
+            "num_failed": sum(score.outcome is not Outcome.OK for score in scored),
+            "oldest_version": min(versions, default=version),
+            "newest_version": max(versions, default=version),
+        }
+        self._journal.write("evaluation", **fields)
+        self._heard(fields)
         return mean
 
     async def _generate(self, version: int, engine_ids: Collection[int]) -> list[Trajectory]:
@@ -265,6 +269,15 @@ class Evaluation:
 
 
 _NO_SCORER = f"{MAX_ATTEMPTS} scorers ended before they answered"
+
+
+def _component_means(scored: list[Scored]) -> dict[str, float]:
+    """Mean of each reward function, before weighting, over the answers it was applied to; a failed answer has none."""
+    told: dict[str, list[float]] = {}
+    for score in scored:
+        for name, value in score.components.items():
+            told.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in told.items()}
 
 
 def _give(answer: asyncio.Future[Any], value: Any) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 
 from orchestrator.assembly import Assembly, World
 from orchestrator.state.ledger import Identity
+from pipelinerl.alarms.names import Alarm
 from pipelinerl.config import Config
+from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import Stop
 from pipelinerl.watch import wait_for
 
@@ -34,6 +36,10 @@ class Ending:
     pauses_s: tuple[float, ...]
 
 
+STAGES_OF_TRAINER = ("delivery", "refresh")
+"""Stages that go on while a stopped run saves: they hear of the last steps, and bring their policies to the engines."""
+
+
 class Pipeline:
     """One life of a run. `run` returns when the last policy is published, or after `stop`."""
 
@@ -42,9 +48,13 @@ class Pipeline:
         self._world = world
         self._stop_reason: str | None = None
         self._stopped = asyncio.Event()
+        self._evaluates_when_stopped = False
+        self._is_training = False
+        """Rows may be on their way to the trainer, and what it makes of them on its way back."""
         self._assembly = assembly = Assembly(config, world)
         self._peers, self._stages, self._status = assembly.peers, assembly.stages, assembly.status
         self._evaluation = assembly.evaluation
+        assembly.progress.on_alarm = self._hear
 
     async def run(self) -> Ending:
         """Wait for the peers, run the stages to the end, evaluate, tell everyone to stop. Raises the first error of any stage or peer."""
@@ -53,6 +63,8 @@ class Pipeline:
             main = group.create_task(self._main())
             stop = group.create_task(self._stopped.wait())
             await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
+            if self._is_training:  # it has heard of the stop; each of its waits has a deadline
+                await asyncio.wait((main,))
             main.cancel()
             stop.cancel()
             for peers in self._peers:
@@ -61,10 +73,16 @@ class Pipeline:
                 task.cancel()
         return self._end()
 
-    def stop(self, reason: str) -> None:
-        """End the run early; the trainer saves what it has."""
+    def stop(self, reason: str, *, evaluates: bool = True) -> None:
+        """End the run early. The trainer saves and publishes what it has, which is booked, and, with `evaluates`, evaluated."""
         self._stop_reason = reason
+        self._evaluates_when_stopped = evaluates
         self._stopped.set()
+
+    def _hear(self, alarm: Alarm) -> None:
+        """An alarm of learning ends the run, saved, where the settings say so."""
+        if alarm.name in self._config.run.fatal_alarms:
+            self.stop(f"alarm: {alarm}")
 
     async def _main(self) -> None:
         await self._wait_for_peers()
@@ -72,14 +90,17 @@ class Pipeline:
         admission.restore(accepted=past.num_placed_groups, running=len(past.running_groups), version=version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self._assembly.watch.run(), name="watchdog")
-            await self._train()
+            version = await self._train()
+            if version is not None:
+                await self._evaluation.evaluate(version)
             watchdog.cancel()
 
     async def _wait_for_peers(self) -> None:
         parts, engine, trainer = self._assembly, self._config.engine, self._config.trainer
 
         async def ready(waiting: Coroutine[Any, Any, None], peer: str, what: str, deadline_s: float) -> None:
-            await wait_for(waiting, peer=peer, what=what, deadline_s=deadline_s)
+            with parts.watch.waiting("start-up", f"{peer} {what}"):
+                await wait_for(waiting, peer=peer, what=what, deadline_s=deadline_s)
 
         await ready(parts.engines.wait_until_ready(), "engines", "to load the model", engine.ready_deadline_s)
         await ready(parts.scorers.wait_until_ready(), "scorers", "to load the rewards", engine.ready_deadline_s)
@@ -87,30 +108,59 @@ class Pipeline:
             await ready(parts.prm.wait_until_ready(), "the process reward model", "to load", engine.ready_deadline_s)
         await ready(parts.delivery.wait_until_ready(), "trainer", "to load the model", trainer.ready_deadline_s)
 
-    async def _train(self) -> None:
+    async def _train(self) -> int | None:
+        """Run the stages until the last step is trained, or until stopped; return the version to evaluate at the end, None for none."""
         parts = self._assembly
         if not parts.delivery.trainer_version:
             await self._evaluation.evaluate(0)
+        self._is_training = True
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]
             tasks.append(group.create_task(self._evaluation.follow(parts.engines.oldest_version), name="evaluation"))
-            await parts.delivery.finished.wait()
-            await self._last_policy_in_force()
-            for task in tasks:
+            finished, stopped = group.create_task(parts.delivery.finished.wait()), group.create_task(self._stopped.wait())
+            await asyncio.wait((finished, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if finished.done():
+                self._is_training = False  # there is nothing left to save: a stop from now on ends at once
+                version = self._config.trainer.steps
+                await self._in_force(version)
+            else:
+                for task in tasks:
+                    if task.get_name() not in STAGES_OF_TRAINER:
+                        task.cancel()
+                version = await self._end_training()
+            for task in (*tasks, finished, stopped):
                 task.cancel()
-        await self._evaluation.evaluate(self._config.trainer.steps)
+        return version
 
-    async def _last_policy_in_force(self) -> None:
+    async def _end_training(self) -> int | None:
+        """Have the trainer save and publish what it has, and book that; return the version to evaluate, None for none."""
+        delivery, watch, deadline_s = self._assembly.delivery, self._assembly.watch, self._config.trainer.silent_after_s
+        self._world.journal.write("stopping", reason=self._reason, evaluates=self._evaluates_when_stopped)
+        try:
+            with watch.waiting("pipeline", "the trainer to save what it has trained"):
+                if not delivery.end_training(self._reason):
+                    return None  # it is gone, and nobody starts it again: what its newest checkpoint holds is what there is
+                await wait_for(delivery.trainer_ended.wait(), peer="trainer", what="to save what it has trained", deadline_s=deadline_s)
+            if not self._evaluates_when_stopped or not delivery.last_version:
+                return None
+            await wait_for(self._in_force(delivery.last_version), peer="engines", what="to commit the last policy", deadline_s=deadline_s)
+        except PeerSilent as error:
+            self._world.journal.write("choice", text=f"the run ends without its last evaluation: {error}")
+            return None
+        return delivery.last_version
+
+    async def _in_force(self, version: int) -> None:
         """Wait until every engine samples under the last policy, which the final evaluation is about."""
         engines = self._assembly.engines
         with self._assembly.watch.waiting("pipeline", "engines to commit the last policy"):
-            while not engines.all_hold(self._config.trainer.steps):
+            while not engines.all_hold(version):
                 await engines.changed.wait()
 
     def _end(self) -> Ending:
         now_s, journal = asyncio.get_running_loop().time(), self._world.journal
         identity = self._world.ledger.finish(self._reason, now_s=now_s)
         journal.write("status", **self._status.gauges(now_s=now_s))
+        self._assembly.function_errors.finish()
         journal.write("end", reason=self._reason, identity=dataclasses.asdict(identity), elapsed_s=now_s - self._assembly.started_s)
         return Ending(
             reason=self._reason,

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from orchestrator.rules.batch import Verdict, greedy_of, sampled_of
+from orchestrator.rules.repetition import repeated_fraction
 from orchestrator.shown import Shown
+from pipelinerl.alarms.names import Alarm
+from pipelinerl.alarms.rules import Alarms
 from pipelinerl.algorithms.staleness import split
-from pipelinerl.messages import Fate, Finish, Sample, StepDone, TraceScores, WeightsCommitted
+from pipelinerl.messages import Fate, Finish, Sample, ScoredTrajectory, StepDone, WeightsCommitted
 from pipelinerl.metrics import Journal
 
 
@@ -24,8 +29,8 @@ class _Step:
     samples: list[tuple[Sample, float]] = dataclasses.field(default_factory=list)
     """Each with the second on the run's clock at which it was placed."""
     components: dict[str, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
-    traces: dict[str, TraceScores] = dataclasses.field(default_factory=dict)
-    """Step scores by rollout, where a process reward model gives them."""
+    members: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
+    """What was said of the samples, by rollout."""
     greedy_rewards: list[float] = dataclasses.field(default_factory=list)
     """Of the greedy siblings, which are no samples."""
     num_groups: int = 0
@@ -40,9 +45,12 @@ class _Step:
 
 
 class Progress:
-    """Gathers figures step by step. `started_s` is the second on the run's clock at which the run began."""
+    """Gathers figures step by step, and raises the alarms of learning. `started_s`: the second on the run's clock at which it began."""
 
-    def __init__(self, *, journal: Journal, started_s: float) -> None:
+    def __init__(
+        self, *, journal: Journal, started_s: float, alarms: Alarms | None = None, on_alarm: Callable[[Alarm], None] = lambda _: None
+    ) -> None:
+        """`on_alarm` is told of each alarm that is raised."""
         self.journal = journal
         self.started_s = started_s
         self.last_step: dict[str, object] = {}
@@ -50,6 +58,9 @@ class Progress:
         self.last_pause_s: float | None = None
         self.pauses_s: list[float] = []
         self.num_trained_tokens = 0
+        """Sampled tokens that were trained: no prompt's, no environment's."""
+        self.on_alarm = on_alarm
+        self._alarms = alarms or Alarms()
         self._num_recomputed = 0
         """Tokens of KV caches that swaps since the last step had computed anew."""
         self.rewards: list[float] = []
@@ -59,6 +70,7 @@ class Progress:
 
     def settled(self, verdict: Verdict, *, now_s: float) -> None:
         """A group was placed or given up."""
+        self._shown.ended(verdict.ended, step=verdict.step, now_s=now_s)
         step = self._steps[verdict.step]
         step.num_set_aside += verdict.is_set_aside
         step.num_let_through += verdict.is_let_through
@@ -73,8 +85,7 @@ class Progress:
         step.num_flat_groups += not rewards or max(rewards) - min(rewards) < 1e-9
         step.samples += [(sample, now_s) for sample in verdict.samples]
         for member in sampled_of(verdict.group.members):
-            if member.steps is not None:
-                step.traces[member.trajectory.rollout_id] = member.steps
+            step.members[member.trajectory.rollout_id] = member
             for name, value in member.score.components.items():
                 step.components[name].append(value)
 
@@ -84,16 +95,27 @@ class Progress:
         self.pauses_s.append(committed.pause_s)
         self._num_recomputed += committed.num_recomputed_tokens
 
-    def trained(self, done: StepDone, *, now_s: float) -> None:
-        """A step is in the policy: write its line."""
+    def trained(self, done: StepDone, *, now_s: float, engines: Sequence[str] = ()) -> None:
+        """A step is in the policy: write its line; `engines`: what is to be said of those whose log-probabilities differ."""
         step = self._steps.pop(done.step, _Step())
-        fields = self._fields(done, step, now_s=now_s)
+        fields = self._fields(done, step, now_s=now_s) | ({"engines_differ": list(engines)} if engines else {})
         self.last_step = fields
         self._num_recomputed = 0
-        self.num_trained_tokens += sum(sample.trajectory.num_tokens for sample, _ in step.samples)
+        self.num_trained_tokens += sum(sample.trajectory.num_trained_tokens for sample, _ in step.samples)
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
-        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, traces=step.traces)
+        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, members=step.members)
+        self._tell(self._alarms.take_step(fields))
+
+    def evaluated(self, fields: dict[str, Any]) -> None:
+        """An evaluation is done: its journal fields."""
+        self._tell(self._alarms.take_evaluation(fields))
+
+    def _tell(self, alarms: list[Alarm]) -> None:
+        for alarm in alarms:
+            self.journal.write("alarm", **dataclasses.asdict(alarm))
+            if not alarm.is_over:
+                self.on_alarm(alarm)
 
     def proven(self, number: int, samples: list[Sample], *, now_s: float) -> None:
         """A checkpoint holds a step whose trainer had no time to say that it is done: write its line, from what the ledger knows."""
@@ -111,6 +133,7 @@ class Progress:
         in_flight, in_queue = parts.in_flight, parts.in_queue
         ages = in_flight + in_queue
         counts = np.bincount(ages)  # a step trains no token younger than itself
+        repeated = repeated_fraction([trajectory.token_ids[trajectory.trains] for trajectory in trajectories])
         return {
             "step": done.step,
             "version": done.step,
@@ -125,6 +148,7 @@ class Progress:
             "length_mean": float(lengths.mean()),
             **({"turns_mean": _mean(turns)} if turns else {}),
             "truncated_fraction": _mean([trajectory.finish is Finish.LENGTH for trajectory in trajectories]),
+            **({"repeated_fraction": repeated} if repeated is not None else {}),
             "zero_variance_fraction": step.num_flat_groups / max(1, step.num_groups),
             "staleness": {str(age): int(count) for age, count in enumerate(counts) if count},
             "staleness_mean": float(ages.mean()) if len(ages) else 0.0,

@@ -8,6 +8,7 @@ which source gives the n-th row follows from the weights and n alone, so its pos
 from __future__ import annotations
 
 import array
+import bisect
 import contextlib
 import inspect
 import itertools
@@ -21,6 +22,8 @@ import numpy as np
 from orchestrator.rules.shares import Shares
 from pipelinerl.config import DataSection
 from pipelinerl.errors import DataError
+from pipelinerl.function_errors import error_of
+from pipelinerl.hub import dataset_files, is_dataset
 from pipelinerl.plugin import load_plugin
 
 Draw = tuple[int, int, Any]
@@ -29,6 +32,8 @@ Draw = tuple[int, int, Any]
 
 def open_rows(section: DataSection, *, seed: int) -> Table | Stream | Mixture:
     """The rows that `data.source` stands for. Raises `DataError` where it is no source or cannot be read."""
+    if section.source is None:
+        raise DataError("data.source is missing: name a file, or `path:name` of something in Python")
     if isinstance(section.source, str):
         return _open(section.source, section, seed=seed)
     sources = [_open(source, section, seed=seed + number) for number, source in enumerate(section.source)]
@@ -43,6 +48,8 @@ def _open(source: str, section: DataSection, *, seed: int) -> Table | Stream:
         return Table(lines, where=lines.where, **options)
     if path.suffix == ".parquet":
         return Table(_Parquet(path), **options)
+    if is_dataset(source):
+        return Table(_Files(dataset_files(source)), **options)
     if ":" not in source:
         raise DataError(f"{source!r} is no source of prompts: expected a .jsonl or .parquet file, or `path:name` of something in Python")
     rows, make = _from_python(source, seed=seed)
@@ -206,7 +213,8 @@ def _user_code(where: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:  # a user's code may raise anything
-        raise DataError(f"{where} raised {type(error).__name__}: {error}") from error
+        at = f", at {line}" if (line := error_of(error).where) else ""
+        raise DataError(f"{where} raised {type(error).__name__}: {error}{at}") from error
 
 
 class _JsonLines:
@@ -268,3 +276,18 @@ class _Parquet:
 
     def __getitem__(self, number: int) -> Any:
         return self._table.slice(number, 1).to_pylist()[0]
+
+
+class _Files:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._parts = [_Parquet(path) if path.suffix == ".parquet" else _JsonLines(path) for path in paths]
+        self._ends = list(itertools.accumulate(map(len, self._parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Any:
+        part = bisect.bisect_right(self._ends, number)
+        return self._parts[part][number - (self._ends[part - 1] if part else 0)]

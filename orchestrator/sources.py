@@ -21,40 +21,33 @@ With `data.difficulty`, prompts between the positions are passed over by what wa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from orchestrator.rows import Table, open_rows
-from orchestrator.rules.curriculum import Curriculum
+from orchestrator.rules.curriculum import Curriculum, Rest, epoch_and_number
+from pipelinerl.columns import NotJson, json_value
 from pipelinerl.config import Config, DataSection
-from pipelinerl.errors import DataError
+from pipelinerl.engine.kv import context_of
+from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import Prompt
-from pipelinerl.tokenizer import load_tokenizer
+from pipelinerl.tokenizer import TextEncoder
 
 MAX_SKIPPED_OF_STREAM = 10_000
 """Prompts too long in a row after which an iterable, which may never end, is given up. Smaller gives up on long stretches of them."""
 
 
-class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
-
-    def encode(self, text: Any, *, add_special_tokens: bool) -> list[int]: ...
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
-
-
 class PromptSource:
     """Draws prompts, epoch after epoch."""
 
-    def __init__(self, section: DataSection, *, tokenizer: Tokenizer, seed: int, max_prompt_tokens: int) -> None:
+    def __init__(self, section: DataSection, *, encoder: TextEncoder, seed: int, max_prompt_tokens: int) -> None:
         self.num_skipped_too_long = 0
         """Prompts not given out because they have more than `max_prompt_tokens` tokens."""
         self._max_prompt_tokens = max_prompt_tokens
-        self._build = _Builder(prompt_column=section.prompt_column, tokenizer=tokenizer)
+        self._build = PromptBuilder(prompt_column=section.prompt_column, encoder=encoder)
         self._rows = open_rows(section, seed=seed)
         self._curriculum = Curriculum(low=section.difficulty[0], high=section.difficulty[1]) if section.difficulty else None
         if self._curriculum and not self._rows.comes_again:
@@ -83,11 +76,16 @@ class PromptSource:
         self._epoch, self._row = epoch, row
         self._num_skipped_since = 0
 
+    @property
+    def resting(self) -> dict[int, Rest]:
+        """Prompts that rest, by number; an earlier life of the run may have left some, which are put here."""
+        return {} if self._curriculum is None else self._curriculum.resting
+
     def measured(self, prompt_id: str, *, success: float) -> None:
         """Of the scored siblings of a prompt, this part was correct."""
         if self._curriculum is not None:
-            epoch, _, number = prompt_id.partition(":")
-            self._curriculum.measured(int(number), epoch=int(epoch), success=success)
+            epoch, number = epoch_and_number(prompt_id)
+            self._curriculum.measured(number, epoch=epoch, success=success)
 
     def next(self) -> Prompt:
         """The next prompt that is short enough, and does not rest (`rules.curriculum`).
@@ -131,31 +129,39 @@ class PromptSource:
         )
 
 
-def prompts_of(config: Config) -> tuple[PromptSource, list[Prompt]]:
+def prompts_of(config: Config, *, encoder: TextEncoder) -> tuple[PromptSource, list[Prompt]]:
     """The training source and the held-out prompts, both in the model's own tokens."""
-    tokenizer = load_tokenizer(config.model.path)
-    context = config.model.max_tokens or json.loads((config.model.path / "config.json").read_text())["max_position_embeddings"]
-    longest = min(context, config.batch.max_tokens) - config.rollout.max_tokens
-    source = PromptSource(config.data, tokenizer=tokenizer, seed=config.run.seed, max_prompt_tokens=longest)
+    longest = longest_prompt(config)
+    source = PromptSource(config.data, encoder=encoder, seed=config.run.seed, max_prompt_tokens=longest)
     if config.evaluation.source is None:
         return source, []
     held_out = fixed(
         config.evaluation.source,
         limit=config.evaluation.limit,
         prompt_column=config.data.prompt_column,
-        tokenizer=tokenizer,
+        encoder=encoder,
         max_prompt_tokens=longest,
     )
     return source, held_out
 
 
-def fixed(source: str, *, limit: int, prompt_column: str, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def longest_prompt(config: Config) -> int:
+    """Tokens of the longest prompt that leaves room for `rollout.max_tokens`. Raises `ConfigError` where the model names no context."""
+    context = context_of(config.model.path, max_tokens=config.model.max_tokens)
+    if context is None:
+        raise ConfigError(
+            f"model.max_tokens is not set, and {config.model.path / 'config.json'} names no context length. Set model.max_tokens."
+        )
+    return min(context, config.batch.max_tokens) - config.rollout.max_tokens
+
+
+def fixed(source: str, *, limit: int, prompt_column: str, encoder: TextEncoder, max_prompt_tokens: int) -> list[Prompt]:
     """The first `limit` prompts of a source, in its own order: the same at every evaluation.
 
     Raises `DataError` as `PromptSource` does, and where one of them is too long: a held-out set never shrinks silently.
     """
-    section = DataSection(source=source, prompt_column=prompt_column, shuffle=False, limit=limit, difficulty=None)
-    rows, build = open_rows(section, seed=0), _Builder(prompt_column=prompt_column, tokenizer=tokenizer)
+    section = DataSection.model_validate({"source": source, "prompt_column": prompt_column, "shuffle": False, "limit": limit})
+    rows, build = open_rows(section, seed=0), PromptBuilder(prompt_column=prompt_column, encoder=encoder)
     assert isinstance(rows, Table), "a limit makes a table of everything"
     prompts = [build.prompt(number, rows[number], epoch=0, where=rows.where(number)) for number in range(len(rows))]
     for number, prompt in enumerate(prompts):
@@ -167,59 +173,72 @@ def fixed(source: str, *, limit: int, prompt_column: str, tokenizer: Tokenizer, 
     return prompts
 
 
-class _Builder:
+class PromptBuilder:
     """Makes a prompt of a row."""
 
-    def __init__(self, *, prompt_column: str, tokenizer: Tokenizer) -> None:
-        self._prompt_column = prompt_column
-        self._tokenizer = tokenizer
+    def __init__(self, *, prompt_column: str, encoder: TextEncoder) -> None:
+        self.prompt_column = prompt_column
+        self._encoder = encoder
 
     def prompt(self, number: int, row: Any, *, epoch: int, where: str) -> Prompt:
         """Raises `DataError` naming `where` and what is wrong with the row."""
-        if not isinstance(row, Mapping):
-            raise DataError(f"{where}: a {type(row).__name__}, expected a dictionary of columns")
-        if self._prompt_column not in row:
-            raise DataError(
-                f"{where}: no column {self._prompt_column!r}; there are {', '.join(map(repr, row)) or 'none'}. Set data.prompt_column."
-            )
-        columns = {name: value for name, value in row.items() if name != self._prompt_column}
-        for name, value in columns.items():
-            if (wrong := _not_json(value)) is not None:
-                raise DataError(f"{where}: column {name!r} holds {wrong}, expected plain JSON: text, finite numbers, lists, objects, null")
-        value = row[self._prompt_column]
-        text, token_ids = self._tokenise(value, where)
-        if not len(token_ids):
-            raise DataError(f"{where}: column {self._prompt_column!r} is empty, expected text that makes at least one token")
-        chat = () if isinstance(value, str) else tuple(map(dict, value))
+        columns = self.columns(row, where=where)
+        value = row[self.prompt_column]
+        text = self.text(row, where=where)
+        token_ids = self.token_ids(value, text, where=where)
+        chat = () if isinstance(value, str) else tuple(_plain(value, self.prompt_column, where))
         return Prompt(prompt_id=f"{epoch}:{number}", text=text, token_ids=np.asarray(token_ids, np.int32), columns=columns, chat=chat)
 
-    def _tokenise(self, value: Any, where: str) -> tuple[str, list[int]]:
+    def columns(self, row: Any, *, where: str) -> dict[str, Any]:
+        """All columns but the prompt's. Raises `DataError`."""
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: a {type(row).__name__}, expected a dictionary of columns")
+        if self.prompt_column not in row:
+            raise DataError(
+                f"{where}: no column {self.prompt_column!r}; there are {', '.join(map(repr, row)) or 'none'}. Set data.prompt_column."
+            )
+        return {_name(name, where): _plain(value, name, where) for name, value in row.items() if name != self.prompt_column}
+
+    def text(self, row: Mapping[str, Any], *, where: str) -> str:
+        """What the model sees of a row's prompt: its text, or what the chat template makes of messages. Raises `DataError`."""
+        value = row[self.prompt_column]
         if isinstance(value, str):
-            return value, self._tokenizer.encode(value, add_special_tokens=True)
-        is_chat = isinstance(value, list) and all(isinstance(message, Mapping) and "role" in message for message in value)
+            return self._rendered(value, row, where=where)
+        is_chat = isinstance(value, list | tuple) and all(isinstance(message, Mapping) and "role" in message for message in value)
         if not is_chat or not value:
             kind = type(value).__name__
-            raise DataError(f"{where}: column {self._prompt_column!r} is a {kind}, expected text or a list of chat messages with roles")
-        if (wrong := _not_json(value)) is not None:
-            raise DataError(f"{where}: column {self._prompt_column!r} holds {wrong} in its chat messages, expected plain JSON")
+            raise DataError(f"{where}: column {self.prompt_column!r} is a {kind}, expected text or a list of chat messages with roles")
+        return self._rendered(_plain(value, self.prompt_column, where), row, where=where)
+
+    def _rendered(self, value: Any, row: Mapping[str, Any], *, where: str) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+            return self._encoder.text(value, row)
         except Exception as error:  # a model's chat template is a program of its own
             raise DataError(f"{where}: the model's chat template refuses these messages: {type(error).__name__}: {error}") from error
-        return text, self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+
+    def token_ids(self, value: Any, text: str, *, where: str) -> list[int]:
+        """The tokens of a prompt's column whose `text` is known. Raises `DataError` where there are none."""
+        try:
+            token_ids = self._encoder.token_ids(text, is_chat=self._encoder.is_chat(value))
+        except Exception as error:  # a tokenizer may refuse a character in words of its own
+            raise DataError(f"{where}: column {self.prompt_column!r} cannot be tokenised: {type(error).__name__}: {error}") from error
+        if not len(token_ids):
+            raise DataError(f"{where}: column {self.prompt_column!r} is empty, expected text that makes at least one token")
+        return token_ids
 
 
-def _not_json(value: Any) -> str | None:
-    """What in a value cannot be said in JSON, for a person; None where all can."""
-    if value is None or isinstance(value, bool | str):
-        return None
-    if type(value) is int:
-        return None if -(2**63) <= value < 2**64 else f"the number {value}, which has more than 64 bits"
-    if type(value) is float:
-        return None if math.isfinite(value) else f"{value}"
-    if isinstance(value, list):
-        return next(filter(None, map(_not_json, value)), None)
-    if isinstance(value, dict):
-        keys = (f"the key {key!r}" for key in value if not isinstance(key, str))
-        return next(keys, None) or next(filter(None, map(_not_json, value.values())), None)
-    return f"a {type(value).__name__}"
+def _name(name: Any, where: str) -> str:
+    if not isinstance(name, str):
+        raise DataError(f"{where}: the name of a column is {name!r}, expected text")
+    return name
+
+
+def _plain(value: Any, name: str, where: str) -> Any:
+    """The value of a column in plain JSON. Raises `DataError` naming row and column."""
+    try:
+        return json_value(value)
+    except NotJson as error:
+        raise DataError(
+            f"{where}: column {name!r} holds {error}, which JSON cannot say. Text, finite numbers of 64 bits, dates, lists, objects and"
+            " null travel to rewards: convert it, or leave the column out."
+        ) from None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ from orchestrator.state.ledger import Ledger
 from orchestrator.state.scorers import Scorers
 from pipelinerl.metrics import Journal
 from pipelinerl.stages import Channel
-from pipelinerl.transport.base import Hub
 from pipelinerl.watch import Watch
 
 EVERY_S = 0.5
@@ -37,7 +34,7 @@ class Status:
         engines: Engines,
         scorers: Scorers,
         channels: list[Channel[Any]],
-        hubs: list[Hub],
+        refused: Callable[[], dict[str, int]],
         watch: Watch,
         progress: Progress,
         num_steps: int,
@@ -45,14 +42,15 @@ class Status:
         prm: Callable[[], dict[str, Any] | None] = lambda: None,
         environment: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """`num_booked()` tells how many steps are done; `prm()` and `environment()` the gauges of these, None where there is none."""
+        """`num_booked()` tells how many steps are done, `refused()` what was turned away;
+        `prm()` and `environment()` the gauges of these, None where there is none."""
         self._journal = journal
         self._ledger = ledger
         self._admission = admission
         self._engines = engines
         self._scorers = scorers
         self._channels = channels
-        self._hubs = hubs
+        self._refused = refused
         self._watch = watch
         self._progress = progress
         self._num_steps = num_steps
@@ -97,7 +95,7 @@ class Status:
                 }
                 for channel in self._channels
             },
-            "refused": dict(sum((hub.refused for hub in self._hubs), collections.Counter[str]())),
+            "refused": self._refused(),
             "waits": [{"stage": wait.stage, "what": wait.what, "seconds": now_s - wait.since} for wait in self._watch.waits()],
             "waited_s": self._watch.all_waited_s(),
             "reward_mean": last.get("reward_mean"),
@@ -119,8 +117,9 @@ def _plain(value: Any) -> Any:
 
 
 def _resident_bytes() -> int | None:
-    """Memory of this process; None where the system does not tell."""
-    if sys.platform != "linux":
+    """Memory of this process; None where the system does not tell, as without a descriptor to read it by: no gauge ends a run."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+    except (OSError, ValueError, IndexError):
         return None
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +16,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from pipelinerl import launch
+from pipelinerl import __version__, launch, resuming
 from pipelinerl.config import Config
-from pipelinerl.config_file import known_keys, load
-from pipelinerl.errors import PipelineError
+from pipelinerl.config_file import described_keys, load
+from pipelinerl.errors import ConfigError, PipelineError
+from pipelinerl.hub import resolved
+from pipelinerl.lease import Lease, held
 
 app = typer.Typer(
     name="pipelinerl",
@@ -37,12 +42,20 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, 
 RunFolder = Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo-20260101-120000", show_default=False)]
 
 
-@app.command()
+@app.command(cls=resuming.RunCommand)
 def run(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and the processes, start nothing")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest run of this name; without one, begin")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="look at everything that can be known before the start, print the plan, start nothing")
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="[RUN]", help="go on with this run (its folder, or its name); by itself: the newest that began"),
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="with --resume: also where a launcher on another machine still holds the run")
+    ] = False,
 ) -> None:
     """Train: start the orchestrator, the engines, the scorers and the trainer, and follow the run to its end.
 
@@ -59,11 +72,50 @@ def run(
     Ctrl-C once saves the model and ends; twice ends at once. Either way `--resume` goes on: from the last checkpoint, with what was
     generated and scored since; the same command line starts a run and, after whatever ended it, goes on with it.
     """
-    settings = load(config_file, overrides=overrides or [])
+    settings = resolved(load(config_file, overrides=overrides or []))
     if dry_run:
         _print_plan(settings)
         return
-    _train(settings, resume=resume)
+    _train(settings, resume=resume, takes_over=take_over)
+
+
+@app.command("try")
+def try_out(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    completion: Annotated[
+        list[str] | None,
+        typer.Option(help="a completion of each row; several: siblings, or, with an environment, the turns of one rollout"),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="try what stands in this column, for example the answer")] = None,
+    recorded: Annotated[Path | None, typer.Option("--run", help="try what a run sampled: its folder")] = None,
+    sample: Annotated[int, typer.Option(help="have the engine write so many completions of each row; it loads the model", min=0)] = 0,
+    rows: Annotated[int, typer.Option(help="rows of the data, or groups of the run", min=1)] = 3,
+    first: Annotated[int, typer.Option(help="the first row, from 0", min=0)] = 0,
+) -> None:
+    """Score a few rows with the rewards, the environment and the process reward model, and show what each said: nothing is trained.
+
+    Write a reward, then try it before a run does:
+
+        pipelinerl try my.toml --column answer            # does the right answer get the full reward?
+        pipelinerl try my.toml --completion 4 --completion "I do not know"
+        pipelinerl try my.toml --sample 4 --rows 2        # what the model itself writes; loads the engine
+        pipelinerl try my.toml --run runs/run-20260101-120000    # what a run sampled, with the rewards as they are now
+        pipelinerl try my.toml                            # asks you to type
+
+    Functions are called as in a run: in the scorer's processes, with its deadlines and retries. Of each row are printed the prompt as the
+    model sees it, every completion, each component with its time, or its error with file, line and traceback, the reward, and, of siblings,
+    the advantages that `algorithm` makes of them. Exits with 1 where a function failed.
+    """
+    chosen = [
+        name for name, given in (("--completion", completion), ("--column", column), ("--run", recorded), ("--sample", sample)) if given
+    ]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)}: a row is tried with one of them. Leave the others out")
+    command = [sys.executable, "-m", "orchestrator.tryout", str(config_file), *(overrides or []), f"--rows={rows}", f"--first={first}"]
+    command += [f"--completion={text}" for text in completion or ()] + ([f"--column={column}"] if column else [])
+    command += ([f"--run={recorded}"] if recorded else []) + [f"--sample={sample}"]
+    raise typer.Exit(subprocess.call(command))
 
 
 @app.command()
@@ -89,7 +141,7 @@ def demo(
     if code := subprocess.call([sys.executable, "-m", "trainer.sft", str(settings_file), *(overrides or [])]):
         raise typer.Exit(code)
     console.print("[bold]3/3[/] streaming RL: reward 1 for the digits in ascending order")
-    _train(settings)
+    _train(load(settings_file, overrides=[*(overrides or []), f"model.path={json.dumps(str(settings.sft_output))}"]))
 
 
 @app.command()
@@ -153,6 +205,15 @@ def check(run_folder: RunFolder) -> None:
 
 
 @app.command()
+def migrate(run_folder: RunFolder) -> None:
+    """Bring a run folder that an earlier version wrote to the present form: `pipelinerl run my.toml --resume` then goes on with it.
+
+    The run must have ended. Its old ledger stays beside the new one.
+    """
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.state.migration", str(run_folder)]))
+
+
+@app.command()
 def replay(
     run_folder: RunFolder,
     overrides: Overrides = None,
@@ -198,12 +259,12 @@ def slurm(
     submit: Annotated[bool, typer.Option("--submit", help="hand it to sbatch; else the script is only written")] = False,
 ) -> None:
     """Make a run's Slurm job: a readable sbatch script that saves before the limit, requeues itself and goes on (section `slurm`)."""
-    from pipelinerl.preflight import check
+    from pipelinerl.preflight import refuse
     from pipelinerl.slurm import submit as job
 
-    settings = load(config_file, overrides=overrides or [])
+    settings = resolved(load(config_file, overrides=overrides or []))
     if submit:
-        check(settings)
+        refuse(settings, runs_here=False)
     script = job.prepare(settings)
     console.print(f"script: {escape(str(script))}")
     if submit:
@@ -228,7 +289,7 @@ def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("r
 def view(
     run_folder: RunFolder,
     port: Annotated[int, typer.Option(help="0: a free one")] = 0,
-    interface: Annotated[str, typer.Option(help="other than loopback, the page asks for the token in its address")] = "127.0.0.1",
+    interface: Annotated[str, typer.Option(help="where it listens; the page asks for the token in its address everywhere")] = "127.0.0.1",
 ) -> None:
     """Follow a run in the browser: the pipeline as a picture, curves, who waits for whom, samples. Works on a finished run, too."""
     from pipelinerl.view.server import View
@@ -242,57 +303,101 @@ def view(
 @app.command()
 def algorithms() -> None:
     """Print the table of methods, and the rules that each of their columns may be overridden with: formulas, defaults, sources."""
-    from pipelinerl.algorithms.methods import render_rules, render_table
+    from pipelinerl.algorithms.listing import render_rules, render_table
 
     console.print(f"{render_table()}\n{render_rules()}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
-def keys() -> None:
-    """List every config key with what it means."""
-    for key, meaning in known_keys().items():
-        console.print(f"{key:<40} {meaning}", markup=False, highlight=False)
+def keys(markdown: Annotated[bool, typer.Option("--markdown", help="as a page, which is docs/config.md")] = False) -> None:
+    """List every config key with its type, its default and what it means."""
+    if markdown:
+        from pipelinerl.config_reference import markdown as page
+
+        print(page(), end="")
+        return
+    for key, kind, default, meaning in described_keys():
+        console.print(f"{key:<36} {kind:<24} {default:<14} {meaning}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
-    """Entry point: errors of our own tree print as one message and exit with 1."""
+    """Entry point: errors of our own tree, and those of files and disks, print as one message and exit with 1."""
     try:
         app()
     except PipelineError as error:
         errors.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        do = "; make room there, and `--resume` goes on" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        errors.print(
+            f"[bold red]{type(error).__name__}[/]: {escape(f'{error.strerror or error}{where}{do}')}", highlight=False, soft_wrap=True
+        )
+        sys.exit(1)
 
 
-def _train(settings: Config, *, resume: bool = False) -> None:
-    from pipelinerl.preflight import check
-    from pipelinerl.report import write_report
-    from pipelinerl.tracking.beside import missing_packages, trackers
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        console.print(f"pipelinerl {__version__}", highlight=False)
+        raise typer.Exit
 
-    check(settings)
-    missing_packages(settings.tracking.to)
-    earlier = launch.resumed_run_folder(settings) if resume else None
-    run_folder = earlier or launch.make_run_folder(settings)
-    console.print(f"run folder: {escape(str(run_folder))}{', going on' if earlier else ''}")
-    try:
-        with trackers(run_folder, settings.tracking.to):
-            asyncio.run(_launch_and_show(settings, run_folder))
-    finally:
-        if (run_folder / "journal" / "orchestrator.jsonl").exists():
-            console.print(f"report: {escape(str(write_report(run_folder)))}")
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")] = False,
+) -> None:
+    """Options before any command."""
+
+
+def _train(settings: Config, *, resume: str | None = None, takes_over: bool = False) -> None:
+    from pipelinerl.preflight import refuse
+    from pipelinerl.tracking.beside import trackers
+
+    earlier = resuming.find_run(settings, resume or None) if resume is not None else None
+    with contextlib.ExitStack() as at_end:
+        lease = None
+        if earlier:  # before anything else is looked at: what another launcher holds is refused at once
+            lease = at_end.enter_context(held(earlier.folder, takes_over=takes_over))
+        for note in refuse(settings).notes:
+            console.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
+        run_folder = earlier.folder if earlier else launch.make_run_folder(settings)
+        lease = lease or at_end.enter_context(held(run_folder))
+        if earlier:
+            resuming.make_ready(settings, run_folder)
+        console.print(f"run folder: {escape(str(earlier or run_folder))}", soft_wrap=True)
+        try:
+            with trackers(run_folder, settings.tracking.to):
+                asyncio.run(_launch_and_show(settings, run_folder, lease=lease))
+        finally:
+            _report(run_folder)
     log = (run_folder / "logs" / "orchestrator.log").read_text().splitlines()
     console.print(escape(log[-1]) if log else "")
     console.print(f"model: {escape(str(run_folder / 'model'))}")
 
 
-async def _launch_and_show(settings: Config, run_folder: Path) -> None:
+def _report(run_folder: Path) -> None:
+    """Write the report; where that fails, as on a full disk, say so: it must not hide why the run ended."""
+    from pipelinerl.report import write_report
+    from pipelinerl.segments import has_lines
+
+    if not has_lines(run_folder / "journal" / "orchestrator.jsonl"):
+        return
+    try:
+        console.print(f"report: {escape(str(write_report(run_folder)))}")
+    except (OSError, PipelineError) as error:
+        errors.print(f"no report: {escape(str(error))}; `pipelinerl report {run_folder}` writes it later", highlight=False, soft_wrap=True)
+
+
+async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) -> None:
     from pipelinerl.live import show
 
-    until = asyncio.Event()
+    until, roles = asyncio.Event(), launch.roles_of(settings, run_folder)
+    if not console.is_terminal:
+        console.print(f"starting {', '.join(role.name for role in roles)}; logs: {escape(str(run_folder / 'logs'))}", soft_wrap=True)
     async with asyncio.TaskGroup() as group:
-        view = group.create_task(show(run_folder, console=console, until=until))
+        view = group.create_task(show(run_folder, console=console, until=until, began=time.time()))
         try:
-            roles = launch.roles_of(settings, run_folder)
-            await launch.Launcher(roles, run_folder, **launch.limits_of(settings)).run()
+            await launch.Launcher(roles, run_folder, **launch.limits_of(settings), lease=lease).run()
         except PipelineError as error:
             failure = error
         else:
@@ -304,16 +409,27 @@ async def _launch_and_show(settings: Config, run_folder: Path) -> None:
 
 
 def _print_plan(settings: Config) -> None:
+    """Print what would run, what it would take, and what is wrong with it. Raises `ConfigError` with all problems at once."""
+    from pipelinerl.algorithms.listing import describe_run
+    from pipelinerl.preflight import check, say
     from pipelinerl.tracking.beside import command
 
     console.print_json(settings.model_dump_json())
     for name, value in settings.derived().items():
         console.print(f"{name}: {value}", highlight=False)
+    with contextlib.suppress(ConfigError):  # told below, beside whatever else is wrong
+        console.print(describe_run(settings), markup=False, highlight=False, soft_wrap=True)
     console.print("processes:")
     run_folder = settings.run.folder / f"{settings.run.name}-<time>"
     trackers = [launch.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
     for role in (*launch.roles_of(settings, run_folder), *trackers):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
+    found = check(settings, is_dry=True)
+    for line in (*found.facts, *(f"note: {note}" for note in found.notes)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if found.problems:
+        raise ConfigError(say(found.problems))
+    console.print("nothing is wrong that can be known without loading a model")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from pipelinerl.alarms.names import Name
 from pipelinerl.contradictions import contradictions
 from pipelinerl.layout import Layout, Schedule
 
@@ -37,7 +38,7 @@ class Mode(enum.StrEnum):
 
 
 class Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -49,24 +50,40 @@ class RunSection(Section):
     record_groups: Annotated[int, Field(ge=0)] = Field(
         1024, description="groups, the newest, that stay recorded with tokens, scores and advantages: what `pipelinerl replay` works on"
     )
+    fatal_alarms: tuple[Name, ...] = Field(
+        (), description=f"alarms of learning that end the run, saved, of {', '.join(Name)}; the others are only told"
+    )
     interface: str = Field(
         "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"
     )
 
 
 class ModelSection(Section):
-    path: Path = Field(description="Hugging Face folder: config.json, *.safetensors, tokenizer files")
+    path: Path = Field(description="Hugging Face folder: config.json, *.safetensors, tokenizer files; or a Hub name: Qwen/Qwen3-0.6B")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of engines and trainer")
     max_tokens: PositiveInt | None = Field(None, description="longest prompt plus completion; default: the model's own context length")
     replay_routes: bool = Field(False, description="mixtures of experts: the trainer sends each token to the experts its engine chose")
 
 
 class DataSection(Section):
-    source: str | dict[str, PositiveFloat] = Field(
-        description="JSONL or Parquet file, or `path:name` of a Python function or datasets.Dataset that yields rows; or several, each with"
-        " its weight: { 'a.jsonl' = 2, 'b.jsonl' = 1 }"
+    source: str | dict[str, PositiveFloat] | None = Field(
+        None,
+        description="JSONL or Parquet file, a data set of the Hub (openai/gsm8k:main/train), or `path:name` of a Python function or"
+        " datasets.Dataset that yields rows; or several, each with its weight: { 'a.jsonl' = 2, 'b.jsonl' = 1 }",
     )
     prompt_column: str = Field("prompt", description="text, or a list of chat messages, which then go through the chat template")
+    chat: bool = Field(
+        False,
+        description="put prompts of plain text through the chat template, too, as a user's message; a system_prompt, tools or"
+        " chat_template_kwargs do so by themselves",
+    )
+    system_prompt: str | None = Field(None, description="first message of every chat that does not begin with a system message")
+    tools: str | tuple[dict[str, Any], ...] | None = Field(
+        None, description="for the chat template: JSON schemas of functions, or the name of the column that has them (a list, or its JSON)"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="further arguments of the chat template, for example { enable_thinking = false }"
+    )
     shuffle: bool = Field(True, description="a new seeded order every epoch")
     limit: PositiveInt | None = Field(None, description="use only the first rows of the source, or of each")
     difficulty: tuple[Unit, Unit] | None = Field(
@@ -82,14 +99,23 @@ class RolloutSection(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = Field(
         1.0, description="sampling temperature; the trainer divides its logits by it too"
     )
-    stop_token_ids: tuple[int, ...] = Field((), description="stop tokens beside the model's own end of sequence")
+    stop_token_ids: tuple[int, ...] = Field(
+        (), description="stop tokens beside those that tokenizer, chat template, config.json and generation_config.json name"
+    )
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...] = Field(
+        (),
+        max_length=64,
+        description="texts that end a completion, or a turn, with the token that completes one of them; they stay in what is scored",
+    )
 
 
 class EngineSection(Section):
     kind: Literal["vllm", "fake"] = Field("vllm", description="fake: deterministic tokens, no model; for rehearsals")
     count: PositiveInt = Field(1, description="inference engines")
     max_running: PositiveInt = Field(64, description="sequences one engine decodes at once")
-    kv_cache_bytes: PositiveInt | None = Field(None, description="KV cache per engine; default: vLLM's own choice (on CPU 64 MiB)")
+    kv_cache_bytes: PositiveInt | None = Field(
+        None, description="KV cache of each rank of an engine; default: what max_running sequences need, on a GPU what it has left"
+    )
     cores: tuple[int, ...] = Field((), description="CPU core of each engine, one each; empty lets the system choose")
     options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
@@ -110,6 +136,10 @@ class ScorerSection(Section):
     slots: PositiveInt = Field(2, description="reward calls at once, each in a process of its own that can be killed")
     deadline_s: PositiveFloat = Field(30.0, description="longest reward call; after it the process is killed and the outcome is timeout")
     silent_after_s: PositiveFloat = Field(120.0, description="a scorer not heard of for so long ends the run")
+    variables: tuple[str, ...] = Field(
+        (),
+        description="names of environment variables that rewards and environments see beside PATH, HOME, LANG, PYTHON*, OMP_* and the like",
+    )
 
 
 class RewardSection(Section):
@@ -195,7 +225,7 @@ class PipelineSection(Section):
     adaptive_running: bool = Field(
         False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
     )
-    queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue between stages")
+    queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue: whoever fills one waits for room in it")
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
 
@@ -223,14 +253,16 @@ class TrainerSection(Section):
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
     passes: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
-    learning_rate: PositiveFloat = Field(1e-6)
+    learning_rate: PositiveFloat | None = Field(None, description="peak; default: 1e-6, and 1e-5 for adapters (lora.rank)")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: PositiveFloat = 1.0
     max_logprob_gap: PositiveFloat | None = Field(
-        None, description="largest |engine - trainer| log-probability at step 0; default 1e-4 in float32, else 0.5"
+        None,
+        description="largest mean |engine - trainer| log-probability at the first step; ten times that for the 0.99 quantile; default 1e-4"
+        " in float32, else 0.1",
     )
     max_mismatch_kl: PositiveFloat = Field(
         0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"
@@ -252,7 +284,18 @@ class ReferenceSection(Section):
     path: Path | None = Field(
         None, description="Hugging Face folder of a frozen model whose log-probabilities a method reads: a reference, or a teacher"
     )
+    teachers: dict[str, Path] = Field(
+        {},
+        description="several of them in place of path, by the name that the column teacher of a prompt's row says:"
+        " { math = 'a', code = 'b' }",
+    )
     offload: bool = Field(False, description="keep its weights on the host, and bring them to the device for each row")
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """By their keys, the models that are named."""
+        single = {} if self.path is None else {"reference.path": self.path}
+        return single | {f"reference.teachers.{name}": path for name, path in self.teachers.items()}
 
 
 class CriticSection(Section):
@@ -314,7 +357,9 @@ class WeightsSection(Section):
 
 class CheckpointSection(Section):
     every: PositiveInt = Field(20, description="steps between checkpoints; a killed trainer does at most as many again")
-    keep: PositiveInt = Field(1, description="newest checkpoints that stay on the disk")
+    keep: PositiveInt = Field(
+        2, description="newest checkpoints that stay on the disk: a run whose newest is damaged falls back to the one before"
+    )
 
 
 class TrackingSection(Section):
@@ -355,10 +400,24 @@ class SftSection(Section):
     completion_column: str = "completion"
     steps: PositiveInt = 200
     batch_size: PositiveInt = 128
-    learning_rate: PositiveFloat = 2e-3
+    learning_rate: PositiveFloat | None = Field(None, description="peak; default: 2e-5, and 2e-4 for adapters (lora.rank)")
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
-    output: Path | None = Field(None, description="folder of the trained model; default: model.path itself")
+    output: Path | None = Field(
+        None, description="folder of the trained model, never model.path itself; default: <run.folder>/<name of model.path>-sft"
+    )
+
+
+class SftStreamSection(Section):
+    source: str | None = Field(
+        None,
+        description="rows with a prompt and a completion (sft.completion_column) of which every step of RL trains some, in its own update:"
+        " a JSONL file, or `path:name` of a Python function that yields rows; none: RL alone",
+    )
+    batch_size: PositiveInt = Field(32, description="rows of each step")
+    coef: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="a step's loss is RL's plus coef times the mean negative log-likelihood per completion token of its rows; 0: off"
+    )
 
 
 class Config(Section):
@@ -366,11 +425,11 @@ class Config(Section):
 
     run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
     model: ModelSection
-    data: DataSection
+    data: DataSection = DataSection()  # pyright: ignore[reportCallIssue]
     rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
     engine: EngineSection = EngineSection()  # pyright: ignore[reportCallIssue]
     scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
-    reward: tuple[RewardSection, ...] = Field(min_length=1)
+    reward: tuple[RewardSection, ...] = ()
     environment: EnvironmentSection = EnvironmentSection()  # pyright: ignore[reportCallIssue]
     prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
@@ -386,6 +445,7 @@ class Config(Section):
     tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
     slurm: SlurmSection = SlurmSection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
+    sft_stream: SftStreamSection = SftStreamSection()  # pyright: ignore[reportCallIssue]
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -401,6 +461,21 @@ class Config(Section):
         return self.engine.count * self.engine.max_running * 5 // 4
 
     @property
+    def learning_rate(self) -> float:
+        """Peak of the policy's. Adapters want about ten times what all weights want (arXiv:2405.09673)."""
+        return self.trainer.learning_rate or (1e-5 if self.lora.rank else 1e-6)
+
+    @property
+    def sft_learning_rate(self) -> float:
+        """Peak of fine-tuning's, by the same rule."""
+        return self.sft.learning_rate or (2e-4 if self.lora.rank else 2e-5)
+
+    @property
+    def sft_output(self) -> Path:
+        """Folder of the fine-tuned model, which RL starts from where `model.path` names it."""
+        return self.sft.output or self.run.folder / f"{self.model.path.name}-sft"
+
+    @property
     def compares_siblings(self) -> bool:
         """True where a reward function compares the rollouts of a group."""
         return any(reward.per == "group" for reward in self.reward)
@@ -411,6 +486,7 @@ class Config(Section):
         return {
             "samples per step": samples,
             "samples of the whole run": samples * self.trainer.steps,
+            "peak learning rate": self.learning_rate,
             "rollouts in engines at once, at most": self.max_running_rollouts,
             "groups admitted before the first step, at most": (self.pipeline.max_staleness + 1) * self.batch.groups_per_step,
         }

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import enum
 import json
 import tomllib
+import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 
+from pipelinerl import checksum
 from pipelinerl.config import Config, Section
 from pipelinerl.contradictions import contradictions
 from pipelinerl.errors import ConfigError
+from pipelinerl.schema import SCHEMA, refusal
 
 
-def load(path: Path, *, overrides: Sequence[str] = ()) -> Config:
+def load(path: Path, *, overrides: Sequence[str] = (), for_run: bool = True) -> Config:
     """Read a TOML config and apply `section.key=value` overrides (values in TOML syntax; a bare word is a string).
+
+    `for_run`: it is for RL, which needs prompts and rewards; fine-tuning needs neither.
 
     Relative paths in the file stay relative to the working directory. Raises `ConfigError` listing every problem at once.
     """
@@ -31,7 +37,15 @@ def load(path: Path, *, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(tree, override)
-    return parse(tree, origin=str(path))
+    return parse(tree, origin=str(path), for_run=for_run)
+
+
+def write_run(run_folder: Path, config: Config) -> None:
+    """Write a run's resolved settings to its folder, with the number of their form and a checksum."""
+    tree = config.model_dump(mode="json")
+    draft = run_folder / "config.json.draft"
+    draft.write_text(json.dumps({"schema": SCHEMA, "checksum": _checksum(tree)} | tree, indent=2))
+    draft.rename(run_folder / "config.json")
 
 
 def load_run(run_folder: Path, *, overrides: Sequence[str] = ()) -> Config:
@@ -39,23 +53,55 @@ def load_run(run_folder: Path, *, overrides: Sequence[str] = ()) -> Config:
     path = run_folder / "config.json"
     try:
         tree = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a run's settings: {error}; name the folder of a run") from None
+    except FileNotFoundError:
+        raise ConfigError(f"no settings at {path}: name the folder of a run") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the settings of a run: {error}. {_restore(run_folder)}") from None
+    if isinstance(tree, dict):
+        # Settings of schema 2 had neither, and are otherwise those of schema 3.
+        if (schema := tree.pop("schema", SCHEMA)) != SCHEMA:
+            raise ConfigError(refusal(schema, what=str(path)))
+        if (said := tree.pop("checksum", None)) not in (None, found := _checksum(tree)):
+            raise ConfigError(
+                f"{path} was changed after it was written: its checksum is {found}, expected {said}. {_restore(run_folder)}; a file that"
+                " was changed on purpose goes without `checksum`"
+            )
     for override in overrides:
         _apply(tree, override)
-    return parse(tree, origin=str(path))
+    return parse(tree, origin=str(path), for_run=False)  # it was, when the run began
 
 
-def parse(tree: dict[str, Any], *, origin: str) -> Config:
+def _restore(run_folder: Path) -> str:
+    where = run_folder / "journal" / "orchestrator.jsonl"
+    return f"Where it was damaged after it was written, restore it; the first line of {where} holds the same settings"
+
+
+def _checksum(tree: dict[str, Any]) -> str:
+    return checksum.of_bytes(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode())
+
+
+def parse(tree: dict[str, Any], *, origin: str, for_run: bool = True) -> Config:
     """Validate a plain dictionary of sections. Raises `ConfigError` listing every problem at once; `origin` names the file."""
+    problems = list(_missing_for_run(tree)) if for_run else []
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
+        if not problems:
+            return config
     except pydantic.ValidationError as error:
-        problems = [line for item in error.errors() for line in _describe(item, others=error.errors())]
+        problems += [line for item in error.errors() for line in _describe(item, others=error.errors())]
         if any(item["loc"] for item in error.errors()):  # then pydantic did not come to compare the sections
             problems += contradictions(_valid_sections(tree))
-        plural = "problem" if len(problems) == 1 else "problems"
-        raise ConfigError(f"{origin}: {len(problems)} {plural}\n" + "\n".join(f"  - {line}" for line in problems)) from None
+    plural = "problem" if len(problems) == 1 else "problems"
+    raise ConfigError(f"{origin}: {len(problems)} {plural}\n" + "\n".join(f"  - {line}" for line in problems))
+
+
+def _missing_for_run(tree: dict[str, Any]) -> Iterator[str]:
+    """What RL needs and other commands do not."""
+    data = tree.get("data", {})
+    if isinstance(data, dict) and data.get("source") is None:
+        yield f"data.source is missing: {known_keys()['data.source']}"
+    if not tree.get("reward"):
+        yield f"reward is missing: name a function in a [[reward]] section; function: {known_keys()['reward.function']}"
 
 
 def known_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> dict[str, str]:
@@ -68,6 +114,60 @@ def known_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> di
         else:
             keys |= known_keys(inner, f"{prefix}{name}.")
     return keys
+
+
+def described_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Every dotted key with its type, its default and its description, as `pipelinerl keys` prints them."""
+    for name, field in model.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            yield from described_keys(inner, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else _said(field.get_default(call_default_factory=True))
+        yield prefix + name, _type_of(field), default, field.description or ""
+
+
+def _type_of(field: Any) -> str:
+    """A field's type as TOML has it, with its bounds."""
+    bounds = [sign + f"{getattr(one, name):g}" for one in field.metadata for name, sign in _BOUNDS.items() if hasattr(one, name)]
+    return " ".join([_named(field.annotation), *bounds])
+
+
+def _named(annotation: Any) -> str:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        bounds = [sign + f"{getattr(one, name):g}" for one in _flat(inner[1:]) for name, sign in _BOUNDS.items() if hasattr(one, name)]
+        return " ".join([_named(inner[0]), *bounds])
+    if origin is Literal:
+        return "|".join(json.dumps(one) for one in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_named(one) for one in inner if one is not type(None))
+    if origin is tuple:
+        return f"list of {_named(inner[0])}"
+    if origin is dict or annotation is dict:
+        return "table"
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return "|".join(json.dumps(one.value) for one in annotation)
+    return _TOML_TYPES.get(annotation, str(annotation))
+
+
+def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
+    """Bounds, also those inside a pydantic `Field`."""
+    for one in metadata:
+        yield from getattr(one, "metadata", None) or [one]
+
+
+def _said(default: Any) -> str:
+    """A default in TOML's syntax."""
+    if default is None:
+        return "none"
+    if isinstance(default, tuple):
+        return json.dumps([one.value if isinstance(one, enum.Enum) else one for one in default])
+    return json.dumps(default.value if isinstance(default, enum.Enum) else str(default) if isinstance(default, Path) else default)
+
+
+_BOUNDS = {"gt": "> ", "ge": ">= ", "lt": "< ", "le": "<= "}
+_TOML_TYPES = {str: "text", int: "integer", float: "number", bool: "true|false", Path: "path", Any: "value"}
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

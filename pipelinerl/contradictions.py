@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from pipelinerl.config import (
         AlgorithmSection,
         BatchSection,
+        DataSection,
         EngineSection,
         EnvironmentSection,
         EvaluationSection,
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
         ReferenceSection,
         RewardSection,
         RolloutSection,
+        SftSection,
+        SftStreamSection,
         SlurmSection,
         TrainerSection,
         WeightsSection,
@@ -62,6 +66,36 @@ def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -
             yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
 
 
+def _dtype_can_be_trained(model: ModelSection) -> Iterator[str]:
+    if model.dtype == "float16":
+        yield (
+            'model.dtype is "float16": engines could serve it, and the trainer cannot train in it, because gradients leave its range (those'
+            ' of the first batch of the demo are not finite). Set "bfloat16", or "float32".'
+        )
+
+
+def _options_are_finite(
+    engine: EngineSection,
+    algorithm: AlgorithmSection,
+    reward: tuple[RewardSection, ...],
+    environment: EnvironmentSection,
+    prm: PrmSection,
+) -> Iterator[str]:
+    tables = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
+    tables |= {"engine.options": engine.options, "environment.options": environment.options, "prm.options": prm.options}
+    for key, value in (tables | {"prm.judge.extra": prm.judge.extra, "algorithm.overrides": algorithm.overrides}).items():
+        for path, number in _not_finite(key, value):
+            yield f"{path} is {number}, expected a finite number: settings are kept as JSON, which has no such one."
+
+
+def _not_finite(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Numbers in a nested value that JSON cannot say, with their paths."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, value
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ():
+        yield from _not_finite(f"{path}.{name}", inner)
+
+
 def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[str]:
     for part, options in (("engine.options", engine.options), ("algorithm.overrides", algorithm.overrides)):
         for key in options:
@@ -89,6 +123,14 @@ def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSec
         yield (
             f"reference.offload keeps whole weights on the host, and trainer.{trainer.layout} spreads them over ranks. Set it to false: a"
             " rank then holds its part only."
+        )
+
+
+def _teachers_are_named_once(reference: ReferenceSection) -> Iterator[str]:
+    if reference.path is not None and reference.teachers:
+        yield (
+            f"reference.path is {reference.path}, and reference.teachers names {', '.join(reference.teachers)}: a row has one reference or"
+            " teacher. Leave one of the keys out."
         )
 
 
@@ -170,6 +212,38 @@ def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: M
         )
 
 
+def _stop_strings_go_with(rollout: RolloutSection, model: ModelSection) -> Iterator[str]:
+    if rollout.stop and model.replay_routes:
+        yield (
+            "rollout.stop ends completions in the middle of vLLM's own account of them, and model.replay_routes = true needs the experts of"
+            " every token, which vLLM tells at its own end. Use rollout.stop_token_ids, or leave one of them out."
+        )
+
+
+def _template_arguments_are_free(data: DataSection) -> Iterator[str]:
+    own = {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"}
+    for name in sorted(own & data.chat_template_kwargs.keys()):
+        yield f"data.chat_template_kwargs.{name} is passed by this project itself. Leave it out; tools have a key of their own: data.tools."
+
+
+def _fine_tuning_keeps_its_base(model: ModelSection, sft: SftSection) -> Iterator[str]:
+    if sft.output is not None and sft.output == model.path:
+        yield (
+            f"sft.output is {sft.output}, and so is model.path: fine-tuning would replace the model it began with. Name another folder, and"
+            " start RL from it with model.path."
+        )
+
+
+def _sft_stream_has_rows_and_weight(sft_stream: SftStreamSection) -> Iterator[str]:
+    if sft_stream.source is not None and sft_stream.coef is None:
+        yield (
+            f"sft_stream.source is {sft_stream.source}, and sft_stream.coef does not say how much its rows weigh beside RL. Set it, for"
+            " example to 0.1; with 0 none is trained."
+        )
+    if sft_stream.coef and sft_stream.source is None:
+        yield f"sft_stream.coef is {sft_stream.coef:g}, and sft_stream.source names no rows. Set it, or leave sft_stream.coef out."
+
+
 def _steps_have_one_model(prm: PrmSection) -> Iterator[str]:
     if prm.path is not None and prm.judge.url is not None:
         yield f"prm.path is {prm.path} and prm.judge.url is {prm.judge.url}: one of them scores steps. Leave the other out."
@@ -193,6 +267,8 @@ _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
     _one_core_for_each_process,
+    _dtype_can_be_trained,
+    _options_are_finite,
     _no_secrets,
     _no_secrets_for_scorers,
     _layout_works,
@@ -200,9 +276,14 @@ _CHECKS = (
     _samples_differ,
     _nodes_have_work,
     _reference_can_be_offloaded,
+    _teachers_are_named_once,
     _adapters_can_be_apart,
     _episodes_go_with,
     _steps_have_one_model,
+    _fine_tuning_keeps_its_base,
+    _sft_stream_has_rows_and_weight,
+    _stop_strings_go_with,
+    _template_arguments_are_free,
     _early_stop_is_unbiased,
     _ranks_can_take_policies,
 )

@@ -27,6 +27,7 @@ from packaging.specifiers import SpecifierSet
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.transport.curve import make_keys
+from pipelinerl.weights.slots import sweep
 
 GIB = 2**30
 MIN_DISK_BYTES = 20 * GIB
@@ -94,12 +95,14 @@ class Machine:
     memory_bytes: int = 0
     disk_bytes: int = 0
     """Free where runs go."""
+    swept_bytes: int = 0
+    """Left in /dev/shm by processes that were killed; removed by looking."""
     shared_bytes: int = 0
     """Free in /dev/shm."""
     open_files: tuple[int, int] = (0, 0)
     """Soft and hard limit."""
     can_bind: bool = True
-    """A port on loopback can be had."""
+    """A port on loopback can be had, and reached."""
     can_resolve: bool = True
     """This machine's own name leads to an address."""
     has_curve: bool = True
@@ -110,6 +113,7 @@ class Machine:
 def look(folder: Path) -> Machine:
     """Measure this machine; `folder` is where runs go."""
     torch, torch_error = _ask_torch()
+    swept_bytes = sweep()
     driver = _say("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     shared = Path("/dev/shm")
     return Machine(
@@ -117,7 +121,7 @@ def look(folder: Path) -> Machine:
         requires_python=metadata("pipelinerl")["Requires-Python"],
         system=" ".join((platform.uname().system, platform.machine())),
         packages={name: found for name in ("pipelinerl", "torch", *_VLLM, "transformers") if (found := _version(name))},
-        unmet=tuple(_unmet()),
+        unmet=tuple(unmet()),
         torch=torch,
         torch_error=torch_error,
         driver=driver[0].strip() if driver else "",
@@ -126,6 +130,7 @@ def look(folder: Path) -> Machine:
         num_cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         disk_bytes=shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free,
+        swept_bytes=swept_bytes,
         shared_bytes=shutil.disk_usage(shared).free if shared.exists() else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         can_bind=_can_bind(),
@@ -153,7 +158,10 @@ def _software(machine: Machine) -> Iterator[Finding]:
     )
     for what, names in (("torch", ("torch",)), ("vLLM", _VLLM)):
         found = ", ".join(f"{name} {machine.packages[name]}" for name in names if name in machine.packages)
-        do = "pip install 'pipelinerl[gpu]' (or [cpu]) on machines that run engines or trainers; a head node needs neither"
+        do = (
+            "on machines that run engines or trainers: scripts/setup without GPUs (plain pip finds no set of versions for that), or"
+            " pip install 'pipelinerl[gpu]' with them; a head node needs neither"
+        )
         yield Finding(level=Level.OK if found else Level.NOTE, what=what, found=found or "not installed", do="" if found else do)
     if all(name in machine.packages for name in _VLLM):
         do = "remove one: both install a package named `vllm`, and the later one wins"
@@ -205,6 +213,9 @@ def _room(machine: Machine) -> Iterator[Finding]:
         enough = free >= needed
         found = f"{free / GIB:.1f} GiB free" + ("" if enough else f", fewer than {needed / GIB:.0f}")
         yield Finding(level=Level.OK if enough else Level.WARN, what=what, found=found, do="" if enough else do)
+    if machine.swept_bytes:
+        found = f"runs that were killed had left {machine.swept_bytes / GIB:.1f} GiB there; removed"
+        yield Finding(level=Level.OK, what="/dev/shm", found=found)
     soft, hard = machine.open_files
     enough = soft >= MIN_OPEN_FILES or soft == resource.RLIM_INFINITY
     do = f"ulimit -n {MIN_OPEN_FILES}" + ("" if hard >= MIN_OPEN_FILES else f"; the hard limit is {hard}: ask whoever runs the machine")
@@ -212,11 +223,11 @@ def _room(machine: Machine) -> Iterator[Finding]:
 
 
 def _network(machine: Machine) -> Iterator[Finding]:
-    do = "a firewall or a sandbox forbids it: the processes of a run talk over loopback"
+    do = "a firewall or a sandbox forbids it, or `lo` is down: the processes of a run talk over loopback"
     yield Finding(
         level=Level.OK if machine.can_bind else Level.FAIL,
         what="ports",
-        found="a free one on loopback can be had" if machine.can_bind else "none on loopback can be bound",
+        found="a free one on loopback can be had" if machine.can_bind else "none on loopback can be had and reached",
         do="" if machine.can_bind else do,
     )
     if not machine.can_resolve:
@@ -228,7 +239,7 @@ def _network(machine: Machine) -> Iterator[Finding]:
     yield Finding(level=Level.OK if found.startswith("slurm") else Level.NOTE, what="Slurm", found=found)
 
 
-def _unmet() -> Iterator[str]:
+def unmet() -> Iterator[str]:
     """What the project (its extras included, where their package is installed) and vLLM require, and is there in another version."""
     for owner in ("pipelinerl", *_VLLM):
         for text in _requires(owner):
@@ -279,7 +290,10 @@ def _say(*command: str) -> str:
 
 def _can_bind() -> bool:
     try:
-        with socket.create_server(("127.0.0.1", 0)):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5.0),  # a port can be bound on a loopback that is down, too
+        ):
             return True
     except OSError:
         return False

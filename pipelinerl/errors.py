@@ -2,6 +2,7 @@
 
 PipelineError
     ConfigError          a setting, a model folder or a plug-in is wrong; found before anything runs
+        CheckpointDamaged  a checkpoint is not as it was written; names the file
     DataError            a prompt source is empty or malformed; names the file and the line
     WireError            bytes from a peer that are not a message this peer may send
     PeerError            a named peer failed
@@ -9,6 +10,7 @@ PipelineError
         PeerGone         its process ended or its connection closed
         PeerFull         it takes nothing, and as much waits for it as may
         PeerRefused      it answered with an error of its own, which the message carries
+    LeaseError           another launcher holds this run folder, or has taken it over
     LedgerError          the ledger cannot be written or read, or belongs to another run than the checkpoint
     WeightsError         a published policy does not fit: names, shapes, dtypes, digest, base version
         NoRoom           a policy cannot be put where engines fetch it; they serve on with the one before
@@ -26,6 +28,10 @@ class PipelineError(Exception):
 
 class ConfigError(PipelineError):
     """A setting, a model folder or a plug-in is wrong; found before anything runs."""
+
+
+class CheckpointDamaged(ConfigError):
+    """A checkpoint is not as it was written; names the file, what was found and what was expected."""
 
 
 class DataError(PipelineError):
@@ -58,6 +64,10 @@ class PeerFull(PeerError):
 
 class PeerRefused(PeerError):
     """A named peer answered with an error of its own."""
+
+
+class LeaseError(PipelineError):
+    """Another launcher holds this run folder, or has taken it over."""
 
 
 class LedgerError(PipelineError):

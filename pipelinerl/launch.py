@@ -25,13 +25,14 @@ import time
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.errors import ConfigError, PeerGone
-from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, read_config, stopped_processes
+from pipelinerl.config_file import write_run
+from pipelinerl.errors import ConfigError, LeaseError, PeerGone
+from pipelinerl.lease import EPOCH, Lease
+from pipelinerl.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, stopped_processes
 from pipelinerl.restarts import REJOIN_AFTER_S, Restarts
 from pipelinerl.transport.curve import make_keys
-from pipelinerl.weights.slots import run_token, unlink_slots
+from pipelinerl.weights.slots import run_token, sweep, unlink_slots
 
 SAVE_GRACE_S = 60.0
 """How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
@@ -40,18 +41,6 @@ KILL_GRACE_S = 5.0
 LOOK_EVERY_S = 1.0
 """Between two looks for processes that stand still."""
 LOG_TAIL_LINES = 15
-FIXED_KEYS = (
-    "run.seed",
-    "model.path",
-    "model.dtype",
-    "data.source",
-    "data.shuffle",
-    "data.limit",
-    "rollout.group_size",
-    "batch.groups_per_step",
-    "batch.max_tokens",
-)
-"""What a resumed run must share with its earlier life: the order of its prompts, and what its recorded groups and rows look like."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +83,8 @@ def _parts(role: str, num_nodes: int) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _trainer(config: Config, part: tuple[str, ...]) -> tuple[str, ...]:
-    if part:
-        return ("-m", "trainer.rendezvous")
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer")
+    """One rank meets nobody; several are started, and ended, by a parent of their own."""
+    return ("-m", "trainer" if config.trainer.ranks == 1 and not part else "trainer.rendezvous")
 
 
 def peers_of(config: Config) -> tuple[str, ...]:
@@ -121,38 +109,27 @@ def limits_of(config: Config) -> Limits:
 
 
 def make_run_folder(config: Config) -> Path:
-    """Make `<run.folder>/<run.name>-<time>`, with the resolved config and fresh keys in it, readable by its owner only."""
-    config.run.folder.mkdir(parents=True, exist_ok=True)
+    """Make `<run.folder>/<run.name>-<time>`, with the resolved config and fresh keys in it, readable by its owner only.
+
+    Raises `ConfigError` where it cannot be made or written: a file in its place, no permission, no room.
+    """
+    try:
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+        return _make_run_folder(config)
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder {config.run.folder}: no run can be kept there: {error.strerror or error}"
+            f" ({error.filename or config.run.folder}). Name a folder that you may write to and that has room, with run.folder=..."
+        ) from error
+
+
+def _make_run_folder(config: Config) -> Path:
     name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = sum(1 for _ in config.run.folder.glob(f"{name}*"))
     folder = config.run.folder / (f"{name}-{number + 1}" if number else name)
     folder.mkdir(mode=0o700)
-    (folder / "config.json").write_text(config.model_dump_json(indent=2))
+    write_run(folder, config)
     make_keys(folder, peers_of(config))
-    return folder
-
-
-def resumed_run_folder(config: Config) -> Path | None:
-    """The newest folder of a run of this name, made ready to go on with the present settings; None where there is none.
-
-    Raises `ConfigError` for settings that a run cannot change: its ledger would not fit them.
-    """
-    folders = [path.parent for path in config.run.folder.glob(f"{config.run.name}-[0-9]*/ledger.sqlite")]
-    if not folders:
-        return None
-    folder = max(folders, key=lambda path: (path / "ledger.sqlite").stat().st_mtime)
-    before = read_config(folder)
-    changed = [key for key in FIXED_KEYS if _value_of(before, key) != _value_of(config, key)]
-    if method_of(before).adds_greedy != method_of(config).adds_greedy:  # its groups have one sibling more
-        changed.append("algorithm.name")
-    if changed:
-        changes = "\n".join(f"  - {key} was {_value_of(before, key)!r}, and is {_value_of(config, key)!r}" for key in changed)
-        raise ConfigError(f"{folder} cannot go on with other settings than it began with:\n{changes}\nKeep them, or start a new run.")
-    (folder / "config.json").write_text(config.model_dump_json(indent=2))
-    make_keys(folder, peers_of(config))
-    for path in (folder / "failures").glob("*.json"):
-        path.unlink()
-    forget_endpoints(folder)
     return folder
 
 
@@ -160,11 +137,6 @@ def forget_endpoints(run_folder: Path) -> None:
     """Remove what an orchestrator that is gone has published: who starts now must wait for the next one's."""
     for path in (run_folder / "endpoints").glob("*.json"):
         path.unlink()
-
-
-def _value_of(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 class Launcher:
@@ -178,14 +150,20 @@ class Launcher:
         restarts: int = 0,
         restart_wait_s: float = 1.0,
         stopped_limit_s: float = float("inf"),
+        lease: Lease | None = None,
     ) -> None:
-        """`restarts` of each process within an hour, the first after `restart_wait_s`.
+        """`lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
+
+        `restarts` of each process within an hour, the first after `restart_wait_s`.
 
         A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: of the orchestrator, and of one that is only starting, nobody
         else would notice before long.
         """
         self._roles = roles
         self._run_folder = run_folder
+        self._lease = lease
+        self._lost: LeaseError | None = None
+        """Why the folder is not this launcher's any more."""
         self._restarts = {role.name: Restarts(budget=restarts, first_wait_s=restart_wait_s) for role in roles}
         self._started_at: dict[str, float] = {}
         """Unix seconds of each process's last start."""
@@ -210,21 +188,28 @@ class Launcher:
         """Unix seconds at which a failure was noticed; what others record after it, they record because they were ended."""
 
     async def run(self) -> None:
-        """Start everything and wait for the end. Raises `PeerGone` naming the process that failed first, with its own words."""
+        """Start everything and wait for the end. Raises `PeerGone` naming the process that failed first, with its own words.
+
+        Raises `LeaseError` where another launcher has taken the folder over.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
+            loop.add_signal_handler(number, self._interrupt, number)
         try:
             async with self._tasks:
                 failed = await self._run_all()
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+        if self._lost is not None:
+            raise self._lost
         if failed is not None:
             raise PeerGone(self._explain(failed))
 
     async def _run_all(self) -> str | None:
         """Start, restart and end all; return the name of the process that ended the run badly."""
+        if freed := sweep():
+            self._note(f"removed {freed >> 20} MiB that processes which were killed had left in shared memory")
         overseer = self._tasks.create_task(self._oversee(), name="overseer")
         try:
             for role in self._roles:
@@ -239,7 +224,7 @@ class Launcher:
     def _may_restart(self, failed: str) -> float | None:
         """Seconds until a process that failed may be started again; None where it may not, and the run ends."""
         is_over = self._deadline_s is not None  # whoever starts after the orchestrator has ended would wait for it in vain
-        if self._num_interrupts or self._is_overdue or is_over or not self._was_killed(failed):
+        if self._lost or self._num_interrupts or self._is_overdue or is_over or not self._was_killed(failed):
             return None
         now_s = time.time()
         return self._restarts[failed].next_wait(now_s=now_s, lived_s=now_s - self._started_at[failed])
@@ -254,8 +239,9 @@ class Launcher:
             for record in self._failures("*")  # also those put away because another process was started again meanwhile
             if record["t"] >= self._started_at[failed] and failed in (record["role"], record["process"])
         ]
-        is_group = failed == "trainer"  # torchrun's own exit code says nothing of how a rank ended
-        return all(record["is_consequence"] for record in words) and (bool(words) or is_group)
+        if failed == "trainer" and code == UNWRITTEN:  # the disk is full, which its checkpoints outlive: there may be room again
+            return True
+        return all(record["is_consequence"] for record in words) and bool(words)
 
     async def _restart(self, failed: str, *, wait_s: float) -> None:
         role = next(role for role in self._roles if role.name == failed)
@@ -271,7 +257,12 @@ class Launcher:
 
     def _note(self, line: str) -> None:
         """Write a line to `<run>/logs/launcher.log`."""
-        with contextlib.suppress(OSError), open(self._run_folder / "logs" / "launcher.log", "a") as log:  # a full disk must not end us
+        with contextlib.suppress(OSError):  # a full disk must not end us
+            (self._run_folder / "logs").mkdir(exist_ok=True)
+            self._append(line)
+
+    def _append(self, line: str) -> None:
+        with open(self._run_folder / "logs" / "launcher.log", "a") as log:
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
     async def _start(self, role: Role) -> None:
@@ -285,7 +276,7 @@ class Launcher:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **({EPOCH: str(self._lease.epoch)} if self._lease else {})},
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         finally:
@@ -308,7 +299,7 @@ class Launcher:
                 self._failed_at, self._is_overdue = time.time(), True
                 return min(self._running)
             self._running.discard(name)
-            if self._processes[name].returncode and name not in self._dismissed:
+            if self._processes[name].returncode and not self._is_over_for(name):
                 self._failed_at = time.time()
                 return name
             if name == self._roles[0].name:
@@ -318,23 +309,48 @@ class Launcher:
                 self._left_at[name] = loop.time()
         return None
 
+    def _is_over_for(self, name: str) -> bool:
+        """True for a process that nobody needs any more, however it ended: the orchestrator has ended before it, and it has nothing to
+        save. It may have been killed because it was to be replaced."""
+        has_nothing_to_save = any(role.has_nothing_to_save for role in self._roles if role.name == name)
+        was_killed = (self._processes[name].returncode or 0) < 0
+        return name in self._dismissed or (self._deadline_s is not None and has_nothing_to_save and was_killed)
+
     async def _oversee(self) -> None:
         """Kill what stands still, so that it is started again. A process that was stopped tells nobody, so this looks."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for path, peer, process_id in asked_to_replace(self._run_folder):
-                if not self._is_ours(process_id):  # another machine's, or gone already
+                if not self._is_of(peer, process_id):  # gone already, or not who it says
                     continue
                 path.unlink(missing_ok=True)
-                self._note(f"{peer} (process {process_id}) fell silent; killing it")
+                self._note(f"{peer} (process {process_id}) is to be replaced; killing it")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
             self._end_stopped()
+            self._hold_on()
             await self._call_back()
+
+    def _hold_on(self) -> None:
+        """Renew the lease; where it was lost, end all at once: nothing they would still write may be written."""
+        if self._lease is None or self._lost is not None:
+            return
+        try:
+            self._lease.renew_if_due()
+        except LeaseError as error:
+            self._lost = error
+            self._signal_all(signal.SIGKILL)
 
     def _is_ours(self, process_id: int) -> bool:
         """True where a process is one of this launcher's, or descends from one: no other is ever signalled."""
         ours = {process.pid for process in self._processes.values() if process.returncode is None}
+        return not ours.isdisjoint(ancestors(process_id))
+
+    def _is_of(self, peer: str, process_id: int) -> bool:
+        """True where a process is one of this launcher's, started for peers of that kind: no other is killed for what a peer says."""
+        kind = peer.partition("-")[0]
+        names = {peer} if kind == "scorer" else {role.name for role in self._roles if role.name.partition("-")[0].removesuffix("s") == kind}
+        ours = {process.pid for name, process in self._processes.items() if name in names and process.returncode is None}
         return not ours.isdisjoint(ancestors(process_id))
 
     async def _call_back(self) -> None:
@@ -365,12 +381,12 @@ class Launcher:
                 self._dismissed.add(role.name)
                 self._signal(role.name, signal.SIGTERM)
 
-    def _interrupt(self) -> None:
-        """First: have the orchestrator end the run, which saves. Second: end everything at once."""
+    def _interrupt(self, number: signal.Signals) -> None:
+        """First: have the orchestrator end the run, which saves and, after Ctrl-C, evaluates. Second: end everything at once."""
         self._num_interrupts += 1
         orchestrator = self._processes.get("orchestrator")
         if self._num_interrupts == 1 and orchestrator is not None and orchestrator.returncode is None:
-            orchestrator.terminate()
+            orchestrator.send_signal(number)
         else:
             self._signal_all(signal.SIGKILL)
 

@@ -1,14 +1,14 @@
 """A run in the terminal: who waits for whom, how far it is, what it has learnt. Reads the journals and nothing else.
 
 `RunState` (report.state) folds journal lines; `render` draws it, purely; `show` follows the files. Where the output is no terminal,
-`show` prints a plain line every few steps instead.
+`show` prints plain lines instead (`plain`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,71 +20,73 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipelinerl.plain import STUCK_S, PlainLines, end_lines, error_words, identity_words, waiting_words
 from pipelinerl.report import rows, units
 from pipelinerl.report.reading import JournalTail, read_failures
-from pipelinerl.report.rows import EXITS, Line
+from pipelinerl.report.rows import Line
 from pipelinerl.report.state import RunState
 
 LOOK_EVERY_S = 0.5
 """Between two looks at the journals; as often as the orchestrator writes its gauges."""
-PLAIN_LINES = 50
-"""About so many plain lines for a whole run."""
+ERRORS_SHOWN = 4
 _BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class PlainLines:
-    """Says when the next plain line is due, and what it says."""
-
-    next_step: int = 1
-
-    def due(self, state: RunState) -> str | None:
-        """A line for the log where enough steps were done since the last one, else None."""
-        done = state.num_steps_done
-        if done < self.next_step or not state.steps:
-            return None
-        self.next_step = done + max(1, (state.num_steps or 0) // PLAIN_LINES)
-        return plain_line(state)
 
 
 class LiveView:
     """A run's folder, followed: `look` takes what the journals have gained, and the view renders itself."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, *, began: float = 0.0) -> None:
+        """`began`: Unix seconds of the start that is followed; 0: of whatever there is."""
         self.state = RunState()
+        self._began = began
         self._run_folder = run_folder
         self._tail = JournalTail(run_folder)
 
-    def look(self) -> None:
-        """Fold the lines written since the last look, in order of time, and the last words of processes that failed."""
-        for line in sorted(self._tail.new_lines(), key=lambda line: line["t"]):
-            self.state.fold(line)
-        for failure in read_failures(self._run_folder):
-            self.state.fail(failure)
+    def look(self) -> list[Line]:
+        """Fold the lines written since the last look, in order of time, and the last words of processes that failed; return the lines.
+
+        Of a start that is followed, an end from before it is no end: the run goes on.
+        """
+        lines = sorted(self._tail.new_lines(), key=lambda line: line["t"])
+        for line in lines:
+            if line["kind"] != "end" or line["t"] >= self._began:
+                self.state.fold(line)
+        self.state.fail([failure for failure in read_failures(self._run_folder) if failure.t >= self._began])
+        return lines
 
     def __rich__(self) -> RenderableType:
         return render(self.state)
 
 
-async def show(run_folder: Path, *, console: Console, until: asyncio.Event) -> None:
-    """Follow a run until it has ended or a process of it failed, or `until` is set; a finished run is shown once."""
-    view = LiveView(run_folder)
-    plain = PlainLines()
+async def show(run_folder: Path, *, console: Console, until: asyncio.Event, began: float = 0.0) -> None:
+    """Follow a run until it has ended or a process of it failed, or `until` is set; a finished run is shown once.
+
+    With `began`, Unix seconds, a start is followed, to which ends of earlier lives mean nothing: until `until` alone, as a process that
+    failed may be started again.
+    """
+    view = LiveView(run_folder, began=began)
+    plain = PlainLines(began=began)
     live = Live(view, console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext()
+
+    def say(lines: list[str]) -> None:
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     with live:
         while True:
             is_last = until.is_set()
-            await asyncio.to_thread(view.look)
+            lines = await asyncio.to_thread(view.look)
             if isinstance(live, Live):
                 live.refresh()
-            elif (line := plain.due(view.state)) is not None:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if is_last or view.state.end_reason is not None:
+            else:
+                plain.take(lines)
+                say(plain.lines(view.state, now=time.time()))
+            if is_last or (not began and view.state.end_reason is not None):
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(until.wait(), LOOK_EVERY_S)
     if not console.is_terminal and view.state.end_reason is not None:
-        console.print(f"ended: {view.state.end_reason}; {identity_words(view.state)}", markup=False, highlight=False, soft_wrap=True)
+        say(end_lines(view.state))
 
 
 def renderable(lines: Iterable[Line]) -> RenderableType:
@@ -98,7 +100,7 @@ def renderable(lines: Iterable[Line]) -> RenderableType:
 def render(state: RunState) -> RenderableType:
     """Draw the state: progress, learning, the two halves, accounts, queues."""
     if state.status is None and not state.steps:
-        return Text("waiting for the run's journal: engines and trainer load their models", style="dim")
+        return Text("waiting for the run's journal: the orchestrator begins", style="dim")
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -113,44 +115,14 @@ def render(state: RunState) -> RenderableType:
         *([("turns", _turns(state.status.environment))] if state.status and state.status.environment else []),
         ("rollouts", Text(identity_words(state))),
         ("queues", _queues(state)),
+        *([("waits", _waits(state))] if _waits(state) is not None else []),
+        *([("errors", _errors(state))] if state.function_errors else []),
+        *([("alarms", _alarms(state))] if state.alarms else []),
     ):
         table.add_row(name, cell)
     ended = Text(f"ended: {state.end_reason}", style="bold") if state.end_reason is not None else Text("")
     title = escape(state.name) or "run"
     return Panel(Group(table, ended) if state.end_reason is not None else table, title=title, title_align="left", expand=False)
-
-
-def plain_line(state: RunState) -> str:
-    """The state on one line, for a log."""
-    step = state.steps[-1]
-    parts = [
-        f"step {state.num_steps_done}/{state.num_steps or '?'}",
-        f"reward {_short(step.reward_mean)}",
-        f"staleness {_short(step.staleness_mean)}/{_count(step.staleness_max)}",
-        f"generated {_short(state.generated_tokens_per_s)} tok/s",
-        f"trained {_short(state.trained_tokens_per_s)} tok/s",
-        f"trainer waited {_percent(state.trainer_wait_fraction)}",
-        f"engines idle {_percent(state.engine_idle_fraction)}",
-        f"slots empty {_percent(state.engine_empty_fraction)}",
-    ]
-    if state.last_evaluation is not None:
-        parts.append(f"held-out {_short(state.last_evaluation.reward_mean)}")
-    if state.seconds_left:
-        parts.append(f"{units.duration(state.seconds_left)} left")
-    if off := rows.imbalance(state.identity):
-        parts.append(f"ACCOUNTS OFF BY {off}")
-    return "  ".join(parts)
-
-
-def identity_words(state: RunState) -> str:
-    """The conservation identity on one line."""
-    identity = state.identity
-    off = rows.imbalance(identity)
-    if off is None:
-        return units.NOT_RECORDED
-    parts = " + ".join(f"{units.whole(identity.get(name, 0))} {name.replace('_', ' ')}" for name in ("in_flight", *EXITS))
-    sign = "=" if off == 0 else "≠"
-    return f"{units.whole(identity['admitted'])} admitted {sign} {parts}" + (f"  off by {units.whole(off)}" if off else "")
 
 
 def sparkline(values: Iterable[float]) -> str:
@@ -185,6 +157,8 @@ def _reward(state: RunState) -> RenderableType:
         text.append(f"   held-out {_short(first.reward_mean)}", style="green")
         if last is not first:
             text.append(f" → {_short(last.reward_mean)} (version {units.whole(last.version)})", style="green")
+        if len(last.components) > 1:
+            text.append("   " + ", ".join(f"{name} {_short(value)}" for name, value in last.components.items()), style="dim green")
     return text
 
 
@@ -241,6 +215,28 @@ def _queues(state: RunState) -> RenderableType:
         text.append_text(_bar(queue.fill_fraction or 0.0, width=6))
         text.append(f" {units.whole(queue.items)}   ")
     return text if queues else Text(units.NOT_RECORDED, style="dim")
+
+
+def _waits(state: RunState) -> Text | None:
+    """The longest wait that tells, and reward calls that do not end; None where the run moves."""
+    status = state.status
+    if status is None or state.end_reason is not None:
+        return None
+    told = [(name, seconds) for name, seconds in status.waits if seconds >= STUCK_S and not rows.is_idle(name)]
+    is_stuck = state.scored_at is not None and status.t - state.scored_at >= STUCK_S
+    return Text(waiting_words(state, now=status.t, began=0.0), style="yellow") if told or is_stuck else None
+
+
+def _errors(state: RunState) -> Text:
+    """Failures of users' functions by cause, the commonest first."""
+    worst = sorted(state.function_errors.values(), key=lambda error: -error.count)
+    lines = [f"{units.whole(error.count)} × {error_words(error).removeprefix('ERROR ')}" for error in worst[:ERRORS_SHOWN]]
+    more = [f"and {len(worst) - ERRORS_SHOWN} other causes"] if len(worst) > ERRORS_SHOWN else []
+    return Text("\n".join([*lines, *more]), style="red")
+
+
+def _alarms(state: RunState) -> Text:
+    return Text("\n".join(state.alarms.values()), style="bold red")
 
 
 def _gauge(fraction: float | None, words: str) -> Text:

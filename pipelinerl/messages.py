@@ -33,6 +33,8 @@ Id = Annotated[str, msgspec.Meta(max_length=512)]
 """A name or a digest."""
 Text = Annotated[str, msgspec.Meta(max_length=16 << 20)]
 """Prompts, and words for a person."""
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+"""A text that ends a completion."""
 Figures = Annotated[dict[Id, float], msgspec.Meta(max_length=4096)]
 """Values by name."""
 
@@ -148,7 +150,9 @@ class Sampling(Message, frozen=True):
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
-    """Stop tokens beside the model's own end of sequence."""
+    """Whatever ends a completion; an engine adds what it reads of an end of sequence in the model's folder."""
+    stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=64)] = ()
+    """Texts that end a completion with the token that completes one of them; they stay in it."""
     seed: int | None = None
     """None draws from the engine's own generator."""
 
@@ -394,6 +398,39 @@ class FunctionLoad(Message, frozen=True):
     """Rollout of the longest of them."""
     breaker: Id
     """closed, open or half-open."""
+
+
+class FunctionKind(enum.StrEnum):
+    """What a user's function is for."""
+
+    REWARD = "reward"
+    ENVIRONMENT = "environment"
+    PRM = "prm"
+    """A process reward model, or the judge in its place."""
+    SOURCE = "source"
+    """It yields prompts."""
+    LOSS = "loss"
+    """A loss, an advantage, a mask or a weight."""
+
+
+class FunctionFailed(Message, frozen=True):
+    """Calls of a function failed by one cause: told at once for the first, then of the further ones together. See `function_errors`."""
+
+    function: Id
+    kind: FunctionKind
+    outcome: Outcome
+    cause: Annotated[str, msgspec.Meta(max_length=1000)]
+    """On one line: exception type and message, or what was returned, or how the process ended."""
+    where: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    """`file:line`; empty where nobody knows."""
+    traceback: Annotated[str, msgspec.Meta(max_length=16384)] = ""
+    """Of the first failure; empty in what is told of further ones."""
+    rollout_id: Id = ""
+    """Of the first failure."""
+    num_new: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Failures by this cause since the last time it was told."""
+    num_calls: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Calls of the function so far, all of them."""
 
 
 class ScorerLoad(Message, frozen=True):
@@ -689,6 +726,11 @@ class Trajectory(Message, frozen=True):
         return len(self.token_ids)
 
     @property
+    def num_bytes(self) -> int:
+        """Of its token columns: ids, mask, log-probabilities, versions, and where a mixture sent each token, which is most of it."""
+        return 13 * self.num_tokens + (0 if self.routes is None else self.routes.experts.nbytes)
+
+    @property
     def num_trained_tokens(self) -> int:
         return int(np.count_nonzero(self.trains))
 
@@ -781,6 +823,14 @@ class Sample(Message, frozen=True):
 # --- orchestrator <-> trainer --------------------------------------------------------------------------------------------------
 
 
+class Damage(msgspec.Struct, frozen=True):
+    """A checkpoint that proved not to be as it was written, and was set aside."""
+
+    version: int
+    reason: Text
+    """Which file, what was found, what was expected."""
+
+
 class TrainerReady(Message, frozen=True):
     """A data-parallel replica of the trainer holds version `version` and pulls micro-batches from step `version` on."""
 
@@ -798,6 +848,12 @@ class TrainerReady(Message, frozen=True):
     """Version of its newest checkpoint; None: this one. A trainer that outlives the orchestrator holds steps that no checkpoint does."""
     saved_commit: Id = ""
     """The commit that a checkpoint of version `saved` names."""
+    oldest: int | None = None
+    """As in `CheckpointSaved`, of version `saved`."""
+    damaged: Annotated[tuple[Damage, ...], msgspec.Meta(max_length=1 << 10)] = ()
+    """Checkpoints, newer than this one, that could not be used."""
+    suspects: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Rows, each as `step/row`, that the trainer before this one had in hand when it died."""
 
 
 class LayoutFixed(Message, frozen=True):
@@ -848,6 +904,10 @@ class MicroBatch(Message, frozen=True):
     """[N] int32, equal for siblings, for advantages that the trainer makes; None only where nobody grouped the samples."""
     weights: Float32 | None = None
     """[N] float32, `Sample.weight`; None: all 1."""
+    engine_ids: Int32 | None = None
+    """[N] int32, which engine sampled it, in an episode its last turn; -1 where that is not known. None: of none."""
+    teachers: Int32 | None = None
+    """[N] int32, which of `reference.teachers`, in their order, judges it; None in a run without them."""
     routes: Routes | None = None
     """[R] rows; None where nothing is known of any token."""
 
@@ -860,7 +920,7 @@ class MicroBatch(Message, frozen=True):
             )
         if self.routes is not None and self.routes.num_rows != len(self.token_ids):
             raise ValueError(f"{name}: routes of {self.routes.num_rows} tokens, expected {len(self.token_ids)}")
-        for column in (self.rewards, self.truncated, self.group_ids, self.weights):
+        for column in (self.rewards, self.truncated, self.group_ids, self.weights, self.engine_ids, self.teachers):
             if column is not None and len(column) != len(self.lengths):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 
@@ -879,12 +939,24 @@ class StepSealed(Message, frozen=True):
     """The ledger's commit that holds every row of this step and of those before; a checkpoint of the next version names it."""
 
 
+class EngineMismatch(Message, frozen=True):
+    """How far an engine's log-probabilities are from the trainer's, over what a step trained of it."""
+
+    engine_id: int
+    num_sequences: int
+    num_tokens: int
+    kl_sum: float
+    """Sum of k3 over its tokens, nats: its mean is an estimate of KL(engine || trainer)."""
+
+
 class StepDone(Message, frozen=True):
     """The trainer has applied the optimizer step; `step` samples are trained."""
 
     step: int
     metrics: Figures
     """Loss, grad norm, meters of the objective, seconds per phase."""
+    engines: Annotated[tuple[EngineMismatch, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Of each engine that sampled something of the step."""
 
 
 class PolicyPublished(Message, frozen=True):
@@ -926,6 +998,9 @@ class CheckpointSaved(Message, frozen=True):
     num_bytes: int
     save_s: float
     """Seconds from its begin to its last byte on disk; training went on meanwhile."""
+    oldest: int | None = None
+    """Oldest version that a trainer may still start from (0: the model the run began with): rows from its step on must stay. None: this
+    one."""
 
 
 class CheckpointFailed(Message, frozen=True):
@@ -957,17 +1032,44 @@ class Stop(Message, frozen=True):
     reason: Text
 
 
+class EndTraining(Message, frozen=True):
+    """Tell the trainer to train no further: it saves and publishes what it has, says `TrainingEnded`, and waits for `Stop`."""
+
+    reason: Text
+
+
+class TrainingEnded(Message, frozen=True):
+    """The trainer trains no further; all it had to say of its steps, policies and checkpoints came before."""
+
+    version: int
+    """Its last policy."""
+
+
 class Failed(Message, frozen=True):
     """A peer's last words: the error that ends it."""
 
     error: Text
 
 
+class Unread(Message, frozen=True):
+    """Stands in the orchestrator for bytes of a peer that are none of its messages; no peer can send it."""
+
+    reason: Id
+    """Under which the transport counted them."""
+    words: Text
+    rollout_id: Id = ""
+    """What they would have been about, as far as they tell: an attempt that nobody will answer any more. Empty: they do not tell."""
+    attempt: int = 0
+    turn: int = 0
+
+
 FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
 ToEngine = Generate | Cancel | Adopt | StageWeights | Stop
 """What the orchestrator may say to an engine."""
-FromScorer = ScorerReady | ScorerLoad | Replied | Scored | GroupScored | PrmReady | PrmLoad | StepsScored | Failed
+FromScorer = ScorerReady | ScorerLoad | FunctionFailed | Replied | Scored | GroupScored | PrmReady | PrmLoad | StepsScored | Failed
 ToScorer = Reply | Score | ScoreGroup | TraceTokens | Cancel | Stop
-FromTrainer = TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Alive | Failed
-ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | Stop
+FromTrainer = (
+    TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | TrainingEnded | Alive | Failed
+)
+ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | EndTraining | Stop

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipelinerl.config import Config
-from pipelinerl.errors import ConfigError, PeerGone, PeerSilent, PipelineError
+from pipelinerl.config_file import load_run
+from pipelinerl.errors import PeerGone, PeerSilent, PipelineError
+from pipelinerl.weights.slots import machine
 
 _PR_SET_PDEATHSIG = 1
 UNWRITTEN = 74
@@ -38,8 +41,11 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
     """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1; where the disk takes no
     word of it, with `UNWRITTEN`.
 
+    It may first open as many files as the system allows: connections are files, too, also those of strangers.
+
     Errors of our own tree print as one message; anything else with its traceback. `KeyboardInterrupt` and `SystemExit` pass through.
     """
+    allow_open_files()
     try:
         yield
     except Exception as error:  # the outermost boundary of a process: whatever it is, it becomes the run's first error
@@ -55,6 +61,13 @@ def last_words(run_folder: Path, process: str) -> Iterator[None]:
         sys.exit(1)
 
 
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to the hard one, as far as the system lets it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
     """Record why this process, which cannot go on, ends; then end it at once, with 1. Any thread may."""
     record_failure(run_folder, process, error=f"Stalled: {verdict.splitlines()[0]}", trace=verdict)
@@ -62,22 +75,39 @@ def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
     os._exit(1)
 
 
-def ask_to_replace(run_folder: Path, peer: str, process_id: int) -> None:
-    """Ask whoever started a process that fell silent to kill it, and so to start it again.
+def register(run_folder: Path, peer: str) -> None:
+    """Write down that this process is a peer from now on, in `<run>/processes/<peer>`: whoever started it kills by this what it is asked to
+    have replaced, and by nothing that came in a message."""
+    folder = run_folder / "processes"
+    folder.mkdir(exist_ok=True)
+    draft = folder / f".{peer}.{os.getpid()}"
+    draft.write_text(f"{machine()} {os.getpid()}")
+    draft.replace(folder / peer)
+
+
+def ask_to_replace(run_folder: Path, peer: str) -> None:
+    """Ask whoever started a peer that fell silent, or keeps saying what cannot be, to kill its process, and so to start it again.
 
     A file, because the process may be another machine's; its launcher looks for it, see `launch`.
     """
     folder = run_folder / "silent"
     folder.mkdir(exist_ok=True)
-    (folder / f"{peer}.{process_id}").touch()
+    (folder / peer).touch()
 
 
 def asked_to_replace(run_folder: Path) -> Iterator[tuple[Path, str, int]]:
-    """The open requests of `ask_to_replace`: the file, to be removed by whoever fulfils it, the peer and its process id."""
-    for path in (run_folder / "silent").glob("*-*.*"):
-        peer, _, process_id = path.name.partition(".")
-        if process_id.isdigit():
-            yield path, peer, int(process_id)
+    """The open requests of `ask_to_replace` about processes of this machine: the file, to be removed by whoever fulfils it, the peer, and
+    the process that has registered under its name. A request that is older than that process is about the one before, and removed."""
+    for path in (run_folder / "silent").glob("*-*"):
+        registered = run_folder / "processes" / path.name
+        with contextlib.suppress(OSError, ValueError):
+            where, process_id = registered.read_text().rsplit(" ", 1)
+            if where != machine():
+                continue
+            if registered.stat().st_mtime_ns > path.stat().st_mtime_ns:
+                path.unlink()
+            else:
+                yield path, path.name, int(process_id)
 
 
 def ancestors(process_id: int) -> Iterator[int]:
@@ -116,11 +146,7 @@ def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "
 
 def read_config(run_folder: Path) -> Config:
     """The run's resolved settings, as the launcher wrote them. Raises `ConfigError` where the file is missing or damaged."""
-    path = run_folder / "config.json"
-    try:
-        return Config.model_validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not the settings of a run: {error}") from None
+    return load_run(run_folder)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

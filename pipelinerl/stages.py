@@ -29,7 +29,8 @@ class Stage(Protocol):
 class Channel(Generic[_T]):
     """A queue between two stages, first in first out, bounded in bytes.
 
-    One item larger than the bound passes when the channel is empty, so that no item can block it for ever.
+    One item larger than the bound passes when the channel is empty, so that no item can block it for ever. Whoever asks a peer for an
+    item of known size claims room for it before it asks, so that the answer, which cannot wait, finds it.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Channel(Generic[_T]):
         """Stage that gets."""
         self.bound_bytes = bound_bytes
         self.num_bytes = 0
+        self.claimed_bytes = 0
+        """Of items that were asked for and are not there yet: with `num_bytes` never more than `bound_bytes`, but for one item alone."""
         self.num_items_ever = 0
         self.is_closed = False
         self._watch = watch
@@ -66,15 +69,27 @@ class Channel(Generic[_T]):
 
     async def put(self, item: _T) -> None:
         """Add an item, waiting while the channel is full. Raises `RuntimeError` on a closed channel: our own mistake."""
-        size = self._size(item)
-        if self._items and self.num_bytes + size > self.bound_bytes:
-            with self._watch.waiting(self.giver, f"room in {self.name}"):
-                while self._items and self.num_bytes + size > self.bound_bytes:
-                    await _park(self._putters)
+        await self._wait_for_room(self._size(item), who=self.giver)
         self.put_now(item)
 
+    async def claim(self, num_bytes: int) -> None:
+        """Wait as `put` does, in the taker's name, and keep the room for an item of that size, which `put_claimed` must put later."""
+        await self._wait_for_room(num_bytes, who=self.taker)
+        self.claimed_bytes += num_bytes
+
+    def put_claimed(self, item: _T) -> None:
+        """Add an item, of the size that was claimed for it, without waiting."""
+        self.claimed_bytes -= self._size(item)
+        assert self.claimed_bytes >= 0, f"{self.name}: more was put than was claimed"
+        self.put_now(item)
+
+    @property
+    def is_full(self) -> bool:
+        """True at the bound or above it: for givers that cannot wait, which then ask for no more."""
+        return bool(self._items) and self.num_bytes >= self.bound_bytes
+
     def put_now(self, item: _T) -> None:
-        """Add an item without waiting: for items whose number is bounded elsewhere, which the caller says where it calls."""
+        """Add an item without waiting: for items that are bounded elsewhere, which the caller says where it calls."""
         if self.is_closed:
             raise RuntimeError(f"channel {self.name} is closed; {self.giver} must not put into it")
         self._items.append(item)
@@ -104,6 +119,16 @@ class Channel(Generic[_T]):
     async def __aiter__(self) -> AsyncIterator[_T]:
         while (item := await self.get()) is not None:
             yield item
+
+    async def _wait_for_room(self, size: int, *, who: str) -> None:
+        if self._lacks_room(size):
+            with self._watch.waiting(who, f"room in {self.name}"):
+                while self._lacks_room(size):
+                    await _park(self._putters)
+
+    def _lacks_room(self, size: int) -> bool:
+        is_alone = not self._items and not self.claimed_bytes
+        return not is_alone and self.num_bytes + self.claimed_bytes + size > self.bound_bytes
 
     def _explain(self) -> str:
         first = f", the first {self._label(self._items[0])}" if self._items and self._label is not None else ""

@@ -6,6 +6,8 @@ inherit it.
 
 import importlib.util
 import os
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -20,6 +22,13 @@ os.environ["WANDB_MODE"] = "offline"
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS", "same"))
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_temporary_files() -> Iterator[None]:
+    """An engine within a test's own process moves it to a folder that no other user may enter, and other tests are other users."""
+    yield
+    tempfile.tempdir = None  # what it is at first; what was there before this test may be what an engine of its module has set
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

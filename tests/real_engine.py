@@ -42,18 +42,23 @@ def vllm_engine(
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # vLLM asks for the thread's loop; without one it would make one and leave it open
     set_environment(num_ranks=section.num_ranks)
+    import torch._dynamo
+
     from pipelinerl.engine.vllm_engine import VllmEngine
 
     try:
-        yield VllmEngine(
-            model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routes=replay_routes),
-            engine=section,
-            rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
-            seed=0,
-            weights=weights,
-            policies=policies,
-            adapters=adapters,
-        )
+        # An engine process says so in its environment, which torch reads once: here another test may have imported it before. A rank that
+        # compiles is forked from the threads of all tests before it, and may wait for a lock that one of them held.
+        with torch._dynamo.config.patch(disable=True):
+            yield VllmEngine(
+                model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routes=replay_routes),
+                engine=section,
+                rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
+                seed=0,
+                weights=weights,
+                policies=policies,
+                adapters=adapters,
+            )
     finally:
         gc.collect()
         asyncio.set_event_loop(None)

@@ -24,3 +24,11 @@ def test_a_bench_tells_its_options() -> None:
     ).stdout
     assert "--quick" in told
     assert "--check" in told
+
+
+def test_the_orchestrator_believes_what_stands_for_its_peers() -> None:
+    """Peers that it refuses would never answer in its eyes: the bench would wait until its deadline."""
+    measured = "from scripts.bench.transport import _cost; print(_cost(in_flight=32, num_engines=2, groups_per_step=4, num_steps=1))"
+    told = subprocess.run([sys.executable, "-c", measured], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert float(told.stdout.split()[-1]) > 0
+    assert "refused" not in told.stdout + told.stderr

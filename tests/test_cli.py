@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from pipelinerl import __version__
+from pipelinerl.__main__ import app, main
+from pipelinerl.config_file import load
+from pipelinerl.launch import make_run_folder
+from pipelinerl.lease import held
 
 CONFIG = """
 [model]
@@ -45,7 +55,8 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
 
 def test_a_dry_run_prints_the_processes_and_starts_nothing(config: Path, tmp_path: Path):
     shown = pipelinerl("run", config, "engine.count=3", 'tracking.to=["wandb"]', "--dry-run", cwd=tmp_path)
-    assert shown.returncode == 0
+    assert shown.returncode == 1, "what it would start cannot start: see tests/test_preflight.py"
+    assert "no folder at missing-model" in shown.stderr
     for role in ("orchestrator", "engines", "scorer-0", "trainer", "track-wandb"):
         assert role in shown.stdout
     assert '"count": 3' in shown.stdout
@@ -57,7 +68,7 @@ def test_everything_wrong_before_the_start_is_said_at_once(config: Path, tmp_pat
     assert shown.returncode == 1
     assert "no folder at missing-model" in shown.stderr
     assert "did you mean 'grpo'" in shown.stderr
-    assert "no file at missing.jsonl" in shown.stderr
+    assert "missing.jsonl cannot be read" in shown.stderr
     assert "Traceback" not in shown.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -90,3 +101,55 @@ def test_a_tracker_that_is_unknown_is_told_before_anything_is_sent(config: Path,
     shown = pipelinerl("track", tmp_path / "run", "--to", "wandbb")
     assert shown.returncode == 1
     assert "known are wandb, tensorboard, prometheus" in " ".join(shown.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        (["my.toml", "--resume"], ""),
+        (["my.toml", "--resume", "trainer.steps=3"], ""),
+        (["--resume", "my.toml"], ""),
+        (["my.toml", "--resume", "--dry-run"], ""),
+        (["my.toml", "--resume", "demo-20260101-120000", "trainer.steps=3"], "demo-20260101-120000"),
+        (["my.toml", "--resume", "runs/demo-1"], "runs/demo-1"),
+        (["my.toml"], None),
+    ],
+)
+def test_resume_takes_the_name_of_a_run_or_none(words: list[str], resume: str | None):
+    command = get_command(app)
+    context = command.commands["run"].make_context("run", words)
+    assert context.params["resume"] == resume
+    assert str(context.params["config_file"]) == "my.toml"
+
+
+def test_a_second_resume_of_a_live_run_is_refused_with_who_holds_it_and_touches_nothing(config: Path, tmp_path: Path):
+    """Before anything else is looked at: the model of these settings is not even there."""
+    run_folder = make_run_folder(load(config, overrides=[f"run.folder={tmp_path / 'runs'}"]))
+    (run_folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    (run_folder / "checkpoints" / "step-000001" / "manifest.json").touch()
+    (run_folder / "endpoints").mkdir()
+    (run_folder / "endpoints" / "engine.json").touch()
+    with held(run_folder):
+        before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+        shown = pipelinerl("run", config, "--resume", run_folder.name, "trainer.steps=7", cwd=tmp_path)
+    assert shown.returncode == 1
+    assert re.search(rf"^LeaseError: .* is held by process {os.getpid()} on .*, since ", shown.stderr)
+    after = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    assert after.keys() == before.keys()
+    assert [path.name for path in after if after[path] != before[path]] in ([], ["lease.json"]), "its holder has let go since"
+
+
+def test_the_version_prints():
+    assert pipelinerl("--version").stdout == f"pipelinerl {__version__}\n"
+
+
+def test_a_disk_that_is_full_is_said_so_in_one_line(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def full(*words: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/runs/demo/config.json")
+
+    monkeypatch.setattr("pipelinerl.__main__._train", full)
+    monkeypatch.setattr(sys, "argv", ["pipelinerl", "run", str(config)])
+    with pytest.raises(SystemExit):
+        main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == "OSError: No space left on device: /runs/demo/config.json; make room there, and `--resume` goes on"

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config, Mode
-from pipelinerl.config_file import known_keys, load, parse
+from pipelinerl.config_file import described_keys, known_keys, load, parse
 from pipelinerl.errors import ConfigError
+from pipelinerl.inert import inert
 
 MINIMAL = """\
 [model]
@@ -96,7 +98,7 @@ def test_an_unknown_key_of_a_reward_is_named_with_its_place():
         ({"pipeline": {"mode": "fast"}}, "pipeline.mode is 'fast': input should be 'streaming', 'one_step_off' or 'sync'"),
         ({"pipeline": {"max_staleness": -1}}, "pipeline.max_staleness is -1: input should be greater than or equal to 0"),
         ({"model": {"path": "m", "dtype": "float64"}}, "model.dtype is 'float64': input should be 'float32', 'bfloat16' or 'float16'"),
-        ({"reward": []}, "reward is []: "),
+        ({"reward": []}, "reward is missing: name a function"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(settings: dict[str, Any], problem: str):
@@ -106,7 +108,8 @@ def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(settings: di
 
 def test_a_missing_key_says_what_it_is_for():
     settings = tree(model={})
-    assert problems_of(settings) == ["model.path is missing: Hugging Face folder: config.json, *.safetensors, tokenizer files"]
+    (found,) = problems_of(settings)
+    assert found.startswith("model.path is missing: Hugging Face folder: config.json, *.safetensors, tokenizer files; or a Hub name")
     del settings["model"]
     (found,) = problems_of(settings)
     assert found.startswith("model is missing")
@@ -263,6 +266,57 @@ def test_derived_values_are_worked_out_from_the_settings():
     assert derived["groups admitted before the first step, at most"] == 9
 
 
+def test_the_learning_rate_fits_what_is_trained_unless_it_is_set():
+    whole, adapters = parse(tree(), origin=""), parse(tree(lora={"rank": 8}), origin="")
+    assert (whole.learning_rate, whole.sft_learning_rate) == (1e-6, 2e-5)
+    assert (adapters.learning_rate, adapters.sft_learning_rate) == (1e-5, 2e-4)
+    both = parse(tree(lora={"rank": 8}, trainer={"learning_rate": 3e-5}, sft={"learning_rate": 4e-5}), origin="")
+    assert (both.learning_rate, both.sft_learning_rate) == (3e-5, 4e-5)
+
+
+def test_fine_tuning_never_replaces_its_base():
+    assert parse(tree(model={"path": "models/my-model"}), origin="").sft_output == Path("runs/my-model-sft")
+    (problem,) = problems_of(tree(model={"path": "models/my-model"}, sft={"output": "models/my-model"}))
+    assert problem.startswith("sft.output is models/my-model, and so is model.path: fine-tuning would replace the model it began with.")
+
+
+def test_demonstrations_beside_rl_have_rows_and_a_weight():
+    (problem,) = problems_of(tree(sft_stream={"source": "a.jsonl"}))
+    assert problem.startswith("sft_stream.source is a.jsonl, and sft_stream.coef does not say how much its rows weigh beside RL.")
+    (problem,) = problems_of(tree(sft_stream={"coef": 0.1}))
+    assert problem.startswith("sft_stream.coef is 0.1, and sft_stream.source names no rows.")
+    (problem,) = problems_of(tree(sft_stream={"source": "a.jsonl", "coef": -0.1}))
+    assert problem.startswith("sft_stream.coef is -0.1: input should be greater than or equal to 0")
+    off = parse(tree(sft_stream={"source": "a.jsonl", "coef": 0}), origin="")
+    assert list(inert(off, method=method_of(off))) == ["sft_stream.source: no effect here, because sft_stream.coef is 0"]
+    unnamed = parse(tree(sft_stream={"batch_size": 7}), origin="")
+    assert list(inert(unnamed, method=method_of(unnamed))) == [
+        "sft_stream.batch_size: no effect here, because sft_stream.source names no rows"
+    ]
+
+
+def test_arguments_of_the_chat_template_that_are_passed_anyway_are_refused():
+    (problem,) = problems_of(tree(data={"source": "a.jsonl", "chat_template_kwargs": {"tools": [], "enable_thinking": False}}))
+    assert problem.startswith("data.chat_template_kwargs.tools is passed by this project itself.")
+
+
+def test_stop_strings_and_the_experts_of_every_token_do_not_go_together():
+    (problem,) = problems_of(tree(model={"path": "m", "replay_routes": True}, rollout={"stop": ["x"]}))
+    assert problem.startswith("rollout.stop ends completions in the middle of vLLM's own account of them")
+
+
+def test_every_key_is_printed_with_its_type_and_default():
+    keys = {key: (kind, default) for key, kind, default, _ in described_keys()}
+    assert keys.keys() == known_keys().keys()
+    assert keys["model.path"] == ("path", "required")
+    assert keys["rollout.temperature"] == ("number > 0 <= 2", "1.0")
+    assert keys["pipeline.mode"] == ('"streaming"|"one_step_off"|"sync"', '"streaming"')
+    assert keys["lora.targets"][0] == "list of text"
+    assert keys["trainer.learning_rate"] == ("number > 0", "none")
+    assert keys["data.tools"] == ("text or list of table", "none")
+    assert not [kind for kind, _ in keys.values() if "typing." in kind or "<class" in kind]
+
+
 def test_a_resolved_config_survives_the_journey_to_another_process():
     config = parse(tree(algorithm={"overrides": {"objective": {"clip_high": 0.3}}}, rollout={"stop_token_ids": [7, 8]}), origin="")
     assert Config.model_validate_json(config.model_dump_json()) == config
@@ -297,6 +351,7 @@ KEYS = [
     "run.restarts",
     "run.restart_wait_s",
     "run.record_groups",
+    "run.fatal_alarms",
     "run.interface",
     "model.path",
     "model.dtype",
@@ -304,6 +359,10 @@ KEYS = [
     "model.replay_routes",
     "data.source",
     "data.prompt_column",
+    "data.chat",
+    "data.system_prompt",
+    "data.tools",
+    "data.chat_template_kwargs",
     "data.shuffle",
     "data.limit",
     "data.difficulty",
@@ -311,6 +370,7 @@ KEYS = [
     "rollout.max_tokens",
     "rollout.temperature",
     "rollout.stop_token_ids",
+    "rollout.stop",
     "engine.kind",
     "engine.count",
     "engine.max_running",
@@ -322,6 +382,7 @@ KEYS = [
     "scorer.slots",
     "scorer.deadline_s",
     "scorer.silent_after_s",
+    "scorer.variables",
     "reward.function",
     "reward.weight",
     "reward.per",
@@ -392,6 +453,7 @@ KEYS = [
     "trainer.ready_deadline_s",
     "trainer.silent_after_s",
     "reference.path",
+    "reference.teachers",
     "reference.offload",
     "critic.path",
     "critic.learning_rate",
@@ -440,4 +502,7 @@ KEYS = [
     "sft.warmup_steps",
     "sft.final_learning_rate_fraction",
     "sft.output",
+    "sft_stream.source",
+    "sft_stream.batch_size",
+    "sft_stream.coef",
 ]

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from pipelinerl import launch
-from pipelinerl.config import Config
+from pipelinerl.config import Config, TrainerSection
 from pipelinerl.config_file import parse
-from pipelinerl.errors import ConfigError, PeerGone
+from pipelinerl.errors import LeaseError, PeerGone
 from pipelinerl.launch import Launcher, Role, make_run_folder, roles_of
+from pipelinerl.lease import held
 from pipelinerl.process import read_config
 from pipelinerl.transport.curve import read_keys
 from tests import processes
@@ -98,7 +99,7 @@ def test_what_others_say_when_they_are_ended_is_not_the_reason(folder: Path):
     """The engines are killed and can say nothing; the trainer then complains that it was interrupted."""
     complains = """
         import pathlib, signal, time
-        from pipelinerl.errors import ConfigError, PeerGone
+        from pipelinerl.errors import LeaseError, PeerGone
         from pipelinerl.process import last_words
         def complain(*_): raise PeerGone("I was interrupted")
         signal.signal(signal.SIGTERM, complain)
@@ -130,7 +131,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
     """
     second = """
         import pathlib, time
-        from pipelinerl.errors import ConfigError, PeerGone
+        from pipelinerl.errors import LeaseError, PeerGone
         from pipelinerl.process import last_words
         while not pathlib.Path(folder, "failures", "trainer-0.json").exists(): time.sleep(0.01)
         with last_words(pathlib.Path(folder), name):
@@ -256,15 +257,20 @@ def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(fo
 
 STANDS_STILL_ONCE = """
     import os, pathlib, signal, time
-    from pipelinerl.process import ask_to_replace
+    from pipelinerl.process import ask_to_replace, register
+    from pipelinerl.weights.slots import machine
     lives = pathlib.Path(folder, name + ".lives")
     with open(lives, "a") as file: file.write("x")
     if len(lives.read_text()) == 1:
-        for process_id in (os.getpid(), os.getppid(), 1): ask_to_replace(pathlib.Path(folder), "engine-0", process_id)
+        for peer, process_id in (("engine-0", os.getpid()), ("engine-1", os.getppid()), ("engine-2", 1), ("trainer-0", os.getpid())):
+            register(pathlib.Path(folder), peer)
+            pathlib.Path(folder, "processes", peer).write_text(f"{machine()} {process_id}")
+            ask_to_replace(pathlib.Path(folder), peer)
         os.kill(os.getpid(), signal.SIGSTOP)
     pathlib.Path(folder, name + ".done").touch()
 """
-"""Is stopped in its first life, when the orchestrator has asked for its end, and for that of processes which are not the run's."""
+"""Is stopped in its first life, when the orchestrator has asked for its end, and for that of processes which are not the run's, or not
+what the peer's name says."""
 
 
 @pytest.mark.parametrize(("who", "is_asked_for"), [("engines", True), ("engines", False), ("orchestrator", False)])
@@ -273,7 +279,7 @@ def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(
 ):
     """Also one that is only starting, for which nobody asks yet."""
     monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
-    stands = STANDS_STILL_ONCE if is_asked_for else STANDS_STILL_ONCE.replace("(os.getpid(), os.getppid(), 1)", "()")
+    stands = STANDS_STILL_ONCE if is_asked_for else STANDS_STILL_ONCE.replace("ask_to_replace(pathlib.Path(folder), peer)", "pass")
     codes = {"orchestrator": COUNTS, "engines": COUNTS} | {who: stands}
     roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
     asyncio.run(Launcher(roles, folder, restarts=1, restart_wait_s=0.01, stopped_limit_s=60.0 if is_asked_for else 0.2).run())
@@ -366,19 +372,20 @@ def test_who_cannot_write_why_it_ends_is_told_of_with_what_to_do(folder: Path):
         run(folder, orchestrator=full, engines=SLEEP)
 
 
-@pytest.mark.parametrize("last", ["a rank that lost another", "nothing"])
-def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, last: str):
-    """Its launcher then ends with exit code 1, whatever became of the rank; the ranks that are left say that they miss it."""
-    words = (
-        "from pipelinerl.process import record_failure as record; record(pathlib.Path(folder), 'trainer-1', error='x', is_consequence=True)"
-    )
+@pytest.mark.parametrize("first", ["the rank that was killed", "a rank that lost another", "a rank that finds no room to say why"])
+def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, first: str):
+    """The ranks' parent ends as the first of them did: by the signal, or with the code of a rank that says whom it misses."""
+    ends = {
+        "the rank that was killed": "os.kill(os.getpid(), 9)",
+        "a rank that lost another": "record_failure(pathlib.Path(folder), 'trainer-1', error='x', is_consequence=True); sys.exit(1)",
+        "a rank that finds no room to say why": "sys.exit(UNWRITTEN)",
+    }[first]
     dies_once = f"""
         import os, pathlib, sys, time
+        from pipelinerl.process import UNWRITTEN, record_failure
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
-        if len(lives.read_text()) == 1:
-            {words if last != "nothing" else "pass"}
-            sys.exit(1)
+        if len(lives.read_text()) == 1: {ends}
         pathlib.Path(folder, name + ".done").touch()
     """
     run_again(folder, restarts=2, orchestrator=COUNTS, trainer=dies_once)
@@ -394,42 +401,62 @@ def test_who_started_too_late_to_be_told_is_ended_with_the_run(folder: Path, mon
     assert not processes.is_alive(said_id(folder, "engines"))
 
 
-# --- a run goes on -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("has_nothing_to_save", [True, False])
+def test_who_is_killed_once_the_run_has_ended_fails_it_only_where_there_was_something_to_save(folder: Path, has_nothing_to_save: bool):
+    """As one that was to be replaced for what it had said."""
+    says = "import os, pathlib\npathlib.Path(folder, name).write_text(f'{os.getpid()}\\n')"
+    dies = """
+        import os, pathlib, time
+        from tests import processes
+        last = int(processes.read_when_written(pathlib.Path(folder, "orchestrator")))
+        while pathlib.Path("/proc", str(last)).exists(): time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+    """
+    roles = (
+        role("orchestrator", says, folder),
+        dataclasses.replace(role("scorer-0", dies, folder), has_nothing_to_save=has_nothing_to_save),
+    )
+    if has_nothing_to_save:
+        asyncio.run(Launcher(roles, folder).run())
+    else:
+        with pytest.raises(PeerGone, match="scorer-0 was killed by signal SIGKILL"):
+            asyncio.run(Launcher(roles, folder).run())
 
 
-def test_the_newest_run_of_the_name_goes_on_with_the_present_settings(tmp_path: Path):
-    config = settings(tmp_path)
-    assert launch.resumed_run_folder(config) is None
-    first, second = make_run_folder(config), make_run_folder(config)
-    (first / "ledger.sqlite").touch()
-    assert launch.resumed_run_folder(config) == first, "the second never got to have a ledger"
-    (second / "ledger.sqlite").touch()
-    (second / "endpoints").mkdir()
-    (second / "endpoints" / "engine.json").touch()
-    longer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 777})})
-    assert launch.resumed_run_folder(longer) == second
-    assert read_config(second).trainer.steps == 777
-    assert not list((second / "endpoints").iterdir())
+# --- another launcher takes the folder over ------------------------------------------------------------------------------------------
 
 
-def test_settings_that_the_ledger_does_not_fit_are_refused_by_name(tmp_path: Path):
-    config = settings(tmp_path)
-    (make_run_folder(config) / "ledger.sqlite").touch()
-    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 3})})
-    with pytest.raises(ConfigError, match=r"rollout.group_size was 8, and is 3"):
-        launch.resumed_run_folder(other)
-    remax = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"name": "remax"})})
-    with pytest.raises(ConfigError, match=r"algorithm.name was 'grpo', and is 'remax'"):
-        launch.resumed_run_folder(remax)
-    rloo = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"name": "rloo"})})
-    assert launch.resumed_run_folder(rloo) is not None
+def test_processes_learn_the_epoch_of_their_launcher(folder: Path):
+    says = "import os, pathlib; pathlib.Path(folder, 'epoch').write_text(os.environ['PIPELINERL_EPOCH'])"
+    with held(folder) as lease:
+        asyncio.run(Launcher((role("orchestrator", says, folder),), folder, lease=lease).run())
+    assert (folder / "epoch").read_text() == str(lease.epoch)
+
+
+def test_a_launcher_whose_run_was_taken_over_ends_all_at_once_and_says_by_whom(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed, not asked: what they would still write is not theirs to write."""
+    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("pipelinerl.lease.RENEW_EVERY_S", 0.0)
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedented(LIVES)
+    taken_over = """
+        import msgspec, pathlib, time
+        from pipelinerl.lease import FILE, Holder
+        while not pathlib.Path(folder, "trainer").exists(): time.sleep(0.01)
+        other = Holder(epoch=9, host="far", boot_id="another", process_id=7, since_s=0.0)
+        pathlib.Path(folder, FILE).write_bytes(msgspec.json.encode(other))
+        time.sleep(100)
+    """
+    roles = (role("orchestrator", taken_over, folder), role("trainer", deaf, folder))
+    with held(folder) as lease, pytest.raises(LeaseError, match=r"was taken over by process 7 on far"):
+        asyncio.run(Launcher(roles, folder, restarts=5, lease=lease).run())
+    assert not processes.is_alive(said_id(folder, "trainer"))
 
 
 # --- the launcher itself is ended ----------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
     import asyncio, pathlib, sys
-    from pipelinerl.errors import ConfigError, PeerGone
+    from pipelinerl.errors import LeaseError, PeerGone
     from pipelinerl.launch import Launcher, Role
     try:
         asyncio.run(Launcher(tuple(Role(name=name, command=command) for name, command in roles), pathlib.Path(folder)).run())
@@ -513,8 +540,13 @@ def test_a_run_is_four_command_lines_with_the_orchestrator_first(tmp_path: Path)
     assert [one.name for one in roles] == ["orchestrator", "engines", "scorer-0", "trainer"]
     assert all(one.command[0] == sys.executable for one in roles)
     assert all(str(tmp_path / "a run") in one.command for one in roles)
-    assert "--nproc-per-node 3" in str(roles[3])
+    assert roles[3].command[1:3] == ("-m", "trainer.rendezvous"), "three ranks are started by a parent of their own"
     assert shlex.split(str(roles[0]))[1:] == list(roles[0].command), "what is printed can be pasted into a shell"
+
+
+def test_the_only_rank_of_a_trainer_is_started_by_itself(tmp_path: Path):
+    alone = settings(tmp_path).model_copy(update={"trainer": TrainerSection(ranks=1)})
+    assert roles_of(alone, tmp_path)[3].command[1:] == ("-m", "trainer", "--run-folder", str(tmp_path))
 
 
 def test_a_run_folder_is_its_owners_alone_and_holds_settings_and_keys(tmp_path: Path):

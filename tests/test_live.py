@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipelinerl.live import LiveView, PlainLines, plain_line, renderable, show, sparkline
+from pipelinerl.live import LiveView, renderable, show, sparkline
 from pipelinerl.metrics import Journal
+from pipelinerl.plain import PlainLines, plain_line
 from pipelinerl.report.state import WINDOW_S, RunState
 
 Line = dict[str, Any]
@@ -46,7 +47,8 @@ def _step(step: int, *, t: float, **fields: Any) -> Line:
         "kind": "step",
         "step": step,
         "reward_mean": step / 10,
-        "num_tokens": 4000,
+        "num_tokens": 7000,
+        "num_trained_tokens": 4000,
         "staleness_mean": 0.5,
         "staleness_max": 2,
     } | fields
@@ -168,10 +170,12 @@ def _write(folder: Path, *lines: Line) -> None:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
-async def _shown(folder: Path, *, until: asyncio.Event, is_terminal: bool = False, file: io.StringIO | None = None) -> str:
+async def _shown(
+    folder: Path, *, until: asyncio.Event, is_terminal: bool = False, file: io.StringIO | None = None, began: float = 0.0
+) -> str:
     file = file or io.StringIO()
-    async with asyncio.timeout(5):
-        await show(folder, console=Console(width=160, file=file, force_terminal=is_terminal), until=until)
+    async with asyncio.timeout(30):
+        await show(folder, console=Console(width=160, file=file, force_terminal=is_terminal), until=until, began=began)
     return file.getvalue()
 
 
@@ -238,3 +242,92 @@ def test_a_process_reward_model_shows_what_it_costs_and_what_waits_for_it() -> N
     stops = {"num_flagged": 50, "num_stopped": 40, "num_saved_tokens": 1200.4}
     assert "40 of 50 hopeless rollouts stopped, about 1,200 tokens saved" in _drawn([_run(), _status(10.0, prm=prm | stops)], width=240)
     assert "process reward model" not in _drawn([_run(), _status(10.0)], width=160)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_run_that_is_resumed_is_followed_past_ends_and_past_a_process_that_is_started_again(
+    tmp_path: Path, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the first life was looked at, with its end and with a failure since, the failed process is started again and the run goes on."""
+    _write(tmp_path, _run(100.0), _status(100.5), _step(0, t=101.0), {"t": 102.0, "kind": "end", "reason": "stopped by a signal"})
+    (tmp_path / "failures").mkdir()
+    failure = tmp_path / "failures" / "engine-1.json"
+    failure.write_text(json.dumps({"t": 200.2, "process": "engine-1", "error": "PeerGone: the orchestrator"}))
+    looks, look = [], LiveView.look
+
+    def looked(view: LiveView) -> list[Line]:
+        found = look(view)
+        looks.append(view)
+        if len(looks) == 2:
+            failure.rename(failure.with_suffix(".healed-1"))
+            end = {"t": 205.0, "kind": "end", "reason": "finished"}
+            _write(tmp_path, _run(200.5), _status(201.0), _step(1, t=202.0, reward_mean=0.625), end)
+            loop.call_soon_threadsafe(until.set)
+        return found
+
+    async def follow() -> str:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        return await _shown(tmp_path, until=until, is_terminal=is_terminal, began=200.0)
+
+    loop, until = asyncio.new_event_loop(), asyncio.Event()
+    loop.close()
+    monkeypatch.setattr(LiveView, "look", looked)
+    shown = asyncio.run(follow())
+    assert "0.625" in shown
+    assert "ended: finished" in shown
+    assert "stopped by a signal" not in shown
+
+
+def test_a_process_that_was_started_again_has_not_ended_the_run(tmp_path: Path) -> None:
+    _write(tmp_path, _run(t=10.0), _status(11.0))
+    (tmp_path / "failures").mkdir()
+    failure = tmp_path / "failures" / "engine-1.json"
+    failure.write_text(json.dumps({"t": 12.0, "process": "engine-1", "error": "PeerGone: the orchestrator"}))
+    view = LiveView(tmp_path, began=9.0)
+    view.look()
+    assert view.state.end_reason == "engine-1 failed: PeerGone: the orchestrator"
+    failure.rename(failure.with_suffix(".healed-1"))
+    view.look()
+    assert view.state.end_reason is None
+
+
+def test_alarms_errors_and_what_is_waited_for_are_drawn_while_they_hold() -> None:
+    alarm = {
+        "t": 3.0,
+        "kind": "alarm",
+        "name": "truncation",
+        "began": 20,
+        "step": 28,
+        "figure": "54% of samples are cut off",
+        "change": "x",
+    }
+    error = {
+        "t": 3.0,
+        "kind": "function_error",
+        "function": "right",
+        "function_kind": "reward",
+        "cause": 'ValueError("no")',
+        "where": "r.py:3",
+    }
+    lines = [
+        _run(),
+        alarm,
+        error | {"count": 1},
+        error | {"count": 640},
+        _status(10.0, waits=[_wait("dispatch", "a free engine slot", 9.0)]),
+    ]
+    drawn = _drawn(lines, width=160)
+    assert "truncation since step 20: 54% of samples are cut off" in drawn
+    assert '640 × right (reward): ValueError("no") at r.py:3' in drawn
+    assert "waiting for a free engine slot (dispatch) for 9 s" in drawn
+    assert "truncation" not in _drawn([*lines, alarm | {"is_over": True}], width=160)
+
+
+def test_held_out_is_shown_by_component() -> None:
+    row = {"t": 2.0, "kind": "evaluation", "version": 7, "reward_mean": 0.75, "components": {"right": 0.5, "format": 1.0}}
+    assert "held-out 0.750   right 0.500, format 1.00" in _drawn([_run(), _status(1.0), row], width=160)
+
+
+def _wait(stage: str, what: str, seconds: float) -> Line:
+    return {"stage": stage, "what": what, "seconds": seconds}

@@ -72,3 +72,30 @@ def test_a_missing_name_comes_with_the_nearest_one_or_all_there_are(tmp_path: Pa
         load_plugin(f"{tmp_path}/rewards.py:exact_mach")
     with pytest.raises(ConfigError, match=r"has no 'zzz'; it has exact_match, length$"):
         load_plugin(f"{tmp_path}/rewards.py:zzz")
+
+
+def test_an_error_in_a_user_s_file_is_shown_with_its_line(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("import json\n\n\ndef load():\n    return json.loads('{')\n\n\nTABLE = load()\n")
+    with pytest.raises(ConfigError, match=rf"broken.py cannot be imported: JSONDecodeError: .*, at {tmp_path}/broken.py:5$"):
+        load_plugin(f"{tmp_path}/broken.py:f")
+    (tmp_path / "typo.py").write_text("def f(:\n    pass\n")
+    with pytest.raises(ConfigError, match=rf"typo.py cannot be imported: SyntaxError: .*, at {tmp_path}/typo.py:1$"):
+        load_plugin(f"{tmp_path}/typo.py:f")
+    (tmp_path / "needs.py").write_text("\nimport no_such_package\n")
+    with pytest.raises(ConfigError, match=rf"ModuleNotFoundError: No module named 'no_such_package', at {tmp_path}/needs.py:2$"):
+        load_plugin(f"{tmp_path}/needs.py:f")
+
+
+def test_a_typo_in_the_path_or_in_capitals_names_what_is_there(tmp_path: Path):
+    (tmp_path / "rewards.py").write_text("def ExactMatch(): ...\n")
+    with pytest.raises(ConfigError, match=rf"no Python file at {tmp_path}/reward.py .*; did you mean {tmp_path}/rewards.py\?"):
+        load_plugin(f"{tmp_path}/reward.py:ExactMatch")
+    with pytest.raises(ConfigError, match=r"has no 'exactmatch'; did you mean 'ExactMatch'\?"):
+        load_plugin(f"{tmp_path}/rewards.py:exactmatch")
+
+
+def test_a_method_of_an_object_is_found_by_a_dotted_name(tmp_path: Path):
+    (tmp_path / "tasks.py").write_text("class Task:\n    def score(self): return 2.0\n\n\ntask = Task()\n")
+    assert load_plugin(f"{tmp_path}/tasks.py:task.score")() == 2.0
+    with pytest.raises(ConfigError, match=r"tasks.py:task has no 'scores'; did you mean 'score'\?"):
+        load_plugin(f"{tmp_path}/tasks.py:task.scores")

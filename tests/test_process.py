@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config_file import parse
-from pipelinerl.process import read_config
+from pipelinerl.process import ask_to_replace, asked_to_replace, read_config, register
 from tests import processes
 
 
@@ -116,3 +116,33 @@ def test_every_process_reads_the_same_settings(tmp_path: Path):
     )
     (tmp_path / "config.json").write_text(config.model_dump_json())
     assert read_config(tmp_path) == config
+
+
+def test_a_process_of_a_run_may_open_as_many_files_as_the_system_allows(tmp_path: Path):
+    code = "import resource; before, most = resource.getrlimit(resource.RLIMIT_NOFILE); print(before == most, most)"
+    process = subprocess.run(
+        ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *processes.program(WHOLE.format(folder=str(tmp_path), code=code))],
+        capture_output=True,
+        text=True,
+        timeout=processes.PATIENCE_S,
+    )
+    assert process.stdout.startswith("True"), process.stderr
+
+
+WHOLE = "from pathlib import Path\nfrom pipelinerl.process import last_words\nwith last_words(Path({folder!r}), 'trainer-1'):\n    {code}\n"
+
+
+def test_a_peer_is_replaced_by_what_its_process_has_registered_and_not_for_what_the_one_before_did(tmp_path: Path):
+    register(tmp_path, "engine-1")
+    ask_to_replace(tmp_path, "engine-1")
+    ask_to_replace(tmp_path, "engine-7")  # of which nobody here knows
+    ((path, peer, process_id),) = asked_to_replace(tmp_path)
+    assert (peer, process_id) == ("engine-1", os.getpid())
+    os.utime(tmp_path / "processes" / "engine-1", ns=(0, path.stat().st_mtime_ns + 1))
+    assert list(asked_to_replace(tmp_path)) == []
+    assert not path.exists(), "it was about the process before"
+    ask_to_replace(tmp_path, "engine-1")
+    (tmp_path / "processes" / "engine-1").write_text("another-machine 17")
+    os.utime(tmp_path / "processes" / "engine-1", ns=(0, 0))
+    assert list(asked_to_replace(tmp_path)) == []
+    assert path.exists(), "that machine's launcher looks for it"

@@ -30,7 +30,12 @@ def named(section: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: "+".join(block))
-def test_settings_of_the_readme_are_taken_as_they_are_printed(block: dict[str, Any]) -> None:
+def test_settings_of_the_readme_are_taken_as_they_are_printed(
+    block: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rules,) = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "half_life" in text]
+    (tmp_path / "rules.py").write_text(rules)
+    monkeypatch.chdir(tmp_path)
     config = parse(named("data") | block, origin="README.md")
     method = method_of(config)
     assert method.name in block.get("algorithm", {"name": "grpo"})["name"]

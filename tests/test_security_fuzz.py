@@ -21,6 +21,7 @@ from orchestrator.state.ledger import Ledger
 from orchestrator.state.snapshot import read_snapshot
 from pipelinerl import messages
 from pipelinerl.checker.history import _checkpoints
+from pipelinerl.checkpoint_folder import read_manifest
 from pipelinerl.config_file import load, parse
 from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
 from pipelinerl.metrics import read_journals
@@ -38,7 +39,6 @@ from pipelinerl.weights.changes import Space
 from tests.keys import PEERS
 from tests.orchestrator import handmade
 from tests.transport.test_codec import EXAMPLES
-from trainer.checkpoints import read_manifest
 
 ROLES = ("Engine", "Scorer", "Trainer", "ForkServer", "Worker")
 UNIONS = {
@@ -231,7 +231,17 @@ def test_changes_of_more_elements_than_there_are_make_no_room_for_them(size: int
         changes_codec.decode(msgspec.msgpack.encode([part]), most=SPACE.num_elements)
 
 
-CHECKPOINT = json.dumps({"version": 3, "commit": "a:7", "num_samples": 2, "samples": "ab", "files": {"x": 1}}).encode()
+CHECKPOINT = json.dumps(
+    {
+        "schema": 3,
+        "version": 3,
+        "commit": "a:7",
+        "num_samples": 2,
+        "samples": "ab",
+        "files": {"x": {"bytes": 1, "xxh3": "d10b4b6bb8a8d6bd4c0aa15cd6ad0c5b"}},
+        "trackers": {},
+    }
+).encode()
 
 
 @FOLDER

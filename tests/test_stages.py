@@ -92,6 +92,68 @@ def test_an_item_larger_than_the_bound_passes_through_an_empty_channel():
     simulate(program())
 
 
+def test_room_that_is_claimed_is_nobody_elses_until_its_item_has_come_and_gone():
+    async def program() -> None:
+        numbers = channel(bound_bytes=10)
+        await numbers.claim(4)
+        await numbers.claim(6)
+        third, other = asyncio.create_task(numbers.claim(1)), asyncio.create_task(numbers.put(1))
+        await settled()
+        assert (third.done(), other.done(), numbers.num_bytes, numbers.claimed_bytes) == (False, False, 0, 10)
+        numbers.put_claimed(6)
+        await settled()
+        assert (third.done(), other.done(), numbers.num_bytes, numbers.claimed_bytes) == (False, False, 6, 4)
+        assert numbers.get_now() == 6
+        await third
+        numbers.put_claimed(4)
+        numbers.put_claimed(1)
+        assert [await numbers.get(), await numbers.get(), numbers.claimed_bytes] == [4, 1, 0]
+        await other
+
+    simulate(program())
+
+
+def test_an_item_larger_than_the_bound_is_claimed_by_itself():
+    async def program() -> None:
+        numbers = channel(bound_bytes=10)
+        await numbers.claim(99)
+        second = asyncio.create_task(numbers.claim(1))
+        numbers.put_claimed(99)
+        await settled()
+        assert not second.done()
+        assert await numbers.get() == 99
+        await second
+        third = asyncio.create_task(numbers.claim(99))
+        await settled()
+        assert not third.done(), "not beside another one"
+
+    simulate(program())
+
+
+def test_a_claim_waits_in_the_name_of_who_takes_and_more_than_was_claimed_is_our_own_mistake():
+    async def program() -> None:
+        numbers = channel(bound_bytes=10)
+        await numbers.claim(10)
+        waiting = asyncio.create_task(numbers.claim(1))
+        await settled()
+        assert [(wait.stage, wait.what) for wait in numbers._watch.waits()] == [("sink", "room in numbers")]
+        with pytest.raises(AssertionError, match="numbers: more was put than was claimed"):
+            numbers.put_claimed(11)
+        waiting.cancel()
+
+    simulate(program())
+
+
+def test_a_channel_is_full_at_its_bound_and_never_while_it_is_empty():
+    numbers = channel(bound_bytes=10)
+    for added, is_full in ((9, False), (1, True), (1, True)):
+        numbers.put_now(added)
+        assert numbers.is_full is is_full
+    while numbers.get_now() is not None:
+        pass
+    assert not numbers.is_full
+
+
 def test_a_closed_channel_gives_what_is_left_and_then_ends():
     async def program() -> None:
         numbers = channel()

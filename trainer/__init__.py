@@ -12,5 +12,5 @@ head, context  log-probabilities without a table of all logits; what ranks that 
 parallel       the ranks, and which of them share what
 publish        weights to the engines; `spread_weights` where no rank has all of them
 checkpoint     the model as a Hugging Face folder
-sft            supervised fine-tuning with the same parts (`supervised`, `demonstrations`)
+sft            supervised fine-tuning with the same parts (`supervised`, `demonstrations`); `sft_stream` is some of it in every RL step
 """

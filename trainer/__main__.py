@@ -1,4 +1,4 @@
-"""`python -m torch.distributed.run --standalone --nproc-per-node W -m trainer --run-folder RUN`: one rank of the trainer."""
+"""`python -m trainer --run-folder RUN`: one rank of the trainer, the only one or one of those that `trainer.rendezvous` starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
+from pipelinerl.lease import fence_of
 from pipelinerl.process import die_with_parent, last_words, read_config
+from pipelinerl.weights.road_interface import nccl_settings
 from trainer.threads import set_threads
 
 
@@ -22,9 +24,12 @@ def main() -> None:
     with last_words(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
         config = read_config(run_folder)
         set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        if "RANK" not in os.environ:  # else who started the ranks has said it
+            deadline_s = config.trainer.ready_deadline_s
+            os.environ |= nccl_settings(config.weights, run_folder, "trainer", deadline_s=deadline_s, environment=os.environ)
         from trainer.loop import train  # after the threads are set
 
-        train(config, run_folder)
+        train(config, run_folder, fence=fence_of(run_folder, os.environ))
 
 
 if __name__ == "__main__":

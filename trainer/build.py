@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from operator import itemgetter
 from pathlib import Path
 
 import torch
 
+from pipelinerl.algorithms.loss.own import check_own_rules
 from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method, Need
 from pipelinerl.algorithms.methods import method_of
+from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, Offload
 from pipelinerl.errors import ConfigError
 from pipelinerl.tokenizer import load_tokenizer
 from trainer import portable
+from trainer.controllers import Controllers
 from trainer.critic import Critic, ValueCritic
-from trainer.engine import Outputs
+from trainer.demonstrations import Demonstrations
+from trainer.engine import Engine, Outputs
 from trainer.implicit_prm import ImplicitPrm
 from trainer.lora import Adapters
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.reference import Reference
+from trainer.sft_stream import SftStream
 from trainer.step import Step
+from trainer.teachers import Teachers
 from trainer.torch_engine import TorchEngine
 
-MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.5}
+MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.1}
 """Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
 
 
@@ -50,9 +57,15 @@ def build_policy(config: Config, *, replicas: Replicas) -> Trained:
         adapters=adapters_of(config),
         replays_routes=config.model.replay_routes,
         gives_square_sums=Need.SQUARE_SUM in method_of(config).needs,
+        divergence_mix=divergence_mix(method_of(config)),
         is_offloaded=config.trainer.offload is Offload.WEIGHTS,
     )
-    return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.trainer.learning_rate))
+    return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.learning_rate))
+
+
+def divergence_mix(method: Method) -> float | None:
+    """By which mixture the policy is compared with its teacher's whole distributions; None where it is not."""
+    return next((float(rule.options["mix"] or 0.0) for _, rule, spec in specs_of(method) if Need.DIVERGENCE in spec.needs), None)
 
 
 def adapters_of(config: Config) -> Adapters | None:
@@ -80,11 +93,23 @@ def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
     return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.critic.learning_rate))
 
 
-def build_step(config: Config, *, policy: Trained, critic: Trained | None, replicas: Replicas, first_step: int) -> Step:
-    """Join the models to what trains them, step by step, from `first_step` on."""
+def build_step(
+    config: Config,
+    *,
+    policy: Trained,
+    critic: Trained | None,
+    replicas: Replicas,
+    first_step: int,
+    controllers: Controllers | None = None,
+) -> Step:
+    """Join the models to what trains them, step by step, from `first_step` on, with the coefficients that `controllers` hold."""
     method = method_of(config)
+    check_own_rules(method)
+    engine = TorchEngine(
+        policy.model, optimizer=policy.optimizer, replicas=replicas, read=functools.partial(Outputs.of, extras=policy.model.extras)
+    )
     return Step(
-        TorchEngine(policy.model, optimizer=policy.optimizer, replicas=replicas, read=Outputs.of),
+        engine,
         method=method,
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
@@ -97,6 +122,9 @@ def build_step(config: Config, *, policy: Trained, critic: Trained | None, repli
         critic=None if critic is None else critic_of(critic, method=method, replicas=replicas),
         critic_alone_until=config.critic.warmup_steps if critic is not None else 0,
         replays_routes=config.model.replay_routes,
+        num_engines=config.engine.count,
+        controllers=controllers,
+        sft_stream=_sft_stream(config, engine=engine, replicas=replicas),
     )
 
 
@@ -136,11 +164,25 @@ def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rat
     )
 
 
-def _reference(config: Config, *, policy: Model, method: Method, replicas: Replicas) -> Reference | None:
-    """The frozen model where the method reads one; a run whose method reads none loads none."""
-    folder = config.reference.path
-    if folder is None or not method.needs & REFERENCE_OFFERS:
+def _sft_stream(config: Config, *, engine: Engine, replicas: Replicas) -> SftStream | None:
+    section = config.sft_stream
+    if not section.coef:
         return None
+    demonstrations = Demonstrations(config, beside_rl=True)
+    return SftStream(demonstrations, engine=engine, replicas=replicas, max_tokens=config.batch.max_tokens, coef=section.coef)
+
+
+def _reference(config: Config, *, policy: Model, method: Method, replicas: Replicas) -> Reference | Teachers | None:
+    """The frozen models where the method reads one; a run whose method reads none loads none."""
+    if not method.needs & REFERENCE_OFFERS:
+        return None
+    found: list[Reference] = []
+    for key, folder in config.reference.folders.items():
+        found.append(_frozen(config, folder, key=key, policy=policy, method=method, replicas=replicas))
+    return Teachers(found, replicas=replicas) if config.reference.teachers else found[0] if found else None
+
+
+def _frozen(config: Config, folder: Path, *, key: str, policy: Model, method: Method, replicas: Replicas) -> Reference:
     if folder == config.model.path and config.lora.rank:
         return Reference(policy, replicas=replicas)  # what the adapters were put on
     model = Model(
@@ -152,11 +194,17 @@ def _reference(config: Config, *, policy: Model, method: Method, replicas: Repli
         has_float32_head=config.trainer.float32_head,
         is_frozen=True,
     )
-    _check_words(model, policy=policy, folder=folder, own=config.model.path)
+    _check_words(model, policy=policy, key=key, folder=folder, own=config.model.path)
+    if Need.DIVERGENCE in method.needs and model.num_words != policy.num_words:
+        raise ConfigError(
+            f"{key} {folder} has an output embedding of {model.num_words} words and model.path {config.model.path} one of"
+            f" {policy.num_words}: their distributions are not over the same words. Choose a teacher of the same size of vocabulary, or"
+            " a method that reads the sampled tokens alone: opd, or kl k3"
+        )
     return Reference(model, replicas=replicas, offloads=config.reference.offload)
 
 
-def _check_words(reference: Model, *, policy: Model, folder: Path, own: Path) -> None:
+def _check_words(reference: Model, *, policy: Model, key: str, folder: Path, own: Path) -> None:
     """Raise `ConfigError` where a token id means another word to the reference, as far as that can be known."""
     if folder == own:
         return
@@ -164,7 +212,7 @@ def _check_words(reference: Model, *, policy: Model, folder: Path, own: Path) ->
     vocabularies = [_vocabulary(path) for path in (own, folder)]
     if vocabularies[0] != vocabularies[1] if None not in vocabularies else words[0] != words[1]:
         raise ConfigError(
-            f"reference.path {folder} has other words than model.path {own} ({words[1]} and {words[0]} token ids): log-probabilities of the"
+            f"{key} {folder} has other words than model.path {own} ({words[1]} and {words[0]} token ids): log-probabilities of the"
             " same ids would be of different texts. Choose a reference or teacher with the policy's tokenizer"
         )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl.errors import ConfigError
+from pipelinerl.stop_tokens import stop_tokens_of
 from trainer.lora import Adapters, write_adapter
 from trainer.model import Model
 
@@ -12,8 +16,10 @@ _WRITTEN_BY_MODEL = {".safetensors", ".bin", ".pt", ".pth"}
 """Weights of the source folder, in any format: the saved model brings its own."""
 
 
-def save_model(model: Model, folder: Path, *, source: Path) -> None:
+def save_model(model: Model, folder: Path, *, source: Path, stop_token_ids: Sequence[int] = ()) -> None:
     """Save the present weights to `folder`, which may exist (it may be `source`), with the tokenizer and other files of `source`.
+
+    Its generation_config.json names every stop token that it was sampled with: those of `source`, and `stop_token_ids`.
 
     Everything is written to `<folder>.draft` first and then takes the folder's name, so that no reader finds half a model. Every rank that
     holds a part of the model calls this; the first one writes.
@@ -32,6 +38,8 @@ def save_model(model: Model, folder: Path, *, source: Path) -> None:
             and not (draft / path.name).exists()
         ):
             shutil.copy2(path, draft / path.name)
+    if (source / "tokenizer_config.json").exists():
+        _name_stop_tokens(draft / "generation_config.json", stop_tokens_of(source, extra=stop_token_ids).ids)
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
@@ -40,6 +48,19 @@ def save_model(model: Model, folder: Path, *, source: Path) -> None:
         shutil.rmtree(old)
     else:
         draft.rename(folder)
+
+
+def refuse_to_replace(folder: Path) -> None:
+    """Raise `ConfigError` for a folder with something else than a model in it: saving would remove that."""
+    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    if folder.exists() and not is_model and any(folder.iterdir()):
+        raise ConfigError(f"{folder} holds something else than a model, and saving one there would remove it. Name a new or empty folder.")
+
+
+def _name_stop_tokens(path: Path, stop_token_ids: Sequence[int]) -> None:
+    """Whoever serves the folder, by Hugging Face's own generation or by vLLM, then ends completions as the run did."""
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | {"eos_token_id": list(stop_token_ids)}, indent=2) + "\n")
 
 
 def save_adapter(model: Model, folder: Path, *, adapters: Adapters, source: Path) -> None:

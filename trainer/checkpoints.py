@@ -2,9 +2,12 @@
 
 A checkpoint is copied to memory between two steps, and from there written by a thread, each rank its share
 (torch.distributed.checkpoint), to a draft; flushed to the disk; given its manifest; and then renamed. So a folder without the ending
-`.draft` is whole, always, and whatever interrupts the writing leaves the one before as it was. The rename is the commit point of the run:
-see `orchestrator.state.ledger`, whose commit the manifest names. Older checkpoints go only after that, and the newest never does: nobody
-can come to need a folder that was removed.
+`.draft` was whole when it got its name, and whatever interrupts the writing leaves the one before as it was. The rename is the commit
+point of the run: see `orchestrator.state.ledger`, whose commit the manifest names. Only after that do older checkpoints go, beyond `keep`.
+
+What a disk does to a folder later is found when it is read: every file's XXH3-128 stands in the manifest (`pipelinerl.checkpoint_folder`),
+and is computed again before anything is loaded, each rank reading its part of the files. All ranks take the newest checkpoint that none of
+them finds damaged; the newer ones are set aside and told.
 
 The metadata of torch.distributed.checkpoint is a pickle: a run folder is its owner's alone (mode 0700), and must not come from elsewhere.
 """
@@ -13,41 +16,27 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
-import os
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from pipelinerl.errors import ConfigError
-from pipelinerl.messages import CheckpointFailed, CheckpointSaved
+from pipelinerl import checkpoint_folder
+from pipelinerl.checkpoint_folder import Manifest, check_files, complete, name_of, read_manifest
+from pipelinerl.errors import CheckpointDamaged, ConfigError
+from pipelinerl.messages import CheckpointFailed, CheckpointSaved, Damage
 from pipelinerl.tracking.identity import ids_of
+from trainer.checkpoint_writer import HashingWriter
+from trainer.objects import gathered
 
-_MANIFEST = "manifest.json"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    version: int
-    """Steps whose gradients it holds."""
-    commit: str
-    """The ledger's, under which the last of them was sealed."""
-    num_samples: int
-    samples: str
-    """Digest of every sample it was trained on; see `trainer.lineage`."""
-    files: dict[str, int]
-    """Sizes in bytes."""
-    trackers: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Under which id each tracker knows the run."""
+OPTIONAL_PARTS = frozenset({"coefficients"})
+"""What begins anew where a checkpoint has none of it: a resumed run may have another coefficient follow a target."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -56,6 +45,7 @@ class _Saving:
 
     version: int
     draft: Path
+    writer: HashingWriter
     manifest: dict[str, Any]
     future: concurrent.futures.Future[Any]
     started: float
@@ -64,11 +54,26 @@ class _Saving:
 class Checkpoints:
     """The checkpoints of one run. Every rank calls everything, in the same order; rank 0 gives them their names."""
 
-    def __init__(self, folder: Path, *, state: Callable[[], dict[str, Any]], rank: int, num_ranks: int, keep: int) -> None:
-        """`state()` gives the tensors to save, by name, the very ones in use: restoring writes into them. `keep` newest folders stay."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        state: Callable[[], dict[str, Any]],
+        rank: int,
+        num_ranks: int,
+        keep: int,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`state()` gives the tensors to save, by name, the very ones in use: restoring writes into them. `keep` newest folders stay.
+
+        `fence` is called before a checkpoint takes its name, and raises where another launcher has taken the run over.
+        """
+        fence()
+        self._fence = fence
         self._folder = folder
         self._state = state
         self._rank = rank
+        self._num_ranks = num_ranks
         self._is_alone = num_ranks == 1
         self._keep = keep
         self._saving: _Saving | None = None
@@ -85,13 +90,62 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def restore(self) -> Manifest | None:
-        """Load the newest checkpoint into the tensors in use; None where there is none. Raises `ConfigError` for one that does not fit."""
-        folder = newest(self._folder)
-        if folder is None:
-            return None
-        manifest = read_manifest(folder)
+        """Load the newest checkpoint that is whole into the tensors in use; None where there is none.
+
+        Newer ones that are damaged are set aside and told. Raises `ConfigError` for one that does not fit this model.
+        """
+        for name in reversed(self._agreed([path.name for path in complete(self._folder)])):
+            folder = self._folder / name
+            manifest, damage = self._verify(folder)
+            if manifest is not None and not damage:
+                return self._load(folder, manifest)
+            if self._rank == 0:
+                before = f"{damage}. It is set aside as {folder.name}.damaged, and the checkpoint before it is used"
+                print(before, file=sys.stderr, flush=True)
+                checkpoint_folder.set_aside(folder, damage)
+        return None
+
+    @property
+    def damaged(self) -> tuple[Damage, ...]:
+        """What was set aside and not replaced by a newer one since."""
+        return checkpoint_folder.set_aside_before(self._folder)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that a trainer may still start from."""
+        return checkpoint_folder.oldest_kept(self._folder, keep=self._keep)
+
+    def _agreed(self, names: list[str]) -> list[str]:
+        """The names that the first rank sees: on a shared file system others may see them later."""
+        if not self._is_alone:
+            return gathered(names, group=self._group)[0]
+        return names
+
+    def _verify(self, folder: Path) -> tuple[Manifest | None, str]:
+        """Read this rank's share of a checkpoint's files; return its manifest, and what any rank found wrong with it."""
+        manifest, damage, refused = None, "", ""
         try:
-            dcp.load(self._state(), storage_reader=dcp.FileSystemReader(folder), no_dist=self._is_alone)
+            manifest = read_manifest(folder)
+            check_files(folder, manifest, sorted(manifest.files)[self._rank :: self._num_ranks])
+        except CheckpointDamaged as error:
+            damage = str(error)
+        except ConfigError as error:
+            refused = str(error)
+        found: list[Any] = [(damage, refused)]
+        if not self._is_alone:
+            found = gathered([damage, refused], group=self._group)
+        if reasons := [reason for _, reason in found if reason]:
+            raise ConfigError(reasons[0])
+        return manifest, next((reason for reason, _ in found if reason), "")
+
+    def _load(self, folder: Path, manifest: Manifest) -> Manifest:
+        reader = dcp.FileSystemReader(folder)
+        try:
+            state = self._state()
+            held = reader.read_metadata().state_dict_metadata
+            for part in OPTIONAL_PARTS & state.keys():
+                state[part] = {name: tensor for name, tensor in state[part].items() if f"{part}.{name}" in held}
+            dcp.load({part: tensors for part, tensors in state.items() if tensors}, storage_reader=reader, no_dist=self._is_alone)
         except (dcp.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
             raise ConfigError(
                 f"{folder} cannot be loaded into this model and optimizer: {type(error).__name__}: {error}. It holds version"
@@ -102,13 +156,13 @@ class Checkpoints:
     def begin(self, version: int, *, commit: str, num_samples: int, samples: str) -> None:
         """Copy the present state, and write it from here on; waits for the one before to be written."""
         self.wait()
-        draft = self._folder / f"step-{version:06}.draft"
-        writer = dcp.FileSystemWriter(draft, sync_files=True)
+        draft = self._folder / f"{name_of(version)}.draft"
+        writer = HashingWriter(draft)
         started = time.perf_counter()
         future = dcp.async_save(self._state(), storage_writer=writer, process_group=self._group, no_dist=self._is_alone)
         assert isinstance(future, concurrent.futures.Future)
         about = {"version": version, "commit": commit, "num_samples": num_samples, "samples": samples}
-        self._saving = _Saving(version=version, draft=draft, manifest=about, future=future, started=started)
+        self._saving = _Saving(version=version, draft=draft, writer=writer, manifest=about, future=future, started=started)
 
     def wait(self) -> None:
         """Wait until what was begun is written, or has failed."""
@@ -128,33 +182,28 @@ class Checkpoints:
         try:
             saving.future.result()
             if self._rank == 0:
-                num_bytes = self._publish(saving)
+                num_bytes, oldest = self._publish(saving)
                 save_s = time.perf_counter() - saving.started
                 commit = saving.manifest["commit"]
-                self._news.append(CheckpointSaved(version=saving.version, commit=commit, num_bytes=num_bytes, save_s=save_s))
+                self._news.append(CheckpointSaved(version=saving.version, commit=commit, num_bytes=num_bytes, save_s=save_s, oldest=oldest))
         except (OSError, RuntimeError, dcp.CheckpointException) as error:  # a full disk, above all: training goes on without it
             self._news.append(CheckpointFailed(version=saving.version, error=self._explain(saving, error)))
             if self._rank == 0:
                 shutil.rmtree(saving.draft, ignore_errors=True)
 
-    def _publish(self, saving: _Saving) -> int:
-        """Complete the draft and give it its name; return its size. Then remove what is older than needed."""
-        files = {path.name: path.stat().st_size for path in sorted(saving.draft.iterdir())}
-        manifest = saving.draft / _MANIFEST
-        with open(manifest, "w") as file:
-            json.dump(saving.manifest | {"trackers": ids_of(self._folder.parent), "files": files}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(saving.draft)
+    def _publish(self, saving: _Saving) -> tuple[int, int]:
+        """Complete the draft and give it its name. Then remove what is older than needed; return (bytes, oldest version that is left)."""
+        manifest = checkpoint_folder.manifest_of(
+            **saving.manifest, files=dict(sorted(saving.writer.files.items())), trackers=ids_of(self._folder.parent)
+        )
+        checkpoint_folder.write_manifest(saving.draft, manifest)
+        self._fence()
         saving.draft.rename(saving.draft.with_suffix(""))
-        _sync(self._folder)
-        for old in _whole(self._folder)[: -self._keep]:
-            # Renamed first, so that half a folder never has a checkpoint's name; one that cannot be removed now is when a trainer starts.
-            shutil.rmtree(old.rename(old.with_name(old.name + ".old")), ignore_errors=True)
-        return sum(files.values())
+        checkpoint_folder.sync(self._folder)
+        return manifest.num_bytes, checkpoint_folder.remove_older(self._folder, keep=self._keep)
 
     def _explain(self, saving: _Saving, error: BaseException) -> str:
-        before = newest(self._folder)
+        before = next(reversed(complete(self._folder)), None)
         reasons = [str(reason) for reason in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [str(error)]
         room = shutil.disk_usage(self._folder).free
         kept = f"{before.name} is untouched" if before else "there is none before it"
@@ -162,41 +211,3 @@ class Checkpoints:
             f"checkpoint {saving.version} could not be written to {self._folder}: {'; '.join(dict.fromkeys(reasons))}. {room >> 20} MiB are"
             f" free there; {kept}, and training goes on. Make room: the next one is due as planned"
         )
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a folder."""
-    found = _whole(folder)
-    return found[-1] if found else None
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Raises `ConfigError` where it is damaged, or where a file that it lists is missing or has another size."""
-    path = folder / _MANIFEST
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-        int(manifest.samples, 16)
-    except (OSError, ValueError, RecursionError) as error:  # msgspec's own is a ValueError
-        raise ConfigError(f"{path} is not a checkpoint's manifest: {error}; it was damaged after it was written: restore it") from None
-    for name, size in manifest.files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            raise ConfigError(
-                f"{path} has {found} bytes, expected {size}: the checkpoint was damaged after it was written; restore the folder"
-            )
-    return manifest
-
-
-def _whole(folder: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted(path for path in folder.glob("step-*") if not path.suffix and (path / _MANIFEST).is_file())
-
-
-def _sync(folder: Path) -> None:
-    """Have a folder's entries on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -44,6 +44,7 @@ def columns_of(
         positions=row.trained,
         entropy=outputs.entropy,
         reference_logprobs=reference_logprobs,
+        divergence=outputs.divergence,
         old_logprobs=outputs.logprobs.detach() if keeps_old else None,
         weights=None if batch.weights is None else on_device(batch.weights.copy()),  # what came off the wire is read-only
         correct=None if batch.rewards is None else on_device(batch.rewards >= correct_reward),
@@ -51,7 +52,7 @@ def columns_of(
     )
 
 
-def no_columns(device: torch.device, *, has_reference: bool) -> TokenColumns:
+def no_columns(device: torch.device, *, has_reference: bool, has_divergence: bool = False) -> TokenColumns:
     """A row without a token."""
     nothing, no_ids = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     return TokenColumns(
@@ -65,6 +66,7 @@ def no_columns(device: torch.device, *, has_reference: bool) -> TokenColumns:
         positions=no_ids,
         entropy=nothing,
         reference_logprobs=nothing if has_reference else None,
+        divergence=nothing if has_divergence else None,
         old_logprobs=nothing,
         correct=no_ids.bool(),
         truncated=no_ids.bool(),

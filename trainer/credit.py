@@ -39,6 +39,8 @@ class Held:
     """[K] float32, what the critic says of each token, where there is one, or the policy's sum of squared probabilities."""
     returns: torch.Tensor | None = None
     """[K] float32, what the critic is trained towards."""
+    has_gradient: bool = True
+    """False where no row of its wave has one."""
 
 
 def credited(held: Sequence[Held], *, method: Method, replicas: Replicas, correct_reward: float) -> list[Held]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from pipelinerl.algorithms.loss.critic import clipped_value_loss
+from pipelinerl.algorithms.loss.critic import clipped_value_loss, huber_value_loss
 from pipelinerl.algorithms.loss.meters import Meters
 from pipelinerl.messages import StepSealed
 from trainer.credit import Held
@@ -63,24 +63,29 @@ class ValueCritic:
         "return_square_sum",
     )
 
-    def __init__(self, engine: TorchEngine[torch.Tensor], *, clip: float) -> None:
-        """`clip` is the distance from the values at the start of the step within which an improvement counts."""
+    def __init__(self, engine: TorchEngine[torch.Tensor], *, clip: float = 0.0, delta: float = 0.0) -> None:
+        """`clip` is the distance from the values at the start of the step within which an improvement counts; with `delta` the loss is
+        Huber's instead, linear beyond so large an error."""
         self._engine = engine
         self._clip = clip
+        self._delta = delta
 
     def values(self, row: Row | None) -> torch.Tensor | None:
         """See `Critic`."""
         return self._engine.outputs(row)
 
     def train(self, held: Held, *, report: Report) -> None:
-        """See `Critic`: the clipped value loss, towards the returns."""
+        """See `Critic`: the clipped or the Huber loss, towards the returns."""
 
         def loss(values: torch.Tensor) -> torch.Tensor:
             old_values, returns = held.values, held.returns
             assert old_values is not None
             assert returns is not None
             trains = torch.ones_like(returns, dtype=torch.bool)
-            loss, clipped = clipped_value_loss(values, old_values=old_values, returns=returns, trains=trains, clip=self._clip)
+            if self._delta:
+                loss, clipped = huber_value_loss(values, returns=returns, trains=trains, delta=self._delta)
+            else:
+                loss, clipped = clipped_value_loss(values, old_values=old_values, returns=returns, trains=trains, clip=self._clip)
             errors = returns - values.detach()
             sums = (loss.detach(), clipped, values.detach(), errors, errors.square(), returns, returns.square())
             report({name: numbers.sum().double() for name, numbers in zip(self.meters, sums, strict=True)})

@@ -26,11 +26,14 @@ class Outputs:
     """[K] float32, nats, of the distribution each was drawn from; with gradient."""
     square_sums: torch.Tensor | None = None
     """[K] float32, sum of the squared probabilities of all words there, without gradient; where the model was told to give them."""
+    divergence: torch.Tensor | None = None
+    """[K] float32, nats, from the teacher's distribution there, with gradient; where the model was told to give it."""
 
     @classmethod
-    def of(cls, columns: Sequence[torch.Tensor]) -> Outputs:
-        """Name the columns of `trainer.model.Model.outputs`."""
-        return cls(logprobs=columns[0], entropy=columns[1], square_sums=columns[2] if len(columns) > 2 else None)
+    def of(cls, columns: Sequence[torch.Tensor], *, extras: Sequence[str] = ()) -> Outputs:
+        """Name the columns of `trainer.model.Model.outputs`; `extras` are its names for those after the second, which rows without
+        a teacher lack the last of."""
+        return cls(logprobs=columns[0], entropy=columns[1], **dict(zip(extras, columns[2:], strict=False)))
 
 
 Loss = Callable[[Outputs], torch.Tensor]

@@ -13,30 +13,33 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from pipelinerl.checkpoint_folder import newest_whole
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.process import read_config
 from trainer.build import adapters_of
-from trainer.checkpoint import save_adapter, save_model
-from trainer.checkpoints import newest, read_manifest
+from trainer.checkpoint import refuse_to_replace, save_adapter, save_model
 from trainer.model import Model
 from trainer.portable import portable
 
 
 def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool = False) -> int:
-    """Write the newest checkpoint's model, with the tokenizer of `model.path`, to `output`; return its version. Raises `ConfigError`.
+    """Write the newest whole checkpoint's model, with the tokenizer of `model.path`, to `output`; return its version. Raises `ConfigError`.
 
     Adapters are merged into it; `adapter_only` writes them by themselves, as PEFT and vLLM load them.
     """
+    refuse_to_replace(output)
     adapters = adapters_of(config)
     if adapter_only and adapters is None:
         raise ConfigError(f"{run_folder} trained all weights (lora.rank is 0): it has no adapter to export")
-    checkpoint = newest(run_folder / "checkpoints")
-    if checkpoint is None:
+    found = newest_whole(run_folder / "checkpoints")
+    if found is None:
         raise ConfigError(
             f"{run_folder / 'checkpoints'} holds no whole checkpoint (yet): one is written every {config.checkpoint.every} steps"
         )
-    manifest = read_manifest(checkpoint)
+    checkpoint, manifest, damage = found
+    for reason in damage:
+        print(f"{reason}. The checkpoint before it is used", file=sys.stderr)
     model = Model(config.model.path, dtype=config.model.dtype, temperature=1.0, device=torch.device("cpu"), adapters=adapters)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -45,7 +48,7 @@ def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool
     if adapters is not None and adapter_only:
         save_adapter(model, output, adapters=adapters, source=config.model.path)
     else:
-        save_model(model, output, source=config.model.path)
+        save_model(model, output, source=config.model.path, stop_token_ids=config.rollout.stop_token_ids)
     return manifest.version
 
 

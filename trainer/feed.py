@@ -18,6 +18,7 @@ from pipelinerl.messages import (
     Alive,
     CheckpointFailed,
     CheckpointSaved,
+    EndTraining,
     Failed,
     LayoutFixed,
     Message,
@@ -30,6 +31,7 @@ from pipelinerl.messages import (
     Stop,
     TakeMicroBatch,
     TrainerReady,
+    TrainingEnded,
 )
 from pipelinerl.transport.base import Link
 from trainer.publish import Publisher
@@ -126,6 +128,8 @@ class Feed:
         self._rows: collections.deque[MicroBatch | StepSealed] = collections.deque()
         self._end: Stop | Exception | None = None
         """Why nothing more will come."""
+        self._end_of_training: EndTraining | None = None
+        """No row is wanted any more; what the trainer says still is."""
         self._knows_layout = False
         """Whatever slot is handed back before is one of the trainer before this one."""
         self._is_closing = threading.Event()
@@ -146,15 +150,17 @@ class Feed:
         self._thread.join(CLOSE_S)
 
     def take(self) -> MicroBatch | StepSealed | Stop:
-        """Wait for the next row, or the seal after a step's last row. Once told to stop, give that instead, at once.
+        """Wait for the next row, or the seal after a step's last row. Once told to stop, or to train no further, give `Stop` at once.
 
         Raises `PeerSilent` where the orchestrator gives no sign of life for too long, `WireError` and `PeerRefused` for what it should not
         send, `WeightsError` for a layout that does not fit.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._rows or self._end)  # the feed's thread sees to the deadline
+            self._changed.wait_for(lambda: self._rows or self._end or self._end_of_training)  # the feed's thread sees to the deadline
             if isinstance(self._end, Exception):
                 raise self._end
+            if self._end_of_training is not None:
+                return Stop(reason=self._end_of_training.reason)
             taken = self._end or self._rows.popleft()
         self._wake()  # there is room to pull another row
         return taken
@@ -173,7 +179,7 @@ class Feed:
             self._end = self._end or Stop(reason="the training loop has ended")
             self._changed.notify_all()
 
-    def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | Failed) -> None:
+    def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | TrainingEnded | Failed) -> None:
         """Hand a message to the orchestrator; never waits."""
         self._outbox.put(message)
         self._wake()
@@ -211,8 +217,9 @@ class Feed:
             if time.monotonic() >= next_sign:
                 next_sign = time.monotonic() + ALIVE_EVERY_S
                 link.send(Alive(busy_with=self.busy_with))
-            for pull in self._pulls.wanted(PULLS_AHEAD - self._pulls.num_asked - len(self._rows)):
-                link.send(pull)
+            if self._end_of_training is None:
+                for pull in self._pulls.wanted(PULLS_AHEAD - self._pulls.num_asked - len(self._rows)):
+                    link.send(pull)
             message = link.receive(min(next_sign - time.monotonic(), self._silent_after_s))
             if message is not None:
                 self._handle(message, link)
@@ -241,6 +248,10 @@ class Feed:
                 self._publisher.release(message.slot)
             case PolicyHeld() if self._publisher is not None:
                 self._publisher.held(message.version, lineage=message.lineage)
+            case EndTraining():
+                with self._changed:
+                    self._end_of_training = message
+                    self._changed.notify_all()
             case Stop():
                 self._end_with(message)
 

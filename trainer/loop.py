@@ -12,16 +12,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
+    MicroBatch,
     StepDone,
     StepSealed,
     Stop,
     ToTrainer,
     TrainerReady,
+    TrainingEnded,
 )
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.zmq import ZmqLink
@@ -30,29 +33,37 @@ from pipelinerl.weights.slots import machine
 from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
 from trainer.checkpoint import save_adapter, save_model
 from trainer.checkpoints import Checkpoints
+from trainer.controllers import Controllers
 from trainer.feed import Feed
+from trainer.in_hand import InHand, left_behind
 from trainer.lineage import Lineage
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publication import Publication
 from trainer.publish import Publisher
+from trainer.row import Row
 from trainer.spread_weights import SpreadWeights
 from trainer.step import Step
-from trainer.waves import Waves
+from trainer.waves import Wave, Waves
 
 
-def train(config: Config, run_folder: Path) -> None:
-    """Train, from the newest checkpoint on, until the last step or until told to stop; either way `<run>/model` then holds the policy."""
+def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambda: None) -> None:
+    """Train, from the newest checkpoint on, until the last step or until told to stop; either way `<run>/model` then holds the policy.
+
+    `fence` is called before anything lasting is written; see `pipelinerl.lease`.
+    """
     layout = config.trainer.layout
     check_layout(layout, config.model.path)
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=layout)
     policy, critic = build_policy(config, replicas=replicas), build_critic(config, replicas=replicas)
+    controllers = Controllers(method_of(config))
     checkpoints = Checkpoints(
         run_folder / "checkpoints",
-        state=lambda: state_of(policy, critic),
+        state=lambda: state_of(policy, critic) | controllers.state(),
         rank=replicas.rank,
         num_ranks=replicas.size,
         keep=config.checkpoint.keep,
+        fence=fence,
     )
     restored, lineage = checkpoints.restore(), Lineage()
     if restored is not None:
@@ -61,7 +72,7 @@ def train(config: Config, run_folder: Path) -> None:
                 trained.optimizer.round()
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
-    step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first)
+    step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first, controllers=controllers)
     spread = SpreadWeights(policy.model, replicas=replicas) if policy.model.is_spread else None
     trained_apart = policy.model.adapters if spread is None else policy.model.described_adapters
     publisher = None
@@ -98,11 +109,20 @@ def train(config: Config, run_folder: Path) -> None:
                 commit=commit,
                 saved=first,
                 saved_commit=commit,
+                suspects=left_behind(run_folder) if replicas.rank == 0 else (),
+                oldest=checkpoints.oldest,
+                damaged=tuple(one for one in checkpoints.damaged if one.version > first),
                 machine=machine(),
                 roads=device_roads(),
             )
             feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))
-        waves = at_end.enter_context(Waves(feed, replicas=replicas, lay_out=step.lay_out))
+        in_hand = InHand(run_folder, rank=replicas.rank, replica=replicas.number, num_replicas=layout.replicas)
+
+        def lay_out(batch: MicroBatch) -> Row | None:
+            with in_hand(batch):
+                return step.lay_out(batch)
+
+        waves = at_end.enter_context(Waves(feed, replicas=replicas, lay_out=lay_out, split=step.split))
         send = feed.send if feed is not None and publisher is not None else lambda message: None
         loop = Loop(
             waves=waves,
@@ -111,18 +131,21 @@ def train(config: Config, run_folder: Path) -> None:
             send=send,
             phases=Phases(journal, waves=waves),
             lineage=lineage,
+            in_hand=in_hand,
             checkpoint=checkpoint,
             take_news=checkpoints.take_news,
             checkpoint_every=config.checkpoint.every,
         )
-        loop.run(first, config.trainer.steps)
+        version = loop.run(first, config.trainer.steps)
         checkpoints.wait()
-        save_model(policy.model, run_folder / "model", source=config.model.path)
+        fence()
+        save_model(policy.model, run_folder / "model", source=config.model.path, stop_token_ids=config.rollout.stop_token_ids)
         if (adapters := adapters_of(config)) is not None:
             save_adapter(policy.model, run_folder / "adapter", adapters=adapters, source=config.model.path)
         if critic is not None:
             save_model(critic.model, run_folder / "critic", source=config.model.path)
         loop.tell_news()
+        send(TrainingEnded(version=version))
         # Engines may still have to attach the last policy: its buffer stays until the orchestrator says that the run is over.
         waves.wait_for_stop(config.trainer.silent_after_s)
 
@@ -134,21 +157,25 @@ class Loop:
     waves: Waves
     step: Step
     publication: Publication
-    send: Callable[[StepDone | CheckpointSaved | CheckpointFailed], None]
+    send: Callable[[StepDone | CheckpointSaved | CheckpointFailed | TrainingEnded], None]
     """To the orchestrator, where this rank publishes; elsewhere it does nothing."""
     phases: Phases
     lineage: Lineage
+    in_hand: InHand
     checkpoint: Callable[[int, str], None]
     """Begins to write a version, which the ledger knows by its commit."""
     take_news: Callable[[], Sequence[CheckpointSaved | CheckpointFailed]]
     checkpoint_every: int
     """Steps."""
 
-    def run(self, first: int, num_steps: int) -> None:
-        """Train step after step, and publish a policy after each; end after the last, or once told to stop, all ranks alike."""
+    def run(self, first: int, num_steps: int) -> int:
+        """Train step after step, and publish a policy after each; end after the last, or once told to, all ranks alike.
+
+        Returns the last version.
+        """
         if first:
             self.publication.begin(first)  # no engine can have it: who starts here is not who trained it
-        commit = ""
+        commit, version = "", first
         for number in range(first, num_steps):
             sealed = self._add_rows()
             if sealed is None:
@@ -163,8 +190,10 @@ class Loop:
                 metrics = self.step.finish(sealed)
             self.lineage.finish_step()
             commit = sealed.commit
+            version = number + 1
             self._finish_step(number, metrics, is_due=(number + 1) % self.checkpoint_every == 0 or number + 1 == num_steps, commit=commit)
         self.publication.wait(is_last=True)
+        return version
 
     def tell_news(self) -> None:
         """Tell what became of checkpoints."""
@@ -177,7 +206,7 @@ class Loop:
     def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:
         """Publish before a checkpoint: engines wait for the one, and nobody for the other. Both count among the next step's seconds."""
         seconds = self.phases.finish_step(num_tokens=metrics["num_tokens"]) | self.publication.take_metrics()
-        self.send(StepDone(step=number, metrics=metrics | seconds))
+        self.send(StepDone(step=number, metrics=metrics | seconds, engines=self.step.engines))
         with self.phases("publish"):
             self.publication.begin(number + 1)
         if is_due:
@@ -191,10 +220,11 @@ class Loop:
             with self.phases("wait"):
                 wave = self.waves.take()
             match wave:
-                case (batch, row):
-                    with self.phases("forward_backward"):
-                        self.step.add(batch, row)
-                    self.lineage.add(batch)
+                case Wave():
+                    with self.phases("forward_backward"), self.in_hand(wave.batch):
+                        for part in wave.parts:
+                            self.step.add(part.batch, part.row, has_gradient=part.has_gradient)
+                    self.lineage.add(wave.batch)
                 case StepSealed():
                     return wave
                 case Stop():

@@ -23,6 +23,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
 from trainer import attention
 from trainer.context import gather_outputs
+from trainer.divergence import TeacherStates, divergences
 from trainer.head import linear_logprobs
 from trainer.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.parallel import Replicas
@@ -52,13 +53,15 @@ class Model:
         adapters: Adapters | None = None,
         replays_routes: bool = False,
         gives_square_sums: bool = False,
+        divergence_mix: float | None = None,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
         `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `is_offloaded`, weights
         that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value model, of values 0 where the
         folder holds a language model only. With `adapters` those are trained, and nothing else. `replays_routes` sends tokens to the
-        experts that their row names. `gives_square_sums` adds up squared probabilities over all words, too.
+        experts that their row names. `gives_square_sums` adds up squared probabilities over all words, too; with
+        `divergence_mix` rows with teachers have divergences from them.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -95,7 +98,7 @@ class Model:
             self.shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
             """Of all weights of the model, by the name transformers' module has for them."""
             stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
-            stage.gives_square_sums = gives_square_sums
+            stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
             if replays_routes:
                 Replay(module)
             self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
@@ -105,6 +108,8 @@ class Model:
             else:
                 module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
             self._stages.append(stage)
+        self.extras = ("square_sums",) * gives_square_sums + ("divergence",) * (divergence_mix is not None)
+        """Names of what `outputs` gives of a language model beside log-probabilities and entropies, as in `trainer.engine.Outputs`."""
         self.module = self._stages[0].module
         """The model of transformers, or, of a pipeline, this rank's first stage of it."""
         self.pipeline: Pipeline | None = None
@@ -122,13 +127,33 @@ class Model:
         logprobs, entropy, *_ = self.outputs(row)
         return logprobs, entropy
 
+    def states(self, row: Row) -> tuple[torch.Tensor, TeacherStates]:
+        """Return ([K] float32 log-probabilities, what the distributions at `row.sources` are made of), both without gradient.
+
+        Of a model whose layers no pipeline shares. The states stay as they are whatever becomes of the model's memory meanwhile.
+        """
+        (stage,) = self._stages
+        stage.keeps_states = True
+        try:
+            with torch.no_grad():
+                logprobs, _ = self.logprobs(row)
+            assert stage.states is not None
+            return logprobs, stage.states
+        finally:
+            stage.keeps_states, stage.states = False, None
+
+    @property
+    def num_words(self) -> int:
+        """Rows of the output embedding, on all ranks."""
+        return self._stages[-1].num_words
+
     def values(self, row: Row) -> torch.Tensor:
         """Return [K] float32, a value model's value of the state before every trained token, with gradient."""
         (values,) = self.outputs(row)
         return values
 
     def outputs(self, row: Row) -> tuple[torch.Tensor, ...]:
-        """Return these as they come: (values,), or (log-probabilities, entropies) and, where wanted, sums of squared probabilities."""
+        """Return these as they come: (values,), or (log-probabilities, entropies) and `extras`, divergences of rows with teachers only."""
         if self.pipeline is not None:
             assert not torch.is_grad_enabled(), "a row by itself is no work for a pipeline"
             outputs = self.pipeline.outputs(row)
@@ -221,6 +246,12 @@ class _Stage(torch.nn.Module):
         self.rows: Sequence[Row] = ()
         self.length = 0
         self.gives_square_sums = False
+        self.divergence_mix: float | None = None
+        self.keeps_states = False
+        self.states: TeacherStates | None = None
+        self._head_copy: torch.Tensor | None = None
+        """Of a sharded teacher: its output embedding, which a forward pass has whole and gives back at its end."""
+        self._is_sharded = replicas.layout.shard > 1
         self._is_first = index == 0
         self._is_last = index == replicas.layout.num_stages - 1
         self._has_float32_head = has_float32_head
@@ -228,6 +259,7 @@ class _Stage(torch.nn.Module):
         self._temperature = temperature
         self._gives_values = module.get_output_embeddings() is None
         self._vocabulary = 0 if self._gives_values else self._head_weight().shape[0]
+        self.num_words = self._vocabulary
         self._tensor = replicas.layout.tensor
         self._place = replicas.place("tensor")
         self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
@@ -257,25 +289,37 @@ class _Stage(torch.nn.Module):
 
     def _outputs(self, row: Row, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = hidden[0, row.sources]
-        outputs = (self._values(hidden),) if self._gives_values else self._logprobs(hidden, row.targets)
+        outputs = (self._values(hidden),) if self._gives_values else self._of_words(hidden, row)
         if self._context is None:
             return outputs
         columns = gather_outputs(torch.stack(outputs, 1), self._context)[row.order]
         return tuple(column.clone() for column in columns.unbind(1))  # not views: FSDP hangs the start of the backward pass on them
 
-    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _of_words(self, hidden: torch.Tensor, row: Row) -> tuple[torch.Tensor, ...]:
         weight = local(self._head_weight())
         if self._has_float32_head:
             hidden, weight = hidden.float(), weight.float()
-        return linear_logprobs(
+        if self.keeps_states:
+            self.states = TeacherStates(hidden=hidden.detach(), head=self._kept_head(weight))
+        shared: dict[str, Any] = {"temperature": self._temperature, "group": self._group}
+        columns = linear_logprobs(
             hidden,
             weight,
-            targets,
-            temperature=self._temperature,
+            row.targets,
             first_id=-(-self._vocabulary // self._tensor) * self._place,
-            group=self._group,
             gives_square_sums=self.gives_square_sums,
+            **shared,
         )
+        if self.divergence_mix is None or not row.teachers:
+            return columns
+        return (*columns, divergences(hidden, weight, row.teachers, mix=self.divergence_mix, **shared))
+
+    def _kept_head(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self._is_sharded:
+            return weight.detach()
+        if self._head_copy is None:
+            self._head_copy = weight.detach().clone()
+        return self._head_copy
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:
         score: Any = self.module.score

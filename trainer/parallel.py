@@ -8,7 +8,9 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import urllib.parse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.layout import Layout
+from pipelinerl.transport.rendezvous import RendezvousClient
+from pipelinerl.weights.rendezvous_store import RendezvousStore
+from trainer.objects import refuse_foreign_objects
+from trainer.ranks import SCHEME, STORE, token_of
 from trainer.row import Part
 
 
@@ -34,8 +40,8 @@ class Replicas:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         if self.size != ranks:
             raise ConfigError(
-                f"trainer.ranks is {ranks}, but {self.size} processes were started: start torchrun with --nproc-per-node equal to"
-                " trainer.ranks"
+                f"trainer.ranks is {ranks}, but this process is one of {self.size} (WORLD_SIZE): start"
+                " `python -m trainer.rendezvous`, which starts as many as trainer.ranks says"
             )
         self.layout = layout or Layout(ranks=ranks)
         self.device = _device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -44,8 +50,11 @@ class Replicas:
         self._peers: dist.ProcessGroup | None = None
         if self.size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
+            refuse_foreign_objects()
             if not dist.is_initialized():
-                dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
+                timeout = datetime.timedelta(seconds=deadline_s)
+                where = _meeting(os.environ.get(STORE), timeout=timeout)
+                dist.init_process_group(backend, **where, rank=self.rank, world_size=self.size, timeout=timeout)
             self._mesh = _mesh_of(self.layout, self.device.type)
             self._peers = self.mesh("copy", "shard").get_group()
         self.ends = self._ends_of_pipeline()
@@ -150,6 +159,18 @@ class Replicas:
         columns = torch.arange(layout.ranks).view(layout.pipeline, -1)[[0, -1]].t().tolist()
         groups: list[Any] = [dist.new_group(ends) for ends in columns]
         return next((group for group, ends in zip(groups, columns, strict=True) if self.rank in ends), None)
+
+
+@functools.cache  # and so kept, which torch's C++ does not do with a store of Python's
+def _meeting(where: str | None, *, timeout: datetime.timedelta) -> dict[str, Any]:
+    """What to tell torch.distributed of the place that `ranks.STORE` names."""
+    if where is None or not where.startswith(f"{SCHEME}:"):
+        return {"init_method": where}
+    parts = urllib.parse.urlsplit(where)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    client = RendezvousClient(parts.hostname, parts.port, token_of(Path(urllib.parse.unquote(parts.path))))
+    return {"store": RendezvousStore(client, timeout=timeout)}
 
 
 def _mesh_of(layout: Layout, device_type: str) -> DeviceMesh:

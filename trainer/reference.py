@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -39,6 +40,14 @@ class Reference:
         with torch.no_grad(), self._on_device(), switched_off(self._model.module):
             logprobs, _ = self._model.logprobs(row or empty_row(self._device, part=self._part))
         return None if row is None else logprobs
+
+    def states(self, row: Row | None) -> tuple[torch.Tensor | None, Row | None]:
+        """The same, and the row with what the reference's whole distributions over it are made of."""
+        if row is None and not self._shares_passes:
+            return None, None
+        with self._on_device(), switched_off(self._model.module):
+            logprobs, states = self._model.states(row or empty_row(self._device, part=self._part))
+        return (None, None) if row is None else (logprobs, dataclasses.replace(row, teachers=(states,)))
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
-"""`python -m trainer.rendezvous --run-folder RUN --part K/N`: the trainer's ranks on one of N machines, under torchrun.
+"""`python -m trainer.rendezvous --run-folder RUN [--part K/N]`: several ranks of the trainer, all of them or those of one of N machines.
 
-The first machine binds a store to a port that the system picks, on the address at which the orchestrator listens, and publishes it in
-`<run>/endpoints/rendezvous.json`; the others read it there. So no port is fixed, and none can be taken between choosing and binding. The
-store and the ranks' own connections (gloo, NCCL) know no authentication: this is for a private network.
+On one machine no port is opened for them to meet. Over several, the first binds a store to a port that the system picks, on the address at
+which the orchestrator listens, and publishes it in `<run>/endpoints/rendezvous.json`; the others read it there. So no port is fixed, and
+none can be taken between choosing and binding. Only who can read the run's keys can use that store. The ranks' own connections (gloo, NCCL)
+know no authentication: this is for a private network.
 
 When the ranks of one machine end badly those of all do, and the run with them; `--resume`, or the job's next start, goes on.
 """
@@ -10,20 +11,20 @@ When the ranks of one machine end badly those of all do, and the run with them; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import socket
-import sys
-from datetime import timedelta
+import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed.run
-from torch.distributed import TCPStore
-
-from pipelinerl.interface import address_towards, device_of
+from pipelinerl.interface import address_towards
 from pipelinerl.process import die_with_parent, last_words, read_config
+from pipelinerl.transport.rendezvous import RendezvousServer
 from pipelinerl.transport.zmq import own_address
 from pipelinerl.watch import wait_for_file
+from pipelinerl.weights.road_interface import nccl_settings
+from trainer.ranks import SCHEME, STORE, end_alike, listening_on, meeting_in_memory, run_ranks, token_of
 
 FILE = Path("endpoints") / "rendezvous.json"
 
@@ -31,50 +32,47 @@ FILE = Path("endpoints") / "rendezvous.json"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.rendezvous", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
-    parser.add_argument("--part", required=True, help="K/N: which of how many machines this is")
+    parser.add_argument("--part", default="0/1", help="K/N: which of how many machines this is")
     arguments = parser.parse_args()
     number, num_nodes = map(int, arguments.part.split("/"))
     run_folder: Path = arguments.run_folder
     die_with_parent()
     with last_words(run_folder, f"trainer-node-{number}"):
         config = read_config(run_folder)
+        world_size = config.trainer.ranks
+        mine = range(world_size * number // num_nodes, world_size * (number + 1) // num_nodes)
         deadline_s = config.trainer.ready_deadline_s
-        store = _host(run_folder, deadline_s=deadline_s) if number == 0 else None
+        if num_nodes == 1:  # gloo stays on loopback; NCCL is the way of the weights, too
+            settings = nccl_settings(config.weights, run_folder, "trainer", deadline_s=deadline_s, environment=os.environ)
+            meeting = meeting_in_memory(settings)
+        else:
+            meeting = _meeting_on_network(run_folder, is_host=number == 0, deadline_s=deadline_s)
+        with meeting as (where, files):
+            code = run_ranks(
+                ("trainer", "--run-folder", str(run_folder)), ranks=mine, world_size=world_size, meeting=where, inherited=files
+            )
+    if code:
+        end_alike(code)
+
+
+@contextlib.contextmanager
+def _meeting_on_network(run_folder: Path, *, is_host: bool, deadline_s: float) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """The environment in which ranks of several machines find each other, by way of a store on the first one."""
+    with _host(run_folder) if is_host else contextlib.nullcontext():  # it serves as long as its own ranks live
         told = json.loads(wait_for_file(run_folder / FILE, peer="the trainer's first machine", deadline_s=deadline_s))
-        address = address_towards(told["host"])
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, device_of(address))
-        sys.argv = ["torchrun", *_options(told, address=address, num_nodes=num_nodes, ranks=config.trainer.ranks // num_nodes)]
-        sys.argv += ["-m", "trainer", "--run-folder", str(run_folder)]
-        torch.distributed.run.main()
-        del store  # it serves as long as its own ranks live
+        store = f"{SCHEME}://{told['host']}:{told['port']}{urllib.parse.quote(str(run_folder.resolve()))}"
+        yield {STORE: store, **listening_on(address_towards(told["host"]))}, ()
 
 
-def _host(run_folder: Path, *, deadline_s: float) -> TCPStore:
-    """Bind the store, then tell where it is."""
+@contextlib.contextmanager
+def _host(run_folder: Path) -> Iterator[None]:
+    """Serve the store, and tell where it is."""
     address = own_address(run_folder, "trainer")
-    # A socket of ours, because by itself the store would listen on every address of the machine.
-    listener = socket.create_server((address, 0))
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=deadline_s)
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
-    draft = (run_folder / FILE).with_suffix(".draft")
-    draft.write_text(json.dumps({"host": address, "port": port}))
-    draft.replace(run_folder / FILE)
-    return store
-
-
-def _options(told: dict[str, str], *, address: str, num_nodes: int, ranks: int) -> list[str]:
-    return [
-        f"--nnodes={num_nodes}",
-        f"--nproc-per-node={ranks}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={told['host']}:{told['port']}",
-        "--rdzv-conf=is_host=0",
-        "--rdzv-id=trainer",
-        f"--local-addr={address}",
-        "--max-restarts=0",
-    ]
+    with contextlib.closing(RendezvousServer(address, token_of(run_folder))) as server:
+        draft = (run_folder / FILE).with_suffix(".draft")
+        draft.write_text(json.dumps({"host": address, "port": server.port}))
+        draft.replace(run_folder / FILE)
+        yield
 
 
 if __name__ == "__main__":

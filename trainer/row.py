@@ -26,6 +26,7 @@ import torch
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Int32, Mask
 from pipelinerl.routes import Table, unknown
+from trainer.divergence import TeacherStates
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,10 @@ class Row:
     """[K] int64, position of each token with a loss in the packed row, to pick its other columns."""
     routes: torch.Tensor | None = None
     """[I, layers, k] int16, the experts each token was sent to in the engine, -1 where that is not known; None where nothing is."""
+    judges: torch.Tensor | None = None
+    """[K] int64, which of several teachers judges each token; None where there are not several."""
+    teachers: tuple[TeacherStates, ...] = ()
+    """What the model's distributions are compared with; none where they are not."""
     order: torch.Tensor | None = None
     """[K] int64, where each is among the targets of all ranks that share the row, joined; None for a whole row, where J is K."""
 

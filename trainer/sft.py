@@ -9,6 +9,9 @@ from pathlib import Path
 
 from pipelinerl.config_file import load
 from pipelinerl.errors import PipelineError
+from pipelinerl.hub import resolved
+from pipelinerl.process import die_with_parent
+from trainer.ranks import end_alike, meeting_in_memory, run_ranks
 from trainer.threads import set_threads
 
 LINES = 10
@@ -22,10 +25,11 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="in TOML syntax")
     arguments = parser.parse_args()
     try:
-        config = load(arguments.config, overrides=arguments.overrides)
+        config = resolved(load(arguments.config, overrides=arguments.overrides, for_run=False))
         if config.trainer.ranks > 1 and "RANK" not in os.environ:
-            torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks), "-m", "trainer.sft")
-            os.execv(sys.executable, (sys.executable, *torchrun, *sys.argv[1:]))
+            sys.exit(_run_ranks(config.trainer.ranks))
+        if config.trainer.ranks > 1:
+            die_with_parent()
         is_first = os.environ.get("RANK", "0") == "0"
         set_threads(config.trainer.cores if config.trainer.ranks > 1 else (), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         from trainer.supervised import SftProgress, train_sft  # after the threads are set: torch reads their settings once
@@ -43,6 +47,16 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     if is_first:
         print(f"{report.num_tokens:,} tokens in {report.elapsed_s:.1f} s; saved to {report.folder}")
+        print(f"RL starts from it with: pipelinerl run {arguments.config} model.path={report.folder}")
+
+
+def _run_ranks(ranks: int) -> int:
+    """Run this command line again as each of so many ranks; 0 where all ended well, 1 where one has said why not."""
+    with meeting_in_memory() as (where, files):
+        code = run_ranks(("trainer.sft", *sys.argv[1:]), ranks=range(ranks), world_size=ranks, meeting=where, inherited=files)
+    if code < 0:
+        end_alike(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     Message,
+    MicroBatch,
     PolicyPublished,
     SlotReleased,
     StepDone,
@@ -43,15 +44,19 @@ class Standing:
             case PolicyPublished():
                 self._published[message.slot] = message
             case CheckpointSaved():
-                self._ready, self._failed = replace(self._ready, saved=message.version, saved_commit=message.commit), None
+                saved = {"saved": message.version, "saved_commit": message.commit, "oldest": message.oldest}
+                damaged = tuple(one for one in self._ready.damaged if one.version > message.version)
+                self._ready, self._failed = replace(self._ready, **saved, damaged=damaged), None
             case CheckpointFailed():
                 self._failed = message
 
     def heard(self, message: Message | None) -> None:
         """Note what has come."""
         match message:
-            case StepSealed():
-                self._commits[message.step] = message.commit
+            case MicroBatch() | StepSealed():  # an answer: the suspects are booked
+                self._ready = msgspec.structs.replace(self._ready, suspects=())
+                if isinstance(message, StepSealed):
+                    self._commits[message.step] = message.commit
             case SlotReleased():
                 self._published.pop(message.slot, None)
 

@@ -13,8 +13,11 @@ The first step also checks that trainer and engine mean the same, every step tha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from pipelinerl.algorithms.loss import (
     StepStatistics,
@@ -28,16 +31,21 @@ from pipelinerl.algorithms.loss import (
 )
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
-from pipelinerl.messages import MicroBatch, StepSealed
+from pipelinerl.algorithms.signal import gradient_needs_advantage
+from pipelinerl.messages import EngineMismatch, MicroBatch, StepSealed
 from pipelinerl.routes import num_unrouted, table_of
-from trainer.agreement import check_agreement, check_mismatch
+from trainer.agreement import ByEngine, WorstToken, check_agreement, check_mismatch, engines_apart, worst_token
 from trainer.columns import columns_of, no_columns
+from trainer.controllers import Controllers
 from trainer.credit import Held, credited
 from trainer.critic import Critic, finish_critic_meters
 from trainer.engine import Engine, Outputs
 from trainer.parallel import Replicas
 from trainer.reference import Reference
 from trainer.row import Row, arrange
+from trainer.sft_stream import SftStream
+from trainer.split import split_by_gradient, without_samples
+from trainer.teachers import Teachers
 
 _SHORT_NAMES = {"ess": "ess_fraction", "kl": "mismatch_kl_k3"}
 """Meters that a live view shows in a narrow column."""
@@ -60,16 +68,21 @@ class Step:
         correct_reward: float = 1.0,
         first_step: int = 0,
         passes: int = 1,
-        reference: Reference | None = None,
+        reference: Reference | Teachers | None = None,
         critic: Critic | None = None,
         critic_alone_until: int = 0,
         replays_routes: bool = False,
+        num_engines: int = 0,
+        controllers: Controllers | None = None,
+        sft_stream: SftStream | None = None,
     ) -> None:
         """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl`
         that of every step; a sample with at least `correct_reward` is correct. A step makes `passes` updates, each over all its rows. Steps
-        before `critic_alone_until` leave the policy as it is. `replays_routes` counts the tokens that have none to replay."""
+        before `critic_alone_until` leave the policy as it is. `replays_routes` counts the tokens that have none to replay.
+        `num_engines` are compared with each other. `controllers` hold the coefficients that follow a measurement; by default, from the
+        method's own on. `sft_stream` has demonstrations that every pass trains beside the rows."""
         self._engine = engine
-        self._method = method
+        self._controllers = controllers or Controllers(method)
         self._replicas = replicas
         self._max_completion_tokens = max_completion_tokens
         self._max_logprob_gap = max_logprob_gap
@@ -80,20 +93,37 @@ class Step:
         self._reference = reference
         self._critic = critic
         self._critic_alone_until = critic_alone_until
+        self._sft_stream = sft_stream
         self._replays_routes = replays_routes
         self._holds = Need.WHOLE_STEP in method.needs or passes > 1
+        # A pipeline computes several rows in one pass, and a row by itself would cost it as much as the backward pass that it saves.
+        self._needs_advantage = gradient_needs_advantage(method) and replicas.layout.pipeline == 1
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
-        nothing = no_columns(replicas.device, has_reference=reference is not None)
+        nothing = no_columns(replicas.device, has_reference=reference is not None, has_divergence=Need.DIVERGENCE in method.needs)
         self._no_meters = policy_loss(nothing, method=method, statistics=StepStatistics()).meters
         names = critic.meters if critic is not None else ()
         self._no_meters |= {name: torch.zeros((), dtype=torch.float64, device=replicas.device) for name in names}
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
+        self._worst: WorstToken | None = None
+        """Of this rank's rows of the first step."""
+        self._num_tokens_without_gradient = 0
+        """Tokens of rows for which no backward pass was computed."""
+        self.engines: tuple[EngineMismatch, ...] = ()
+        """How far each engine was from the trainer in the step that was finished last."""
+        self._by_engine = ByEngine(num_engines, device=replicas.device)
         self._num_unrouted = 0
         """Tokens that were not sent where their engine sent them, because that is not known."""
         self._held: list[Held] = []
         self._first_pass: dict[str, float] = {}
         """Numbers of the first of several passes, once it is over."""
+        self._of_step: dict[str, float] = {}
+        """Numbers of the whole step that are no sums over its rows."""
+
+    @property
+    def _method(self) -> Method:
+        """As it is for the step under way."""
+        return self._controllers.method()
 
     def lay_out(self, batch: MicroBatch) -> Row | None:
         """Bring a row to the device, laid out for the model; None for a zero-loss row. May run beside `add`. Raises `DataError`."""
@@ -107,16 +137,27 @@ class Step:
             routes=None if batch.routes is None else table_of(batch.routes),
         )
 
-    def add(self, batch: MicroBatch, row: Row | None = None) -> None:
+    def split(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+        """What of a row has a gradient, and what has none, whatever the model says of it; see `pipelinerl.algorithms.signal`."""
+        return split_by_gradient(batch) if self._needs_advantage else (batch, without_samples(batch))
+
+    def add(self, batch: MicroBatch, row: Row | None = None, *, has_gradient: bool = True) -> None:
         """Compute a row's loss sum and add its gradient, or hold it where the method needs the whole step first.
 
-        A zero-loss row adds nothing. `row` is what `lay_out` gave for it, where that was done before. Raises `MismatchError` and
-        `DataError`.
+        A zero-loss row adds nothing. `row` is what `lay_out` gave for it, where that was done before. Without `has_gradient`, which all
+        ranks say alike, the row is measured and no backward pass is computed. Raises `DataError`.
         """
         row = row or self.lay_out(batch)
         self._num_tokens += len(batch.token_ids)
+        self._num_tokens_without_gradient += 0 if has_gradient else len(batch.token_ids)
         self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self._replays_routes else 0
-        reference_logprobs = self._reference.logprobs(row) if self._reference is not None else None
+        if row is not None and batch.teachers is not None:
+            row = dataclasses.replace(row, judges=_judges(batch, device=self._replicas.device))
+        reference_logprobs = None
+        if self._reference is not None and Need.DIVERGENCE in self._method.needs:
+            reference_logprobs, row = self._reference.states(row)
+        elif self._reference is not None:
+            reference_logprobs = self._reference.logprobs(row)
 
         def columns(outputs: Outputs) -> TokenColumns:
             assert row is not None, "the loss of a zero-loss row is not asked for"
@@ -129,39 +170,55 @@ class Step:
                 keeps_old=Need.OLD_LOGPROBS in self._method.needs,
             )
             if batch.step == self._first_step:
-                check_agreement(found, batch=batch, limit=self._max_logprob_gap)
+                self._keep_worst(worst_token(found, batch=batch))
+            self._by_engine.add(found, batch=batch)
             return found
 
         if not self._holds:
-            self._engine.train(row, lambda outputs: self._loss(columns(outputs)))
+            self._compute(row, lambda outputs: self._loss(columns(outputs)), has_gradient=has_gradient)
             return
         outputs = self._engine.outputs(row)
         values = self._critic.values(row) if self._critic is not None else outputs.square_sums if outputs is not None else None
-        self._held.append(Held(batch=batch, row=row, columns=None if outputs is None else columns(outputs), values=values))
+        found = None if outputs is None else columns(outputs)
+        self._held.append(Held(batch=batch, row=row, columns=found, values=values, has_gradient=has_gradient))
 
     def train_held(self, sealed: StepSealed) -> None:
-        """Train the rows held for the whole step, pass after pass, or put off by the engine; comes before `finish`, on every rank."""
+        """Train what waits for the seal: rows held for the whole step, pass after pass, or put off by the engine, and demonstrations.
+
+        Comes before `finish`, on every rank.
+        """
         held, self._held = self._held, []
         if makes_advantages_in_trainer(self._method):
             held = credited(held, method=self._method, replicas=self._replicas, correct_reward=self._correct_reward)
         measured = [one.columns for one in held if one.columns is not None]
         statistics = measure_step(measured, method=self._method, reduce=self._summed)
-        for number in range(self._passes if self._holds else 0):
+        if statistics is not None and self._method.weight.options.get("batch_normalize"):
+            self._of_step["weight_batch_mean"] = statistics.mean_weight
+        rests = sealed.step < self._critic_alone_until
+        for number in range(self._passes):
             if number:
                 numbers = self._update(sealed)
                 self._first_pass = self._first_pass or numbers
             for one in held:
-                self._train(one, statistics=statistics, rests=sealed.step < self._critic_alone_until)
+                self._train(one, statistics=statistics, rests=rests)
+            if self._sft_stream is not None and not rests:
+                self._sft_stream.train(sealed.step, divisor=self._divisor(sealed))
             self._complete()
-        self._complete()
 
     def finish(self, sealed: StepSealed) -> dict[str, float]:
-        """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank."""
+        """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank.
+
+        Raises `MismatchError`, before the update, where engine and trainer do not agree.
+        """
         assert not self._held, "rows are held for a measure of the whole step: train_held comes before finish"
         numbers = self._update(sealed)
         if self._first_pass:
             numbers = self._first_pass | {name: numbers[name] for name in _OF_LAST_PASS if name in numbers}
         self.drop()
+        numbers |= self._of_step | self._controllers.in_force()
+        self._of_step = {}
+        if sealed.step >= self._critic_alone_until:  # a policy that rests moves no measurement
+            self._controllers.follow(numbers, agree=self._agreed)
         numbers |= {short: numbers[name] for short, name in _SHORT_NAMES.items() if name in numbers}
         return numbers | {"num_trained_tokens": float(sealed.num_tokens), "num_micro_batches": float(sealed.num_micro_batches)}
 
@@ -171,7 +228,8 @@ class Step:
         if self._critic is not None:
             self._critic.drop()
         self._meters = dict(self._no_meters)
-        self._num_tokens = self._num_unrouted = 0
+        self._num_tokens = self._num_tokens_without_gradient = self._num_unrouted = 0
+        self._by_engine.drop()
         self._held.clear()
         self._first_pass = {}
 
@@ -180,15 +238,19 @@ class Step:
 
         def loss(outputs: Outputs) -> torch.Tensor:
             assert held.columns is not None, "the loss of a zero-loss row is not asked for"
-            columns = dataclasses.replace(held.columns, logprobs=outputs.logprobs, entropy=outputs.entropy)
+            columns = dataclasses.replace(held.columns, logprobs=outputs.logprobs, entropy=outputs.entropy, divergence=outputs.divergence)
             return self._loss(columns, statistics=statistics)
 
-        if not rests:
-            self._engine.train(held.row, loss)
-        elif (outputs := self._engine.outputs(held.row)) is not None:
-            loss(outputs)
+        self._compute(held.row, loss, has_gradient=held.has_gradient and not rests)
         if self._critic is not None:
             self._critic.train(held, report=self._merge)
+
+    def _compute(self, row: Row | None, loss: Callable[[Outputs], torch.Tensor], *, has_gradient: bool) -> None:
+        """Add a row's gradient; where it has none, only what `loss` measures."""
+        if has_gradient:
+            self._engine.train(row, loss)
+        elif (outputs := self._engine.outputs(row)) is not None:
+            loss(outputs)
 
     def _complete(self) -> None:
         self._engine.complete()
@@ -201,31 +263,49 @@ class Step:
         self._merge(sums.meters)
         return sums.loss
 
+    def _keep_worst(self, found: WorstToken | None) -> None:
+        if found is not None and (self._worst is None or not found.gap <= self._worst.gap):  # NaN is the worst
+            self._worst = found
+
     def _merge(self, meters: dict[str, torch.Tensor]) -> None:
         self._meters = merge_meters((self._meters, meters))
 
     def _update(self, sealed: StepSealed) -> dict[str, float]:
         """End a pass: its numbers, over all replicas, and the update of every model that is trained."""
-        divisor = denominator(
-            self._method.aggregation,
-            num_tokens=sealed.num_tokens,
-            num_sequences=sealed.num_samples,
-            max_tokens=self._max_completion_tokens,
-        )
+        divisor = self._divisor(sealed)
         totals = self._reduced(sealed.step)
-        numbers = {"num_tokens": totals.pop("row_tokens_sum")}
+        numbers = {"num_tokens": totals.pop("row_tokens_sum"), "num_tokens_without_gradient": totals.pop("row_without_gradient_sum")}
         numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self._replays_routes else {}
         numbers |= finish_critic_meters(finish_meters(totals, denominator=divisor))
         if not self._first_pass:  # later passes have moved away from what the engines know, on purpose
-            check_mismatch(numbers, step=sealed.step, limit=self._max_mismatch_kl)
+            self.engines = self._by_engine.take(self._summed)
+            apart = engines_apart(self.engines, limit=self._max_mismatch_kl)
+            if sealed.step == self._first_step:
+                check_agreement(numbers, step=sealed.step, limit=self._max_logprob_gap, worst=self._worst, engines=apart)
+            check_mismatch(numbers, step=sealed.step, limit=self._max_mismatch_kl, engines=apart)
         if sealed.step >= self._critic_alone_until:
             update = self._engine.update(sealed.step, denominator=divisor)
             numbers |= {"grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
         if self._critic is not None:
             update = self._critic.update(sealed)
             numbers |= {"critic_grad_norm": update.grad_norm, "critic_learning_rate": update.learning_rate}
+        if self._sft_stream is not None:
+            numbers |= self._sft_stream.finish(sealed.step)
         self._meters = dict(self._no_meters)
         return numbers
+
+    def _divisor(self, sealed: StepSealed) -> float:
+        """What the step's sums are divided by."""
+        return denominator(
+            self._method.aggregation,
+            num_tokens=sealed.num_tokens,
+            num_sequences=sealed.num_samples,
+            max_tokens=self._max_completion_tokens,
+        )
+
+    def _agreed(self, tensor: torch.Tensor) -> None:
+        """Have every rank hold the same tensor, also those of one replica."""
+        self._replicas.reduce(tensor, dist.ReduceOp.MAX, what="to agree on coefficients")
 
     def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its sum over all replicas, on the host."""
@@ -235,7 +315,8 @@ class Step:
 
     def _reduced(self, step: int) -> dict[str, float]:
         """The step's meters over all replicas."""
-        counts = {"row_tokens_sum": self._num_tokens} | ({"row_unrouted_sum": self._num_unrouted} if self._replays_routes else {})
+        counts = {"row_tokens_sum": self._num_tokens, "row_without_gradient_sum": self._num_tokens_without_gradient}
+        counts |= {"row_unrouted_sum": self._num_unrouted} if self._replays_routes else {}
         meters = self._meters | {name: torch.tensor(float(count)) for name, count in counts.items()}
         totals: dict[str, float] = {}
         for is_maximum, reduce in ((False, self._replicas.sum), (True, self._replicas.maximum)):
@@ -244,3 +325,9 @@ class Step:
             reduce(values, what=f"to add up the meters of step {step}")
             totals |= dict(zip(names, values.tolist(), strict=True))
         return totals
+
+
+def _judges(batch: MicroBatch, *, device: torch.device) -> torch.Tensor:
+    """[K] int64, the teacher of each trained token."""
+    assert batch.teachers is not None
+    return torch.from_numpy(np.repeat(batch.teachers, batch.lengths)[batch.trains].astype(np.int64)).to(device, non_blocking=True)

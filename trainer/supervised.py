@@ -16,24 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-
+from pipelinerl.checkpoint_folder import Manifest, complete, read_manifest
 from pipelinerl.config import Config, Offload
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import CheckpointFailed
-from pipelinerl.packing import Packing
 from trainer.build import adapters_of
-from trainer.checkpoint import save_model
-from trainer.checkpoints import Checkpoints, newest, read_manifest
+from trainer.checkpoint import refuse_to_replace, save_model
+from trainer.checkpoints import Checkpoints
 from trainer.demonstrations import Demonstration, Demonstrations
 from trainer.engine import Outputs
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule, Update
 from trainer.parallel import Replicas
 from trainer.portable import state_of
-from trainer.row import Row, arrange
+from trainer.sft_rows import SftRows
 from trainer.torch_engine import TorchEngine
 
 
@@ -67,12 +64,13 @@ class SftReport:
 
 
 def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = lambda progress: None) -> SftReport:
-    """Train `model.path` on `sft.source`, and save it to `sft.output` (default: over `model.path`); every rank of `trainer.ranks` calls it.
+    """Train `model.path` on `sft.source`, and save it to `config.sft_output`; every rank of `trainer.ranks` calls it.
 
     The same config and seed give the same weights, bit by bit, on the same machine with the same number of threads, interrupted or not.
     Raises `ConfigError` and `DataError`.
     """
     section = config.sft
+    refuse_to_replace(config.sft_output)
     demonstrations = Demonstrations(config)
     check_layout(config.trainer.layout, config.model.path)
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=config.trainer.layout)
@@ -81,15 +79,14 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
         model, optimizer = _build(config, replicas=replicas)
         engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
         tuning = _Tuning(engine, replicas=replicas, max_tokens=config.batch.max_tokens)
-        folder = section.output or config.model.path
+        folder = config.sft_output
         checkpoints = _Resumable(config, folder, model=model, optimizer=optimizer, replicas=replicas)
         first = checkpoints.restore()
         losses: list[float] = []
         num_tokens = 0
         started = time.perf_counter()
-        for step, batch in zip(range(section.steps), demonstrations.batches(), strict=False):
-            if step < first:
-                continue
+        for step in range(first, section.steps):
+            batch = demonstrations.batch_at(step)
             loss, update = tuning.step(step, batch)
             losses.append(loss)
             num_tokens += sum(one.num_tokens for one in batch)
@@ -98,7 +95,7 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
             checkpoints.begin_if_due(step + 1)
         elapsed_s = time.perf_counter() - started
         checkpoints.wait()
-        save_model(model, folder, source=config.model.path)
+        save_model(model, folder, source=config.model.path, stop_token_ids=config.rollout.stop_token_ids)
         checkpoints.remove()
     return SftReport(losses=tuple(losses), num_tokens=num_tokens, elapsed_s=elapsed_s, folder=folder)
 
@@ -118,7 +115,7 @@ def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
     optimizer = Optimizer(
         model.parameters(),
         schedule=Schedule(
-            learning_rate=config.sft.learning_rate,
+            learning_rate=config.sft_learning_rate,
             num_steps=config.sft.steps,
             warmup_steps=config.sft.warmup_steps,
             final_fraction=config.sft.final_learning_rate_fraction,
@@ -134,47 +131,20 @@ def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
 
 
 class _Tuning:
-    """Trains batches: each packed into rows, one row per replica at a time."""
+    """Trains batches, an update for each."""
 
     def __init__(self, engine: TorchEngine[Outputs], *, replicas: Replicas, max_tokens: int) -> None:
         self._engine = engine
         self._replicas = replicas
-        self._max_tokens = max_tokens
+        self._rows = SftRows(engine, replicas=replicas, max_tokens=max_tokens)
 
     def step(self, number: int, batch: Sequence[Demonstration]) -> tuple[float, Update]:
         """Train one batch; return the mean loss over its completion tokens, nats, and the update."""
-        total = torch.zeros((), device=self._replicas.device)
-
-        def loss(outputs: Outputs) -> torch.Tensor:
-            negative = -outputs.logprobs.sum()
-            total.add_(negative.detach())
-            return negative
-
-        rows = self._rows(batch)
-        num_replicas = self._replicas.layout.replicas
-        for start in range(0, len(rows), num_replicas):
-            mine = start + self._replicas.number
-            self._engine.train(self._lay_out(rows[mine]) if mine < len(rows) else None, loss)
+        total = self._rows.train(batch)
         self._engine.complete()
-        num_trained = sum(one.num_tokens - one.num_prompt for one in batch)
+        num_trained = sum(one.num_trained for one in batch)
         self._replicas.sum(total, what=f"to add up the loss of step {number}")
         return float(total) / num_trained, self._engine.update(number, denominator=num_trained)
-
-    def _rows(self, batch: Sequence[Demonstration]) -> list[list[Demonstration]]:
-        """The same on every rank."""
-        packing: Packing[Demonstration] = Packing(max_tokens=self._max_tokens, num_replicas=self._replicas.layout.replicas)
-        full = [row for one in batch for row in packing.add(one)]
-        return full + packing.flush()
-
-    def _lay_out(self, row: Sequence[Demonstration]) -> Row | None:
-        return arrange(
-            np.concatenate([one.token_ids for one in row]),
-            trains=np.concatenate([np.arange(one.num_tokens) >= one.num_prompt for one in row]),
-            lengths=np.array([one.num_tokens for one in row], np.int32),
-            names=[f"sample {index} of the row" for index in range(len(row))],
-            device=self._replicas.device,
-            part=self._replicas.part,
-        )
 
 
 class _Resumable:
@@ -196,15 +166,10 @@ class _Resumable:
         )
 
     def restore(self) -> int:
-        """Load the newest; return how many steps it holds. Raises `ConfigError` where they were trained with other settings."""
-        found = newest(self._folder)
-        if found is None:
-            return 0
-        if read_manifest(found).commit != self._settings:
-            raise ConfigError(
-                f"{self._folder} holds a fine-tuning that was interrupted, with other settings than these (sft, run.seed, model.path or"
-                " batch.max_tokens): set them as they were to go on with it, or remove the folder to begin anew"
-            )
+        """Load the newest whole one; return how many steps it holds. Raises `ConfigError` where they were trained with other settings."""
+        for found in complete(self._folder):
+            with contextlib.suppress(CheckpointDamaged):
+                self._check_settings(read_manifest(found))
         restored = self._checkpoints.restore()
         self._optimizer.round()
         return restored.version if restored is not None else 0
@@ -224,6 +189,13 @@ class _Resumable:
         """Remove them: the model is saved."""
         if self._is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check_settings(self, manifest: Manifest) -> None:
+        if manifest.commit != self._settings:
+            raise ConfigError(
+                f"{self._folder} holds a fine-tuning that was interrupted, with other settings than these (sft, run.seed, model.path or"
+                " batch.max_tokens): set them as they were to go on with it, or remove the folder to begin anew"
+            )
 
     def _tell_failures(self) -> None:
         for news in self._checkpoints.take_news():

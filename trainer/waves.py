@@ -4,11 +4,13 @@ A thread works ahead of the training loop: it takes the replica's next row off t
 the other ranks of the replica, and lays it out on the device. So the loop finds the next row ready, and never waits for a wire, a peer or a
 copy while there is a row. Over the wire a row travels once per replica; ranks pass it on as it came, through a group of their own.
 
-A wave that any replica cannot have, because it was told to stop, is no wave for the others either: all end after the same row.
+A wave that any replica cannot have, because it was told to stop, is no wave for the others either: all end after the same row. Likewise all
+ranks compute the same parts of a wave: what has a gradient on some rank, and what has none on some rank, see `trainer.split`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import queue
 import threading
@@ -24,6 +26,7 @@ from pipelinerl.transport.codec import Decoder, encode
 from trainer.feed import Feed
 from trainer.parallel import Replicas
 from trainer.row import Row
+from trainer.split import without_samples
 
 READY_AHEAD = 1
 """Rows laid out on the device and not yet taken, beside one in the thread's hands. More would hold device memory for nothing."""
@@ -31,20 +34,50 @@ GRACE_S = 30.0
 """How much longer than a leader, which knows whom it waits for, the other ranks wait for it: so that its error comes first."""
 CLOSE_S = 5.0
 
-Wave = tuple[MicroBatch, Row | None] | StepSealed | Stop
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WavePart:
+    """What is computed in one pass; a row without a sample where only other ranks have something to compute."""
+
+    batch: MicroBatch
+    row: Row | None
+    has_gradient: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """One rank's row of a wave."""
+
+    batch: MicroBatch
+    """As it came."""
+    parts: tuple[WavePart, ...]
+
+
+Item = Wave | StepSealed | Stop
 
 
 class Waves:
     """What the training loop of one rank takes its rows from. Use as a context, inside that of the feed."""
 
-    def __init__(self, feed: Feed | None, *, replicas: Replicas, lay_out: Callable[[MicroBatch], Row | None]) -> None:
-        """`feed` is the connection where this rank is a replica's leader. Every rank calls this at the same time."""
+    def __init__(
+        self,
+        feed: Feed | None,
+        *,
+        replicas: Replicas,
+        lay_out: Callable[[MicroBatch], Row | None],
+        split: Callable[[MicroBatch], tuple[MicroBatch, MicroBatch]] = lambda batch: (batch, without_samples(batch)),
+    ) -> None:
+        """`feed` is the connection where this rank is a replica's leader. Every rank calls this at the same time.
+
+        `split` gives what of a row has a gradient, and what has none.
+        """
         assert (feed is not None) == replicas.is_leader
         self._busy_with = "starting"
         self._feed = feed
         self._replicas = replicas
         self._lay_out = lay_out
-        self._ready: queue.Queue[Wave | Exception] = queue.Queue(READY_AHEAD)
+        self._split = split
+        self._ready: queue.Queue[Item | Exception] = queue.Queue(READY_AHEAD)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="waves", daemon=True)
         timeout = datetime.timedelta(seconds=replicas.deadline_s + GRACE_S)
@@ -72,7 +105,7 @@ class Waves:
         if self._feed is not None:
             self._feed.busy_with = what
 
-    def take(self) -> Wave:
+    def take(self) -> Item:
         """Wait for this rank's next row with its layout, or the seal after a step's last. Raises as `Feed.take`, and `DataError`."""
         item = self._ready.get()  # the thread sees to the deadline
         if isinstance(item, Stop | Exception):
@@ -88,7 +121,7 @@ class Waves:
         self._thread.join(deadline_s)
 
     def _serve(self) -> None:
-        item: Wave | Exception | None = None
+        item: Item | Exception | None = None
         while not isinstance(item, Stop | Exception) and not self._is_closing.is_set():
             try:
                 item = self._next()
@@ -96,26 +129,33 @@ class Waves:
                 item = error
             self._put(item)
 
-    def _put(self, item: Wave | Exception) -> None:
+    def _put(self, item: Item | Exception) -> None:
         while not self._is_closing.is_set():
             try:
                 return self._ready.put(item, timeout=0.2)
             except queue.Full:  # the loop computes; look whether it has ended
                 continue
 
-    def _next(self) -> Wave:
+    def _next(self) -> Item:
         item = self._feed.take() if self._feed is not None else None
-        if self._any_stops(isinstance(item, Stop)):
+        found = [len(half.token_ids) > 0 for half in self._split(item)] if isinstance(item, MicroBatch) else [False, False]
+        stops, *are_there = self._any(isinstance(item, Stop), *found)
+        if stops:
             return item if isinstance(item, Stop) else Stop(reason="another replica was told to stop")
         item = self._shared(item)
-        return (item, self._lay_out(item)) if isinstance(item, MicroBatch) else item
+        if isinstance(item, StepSealed):
+            return item
+        halves = [half for half in zip(self._split(item), (True, False), are_there, strict=True) if half[2]]
+        parts = [WavePart(batch=half, row=self._lay_out(half), has_gradient=has_gradient) for half, has_gradient, _ in halves]
+        return Wave(batch=item, parts=tuple(parts))
 
-    def _any_stops(self, stops: bool) -> bool:
+    def _any(self, *claims: bool) -> list[bool]:
+        """Whether each claim holds on any rank."""
         if self._all is None:
-            return stops
-        flag = torch.tensor(float(stops))
-        self._bounded(lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._all), "to agree on the next row")
-        return bool(flag)
+            return list(claims)
+        flags = torch.tensor([float(claim) for claim in claims])
+        self._bounded(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._all), "to agree on the next row")
+        return [bool(flag) for flag in flags.tolist()]
 
     def _shared(self, item: MicroBatch | StepSealed | Stop | None) -> MicroBatch | StepSealed:
         """What the leader took, on every rank of its replica."""

@@ -26,9 +26,10 @@ from orchestrator.replay.scoring import score_again
 from orchestrator.sources import prompts_of
 from orchestrator.state.ledger import Ledger
 from pipelinerl.config import Config
-from pipelinerl.config_file import load_run
+from pipelinerl.config_file import load_run, write_run
 from pipelinerl.errors import ConfigError, LedgerError, PipelineError
 from pipelinerl.messages import ScoredTrajectory
+from pipelinerl.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 
 STAGES = ("prompts", "dispatch", "following", "scoring", "batching", "delivery", "refresh")
 
@@ -72,7 +73,8 @@ def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None
 def _replay(config: Config, run_folder: Path, *, folder: Path, stages: list[str]) -> Iterator[str]:
     """One after another, in the order of the pipeline."""
     if "prompts" in stages:
-        yield from say_prompts(draw_again(prompts_of(config)[0], read_drawn(run_folder / "ledger.sqlite")))
+        encoder = TextEncoder(load_tokenizer(config.model.path), options=ChatOptions.of(config.data))
+        yield from say_prompts(draw_again(prompts_of(config, encoder=encoder)[0], read_drawn(run_folder / "ledger.sqlite")))
     if "dispatch" in stages:
         yield from dispatch_again(config, run_folder=run_folder, folder=folder)
     if "following" in stages:
@@ -88,7 +90,7 @@ def _replay_groups(config: Config, run_folder: Path, *, folder: Path, stages: li
     recording = read_recording(run_folder / "ledger.sqlite")
     if not recording.groups:
         raise LedgerError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
-    (folder / "config.json").write_text(config.model_dump_json(indent=2))
+    write_run(folder, config)
     kept, all_of_them = len(recording.groups), recording.num_settled
     yield f"recorded: {kept:,} of {all_of_them:,} groups" + ("; run.record_groups says how many stay" if kept < all_of_them else "")
     path = run_folder / "ledger.sqlite"

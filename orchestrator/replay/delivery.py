@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +81,7 @@ async def _run(
     replicas: dict[str, asyncio.Queue[Message]] = collections.defaultdict(asyncio.Queue)
     trainer = StandIns(told=lambda peer, message: replicas[peer].put_nowait(message))
     watch = Watch(stall_limit_s=FOR_EVER_S)
-    channels = make_channels(watch=watch, queue_bytes=1, num_policies=1)
+    channels = make_channels(watch=watch, queue_bytes=sys.maxsize, num_policies=1)  # all of it is in memory already
     first = min(rows)
     peers = trainer.peers("trainer")
     delivery = Delivery(

@@ -51,7 +51,7 @@ def read_events(run_folder: Path, *, kinds: Collection[str]) -> list[Event]:
     """Those of these kinds, of a run's first life. Raises `LedgerError` where nothing is recorded, or an earlier version recorded it."""
     began, ended, entries = _read_ledger(run_folder, kinds)
     journal = run_folder / "journal" / "orchestrator.jsonl"
-    lines = [line for line in read_journal(journal) if line["t"] < ended] if journal.is_file() else []
+    lines = [line for line in read_journal(journal) if line["t"] < ended]
     if lines and not any(line["kind"] == "joined" for line in lines):
         raise LedgerError(f"{journal} says nothing of engines that joined: it was recorded by an earlier version, or no engine came")
     entries = [(line["t"], str(line["kind"]), line) for line in lines if line["kind"] in kinds] + entries

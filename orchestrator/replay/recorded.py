@@ -106,7 +106,7 @@ def read_recording(path: Path) -> Recording:
                 advantages=None if advantages is None else np.frombuffer(advantages, np.float32),
             )
         sizes = dict(database.execute("SELECT group_id, count(*) FROM events WHERE kind = 'admitted' GROUP BY group_id"))
-        query = "SELECT number, group_id, settled.step, prompt FROM settled JOIN groups USING (group_id) WHERE prompt IS NOT NULL"
+        query = "SELECT number, group_id, step, prompt FROM groups WHERE number IS NOT NULL"
         groups = [
             _settled(number, group_id, step, _prompts.decode(prompt), members[group_id], decisions[group_id])
             for number, group_id, step, prompt in database.execute(f"{query} ORDER BY number")
@@ -118,7 +118,7 @@ def read_recording(path: Path) -> Recording:
 def read_drawn(path: Path) -> list[Drawn]:
     """Every prompt that was admitted, in order. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
-        query = "SELECT group_id, prompt_id, prompt, epoch, row FROM groups ORDER BY group_id"
+        query = "SELECT group_id, prompt_id, prompt, epoch, drawn.row FROM drawn LEFT JOIN groups USING (group_id) ORDER BY group_id"
         return [
             Drawn(
                 group_id=group_id,

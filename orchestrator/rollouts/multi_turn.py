@@ -62,6 +62,11 @@ class Episode:
         return self.max_tokens - len(self.token_ids)
 
     @property
+    def num_bytes(self) -> int:
+        """Of its token columns, and the prompt's."""
+        return 4 * len(self.prompt.token_ids) + 12 * len(self.token_ids)
+
+    @property
     def context(self) -> Int32:
         """[P + T] int32, what the next turn goes on from."""
         return np.concatenate((self.prompt.token_ids, self.token_ids))

@@ -32,10 +32,16 @@ class Rollout:
     """Its turns so far; None in a run without an environment."""
     is_new: bool = True
     """No engine has answered this attempt yet: where one is asked, the attempt begins."""
+    refused_by: tuple[int, ...] = ()
+    """Engines whose answers to attempts before could not be true, once for each."""
+    reason: str = ""
+    """Why the attempt before came to nothing; empty of the first."""
 
-    def next_attempt(self) -> Rollout:
-        """In place of this one, which an engine took with it. What an episode has is kept: only the turn that was lost is sampled again."""
-        return dataclasses.replace(self, attempt=self.attempt + 1, is_new=True)
+    def next_attempt(self, *, refused_by: int | None = None) -> Rollout:
+        """In place of this one, which an engine took with it, or gave an answer to that cannot be true (`refused_by`). What an episode has
+        is kept: only the turn that was lost is sampled again."""
+        refused = self.refused_by if refused_by is None else (*self.refused_by, refused_by)
+        return dataclasses.replace(self, attempt=self.attempt + 1, is_new=True, refused_by=refused)
 
     def request(self, sampling: Sampling, *, chunk_tokens: int) -> Generate:
         """What to ask an engine for: the completion, or an episode's next turn."""

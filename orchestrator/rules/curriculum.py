@@ -19,7 +19,9 @@ MAX_REST = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Rest:
+class Rest:
+    """How long a prompt is passed over."""
+
     length: int
     """Epochs passed over."""
     measured_in: int
@@ -37,6 +39,12 @@ def success_of(rewards: Iterable[float | None], *, correct_reward: float) -> flo
     return sum(reward >= correct_reward for reward in known) / len(known) if known else None
 
 
+def epoch_and_number(prompt_id: str) -> tuple[int, int]:
+    """Of a prompt: `3:17` is number 17 of its source, drawn in epoch 3."""
+    epoch, _, number = prompt_id.partition(":")
+    return int(epoch), int(number)
+
+
 class Curriculum:
     """Holds what rests; what it answers follows from the order of the measurements alone."""
 
@@ -44,25 +52,25 @@ class Curriculum:
         """A success rate strictly between `low` and `high` teaches something."""
         self._low = low
         self._high = high
-        self._resting: dict[int, _Rest] = {}
-        """By the prompt's number in its source."""
+        self.resting: dict[int, Rest] = {}
+        """By the prompt's number in its source; an earlier life of the run may have left some."""
 
     @property
     def num_resting(self) -> int:
         """Prompts that were outside of the band when they were last measured."""
-        return len(self._resting)
+        return len(self.resting)
 
     def measured(self, number: int, *, epoch: int, success: float) -> None:
         """Of the scored siblings of a prompt, drawn in `epoch`, this part was correct. News of an epoch that was overtaken is dropped."""
-        before = self._resting.get(number)
+        before = self.resting.get(number)
         if before is not None and epoch < before.measured_in:
             return
         if self._low < success < self._high:
-            self._resting.pop(number, None)
+            self.resting.pop(number, None)
         elif before is None or epoch > before.measured_in:
-            self._resting[number] = _Rest(length=1 if before is None else min(2 * before.length, MAX_REST), measured_in=epoch)
+            self.resting[number] = Rest(length=1 if before is None else min(2 * before.length, MAX_REST), measured_in=epoch)
 
     def draws(self, number: int, *, epoch: int) -> bool:
         """True where the prompt is to be sampled in `epoch`, False where it is passed over."""
-        rest = self._resting.get(number)
+        rest = self.resting.get(number)
         return rest is None or epoch <= rest.measured_in or epoch >= rest.until

@@ -5,6 +5,10 @@ second death has one suspect at most, which is quarantined; one that comes throu
 costs two processes, and an innocent one is lost only where a peer dies for another reason in the very moment it is being cleared.
 
 A prompt is known by its row in the source, so that it stays quarantined in every epoch, and, by the ledger, across restarts.
+
+The trainer is killed by rows of samples. It notes which it has in hand, so each death has its suspects by name (`step/row`): those that it
+was computing, which are trained again from the same row, alone. A row that was in hand at two deaths is sent no more, and the step goes on
+without its samples; what sums are divided by was counted before, as for anything that is rejected after that.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ MAX_DEATHS = 2
 
 
 def row_of(prompt_id: str) -> str:
-    """A prompt's row in its source: `3:17` is row 17, drawn in epoch 3."""
+    """A prompt's row in its source: `3:17` is row 17, drawn in epoch 3. A row of a step, `3/17`, is itself."""
     return prompt_id.rpartition(":")[2]
 
 
 class Quarantine:
-    """Counts deaths by role (engine, scorer) and prompt."""
+    """Counts deaths by role (engine, scorer, trainer) and prompt, or row of a step."""
 
     def __init__(self, deaths: Mapping[str, Mapping[str, int]] | None = None) -> None:
         """`deaths` are those of earlier lives of the run, by role and row."""

@@ -8,20 +8,25 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from orchestrator.rules.lies import Lie
 from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.scorers import Scorers
 from pipelinerl.messages import GroupScored, Replied, Reply, Score, Scored, ScoreGroup
 from pipelinerl.watch import Watch
 
+MAX_REFUSED = 3
+"""Answers to one request that cannot be true before it fails. 1 would fail it for its scorer; many let it go round without end."""
 QUARANTINED = "its prompt is quarantined: it was there when a scorer died, twice"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Request:
     message: Reply | Score | ScoreGroup
     sink: Callable[[Any], None]
     refused: Callable[[str], None]
+    num_refused: int = 0
+    """Answers to it that could not be true."""
 
     @property
     def prompt_id(self) -> str:
@@ -92,13 +97,16 @@ class Asking:
         def lose(scorer_id: int) -> None:
             self._lose(request)
 
+        def refuse(lie: Lie) -> None:
+            self._refuse(request, lie)
+
         match request.message:
             case Score():
-                self._scorers.ask(request.message, sink=take, lost=lose)
+                self._scorers.ask(request.message, sink=take, lost=lose, refused=refuse)
             case ScoreGroup():
-                self._scorers.ask_group(request.message, sink=take, lost=lose)
+                self._scorers.ask_group(request.message, sink=take, lost=lose, refused=refuse)
             case Reply():
-                self._scorers.ask_reply(request.message, sink=take, lost=lose)
+                self._scorers.ask_reply(request.message, sink=take, lost=lose, refused=refuse)
 
     def _take(self, request: _Request, answer: Scored | GroupScored | Replied) -> None:
         self._leave(request.prompt_id)
@@ -112,13 +120,25 @@ class Asking:
         self._again.append(request)  # bounded by the scorers' room
         self._scorers.changed.set()
 
+    def _refuse(self, request: _Request, lie: Lie) -> None:
+        """An answer cannot be true: ask again, a few times."""
+        self._leave(request.prompt_id)
+        request.num_refused += 1
+        if request.num_refused >= MAX_REFUSED:
+            request.refused(f"{request.num_refused} answers could not be true, the last {lie}")
+        else:
+            self._again.append(request)  # bounded by the scorers' room
+        self._scorers.changed.set()
+
     def _leave(self, prompt_id: str) -> None:
         self._running[prompt_id] -= 1
         if not self._running[prompt_id]:
             del self._running[prompt_id]
 
-    def _on_died(self, scorer_id: int) -> None:
+    def _on_died(self, scorer_id: int, is_condemned: bool) -> None:
         prompt_ids, self._taken = self._taken, set()
+        if is_condemned:  # it goes for what it said, and no prompt is suspected of it
+            return
         for prompt_id in sorted(prompt_ids):
             self._ledger.book("suspected", now_s=_now_s(), peer=f"scorer-{scorer_id}", reason=row_of(prompt_id))
         for row in self._quarantine.died("scorer", prompt_ids):

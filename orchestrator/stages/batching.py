@@ -29,8 +29,10 @@ class Row:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its token columns: 17 for each token."""
-        return 17 * sum(sample.trajectory.num_tokens for sample in self.samples)
+        """Bytes of its token columns: 17 for each token, and those of the routes of a mixture."""
+        routes = [sample.trajectory.routes for sample in self.samples]
+        num_routes = sum(each.experts.nbytes for each in routes if each is not None)
+        return 17 * sum(sample.trajectory.num_tokens for sample in self.samples) + num_routes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,13 @@ class Batching:
         watch: Watch,
         queue_bytes: int,
         max_given_up: int,
+        causes: Callable[[], str] = lambda: "",
         settled: Callable[[Group], None] = lambda group: None,
         restored: tuple[ScoredTrajectory, ...] = (),
         open_step: RecordedStep | None = None,
     ) -> None:
-        """`settled` is told of every group that was placed or given up.
+        """`settled` is told of every group that was placed or given up, and may book with it; `causes` says what went wrong in users'
+        functions.
 
         Of an earlier life of the run, `restored` was scored and not placed, `open_step` placed in the step being filled.
         """
@@ -96,6 +100,7 @@ class Batching:
         self._ledger = ledger
         self._progress = progress
         self._max_given_up = max_given_up
+        self._causes = causes
         self._num_given_up = 0
         self._settled = settled
         self._restored = restored
@@ -133,12 +138,15 @@ class Batching:
         now = asyncio.get_running_loop().time()
         with self._ledger.together():
             self._book(verdict, now_s=now)
+            self._settled(verdict.group)
         self._credits.set()
         self._progress.settled(verdict, now_s=now)
-        self._settled(verdict.group)
         if self._num_given_up >= self._max_given_up:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._ledger.reasons.most_common(5))
-            raise Stalled(f"the last {self._num_given_up} groups were all given up, so no step fills; rollouts so far by reason: {reasons}")
+            causes = "".join(f"\n  {line}" for line in self._causes().splitlines())
+            raise Stalled(
+                f"the last {self._num_given_up} groups were all given up, so no step fills; rollouts so far by reason: {reasons}{causes}"
+            )
         for sample in verdict.delivered:
             await self._pack(verdict.step, self._packing.add(sample))
         if verdict.closes_step:

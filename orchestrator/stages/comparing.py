@@ -17,9 +17,12 @@ from pipelinerl.watch import Watch
 class Comparing:
     """Collects siblings, asks a scorer to compare them, and passes each on with the sum of its rewards.
 
+    `queue_bytes` bounds what scorers compare and the comparisons that wait to be taken on, together. Siblings that wait for the last of
+    their group are bounded by admission, in number.
+
     takes     ScoredTrajectory, from scoring; GroupScored, from scorers
     gives     ScoreGroup, to scorers; ScoredTrajectory, to batching
-    waits for the last sibling of a group; room in a scorer; room towards batching
+    waits for the last sibling of a group; room in comparisons; room in a scorer; room towards batching
     woken by  a scorer that announces itself, answers or dies
     fails     never by itself: a comparison that fails is an outcome
     ends      when the run does
@@ -54,6 +57,7 @@ class Comparing:
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,
+            size=_num_bytes,
             label=lambda members: f"of group {members[0].trajectory.group_id}",
         )
 
@@ -65,7 +69,7 @@ class Comparing:
     async def _ask(self) -> None:
         for scored in self._restored:
             await self._take(scored)
-        async for scored in self._scored:  # what is collected here is bounded by admission
+        async for scored in self._scored:
             await self._take(scored)
 
     async def _take(self, scored: ScoredTrajectory) -> None:
@@ -73,6 +77,7 @@ class Comparing:
         if group is None:
             return
         plan = plan_comparison(group, min_survivors=self._min_survivors)
+        await self._answers.claim(_num_bytes(group.members))
         if not plan.compared:
             self._answer(plan.done)
             return
@@ -88,9 +93,13 @@ class Comparing:
 
     def _answer(self, members: tuple[ScoredTrajectory, ...]) -> None:
         self._ledger.amend("compared", members, now_s=asyncio.get_running_loop().time())
-        self._answers.put_now(members)  # bounded by the scorers' room
+        self._answers.put_claimed(members)
 
     async def _collect(self) -> None:
         async for members in self._answers:
             for member in members:
                 await self._compared.put(member)
+
+
+def _num_bytes(members: tuple[ScoredTrajectory, ...]) -> int:
+    return sum(member.trajectory.num_bytes for member in members)

@@ -13,6 +13,7 @@ import msgspec
 
 from orchestrator.rollouts.rollout import Rollout, unanswered
 from orchestrator.rules.admission import Admission
+from orchestrator.rules.lies import Lie
 from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.routing import route
 from orchestrator.stages.prompts import Drawn
@@ -21,12 +22,14 @@ from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.snapshot import InterruptedGroup
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Completion, Replied, Sampling, Trajectory
+from pipelinerl.messages import Completion, Generate, Replied, Sampling, Trajectory
 from pipelinerl.stages import Channel, Signal
 from pipelinerl.watch import Watch
 
 NO_ENGINE = "an engine that takes new work"
 """Every engine is fenced until it holds the newest policy."""
+MAX_REFUSED = 3
+"""Attempts of a rollout whose answers cannot be true before it fails. 1 would fail it for its engine; many let it go round without end."""
 MAX_SKIPPED = 1000
 """Quarantined prompts drawn one after another before the run ends: more than by chance, so hardly any other prompt is left."""
 
@@ -34,9 +37,13 @@ MAX_SKIPPED = 1000
 class Dispatch:
     """Admits groups while the staleness bound allows it, gathers what the engines sampled, and issues again what they lost.
 
+    With `queue_bytes` of completions nothing more is asked of engines but the next turns of episodes. What they were asked for before
+    still comes, so there are at most that many bytes and a trajectory for each rollout in engines, and between two turns, at that moment:
+    all are of groups that were admitted, of which there are fewer than (K + version + 1) * B (`rules.admission`).
+
     takes     Drawn, from prompts; Completion, from engines; Replied, from replying
     gives     Generate, to engines; turns of episodes, to replying; Trajectory, to scoring
-    waits for an admission credit; an engine that may take a lost group; room towards scoring
+    waits for an admission credit; an engine that may take a lost group; room in completions, turns and towards scoring
     woken by  an engine that answers, commits, joins or dies; batching placing or giving up a group
     fails     DataError, where hardly any prompt is not quarantined
     ends      when the run does
@@ -100,6 +107,7 @@ class Dispatch:
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,
+            size=lambda item: item.num_bytes,
             label=lambda item: f"rollout {item.rollout_id}, attempt {item.attempt}, of engine-{item.engine_id}",
         )
         engines.on_died(self._on_died)
@@ -142,11 +150,21 @@ class Dispatch:
         version = self._engines.newest_version() if version is None else version
         if version is None:
             return NO_ENGINE
-        return self._brake() or self._admission.holds_back(
-            version=version,
-            num_generating=self._engines.num_outstanding,
-            engines_are_current=self._engines.all_hold(self._admission.version),
+        return (
+            self._full()
+            or self._brake()
+            or self._admission.holds_back(
+                version=version,
+                num_generating=self._engines.num_outstanding,
+                engines_are_current=self._engines.all_hold(self._admission.version),
+            )
         )
+
+    def _full(self) -> str | None:
+        """The queue that has to get shorter before anything more is asked of engines."""
+        if self._answered.is_full:
+            return f"room in {self._answered.name}"
+        return self._replying.brake() if self._replying else None
 
     def _send_group(self, drawn: Drawn, engine_id: int) -> None:
         now_s = _now_s()
@@ -176,11 +194,15 @@ class Dispatch:
             self._ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
         self._enter(rollout, engine_id)
         self._engines.ask(
-            rollout.request(self._greedy if rollout.is_greedy else self._sampling, chunk_tokens=self._chunk_tokens),
+            self._request(rollout),
             engine_id,
             sink=lambda completion, engine_id: self._take(rollout, completion, engine_id),
             lost=lambda engine_id: self._lose(rollout, engine_id),
+            refused=lambda engine_id, lie: self._refuse(rollout, engine_id, lie),
         )
+
+    def _request(self, rollout: Rollout) -> Generate:
+        return rollout.request(self._greedy if rollout.is_greedy else self._sampling, chunk_tokens=self._chunk_tokens)
 
     def _take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         rollout = rollout.said(completion)
@@ -212,11 +234,22 @@ class Dispatch:
         self._book(rollout, completion, engine_id)
 
     def _lose(self, rollout: Rollout, engine_id: int) -> None:
+        engine = self._engines.find(engine_id)
+        is_condemned = engine is not None and engine.is_condemned
+        if not is_condemned:  # else it goes for what it said, and no prompt is suspected of it
+            self._taken[engine_id].add(rollout.prompt.prompt_id)
+        reason = f"engine-{engine_id} {'is fenced for what it said' if is_condemned else 'ended'}"
+        self._issue_next(rollout, rollout.next_attempt(), engine_id, reason=reason)
+
+    def _refuse(self, rollout: Rollout, engine_id: int, lie: Lie) -> None:
+        """An engine's answer cannot be true: another engine is asked, where there is one."""
+        self._issue_next(rollout, rollout.next_attempt(refused_by=engine_id), engine_id, reason=str(lie))
+
+    def _issue_next(self, rollout: Rollout, following: Rollout, engine_id: int, *, reason: str) -> None:
+        """The next attempt of a rollout, in place of one that came to nothing."""
         self._leave(rollout)
-        reason = f"engine-{engine_id} ended"
-        self._ledger.lose(rollout.rollout_id, attempt=rollout.attempt, reason=reason, now_s=_now_s())
-        self._taken[engine_id].add(rollout.prompt.prompt_id)
-        self._again.setdefault(rollout.group_id, []).append(rollout.next_attempt())
+        self._ledger.lose(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, reason=reason, now_s=_now_s())
+        self._again.setdefault(rollout.group_id, []).append(dataclasses.replace(following, reason=reason))
         self._credits.set()
 
     def _enter(self, rollout: Rollout, engine_id: int) -> None:
@@ -257,10 +290,11 @@ class Dispatch:
             self._ledger.adopt(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine.engine_id, now_s=_now_s())
             self._enter(rollout, engine.engine_id)
         self._engines.adopt(
-            {name: rollout.attempt for name, rollout in adopted.items()},
+            [(self._request(rollout), rollout.version) for rollout in adopted.values()],
             engine.engine_id,
             sink=lambda name: functools.partial(self._take, adopted[name]),
             lost=lambda name: functools.partial(self._lose, adopted[name]),
+            refused=lambda name: functools.partial(self._refuse, adopted[name]),
         )
 
     # --- what an engine took with it ---
@@ -277,23 +311,31 @@ class Dispatch:
         """Issue lost attempts as engines may take them; the siblings that were lost together go together."""
         while True:
             for group_id in list(self._again):
-                self._try_again(group_id)
+                if self._full() is None:
+                    self._try_again(group_id)
             if self._again:
-                with self._watch.waiting(self.name, "an engine that may go on with what another one has begun"):
+                with self._watch.waiting(self.name, self._full() or "an engine that may go on with what another one has begun"):
                     await self._credits.wait()
             else:
                 await self._credits.wait()
 
     def _try_again(self, group_id: int) -> None:
         rollouts = self._again[group_id]
-        if self._is_quarantined(rollouts[0]):
+        given_up = rollouts if self._is_quarantined(rollouts[0]) else [one for one in rollouts if len(one.refused_by) >= MAX_REFUSED]
+        for rollout in given_up:
+            answer = _not_sampled(rollout, is_quarantined=self._is_quarantined(rollout))
+            self._book(rollout.said(answer), answer, -1)
+        ended = {rollout.rollout_id for rollout in given_up}
+        rollouts = self._again[group_id] = [rollout for rollout in rollouts if rollout.rollout_id not in ended]
+        if not rollouts:
             del self._again[group_id]
-            for rollout in rollouts:
-                answer = _quarantined(rollout)
-                self._book(rollout.said(answer), answer, -1)
             return
         newest = max(rollouts, key=lambda rollout: rollout.version)
-        may_take = {engine_id: num for engine_id, num in self._engines.outstanding().items() if self._may_take(engine_id, newest)}
+        serving = self._engines.outstanding()
+        others = serving.keys() - {engine_id for rollout in rollouts for engine_id in rollout.refused_by}
+        may_take = {
+            engine_id: num for engine_id, num in serving.items() if engine_id in (others or serving) and self._may_take(engine_id, newest)
+        }
         engine_id = route(may_take)
         if engine_id is None:
             return
@@ -320,10 +362,11 @@ class Dispatch:
         now_s = _now_s()
         trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
         self._ledger.generate(trajectory, now_s=now_s)
-        self._answered.put_now(trajectory)  # bounded by admission: one for each rollout outstanding
+        self._answered.put_now(trajectory)  # bounded: `_full` holds back what is asked for, and each is one that was
 
     async def _collect(self) -> None:
         async for trajectory in self._answered:
+            self._credits.set()  # there may be room again
             await self._trajectories.put(trajectory)
 
     def _rollouts_of(self, group: InterruptedGroup) -> list[Rollout]:
@@ -348,8 +391,9 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _quarantined(rollout: Rollout) -> Completion:
-    """What stands for an answer where nobody may be asked."""
-    row = row_of(rollout.prompt.prompt_id)
-    error = f"its prompt (row {row}) is quarantined: it was there when a process died, twice"
+def _not_sampled(rollout: Rollout, *, is_quarantined: bool) -> Completion:
+    """What stands for an answer where nobody may be asked, or nobody gives one that can be true."""
+    error = f"{len(rollout.refused_by)} answers could not be true, the last {rollout.reason}"
+    if is_quarantined:
+        error = f"its prompt (row {row_of(rollout.prompt.prompt_id)}) is quarantined: it was there when a process died, twice"
     return unanswered(rollout.rollout_id, attempt=rollout.attempt, error=error)

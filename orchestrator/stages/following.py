@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.rules.judged import steps_scored
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.prm import Prm
 from pipelinerl.messages import (
@@ -87,11 +88,12 @@ class _Trace:
 class Following:
     """Sends engines' tokens on as they come, and joins step scores with rewards: by rollout, attempt and step, never by order of arrival.
 
-    Engines are never held up: what waits for the model slows admission alone, see `brake`.
+    Engines are never held up: what waits for the model slows admission alone, see `brake`. `queue_bytes` bounds what has its reward and
+    waits for its steps, and the step scores that wait to be taken on, together.
 
     takes     Tokens, from engines; Trajectory, from dispatch; ScoredTrajectory, from scoring; StepsScored, from the process reward model
     gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
-    waits for room towards scoring, comparing or batching
+    waits for room in step scores; room towards scoring, comparing or batching
     woken by  engines, dispatch, scoring, the process reward model
     fails     never: a trace that cannot be scored is an outcome; what a model that dies had is sent again, and names a trace it dies of
     ends      when the run does
@@ -144,6 +146,7 @@ class Following:
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,
+            size=lambda item: item.trajectory.num_bytes,
             label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
         )
         watch.explain(self._owed)
@@ -172,7 +175,7 @@ class Following:
             if trajectory.finish is Finish.ERROR:
                 self._forget(trajectory.rollout_id)
             elif (flag := self._trace_of(trajectory).flag) is not None and flag.stops:
-                self._end(trajectory, flag)
+                await self._end(trajectory, flag)
                 continue
             else:
                 self._complete(trajectory)
@@ -180,15 +183,16 @@ class Following:
 
     async def _join(self) -> None:
         for scored in self._restored:
-            self._take_scored(scored)
+            await self._take_scored(scored)
         async for scored in self._scored:
-            self._take_scored(scored)
+            await self._take_scored(scored)
 
     async def _collect(self) -> None:
         async for scored in self._answers:
             await self._followed.put(scored)
 
-    def _take_scored(self, scored: ScoredTrajectory) -> None:
+    async def _take_scored(self, scored: ScoredTrajectory) -> None:
+        await self._answers.claim(scored.trajectory.num_bytes)
         if scored.score.outcome is not Outcome.OK:
             self._forget(scored.trajectory.rollout_id)
             self._answer(scored)
@@ -256,6 +260,11 @@ class Following:
         if trace is None or trace.attempt != said.attempt or trace.is_done or said.first != len(trace.ends):
             self.num_fenced += 1
             return
+        last_end = trace.ends[-1] if trace.ends else -1
+        if (lie := steps_scored(said, num_sent=len(trace.token_ids), last_end=last_end)) is not None:
+            self._prm.refuse(lie)
+            self._fail(said.rollout_id, trace, Outcome.INVALID, f"its answer could not be true, {lie}")
+            return
         self._watch.moved()
         self._took(trace, said.num_taken)
         trace.ends += said.ends.tolist()
@@ -294,13 +303,13 @@ class Following:
         self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
         stopping.engines.withdraw(rollout_id, trace.attempt)
 
-    def _end(self, trajectory: Trajectory, flag: Flag) -> None:
+    async def _end(self, trajectory: Trajectory, flag: Flag) -> None:
         """An engine has given back what was stopped: it needs no reward."""
         score = Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
         steps = _scores_of(self._trace_of(trajectory))
         stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, flag=flag)
         self._ledger.score(stopped, now_s=_now_s())
-        self._take_scored(stopped)
+        await self._take_scored(stopped)
 
     def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
         """A flagged rollout that went on shows what stopping its like saves and costs."""
@@ -349,7 +358,7 @@ class Following:
 
     def _answer(self, scored: ScoredTrajectory) -> None:
         self._ledger.amend("followed", (scored,), now_s=_now_s())
-        self._answers.put_now(scored)  # bounded by admission: one for each rollout
+        self._answers.put_claimed(scored)
 
     def _owed(self) -> str | None:
         """What the model has not answered for: for the verdict on a stall."""

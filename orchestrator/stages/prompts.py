@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from orchestrator.rules.curriculum import Rest
 from pipelinerl.messages import Prompt
 from pipelinerl.stages import Channel
 
@@ -19,6 +20,11 @@ class Source(Protocol):
 
     @position.setter
     def position(self, position: tuple[int, int]) -> None: ...
+
+    @property
+    def resting(self) -> dict[int, Rest]:
+        """Prompts that are passed over for some epochs, by number; what an earlier life of the run left is put here."""
+        ...
 
     def measured(self, prompt_id: str, *, success: float) -> None:
         """Of the scored siblings of a prompt, this part was correct: where `data.difficulty` is set, that decides what is drawn."""

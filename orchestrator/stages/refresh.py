@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from orchestrator.progress import Progress
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.kv import KvPolicy
+from orchestrator.rules.lies import Kind, Lie, shorten
 from orchestrator.rules.swaps import Policy, Swaps
 from orchestrator.state.engines import Engine, Engines
 from orchestrator.state.peers import Peers
@@ -27,6 +29,11 @@ from pipelinerl.messages import (
 )
 from pipelinerl.metrics import Journal
 from pipelinerl.stages import Channel, Signal
+
+MAX_UNORDERED = 8
+"""Policies of one process that it may refuse although nobody here told it to fetch them: an orchestrator that is gone, or a trainer, whose
+slots went with it. More only lets one that lies fill the journal.
+"""
 
 
 class Refresh:
@@ -72,6 +79,10 @@ class Refresh:
         self._layout_for = layout_for
         self._commit_deadline_s = commit_deadline_s
         self._swaps = Swaps()
+        self._staged: dict[int, tuple[int, int]] = {}
+        """By engine: (lineage, version) of the last policy that it said it has staged."""
+        self._num_unordered: collections.Counter[int] = collections.Counter()
+        """By engine: policies that it refused although nobody here told it to fetch them."""
         self._told: PolicyHeld | None = None
         """What the trainer was told last of what all engines hold; None: nothing, and it assumes nothing."""
         self._has_news = False
@@ -154,6 +165,7 @@ class Refresh:
             kv_span=self._kv_policy.span,
             kv_lag=self._kv_policy.lag,
         )
+        engine.ordered(version=version, lineage=lineage)
         if self._engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
         else:
@@ -182,7 +194,9 @@ class Refresh:
 
     def _is_hopeless(self) -> bool:
         """True where every engine is fenced, and no refill is under way."""
-        return not self._engines.num_missing and all(self._swaps[engine.engine_id].is_hopeless for engine in self._engines)
+        return not self._engines.num_missing and all(
+            engine.is_condemned or self._swaps[engine.engine_id].is_hopeless for engine in self._engines
+        )
 
     async def _end_unless_refilled(self, error: PeerError) -> None:
         """What engines refuse may be what a dying trainer left, so the one that follows it has time to publish.
@@ -221,6 +235,8 @@ class Refresh:
     def _on_joined(self, engine: Engine) -> None:
         ready = engine.ready
         self._journal.write("joined", engine_id=engine.engine_id, version=ready.version, lineage=ready.lineage, running=ready.running)
+        self._staged.pop(engine.engine_id, None)
+        del self._num_unordered[engine.engine_id]
         self._swaps.joined(engine.engine_id, (engine.ready.lineage, engine.ready.version))
         self._order(engine)
         self._tell_trainer()
@@ -231,10 +247,13 @@ class Refresh:
         self._tell_trainer()
 
     def _on_staged(self, peer: str, staged: WeightsStaged) -> None:
-        self._journal.write("staged", **msgspec.structs.asdict(staged))
+        engine = self._heard_of(peer, staged)
+        if engine is not None and self._staged.get(engine.engine_id) != (age := (staged.lineage, staged.version)):
+            self._staged[engine.engine_id] = age
+            self._journal.write("staged", **msgspec.structs.asdict(staged))
 
     def _on_committed(self, peer: str, committed: WeightsCommitted) -> None:
-        engine = self._engines.find(committed.engine_id)
+        engine = self._heard_of(peer, committed)
         if engine is None:
             return
         if self._swaps.committed(engine.engine_id, (committed.lineage, committed.version)):
@@ -244,17 +263,30 @@ class Refresh:
         self._order_ended(engine)
 
     def _on_refused(self, peer: str, refused: WeightsRefused) -> None:
-        engine = self._engines.find(refused.engine_id)
+        engine = self._heard_of(peer, refused)
         if engine is None:
             return
+        refused = msgspec.structs.replace(refused, error=shorten(refused.error))
+        age, ordered = (refused.lineage, refused.version), self._swaps[engine.engine_id].ordered
+        if ordered is None or ordered > age:
+            self._num_unordered[engine.engine_id] += 1
+            if self._num_unordered[engine.engine_id] > MAX_UNORDERED:
+                words = f"WeightsRefused of version {refused.version}, which it was not told to fetch"
+                self._engines.peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+                return
         self._journal.write("refused", **msgspec.structs.asdict(refused))
-        is_news = self._swaps.refused(engine.engine_id, (refused.lineage, refused.version), refused.error)
+        is_news = self._swaps.refused(engine.engine_id, age, refused.error)
         self._order_ended(engine)
         if is_news:
             error = PeerRefused(f"{peer} {self._swaps[engine.engine_id].fault}")
             self._fence(engine, error)
             if self._is_hopeless() and self._tasks is not None:
                 self._tasks.create_task(self._end_unless_refilled(error))
+
+    def _heard_of(self, peer: str, said: WeightsStaged | WeightsCommitted | WeightsRefused) -> Engine | None:
+        """Who speaks of a policy; None while it is lost, or where it was never told of that policy."""
+        engine = self._engines.find(said.engine_id)
+        return None if engine is None or self._engines.is_refused(engine, said) else engine
 
     def _order_ended(self, engine: Engine) -> None:
         self._order(engine)

@@ -24,9 +24,17 @@ class _Turn:
     """That the turn is of."""
     then: Then
 
+    @property
+    def num_bytes(self) -> int:
+        assert self.rollout.episode is not None
+        return self.rollout.episode.num_bytes
+
 
 class Replying:
     """Has the environment reply to each turn, once: a late answer is one to a turn that nobody asks about any more.
+
+    With `queue_bytes` between two turns, asked about or not, no group is admitted, see `brake`: then there are at most that many, and the
+    episodes that were under way.
 
     takes     what engines wrote in episodes, from dispatch; Replied, from scorers
     gives     Reply, to scorers; Replied, to dispatch
@@ -43,6 +51,8 @@ class Replying:
         """Rollouts between two turns: no engine has them."""
         self.num_replies = 0
         """Since this orchestrator started."""
+        self.num_bytes = 0
+        """Of episodes between two turns."""
         self._asking = asking
         self._ledger = ledger
         self._max_tokens = max_tokens
@@ -53,6 +63,7 @@ class Replying:
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,
+            size=lambda turn: turn.num_bytes,
             label=lambda turn: f"of rollout {turn.rollout.rollout_id}, attempt {turn.rollout.attempt}, of engine-{turn.engine_id}",
         )
 
@@ -67,17 +78,24 @@ class Replying:
                 refused=lambda error, turn=turn: self._take(turn, _refused(turn.rollout, error)),
             )
 
+    def brake(self) -> str | None:
+        """What admission has to wait for, if anything: the replies to what there is."""
+        return f"room in {self._turns.name}" if self.num_bytes >= self._turns.bound_bytes else None
+
     def begin(self, prompt: Prompt) -> Episode:
         """An episode before its first turn."""
         return Episode(prompt=prompt, max_tokens=self._max_tokens, max_turns=self._max_turns)
 
     def ask(self, rollout: Rollout, *, engine_id: int, then: Then) -> None:
         """Have the environment reply to the last turn of an episode that is not over: then `then` is called, once."""
+        turn = _Turn(rollout=rollout, engine_id=engine_id, then=then)
         self.num_between += 1
-        self._turns.put_now(_Turn(rollout=rollout, engine_id=engine_id, then=then))  # bounded by admission
+        self.num_bytes += turn.num_bytes
+        self._turns.put_now(turn)  # bounded: each is of an episode that is under way, and `brake` holds back others
 
     def _take(self, turn: _Turn, replied: Replied) -> None:
         self.num_between -= 1
+        self.num_bytes -= turn.num_bytes
         self.num_replies += 1
         if replied.outcome is not Outcome.OK:
             reason = f"{replied.outcome}: {replied.error}"

@@ -14,9 +14,11 @@ from pipelinerl.watch import Watch
 class Scoring:
     """Sends trajectories to scorers and joins the answers with them.
 
+    `queue_bytes` bounds what scorers have and the scores that wait to be taken on, together: the trajectories of both are held here.
+
     takes     Trajectory, from dispatch; Scored, from scorers
     gives     Score, to scorers; ScoredTrajectory, to batching
-    waits for room in a scorer; room towards batching
+    waits for room in scores; room in a scorer; room towards batching
     woken by  a scorer that announces itself, answers or dies
     fails     never: a failed reward is an outcome, and a scorer that ends is one that starts again
     ends      when the run does
@@ -44,6 +46,7 @@ class Scoring:
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,
+            size=lambda item: item.trajectory.num_bytes,
             label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
         )
 
@@ -55,6 +58,7 @@ class Scoring:
 
     async def _send(self) -> None:
         async for trajectory in self._trajectories:
+            await self._answers.claim(trajectory.num_bytes)
             if trajectory.outcome is not Outcome.OK:
                 self._answer(trajectory, _not_scored(trajectory, trajectory.error, outcome=trajectory.outcome))
                 continue
@@ -71,7 +75,7 @@ class Scoring:
     def _answer(self, trajectory: Trajectory, scored: Scored) -> None:
         answer = ScoredTrajectory(trajectory=trajectory, score=scored)
         self._ledger.score(answer, now_s=asyncio.get_running_loop().time())
-        self._answers.put_now(answer)  # bounded by the scorers' room
+        self._answers.put_claimed(answer)
 
     async def _collect(self) -> None:
         async for scored in self._answers:

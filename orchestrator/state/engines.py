@@ -1,64 +1,65 @@
 """The engines as the orchestrator knows them: which serve, what each holds, what each was asked for.
 
 An engine is lost when another process announces itself under its name, or says that it will: every request it had is then given back to
-whoever asked. A request that cannot be sent is given back at once.
+whoever asked. A request that cannot be sent is given back at once. An answer is taken only from the engine that was asked, and only where
+it can be true (`rules.sampled`): one that cannot costs its attempt, and an engine that keeps giving such ones its place.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import collections
+from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
+
+from orchestrator.rules.announced import AnnouncedRule, gauges, policy_of
+from orchestrator.rules.lies import MAX_WORDS, Fenced, Kind, Lie, number_of, shorten
 from orchestrator.rules.routing import Loads
+from orchestrator.rules.sampled import SampledRule
+from orchestrator.state.engine import Engine, Lost, Refused, Request, Sink, keys_of
 from orchestrator.state.peers import Peers
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Adopt, Cancel, Completion, EngineLoad, EngineReady, Generate, Starting, Tensor, Tokens
+from pipelinerl.messages import (
+    Adopt,
+    Cancel,
+    Completion,
+    EngineLoad,
+    EngineReady,
+    Generate,
+    Starting,
+    Tensor,
+    Tokens,
+    Unread,
+    WeightsCommitted,
+    WeightsRefused,
+    WeightsStaged,
+)
 from pipelinerl.stages import Signal
 from pipelinerl.watch import Watch
 
-Sink = Callable[[Completion, int], None]
-"""Takes a completion and the id of the engine that made it."""
-Lost = Callable[[int], None]
-"""Is told that the engine of this id will not answer."""
 Follower = Callable[[Generate, Tokens], None]
 """Takes a request and what an engine has sampled for it meanwhile."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A request that an engine has."""
-
-    engine_id: int
-    attempt: int
-    turn: int
-    request: Generate | None
-    """None for one that the orchestrator before had asked for."""
-    sink: Sink
-    lost: Lost
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Engine:
-    """One engine that has announced itself."""
-
-    engine_id: int
-    peer: str
-    ready: EngineReady
-    version: int = 0
-    """Version it samples under."""
-    fault: str = ""
-    """Why it takes no new work; empty while it does. Its running sequences go on under its old version."""
-    num_outstanding: int = 0
-    """Rollouts it was asked for and has not answered."""
-    load: EngineLoad | None = None
-    """Its last gauges; None before the first."""
 
 
 class Engines:
     """Sends requests, and hands each completion to whoever asked, once: a result of an older attempt or turn is fenced."""
 
-    def __init__(self, peers: Peers, *, expected: int, watch: Watch, credits: Signal) -> None:
-        """`credits` is set with every answer, whoever asked for it: the engine has room again."""
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        expected: int,
+        watch: Watch,
+        credits: Signal,
+        sampled: SampledRule | None = None,
+        announced: AnnouncedRule | None = None,
+        newest: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`credits` is set with every answer, whoever asked for it: the engine has room again.
+
+        `sampled` and `announced` say what cannot be about answers and announcements, `newest()` the newest version any engine may hold;
+        without them, as where recorded answers are replayed, everything is believed but who speaks.
+        """
         self.peers = peers
         self._credits = credits
         self.changed = Signal()
@@ -66,11 +67,18 @@ class Engines:
         self.num_fenced = 0
         self._expected = expected
         self.watch = watch
+        self._sampled = sampled
+        self._announced = announced
+        self._newest = newest
         self._engines: dict[int, Engine] = {}
         self._loads = Loads()
         """Of the engines that take new work."""
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, Request] = {}
         """By rollout id."""
+        self._fenced: dict[int, Fenced] = collections.defaultdict(Fenced)
+        """By engine, of all its processes."""
+        self._not_taken: dict[str, Lie] = {}
+        """What cannot be about the announcement of a peer, by its name."""
         self._layout: tuple[Tensor, ...] | None = None
         self._joined: list[Callable[[Engine], None]] = []
         self._died: list[Callable[[int], None]] = []
@@ -82,6 +90,8 @@ class Engines:
         peers.on(EngineLoad, self._on_load)
         peers.on(Completion, self._on_completion)
         peers.on(Tokens, self._on_tokens)
+        peers.on(Unread, self._on_unread)
+        peers.on_condemned(self._on_condemned)
 
     def __iter__(self):
         return iter(self._engines.values())
@@ -91,7 +101,7 @@ class Engines:
 
     def serving(self) -> Iterator[Engine]:
         """The engines that take new work: not fenced, and to be reached."""
-        return (engine for engine in self if not engine.fault and self.peers.is_reachable(engine.peer))
+        return (engine for engine in self if engine.takes_work and self.peers.is_reachable(engine.peer))
 
     def find(self, engine_id: int) -> Engine | None:
         """The engine of this id; None while it is lost."""
@@ -128,7 +138,7 @@ class Engines:
     def takes_work(self, engine_id: int) -> bool:
         """True while an engine serves: as `serving` says, of one."""
         engine = self._engines.get(engine_id)
-        return engine is not None and not engine.fault and self.peers.is_reachable(engine.peer)
+        return engine is not None and engine.takes_work and self.peers.is_reachable(engine.peer)
 
     def all_hold(self, version: int) -> bool:
         """True where no engine is missing, and all that take new work, of which there is one, sample under `version` or a later one."""
@@ -194,49 +204,94 @@ class Engines:
         self._layout = layouts.pop()
         return self._layout
 
-    def ask(self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost) -> None:
-        """Send a request to an engine; either `sink` is called once with the answer, or `lost` once."""
+    def ask(self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost, refused: Refused | None = None) -> None:
+        """Send a request to an engine; either `sink` is called once with the answer, or `lost` once, or `refused` once, where the answer
+        cannot be; by default that is `lost`, too."""
         engine = self._engines[engine_id]
         if not self.peers.send(engine.peer, request):
+            self._fenced[engine_id].add(*keys_of(request))  # it may come through all the same
             lost(engine_id)
             return
-        self._await(request.rollout_id, request.attempt, engine, request=request, sink=sink, lost=lost)
+        self._await(engine, request, oldest=engine.version, sink=sink, lost=lost, refused=refused)
 
-    def adopt(self, rollouts: Mapping[str, int], engine_id: int, *, sink: Callable[[str], Sink], lost: Callable[[str], Lost]) -> None:
-        """Of what an engine announced as running, await these answers (attempts by rollout id), and have it drop the rest."""
+    def adopt(
+        self,
+        requests: Iterable[tuple[Generate, int]],
+        engine_id: int,
+        *,
+        sink: Callable[[str], Sink],
+        lost: Callable[[str], Lost],
+        refused: Callable[[str], Refused],
+    ) -> None:
+        """Of what an engine announced as running, await the answers to these requests (each with the version it was asked at), and have
+        it drop the rest."""
         engine = self._engines[engine_id]
-        self.peers.send(engine.peer, Adopt(rollouts=dict(rollouts)))
-        for rollout_id, attempt in rollouts.items():
-            self._await(rollout_id, attempt, engine, request=None, sink=sink(rollout_id), lost=lost(rollout_id))
+        requests = list(requests)
+        self.peers.send(engine.peer, Adopt(rollouts={request.rollout_id: request.attempt for request, _ in requests}))
+        for request, version in requests:
+            name = request.rollout_id
+            self._await(engine, request, oldest=version, sink=sink(name), lost=lost(name), refused=refused(name), is_adopted=True)
+
+    def is_refused(self, engine: Engine, said: WeightsStaged | WeightsCommitted | WeightsRefused) -> bool:
+        """Refuse what an engine says of a policy that it was never told of."""
+        lie = policy_of(said, newest=engine.newest_told, lineage=engine.lineage) if self._announced is not None else None
+        if lie is not None:
+            self.peers.refuse(engine.peer, lie)
+        return lie is not None
 
     def owes(self, rollout_id: str, attempt: int) -> bool:
         """True while an engine has this attempt and has not answered."""
         asked = self._asked.get(rollout_id)
-        return asked is not None and asked.attempt == attempt
+        return asked is not None and asked.request.attempt == attempt
 
     def withdraw(self, rollout_id: str, attempt: int) -> None:
         """Have the engine that owes this attempt end it now: it answers as ever, with what it has sampled."""
         assert self.owes(rollout_id, attempt), "nobody has it"
-        peer = self._engines[self._asked[rollout_id].engine_id].peer
-        self.peers.send(peer, Cancel(rollout_id=rollout_id, attempt=attempt))
+        asked = self._asked[rollout_id]
+        asked.is_withdrawn = True
+        self.peers.send(self._engines[asked.engine_id].peer, Cancel(rollout_id=rollout_id, attempt=attempt))
 
-    def _await(self, rollout_id: str, attempt: int, engine: Engine, *, request: Generate | None, sink: Sink, lost: Lost) -> None:
-        self._asked[rollout_id] = _Asked(
-            engine_id=engine.engine_id, attempt=attempt, turn=request.turn if request else 0, request=request, sink=sink, lost=lost
+    def _await(
+        self, engine: Engine, request: Generate, *, oldest: int, sink: Sink, lost: Lost, refused: Refused | None, is_adopted: bool = False
+    ) -> None:
+        before = self._asked.get(request.rollout_id)
+        if before is not None:  # nobody waits for that any more
+            self._fenced[before.engine_id].add(*before.keys)
+        self._asked[request.rollout_id] = Request(
+            engine_id=engine.engine_id,
+            request=request,
+            is_adopted=is_adopted,
+            oldest=oldest,
+            num_orders=engine.num_orders,
+            sink=sink,
+            lost=lost,
+            refused=refused or (lambda engine_id, lie: lost(engine_id)),
         )
         engine.num_outstanding += 1
         self._note(engine)
 
     def _on_starting(self, peer: str, starting: Starting) -> None:
-        self._lose(int(peer.rpartition("-")[2]))
+        self._lose(number_of(peer))
 
     def _on_ready(self, peer: str, ready: EngineReady) -> None:
         known = self._engines.get(ready.engine_id)
         if known is not None and known.ready.process_id == ready.process_id:
             return
+        if (lie := self._wrong(ready)) is not None:
+            self._not_taken[peer] = lie
+            self.peers.refuse(peer, lie)
+            return
+        self._not_taken.pop(peer, None)
         self._lose(ready.engine_id)
-        engine = self._engines[ready.engine_id] = Engine(engine_id=ready.engine_id, peer=peer, ready=ready, version=ready.version)
-        if self._layout is not None:
+        engine = self._engines[ready.engine_id] = Engine(
+            engine_id=ready.engine_id,
+            peer=peer,
+            ready=ready,
+            version=ready.version,
+            newest_told=max(ready.version, self._newest()),  # an orchestrator that is gone may have told it
+            lineage=ready.lineage,
+        )
+        if self._layout is not None or not self.num_missing:  # a trainer may come while none is there
             self.layout()
         self._note(engine)
         for handler in self._joined:
@@ -244,14 +299,44 @@ class Engines:
         self.changed.set()
         self._credits.set()
 
-    def _lose(self, engine_id: int) -> None:
-        if self._engines.pop(engine_id, None) is None:
+    def _wrong(self, ready: EngineReady) -> Lie | None:
+        if self._announced is None:
+            return None
+        if self._layout is not None and ready.tensors != self._layout:
+            words = f"EngineReady: a layout of {len(ready.tensors)} tensors, expected the run's own, of {len(self._layout)}"
+            return Lie(kind=Kind.BOUNDS, words=words)
+        return self._announced.engine(ready, newest=self._newest())
+
+    def _on_condemned(self, peer: str, is_banned: bool) -> None:
+        """An engine that keeps lying, or says that it has failed, gets no more work, and what it has is asked of others."""
+        engine = self._engines.get(number_of(peer))
+        self._expected -= is_banned
+        self.changed.set()
+        if engine is None:
             return
-        self._loads.forget(engine_id)
-        asked = {rollout_id: one for rollout_id, one in self._asked.items() if one.engine_id == engine_id}
+        engine.is_condemned = True
+        self._give_back(engine)
+        if is_banned:
+            self._lose(engine.engine_id)
+            return
+        self._note(engine)
+        self._credits.set()
+
+    def _give_back(self, engine: Engine) -> None:
+        """Tell whoever asked that an engine will not answer."""
+        asked = {rollout_id: one for rollout_id, one in self._asked.items() if one.engine_id == engine.engine_id}
         for rollout_id, one in asked.items():
             del self._asked[rollout_id]
-            one.lost(engine_id)
+            engine.num_outstanding -= 1
+            self._fenced[engine.engine_id].add(*one.keys)
+            one.lost(engine.engine_id)
+
+    def _lose(self, engine_id: int) -> None:
+        engine = self._engines.pop(engine_id, None)
+        if engine is None:
+            return
+        self._loads.forget(engine_id)
+        self._give_back(engine)
         for handler in self._died:
             handler(engine_id)
         self.changed.set()
@@ -260,10 +345,15 @@ class Engines:
     def _on_load(self, peer: str, load: EngineLoad) -> None:
         engine = self._engines.get(load.engine_id)
         if engine is None:
+            if peer in self._not_taken:  # it announces itself but once: as it is, it would be waited for without end
+                self.peers.refuse(peer, self._not_taken[peer])
+            return
+        if (lie := gauges(load)) is not None:
+            self.peers.refuse(peer, lie)
             return
         if engine.load is None or load.num_tokens > engine.load.num_tokens:
             self.watch.moved()
-        if not engine.fault and not self._loads.knows(engine.engine_id):  # it could not be reached, and can again
+        if engine.takes_work and not self._loads.knows(engine.engine_id):  # it could not be reached, and can again
             self._note(engine)
             self._credits.set()
         engine.load = load
@@ -271,37 +361,83 @@ class Engines:
             handler(load)
 
     def _on_completion(self, peer: str, completion: Completion) -> None:
-        asked = self._asked.get(completion.rollout_id)
-        if asked is None or (asked.attempt, asked.turn) != (completion.attempt, completion.turn):
-            self.num_fenced += 1
+        name = completion.rollout_id
+        asked = self._asked_of(peer, name, completion.attempt, completion.turn, about="Completion")
+        if asked is None:
             return
-        del self._asked[completion.rollout_id]
         engine = self._engines[asked.engine_id]
-        engine.num_outstanding -= 1
-        self._note(engine)
-        self._credits.set()
+        if self._sampled is not None and (lie := asked.lie_about(completion, engine, self._sampled)) is not None:
+            self._refuse(asked, lie)
+            return
+        self._end(asked)
+        if len(completion.error) > MAX_WORDS:
+            completion = msgspec.structs.replace(completion, error=shorten(completion.error))
         asked.sink(completion, asked.engine_id)
 
     def _on_tokens(self, peer: str, tokens: Tokens) -> None:
-        asked = self._asked.get(tokens.rollout_id)
-        if asked is None or asked.attempt != tokens.attempt:
-            self.num_fenced += 1
+        asked = self._asked_of(peer, tokens.rollout_id, tokens.attempt, None, about="Tokens")
+        if asked is None:
             return
-        if asked.request is None:
-            return  # its first tokens went to an orchestrator that is gone: it is followed once it is whole
+        if self._sampled is not None:
+            lie = self._sampled.tokens(tokens, asked.known(self._engines[asked.engine_id]))
+            if lie is not None:
+                self._refuse(asked, lie)
+                return
+        if asked.is_adopted or not self._followers:
+            return  # the first tokens of what is adopted went to an orchestrator that is gone: it is followed once it is whole
+        asked.noted(tokens)
         for handler in self._followers:
             handler(asked.request, tokens)
+
+    def _on_unread(self, peer: str, unread: Unread) -> None:
+        """An answer that cannot even be read costs its attempt, too."""
+        asked = self._asked.get(unread.rollout_id)
+        if asked is not None and asked.is_answered_by(number_of(peer), unread.attempt, unread.turn):
+            self._give_up(asked, Lie(kind=unread.reason, words=unread.words))
+
+    def _asked_of(self, peer: str, rollout_id: str, attempt: int, turn: int | None, *, about: str) -> Request | None:
+        """What was asked of this engine and is answered now; None where that is fenced, or was never asked of it, which it is told."""
+        engine_id = number_of(peer)
+        asked = self._asked.get(rollout_id)
+        if asked is not None and asked.is_answered_by(engine_id, attempt, asked.request.turn if turn is None else turn):
+            return asked
+        key = (rollout_id, attempt) if turn is None else (rollout_id, attempt, turn)
+        if key in self._fenced[engine_id] or engine_id not in self._engines:
+            self.num_fenced += 1
+            return None
+        known = "nobody was" if asked is None else f"engine-{asked.engine_id} was, for attempt {asked.request.attempt}"
+        words = f"{about} of rollout {rollout_id}, attempt {attempt}, of {peer}, which was not asked for it: {known}"
+        self.peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+        return None
+
+    def _refuse(self, asked: Request, lie: Lie) -> None:
+        """What an engine says of an attempt cannot be: the attempt fails, and in the end so does the engine."""
+        self._give_up(asked, lie)
+        self.peers.refuse(self._engines[asked.engine_id].peer, lie)
+
+    def _give_up(self, asked: Request, lie: Lie) -> None:
+        self._end(asked)
+        asked.refused(asked.engine_id, lie)
+
+    def _end(self, asked: Request) -> None:
+        """Nobody waits for an answer any more."""
+        engine = self._engines[asked.engine_id]
+        del self._asked[asked.request.rollout_id]
+        self._fenced[engine.engine_id].add(*asked.keys)
+        engine.num_outstanding -= 1
+        self._note(engine)
+        self._credits.set()
 
     def _owed(self) -> str | None:
         """What engines were asked for and have not answered: for the verdict on a stall."""
         for rollout_id, asked in self._asked.items():
-            owed = f"engines owe {len(self._asked)} rollouts, the first {rollout_id}, attempt {asked.attempt}, of engine-{asked.engine_id}"
-            return owed
+            attempt = f"{rollout_id}, attempt {asked.request.attempt}, of engine-{asked.engine_id}"
+            return f"engines owe {len(self._asked)} rollouts, the first {attempt}"
         return None
 
     def _note(self, engine: Engine) -> None:
         """Count an engine among those that take new work, or not."""
-        if engine.fault:
+        if not self.serves(engine) or not engine.takes_work:
             self._loads.forget(engine.engine_id)
         else:
             self._loads.note(engine.engine_id, version=engine.version, outstanding=engine.num_outstanding)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable
 from typing import Any
 
+from orchestrator.rules.lies import Kind, Lie, Trust, Verdict, impostor, shorten
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
-from pipelinerl.messages import Failed, Message, Starting, Stop
+from pipelinerl.messages import Failed, Message, Starting, Stop, Unread
 from pipelinerl.transport.base import Hub
 
 Handler = Callable[[str, Any], None]
 """Takes a peer's name and its message; never waits."""
+Told = Callable[[str, str, str, int], None]
+"""Is told of a peer, the kind of what it said that cannot be or what becomes of it for that, in words, and how often so far."""
 
 
 class Peers:
     """The peers on one hub: hands each message to the handler of its type and watches for silence.
 
     One that was heard of and is not for `silent_after_s` (one that starts again: for `ready_deadline_s`) is fenced, and whoever can is
-    asked to replace its process.
+    asked to replace its process. Who speaks, its key says: what names another is refused here, for every message; what cannot be about the
+    rest, its handler says by `refuse`. One that keeps saying such things is replaced, and banned in the end (`rules.lies`).
 
-    Raises `PeerRefused` with a peer's own words when it fails, `PeerSilent` when one that fell silent was not replaced within
-    `ready_deadline_s`, or cannot be, or when fewer than `expected` have announced themselves after `ready_deadline_s`.
+    One that says it has failed gets no more work until another process takes its place, which is asked for once it has had time to end by
+    itself: whether its error ends the run, its launcher knows by how it ended. Where nobody replaces it and the run cannot do without it,
+    it is not believed: it falls silent, or has not failed.
+
+    Raises `PeerRefused` with a peer's own words when one fails whose `failure_ends_run`, or when one is banned and the run cannot do
+    without; `PeerSilent` when one that fell silent was not replaced within `ready_deadline_s`, or cannot be, or when fewer than `expected`
+    have announced themselves after `ready_deadline_s`.
     """
 
     def __init__(
@@ -32,25 +42,45 @@ class Peers:
         expected: int,
         ready_deadline_s: float,
         silent_after_s: float,
-        replace: Callable[[str, int], None] | None = None,
+        replace: Callable[[str], None] | None = None,
+        tell: Told = lambda peer, kind, words, count: None,
+        has_spares: bool = False,
+        failure_ends_run: bool = False,
+        max_lives: int | None = None,
     ) -> None:
-        """`replace(peer, process_id)` has a silent peer's process killed, so that another takes its place; None where nobody can."""
+        """`replace(peer)` has a peer's process killed, so that another takes its place; None where nobody can. `has_spares`: the run goes
+        on while one of these peers is left. `failure_ends_run`: it ends with the words of one that fails. `max_lives`: processes of one
+        name within an hour, of which more cannot be."""
         self.hub = hub
         self.role = role
         self.is_expected_to_end = False
         """True once the run ends: silence is then no fault."""
-        self._handlers: dict[type[Message], Handler] = {Failed: _raise_failed}
+        self.refused: collections.Counter[str] = collections.Counter()
+        """What peers said that cannot be, by kind; what could not be read, the hub counts."""
+        self._handlers: dict[type[Message], Handler] = {Failed: _raise_failed if failure_ends_run else self._on_failed}
+        self._names = frozenset(f"{role}-{number}" for number in range(expected))
         self._expected = expected
+        self._has_spares = has_spares
+        self._tell = tell
+        self._told: collections.Counter[tuple[str, str]] = collections.Counter()
+        """Refused by peer and kind."""
+        self._trust = Trust(can_replace=replace is not None, max_lives=max_lives)
+        self._condemned: list[Callable[[str, bool], None]] = []
+        self._banned: set[str] = set()
         self._ready_deadline_s = ready_deadline_s
         self._silent_after_s = silent_after_s
         self._replace = replace
         self._heard_at: dict[str, float] = {}
         self._process_ids: dict[str, int] = {}
-        """As peers have said them."""
+        """As peers have said them: only whether it is another one matters."""
         self._silent: set[str] = set()
         """Peers whose replacement was asked for."""
         self._starting: set[str] = set()
         """Peers that load, and have nothing to say meanwhile."""
+        self._last_words: dict[str, str] = {}
+        """Of peers that said they have failed, and whose name no other process has taken since."""
+        self._ended: set[str] = set()
+        """Those of them that are believed: only another process is heard under their name."""
         self._gone: set[str] = set()
         """Peers that could not be sent to, and were not heard of since."""
         self._all_heard = asyncio.Event()
@@ -58,6 +88,16 @@ class Peers:
     def on(self, message_type: type[Message], handler: Handler) -> None:
         """Have messages of one type handled by `handler`."""
         self._handlers[message_type] = handler
+
+    def on_condemned(self, handler: Callable[[str, bool], None]) -> None:
+        """Have `handler` called with a peer that is to be replaced for its lies, or with True, is banned: it must get no work."""
+        self._condemned.append(handler)
+
+    def refuse(self, peer: str, lie: Lie, *, is_hopeless: bool = False) -> None:
+        """A peer has said what cannot be: count it, say so, and have its process replaced where it keeps doing that, or at once where
+        `is_hopeless`: it stands where it can be of no use."""
+        self.refused[lie.kind] += 1
+        self._hold_against(peer, lie, is_hopeless=is_hopeless)
 
     def send(self, peer: str, message: Message) -> bool:
         """Send, unless the connection is closed; then False: the process has ended, and another will announce itself under its name."""
@@ -87,14 +127,78 @@ class Peers:
         loop = asyncio.get_running_loop()
         while True:
             for peer, message in await self.hub.receive():
-                self._heard_at[peer] = loop.time()
-                self._gone.discard(peer)
-                self._silent.discard(peer)
-                self._process_ids[peer] = getattr(message, "process_id", self._process_ids.get(peer, 0))
-                (self._starting.add if isinstance(message, Starting) else self._starting.discard)(peer)
-                self._handlers[type(message)](peer, message)
+                if peer in self._banned:
+                    continue
+                if self._names and (lie := impostor(peer, message, names=self._names)) is not None:
+                    self.refuse(peer, lie)
+                    continue
+                self._heard(peer, message, now_s=loop.time())
+                if isinstance(message, Unread):  # the hub has counted it
+                    self._hold_against(peer, Lie(kind=message.reason, words=message.words))
+                if type(message) in self._handlers and peer not in self._banned:
+                    self._handlers[type(message)](peer, message)
             if len(self._heard_at) >= self._expected:
                 self._all_heard.set()
+
+    def _heard(self, peer: str, message: Message, *, now_s: float) -> None:
+        process_id = getattr(message, "process_id", None)
+        is_another = process_id is not None and process_id != self._process_ids.get(peer)
+        if is_another:
+            self._last_words.pop(peer, None)
+            self._ended.discard(peer)
+        if peer in self._ended:
+            return
+        self._heard_at[peer] = now_s
+        self._gone.discard(peer)
+        self._silent.discard(peer)
+        if is_another and process_id is not None:
+            self._process_ids[peer] = process_id
+            if self._trust.began_anew(peer, now_s=now_s) is Verdict.BAN:
+                self._ban(peer, Lie(kind=Kind.IDENTITY, words=f"{peer} says to be one process after another, more than anybody starts"))
+        (self._starting.add if isinstance(message, Starting) else self._starting.discard)(peer)
+
+    def _on_failed(self, peer: str, failed: Failed) -> None:
+        if peer in self._last_words:
+            return
+        self._last_words[peer] = words = shorten(failed.error)
+        self._tell(peer, "failed", f"it says that it has failed: {words}", 1)
+        if self._trust.failed(peer, now_s=asyncio.get_running_loop().time()):
+            self._ended.add(peer)  # from now on it is silent, and in the end replaced for that
+            self._gone.add(peer)
+        elif not self._has_spares or self._names <= self._banned | self._last_words.keys():
+            return
+        self._condemn(peer, is_final=False)
+
+    def _hold_against(self, peer: str, lie: Lie, *, is_hopeless: bool = False) -> None:
+        self._told[peer, lie.kind] += 1
+        count = self._told[peer, lie.kind]
+        if count & (count - 1) == 0:  # 1, 2, 4, 8: a flood is not written down line by line
+            self._tell(peer, lie.kind, shorten(lie.words), count)
+        match self._trust.lied(peer, now_s=asyncio.get_running_loop().time(), is_hopeless=is_hopeless):
+            case Verdict.REPLACE:
+                self._tell(peer, "replaced", f"it keeps saying what cannot be, last {lie.kind}: its process is replaced", count)
+                self._condemn(peer, is_final=False)
+                assert self._replace is not None, "trust knows whether a process can be replaced"
+                self._replace(peer)
+            case Verdict.BAN:
+                self._ban(peer, lie)
+            case Verdict.REFUSE:
+                pass
+
+    def _ban(self, peer: str, lie: Lie) -> None:
+        """Listen to nobody of this name any more. Raises `PeerRefused` where the run cannot go on without it."""
+        self._tell(peer, "banned", f"it keeps saying what cannot be, last {lie.kind}: nothing it says is heard any more", 1)
+        self._banned.add(peer)
+        self._condemn(peer, is_final=True)
+        if not self._has_spares or self._banned >= self._names:
+            raise PeerRefused(
+                f"{peer} keeps saying what cannot be, and the run cannot go on without it: {shorten(lie.words)}. It was replaced as"
+                " often as may be; see its log, and who else may have its key"
+            )
+
+    def _condemn(self, peer: str, *, is_final: bool) -> None:
+        for handler in self._condemned:
+            handler(peer, is_final)
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -109,24 +213,28 @@ class Peers:
         while True:
             await asyncio.sleep(self._silent_after_s / 4)
             for peer, heard_at in self._heard_at.items():
+                if peer in self._banned:
+                    continue
                 limit_s = self._ready_deadline_s if peer in self._starting else self._silent_after_s
                 self._look_at(peer, silence_s=loop.time() - heard_at, limit_s=limit_s)
 
     def _look_at(self, peer: str, *, silence_s: float, limit_s: float) -> None:
         if silence_s <= limit_s or self.is_expected_to_end:
             return
-        process_id = self._process_ids.get(peer, 0)
-        if self._replace is None or not process_id:
-            raise PeerSilent(f"{peer} was last heard {silence_s:.0f} s ago; the limit is {limit_s:g} s")
+        if self._replace is None:
+            raise PeerSilent(f"{peer} was last heard {silence_s:.0f} s ago; the limit is {limit_s:g} s{self._said_last(peer)}")
         if silence_s > limit_s + self._ready_deadline_s:
             raise PeerSilent(
                 f"{peer} was last heard {silence_s:.0f} s ago; the limit is {limit_s:g} s, and nobody took its place in the"
-                f" {self._ready_deadline_s:g} s since. See the launcher's log"
+                f" {self._ready_deadline_s:g} s since. See the launcher's log{self._said_last(peer)}"
             )
         if peer not in self._silent:
             self._silent.add(peer)
             self._gone.add(peer)
-            self._replace(peer, process_id)
+            self._replace(peer)
+
+    def _said_last(self, peer: str) -> str:
+        return f". Its last words: {self._last_words[peer]}" if peer in self._last_words else ""
 
 
 def _raise_failed(peer: str, failed: Failed) -> None:

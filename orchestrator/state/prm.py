@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orchestrator.rules.announced import gauges
+from orchestrator.rules.lies import Kind, Lie, number_of
 from orchestrator.state.peers import Peers
 from pipelinerl.messages import Cancel, PrmLoad, PrmReady, StepsScored, TraceTokens
 from pipelinerl.stages import Signal
+
+PRM_NUMBER = 1
+"""Its number among the scorers: it comes after those that run reward functions."""
 
 
 class Prm:
@@ -32,11 +37,23 @@ class Prm:
 
     def on_scored(self, handler: Callable[[StepsScored], None]) -> None:
         """Have `handler` called with every answer."""
-        self._peers.on(StepsScored, lambda peer, scored: handler(scored))
+
+        def on_scored(peer: str, scored: StepsScored) -> None:
+            if peer == self._peer:
+                handler(scored)
+            else:
+                words = f"StepsScored of rollout {scored.rollout_id[:100]}, of {peer}, which follows no trace"
+                self._peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+
+        self._peers.on(StepsScored, on_scored)
 
     def on_lost(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when it knows no trace any more, and can be asked."""
         self._lost.append(handler)
+
+    def refuse(self, lie: Lie) -> None:
+        """It has said what cannot be."""
+        self._peers.refuse(self._peer, lie)
 
     def send(self, message: TraceTokens | Cancel) -> None:
         """Send, or remember that it could not be: then it counts as lost once it is heard of again."""
@@ -44,6 +61,10 @@ class Prm:
             self._is_behind = True
 
     def _on_ready(self, peer: str, ready: PrmReady) -> None:
+        if number_of(peer) != PRM_NUMBER:
+            words = f"PrmReady of {peer}, expected scorer-{PRM_NUMBER}: it is another that scores steps"
+            self._peers.refuse(peer, Lie(kind=Kind.IDENTITY, words=words))
+            return
         is_new = self._process_id is not None and self._process_id != ready.process_id
         self._peer, self._process_id = peer, ready.process_id
         self._changed.set()
@@ -51,6 +72,11 @@ class Prm:
             self._tell_lost()
 
     def _on_load(self, peer: str, load: PrmLoad) -> None:
+        if peer != self._peer:
+            return
+        if (lie := gauges(load)) is not None:
+            self._peers.refuse(peer, lie)
+            return
         self.load = load
         if self._is_behind:
             self._tell_lost()

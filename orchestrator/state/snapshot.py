@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
 
-from orchestrator.rules.curriculum import success_of
-from orchestrator.state.ledger import Ledger
+from orchestrator.rules.curriculum import Rest, success_of
+from orchestrator.state.ledger import RESTS, Ledger
+from orchestrator.state.store import COLUMNS
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Flag, Prompt, Sample, ScoredTrajectory
 from pipelinerl.transport.codec import Decoder
@@ -53,6 +55,8 @@ class RecordedStep:
     num_groups: int = 0
     num_stopped: int = 0
     """Rollouts of its groups that were stopped early."""
+    refused: frozenset[int] = frozenset()
+    """Numbers of the rows that are sent no more: they killed the trainer."""
     seal: tuple[int, int, str] | None = None
     """(tokens with a loss, samples, commit) where the step was sealed."""
 
@@ -108,28 +112,28 @@ def read_snapshot(ledger: Ledger) -> Snapshot:
 
 
 def _read_snapshot(ledger: Ledger) -> Snapshot:
-    read = ledger.store.read
-    num_done = read("SELECT count(*) FROM events WHERE kind = 'done' AND rollout_id IS NULL")[0][0]
-    last = read("SELECT group_id, epoch, row FROM groups ORDER BY group_id DESC LIMIT 1")
+    num_done = ledger.recalled("done", 0)
+    drawn, *position = ledger.recalled("drawn", (-1, 0, 0))
     steps = _read_steps(ledger, first=num_done, end=None)
-    scored = _scored(ledger, "step IS NULL AND group_id NOT IN (SELECT group_id FROM settled)")
-    amended = read("SELECT kind, rollout_id FROM events WHERE kind IN ('compared', 'followed') AND rollout_id IS NOT NULL")
+    scored = _scored(ledger, "step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE number IS NULL)")
+    names = {one.trajectory.rollout_id for one in scored}
+    amended = [(name, flags) for name, *_, followed, compared in ledger.store.rows("samples") for flags in [(followed, compared)]]
     interrupted = _interrupted(ledger)
     running = {scored_one.trajectory.group_id for scored_one in scored} | {group.group_id for group in interrupted}
     return Snapshot(
         num_done=num_done,
-        next_group_id=last[0][0] + 1 if last else 0,
-        position=tuple(last[0][1:]) if last else (0, 0),
+        next_group_id=drawn + 1,
+        position=(position[0], position[1]),
         interrupted=interrupted,
         scored=scored,
-        compared=frozenset(name for kind, name in amended if kind == "compared"),
-        followed=frozenset(name for kind, name in amended if kind == "followed"),
+        compared=frozenset(name for name, (_, is_compared) in amended if is_compared and name in names),
+        followed=frozenset(name for name, (is_followed, _) in amended if is_followed and name in names),
         flags=_flags(ledger),
         steps=steps,
-        num_placed_groups=read("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0][0],
+        num_placed_groups=ledger.recalled("placed", 0),
         running_groups=frozenset(running),
-        deaths=_deaths(ledger),
-        evaluations=tuple(read("SELECT step, reward FROM events WHERE kind = 'evaluated' AND rollout_id IS NULL ORDER BY seq")),
+        deaths=ledger.recalled("deaths", {}),
+        evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
     )
 
 
@@ -144,26 +148,20 @@ def read_steps(ledger: Ledger, *, first: int, end: int | None = None) -> dict[in
 
 def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, RecordedStep]:
     bounds = (first, 2**62 if end is None else end)
-    query = "SELECT rollout_id, step, row, advantages FROM samples WHERE step >= ? AND step < ? ORDER BY step, row, place, rowid"
-    places = ledger.store.read(query, *bounds)
-    bodies = {one.trajectory.rollout_id: one for one in _scored(ledger, f"step >= {bounds[0]} AND step < {bounds[1]}")}
+    between = f"step >= {bounds[0]} AND step < {bounds[1]}"
+    bodies = {one.trajectory.rollout_id: one for one in _scored(ledger, between)}
     rows: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     loose: dict[int, list[Sample]] = collections.defaultdict(list)
-    for rollout_id, step, row, advantages in places:
+    for rollout_id, _, advantages, step, row, *_ in ledger.store.rows("samples", f"{between} ORDER BY step, row, place, rowid"):
         sample = _sample(bodies[rollout_id], np.frombuffer(advantages, np.float32))
         (loose[step] if row is None else rows[step][row]).append(sample)
-    seals = ledger.store.read(
-        "SELECT step, num_tokens, place, seq, row FROM events WHERE kind = 'sealed' AND rollout_id IS NULL AND step >= ? AND step < ?",
-        *bounds,
-    )
-    sealed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, num_tokens, num_samples, seq, _ in seals}
-    groups = dict(ledger.store.read("SELECT step, count(*) FROM groups WHERE step >= ? AND step < ? GROUP BY step", *bounds))
-    greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE step >= {bounds[0]} AND step < {bounds[1]})"
+    seals = ledger.store.rows("steps", between)
+    sealed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, _, num_tokens, num_samples, seq in seals}
+    groups = collections.Counter(step for _, _, _, step, is_placed in ledger.store.rows("groups", between) if is_placed)
+    greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE is_placed AND {between})"
     baselines = {one.trajectory.group_id: one for one in _scored(ledger, greedy) if one.trajectory.is_greedy}
-    stopped = (
-        "SELECT step, count(*) FROM events WHERE kind = 'filtered' AND rollout_id IS NOT NULL AND step >= ? AND step < ? GROUP BY step"
-    )
-    num_stopped = dict(ledger.store.read(stopped, *bounds))
+    stopped = ledger.store.rows("samples", between.replace("step", "stopped"))
+    num_stopped = collections.Counter(row[COLUMNS["samples"].index("stopped")] for row in stopped)
     steps = {
         step: RecordedStep(
             rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
@@ -171,52 +169,70 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
             groups=_groups((bodies[sample.trajectory.rollout_id] for sample in loose[step]), baselines=baselines),
             num_groups=groups.get(step, 0),
             num_stopped=num_stopped.get(step, 0),
+            refused=ledger.refused_rows(step),
             seal=sealed.get(step),
         )
         for step in sorted(rows.keys() | loose.keys() | sealed.keys() | groups.keys())
     }
-    for step, _, _, _, num_rows in seals:
+    for step, num_rows, *_ in seals:
         if len(steps[step].rows) != num_rows:
             raise LedgerError(f"step {step} was sealed with {num_rows} rows, but the ledger holds {len(steps[step].rows)} of them")
     return steps
 
 
+def read_resting(ledger: Ledger) -> dict[int, Rest]:
+    """Prompts that were out of the curriculum's band when they were last measured, by number."""
+    of_prompts = ledger.store.rows("state", "key >= ? AND key < ?", RESTS, RESTS[:-1] + chr(ord(RESTS[-1]) + 1))
+    found = {int(key.removeprefix(RESTS)): json.loads(value) for key, value in of_prompts}
+    return {number: Rest(length=rest[0], measured_in=rest[1]) for number, rest in found.items() if rest is not None}
+
+
 def read_successes(ledger: Ledger, *, correct_reward: float, group_size: int) -> list[tuple[str, float]]:
-    """(prompt, part of its scored siblings that were correct) of every group that was settled and scored, in that order.
+    """(prompt, part of its scored siblings that were correct) of every group that was settled and scored, in that order, and that
+    `read_resting` knows nothing of: all of them in a run that was begun without `data.difficulty`, or by an earlier version.
 
     Siblings from `group_size` on are greedy, and not counted.
     """
+    settled = ledger.store.rows("settled", "number > ? ORDER BY number", ledger.recalled("measured", 0))
+    if not settled:  # no look at the whole history
+        return []
     rewards: dict[int, list[float | None]] = collections.defaultdict(list)
     last = "SELECT rollout_id, reward, max(seq) FROM events WHERE kind IN ('scored', 'followed', 'compared') AND rollout_id IS NOT NULL"
     for rollout_id, reward, _ in ledger.store.read(f"{last} GROUP BY rollout_id"):
         group_id, _, sibling = rollout_id.partition("/")
         if int(sibling) < group_size:
             rewards[int(group_id)].append(reward)
-    settled = ledger.store.read("SELECT group_id, prompt_id FROM settled JOIN groups USING (group_id) ORDER BY number")
-    found = [(prompt_id, success_of(rewards[group_id], correct_reward=correct_reward)) for group_id, prompt_id in settled]
+    prompts = {group_id: prompt_id for group_id, prompt_id, *_ in ledger.store.rows("drawn")}
+    found = [(prompts[group_id], success_of(rewards[group_id], correct_reward=correct_reward)) for _, group_id, *_ in settled]
     return [(prompt_id, success) for prompt_id, success in found if success is not None]
 
 
 def commit_of(ledger: Ledger, step: int) -> str | None:
-    """The commit under which a step was sealed; None where it was not."""
-    found = ledger.store.read("SELECT seq FROM events WHERE kind = 'sealed' AND rollout_id IS NULL AND step = ?", step)
-    return f"{ledger.store.ledger_id}:{found[0][0]}" if found else None
+    """The commit under which a step was sealed; None where it was not, or where no checkpoint of it may be used any more."""
+    found = ledger.store.rows("steps", "step = ?", step)
+    return f"{ledger.store.ledger_id}:{found[0][-1]}" if found else None
 
 
-def is_saved(ledger: Ledger, version: int) -> bool:
-    """True where the ledger knows of a checkpoint of `version`."""
-    query = "SELECT 1 FROM events WHERE kind = 'saved' AND rollout_id IS NULL AND step = ? LIMIT 1"
-    return bool(ledger.store.read(query, version))
+def saved_versions(ledger: Ledger) -> list[int]:
+    """Versions of the checkpoints that the ledger counts on, in order; those that `checkpoint.keep` removed are not among them."""
+    return [version for version, _ in ledger.store.rows("saves", "TRUE ORDER BY version")]
+
+
+def first_kept_step(ledger: Ledger) -> int:
+    """The step from which on rows are kept: the oldest version that a trainer may start from."""
+    return ledger.recalled("oldest", 0)
 
 
 def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
     """Recorded trajectories, each with its group's prompt, in the order in which they were scored."""
-    query = f"SELECT group_id, prompt FROM groups WHERE group_id IN (SELECT group_id FROM samples WHERE {where})"
-    prompts = {group_id: _prompts.decode(body) for group_id, body in ledger.store.read(query)}
-    bodies = ledger.store.read(
-        f"SELECT group_id, scored FROM samples JOIN trajectories USING (rollout_id) WHERE {where} ORDER BY samples.rowid"
-    )
-    return tuple(_with_prompt(_trajectories.decode(body), prompts[group_id]) for group_id, body in bodies)
+    rows = ledger.store.rows
+    samples = [(name, group_id) for name, group_id, *_ in rows("samples", f"{where} ORDER BY rowid")]
+    prompts = {
+        group_id: _prompts.decode(prompt)
+        for group_id, prompt, *_ in rows("groups", f"group_id IN (SELECT group_id FROM samples WHERE {where})")
+    }
+    bodies = dict(rows("trajectories", f"rollout_id IN (SELECT rollout_id FROM samples WHERE {where})"))
+    return tuple(_with_prompt(_trajectories.decode(bodies[name]), prompts[group_id]) for name, group_id in samples)
 
 
 def _with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
@@ -240,20 +256,13 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
     """What is in flight and has no score."""
     scored = {rollout_id for (rollout_id,) in ledger.store.read("SELECT rollout_id FROM samples")}
     missing = {name: rollout for name, rollout in ledger.open_rollouts().items() if name not in scored}
-    attempts = (
-        "SELECT rollout_id, max(attempt), max(newest) FROM events WHERE kind = 'issued' AND rollout_id IS NOT NULL GROUP BY rollout_id"
-    )
-    issued = {name: (attempt, version) for name, attempt, version in ledger.store.read(attempts) if name in missing}
-    prompts = {
-        group_id: _prompts.decode(body)
-        for group_id, body in ledger.store.read("SELECT group_id, prompt FROM groups WHERE prompt IS NOT NULL")
-        if group_id in {rollout.group_id for rollout in missing.values()}
-    }
+    wanted = {rollout.group_id for rollout in missing.values()}
+    prompts = {group_id: _prompts.decode(prompt) for group_id, prompt, *_ in ledger.store.rows("groups") if group_id in wanted}
     groups: dict[int, list[Interrupted]] = collections.defaultdict(list)
     for name, rollout in missing.items():
-        attempt, version = issued.get(name, (-1, 0))
         sibling = int(name.partition("/")[2])
-        groups[rollout.group_id].append(Interrupted(rollout_id=name, sibling=sibling, attempt=attempt + 1, version=version))
+        again = Interrupted(rollout_id=name, sibling=sibling, attempt=rollout.attempt + 1, version=rollout.version)
+        groups[rollout.group_id].append(again)
     return tuple(
         InterruptedGroup(group_id=group_id, prompt=prompts[group_id], rollouts=tuple(rollouts))
         for group_id, rollouts in sorted(groups.items())
@@ -261,27 +270,7 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
 
 
 def _flags(ledger: Ledger) -> dict[tuple[str, int], Flag]:
-    in_flight = ledger.open_rollouts()
-    query = "SELECT rollout_id, attempt, place, reward, reason FROM events WHERE kind = 'flagged' AND rollout_id IS NOT NULL"
-    return {
-        (name, attempt): Flag(step=step, predicted=predicted, **msgspec.json.decode(reason))
-        for name, attempt, step, predicted, reason in ledger.store.read(query)
-        if name in in_flight
-    }
-
-
-def _deaths(ledger: Ledger) -> dict[str, dict[str, int]]:
-    query = "SELECT kind, peer, reason FROM events WHERE kind IN ('suspected', 'cleared') AND rollout_id IS NULL ORDER BY seq"
-    return count_deaths(ledger.store.read(query))
-
-
-def count_deaths(entries: Iterable[tuple[str, str, str]]) -> dict[str, dict[str, int]]:
-    """By role and prompt, from the entries (kind, peer, prompt) in their order."""
-    deaths: dict[str, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
-    for kind, peer, prompt in entries:
-        role = peer.partition("-")[0]
-        if kind == "suspected":
-            deaths[role][prompt] += 1
-        else:
-            deaths[role].pop(prompt, None)
-    return {role: dict(counts) for role, counts in deaths.items()}
+    """Of the last attempt of each rollout in flight: an earlier one is asked about no more."""
+    said = {name: rollout.flag for name, rollout in ledger.open_rollouts().items()}
+    fallen = {name: msgspec.json.decode(flag, type=tuple[int, Flag]) for name, flag in said.items() if flag is not None}
+    return {(name, attempt): flag for name, (attempt, flag) in fallen.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class Need(enum.StrEnum):
     """Per token log mu - log ref, for advantages with a KL in the reward; these are then made in the trainer, which has a reference."""
     REFERENCE_LOGPROBS = "reference_logprobs"
     """Reference or teacher log-probability per token, on the trainer's side."""
+    DIVERGENCE = "divergence"
+    """How far the policy's whole distribution is from a reference's or teacher's, per token, with gradient."""
     OLD_LOGPROBS = "old_logprobs"
     """Log-probabilities of the policy at the start of the step: one more forward pass of the trainer where it trains a step twice."""
     TOKEN_VERSIONS = "token_versions"
@@ -69,7 +71,7 @@ CRITICS = frozenset({Need.CRITIC, Need.IMPLICIT_PRM})
 """Kinds of a second model that is trained beside the policy; see the column `critic`."""
 TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP, Need.SQUARE_SUM}) | CRITICS
 """What the trainer computes where a method asks for it."""
-REFERENCE_OFFERS = frozenset({Need.REFERENCE_LOGPROBS, Need.TOKEN_KL})
+REFERENCE_OFFERS = frozenset({Need.REFERENCE_LOGPROBS, Need.TOKEN_KL, Need.DIVERGENCE})
 """What it computes where it is given a reference or teacher model, too."""
 ORCHESTRATOR_KNOWS = frozenset(
     {Need.COMPONENTS, Need.GREEDY_REWARD, Need.STEP_SCORES, Need.ANCHORS, Need.ROLES, Need.SUBGROUPS, Need.PREDICTIONS}
@@ -85,6 +87,7 @@ COSTS: dict[Need, str] = {
     Need.CRITIC: "a second model of the policy's size, with gradients and optimizer state, and two more passes of every row",
     Need.IMPLICIT_PRM: "likewise",
     Need.REFERENCE_LOGPROBS: "a third model, frozen (reference.path), and one more forward pass of every row",
+    Need.DIVERGENCE: "the same model's hidden state of every trained token, and four more passes through output embeddings",
     Need.TOKEN_KL: "the same model; advantages are then made in the trainer",
 }
 """What a supplied need costs the run."""
@@ -154,6 +157,15 @@ class RuleSpec:
     """An advantage rule that stays unbiased where siblings were stopped early by a coin, and the others weigh more."""
     reads_advantages: bool = True
     """False for an objective that brings its own signal."""
+    is_own: bool = False
+    """It is a function of the user's, see `own`: its options are bound by nothing but their kind."""
+    is_linear: bool = False
+    """An objective that is linear in the advantage, so that an expectation over advantages passes through it."""
+
+    @property
+    def compares_proximal(self) -> bool:
+        """Whether the rule measures how far pi is from the proximal policy, and does nothing where the two are one."""
+        return "recomputed" in self.proximal and "current" not in self.proximal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,15 +237,18 @@ class Method:
         values["needs"] = frozenset(Need(need) for need in values["needs"])
         return cls(**values)
 
-    def describe(self) -> str:
-        """Every column on a line of its own, for the log of a run: what is in force is never left to be guessed."""
+    def describe(self, *, inert: Sequence[str] = ()) -> str:
+        """Every column on a line of its own, for the log of a run: what is in force is never left to be guessed.
+
+        `inert` says what of it cannot act in the run at hand, see `inert.inert_parts`.
+        """
         lines = [f"method       {self.name}: {self.formula}  [{self.source}]"]
         for column in (*RULE_COLUMNS, *TUPLE_COLUMNS):
             value = getattr(self, column)
             lines.append(f"{column:<12} {' -> '.join(map(str, value)) or 'none' if isinstance(value, tuple) else value}")
         lines.append(f"{'aggregation':<12} {self.aggregation.value}")
         lines.append(f"{'needs':<12} {', '.join(sorted(self.needs)) or 'nothing beyond every run'}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *inert])
 
 
 RULE_COLUMNS = ("group_filter", "advantage", "batch", "objective", "proximal", "weight", "kl", "critic")

@@ -55,6 +55,12 @@ BATCH: dict[str, RuleSpec] = {
         needs=frozenset({Need.WHOLE_BATCH}),
         level="sequence",
     ),
+    "std_of_rewards": RuleSpec(
+        formula="A / (std of the rewards of the step + eps)",
+        source="TRL scale_rewards='batch', with advantage dr_grpo",
+        options={"eps": 1e-4, "ddof": 1},
+        needs=frozenset({Need.WHOLE_BATCH}),
+    ),
     "gpg_alpha": RuleSpec(
         formula="A * groups / groups with a nonzero advantage", source="GPG arXiv:2504.02546", needs=frozenset({Need.WHOLE_BATCH})
     ),
@@ -94,7 +100,11 @@ ADVANTAGE: dict[str, RuleSpec] = {
         needs=frozenset({Need.COMPONENTS}),
         min_group=2,
     ),
-    "passk": RuleSpec(formula="best sibling: R_max - R_second; the others 0", source="verl grpo_passk", min_group=2),
+    "passk": RuleSpec(
+        formula="best sibling: R_max - R_second; the others 0",
+        source="verl grpo_passk, which also divides by the group's std unless norm_adv_by_std_in_grpo is false",
+        min_group=2,
+    ),
     "maxrl": RuleSpec(
         formula="(R - mean_g) / (mean_g + eps), R >= 0",
         source="prime-rl max_rl; eps as for grpo",
@@ -156,7 +166,7 @@ ADVANTAGE: dict[str, RuleSpec] = {
     ),
     "gigpo": RuleSpec(
         formula="(R - mean_g)/(std_g + eps) + weight * the same over R discounted by the turns to come, from equal anchor states",
-        source="GiGPO arXiv:2505.10978; constants as its code",
+        source="GiGPO arXiv:2505.10978, constants as its code, whose default mode divides by no std: divide_by_std = false",
         options={"weight": 1.0, "gamma": 0.95, "divide_by_std": True, **_STD},
         needs=frozenset({Need.ANCHORS}),
         min_group=2,
@@ -191,7 +201,8 @@ ADVANTAGE: dict[str, RuleSpec] = {
     ),
     "otb": RuleSpec(
         formula="R - sum_i R W / sum_i W per position, W_t = sum_{j<=t} w_j^2 (1 - 2 pi_j + sum_v pi_v^2), w the row's weight",
-        source="verl optimal_token_baseline",
+        source="verl optimal_token_baseline with handle_zero_tail=False; its default True is handle_zero_tail here",
+        options={"handle_zero_tail": False},
         needs=frozenset({Need.SQUARE_SUM, Need.OLD_LOGPROBS, Need.WHOLE_STEP}),
         min_group=2,
         on_trainer=True,

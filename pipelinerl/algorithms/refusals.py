@@ -6,11 +6,12 @@ problem at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pipelinerl.algorithms.controllers import MAX_ERROR, controlled_entropy, controlled_kl
 from pipelinerl.algorithms.method import CRITICS, ORCHESTRATOR_KNOWS, Aggregation, Method, Need, Option, Rule
-from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
+from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, spec_of, specs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +21,20 @@ class RunFacts:
     group_size: int
     offers: frozenset[Need]
     """What wire, scorers and trainer supply."""
-    max_staleness: int | None
+    samples_per_step: int | None = None
+    """Sequences of one step; None where that is not known."""
+    max_staleness: int | None = None
     """K of the run; None where none bounds it."""
-    updates_per_batch: int
-    stops_early: bool
+    updates_per_batch: int = 1
+    stops_early: bool = False
     """Rollouts may be stopped early, by a coin."""
-    compares_siblings: bool
+    compares_siblings: bool = False
     """A reward function compares the rollouts of a group."""
-    truncated_sampling: bool
+    truncated_sampling: bool = False
     """top-p or top-k is on."""
-    replays_kept_tokens: bool
+    replays_kept_tokens: bool = False
     """The trainer restricts its softmax to the tokens that sampling kept."""
-    processed_logprobs: bool
+    processed_logprobs: bool = True
     """Engine log-probabilities are of the distribution sampled from, temperature included."""
 
 
@@ -50,6 +53,8 @@ _HOW_TO_OFFER: dict[Need, str] = {
     Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",
     Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
     Need.REFERENCE_LOGPROBS: "set reference.path, to model.path for the policy the run starts from or to a teacher's folder, or kl to none",
+    Need.DIVERGENCE: "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output"
+    " embeddings; or choose opd, or kl k3, which read the sampled tokens alone",
     Need.OLD_LOGPROBS: "let the trainer run a forward pass before each step, or set proximal to current or engine",
     Need.TOKEN_VERSIONS: "use an engine that tags every token with its version",
     Need.ENTROPY: "let the trainer compute entropies",
@@ -61,6 +66,8 @@ _HOW_TO_OFFER: dict[Need, str] = {
 }
 
 
+_WAYS_OUT = " Set proximal to engine and weight to none, or, to keep the weight, objective to gpg, which has no trust region."
+
 _JUDGED = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process rewards"}
 
 
@@ -71,10 +78,13 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _missing_needs,
         _small_group,
         _wrong_proximal,
+        _first_pass_only,
         _unordered_masks,
+        _normalized,
         _aggregation,
         _unread,
         _unlike,
+        _controlled,
         _bounds,
         _made_in_trainer,
         _withheld,
@@ -83,6 +93,11 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _sampling,
     )
     return [problem for check in checks for problem in check(method, run)]
+
+
+def needs_several_passes(method: Method) -> bool:
+    """Whether the method compares the policy with itself, until a second pass over the same step."""
+    return method.proximal.name == "recomputed" and any(spec.compares_proximal for _, _, spec in specs_of(method))
 
 
 def _unstated_options(method: Method, run: RunFacts) -> Iterator[str]:
@@ -122,14 +137,26 @@ def _wrong_proximal(method: Method, run: RunFacts) -> Iterator[str]:
                 " Set weight to none, or use another proximal policy."
             )
         elif proximal == "current":
-            yield f"{column} {rule.name} compares pi with the proximal policy, and 'current' makes them equal: {expected}."
+            yield (
+                f"{column} {rule.name} compares pi with the proximal policy, and 'current' makes them equal: it would never act;"
+                f" {expected}."
+                f"{_WAYS_OUT if column == 'objective' else ''}"
+            )
         else:
             yield f"{column} {rule.name} is defined against another proximal policy: {expected}."
-    if proximal == "current" and run.updates_per_batch > 1:
-        yield (
-            f"proximal 'current' is exact for one update per batch only: got {run.updates_per_batch} updates per batch."
-            " Use recomputed, engine or loglinear."
-        )
+
+
+def _first_pass_only(method: Method, run: RunFacts) -> Iterator[str]:
+    """The policy at the start of a step is the one being trained until its first update, so in a single pass nothing has moved."""
+    if method.proximal.name != "recomputed" or run.updates_per_batch > 1:
+        return
+    for column, rule, spec in specs_of(method):
+        if spec.compares_proximal:
+            yield (
+                f"{column} {rule.name} compares pi with the policy at the start of the step, and in a single pass over a step the two are"
+                " one: it would never act. Set trainer.passes to 2 or more, or algorithm.overrides.proximal to 'engine' (weight none) or"
+                " 'loglinear'."
+            )
 
 
 def _unordered_masks(method: Method, run: RunFacts) -> Iterator[str]:
@@ -138,6 +165,14 @@ def _unordered_masks(method: Method, run: RunFacts) -> Iterator[str]:
         yield (
             f"weight {method.weight.name} multiplies over a sequence and a token mask removes tokens of it: got no order, expected"
             " algorithm.mask_order = 'before_weight' (removed tokens leave the product) or 'after_weight' (they stay in it)."
+        )
+
+
+def _normalized(method: Method, run: RunFacts) -> Iterator[str]:
+    if method.weight.options.get("batch_normalize") and method.masks and method.mask_order == "before_weight":
+        yield (
+            f"weight {method.weight.name} with batch_normalize is divided by the mean of all weights of the step: got mask_order"
+            " 'before_weight', expected 'after_weight' (masks then reject what was weighed)."
         )
 
 
@@ -156,6 +191,8 @@ def _unread(method: Method, run: RunFacts) -> Iterator[str]:
         yield f"objective {objective} multiplies advantages, and advantage none makes them 0: nothing would train. Choose an advantage."
     if not specs["objective"].reads_advantages and advantage != "none":
         yield f"objective {objective} brings its own signal: got advantage {advantage!r}, which it would not read, expected none."
+    if Need.DIVERGENCE in specs["objective"].needs and Need.DIVERGENCE in specs["kl"].needs:
+        yield f"objective {objective} and kl {method.kl.name} are both the divergence from one teacher. Set kl to none."
     reads, trains = specs["advantage"].needs & CRITICS, specs["critic"].needs & CRITICS
     for need in reads - trains:
         wanted = next(name for name, spec in COLUMNS["critic"].items() if need in spec.needs)
@@ -177,6 +214,34 @@ def _unlike(method: Method, run: RunFacts) -> Iterator[str]:
     if method.advantage.name == "maxrl" and method.shaping:
         names = ", ".join(rule.name for rule in method.shaping)
         yield f"advantage maxrl divides by the mean reward, which shaping can push below 0: got {names}, expected none. Choose dr_grpo."
+
+
+def _controlled(method: Method, run: RunFacts) -> Iterator[str]:
+    """Coefficients that follow a measurement, where two laws would move them, or one would move them out of their range."""
+    kl, entropy = controlled_kl(method), controlled_entropy(method)
+    for column, rule in (("kl", kl), ("auxiliary", entropy)):
+        if rule is not None and rule.options.get("fade_steps"):
+            yield (
+                f"{column} {rule.name}: fade_steps moves its coefficient on a line, and target has it follow a measurement: got both,"
+                " expected one of them. Set the other to 0."
+            )
+    if kl is not None and run.samples_per_step is not None:
+        least, horizon = MAX_ERROR * run.samples_per_step, kl.options["horizon"]
+        if _is_number(horizon) and float(horizon) <= least:  # pyright: ignore[reportArgumentType]
+            yield (
+                f"kl {kl.name}: one step of {run.samples_per_step} sequences could take all of beta away: got horizon {horizon}, expected"
+                f" more than {least:g}. The usual value is 10000."
+            )
+    if entropy is not None and not _in_order([entropy.options[name] for name in ("min_coef", "coef", "max_coef")]):
+        yield (
+            f"auxiliary {entropy.name}: got coef {entropy.options['coef']}, expected one from min_coef {entropy.options['min_coef']} to"
+            f" max_coef {entropy.options['max_coef']}, within which it follows the entropy."
+        )
+
+
+def _in_order(values: Sequence[Option]) -> bool:
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return len(numbers) < len(values) or numbers == sorted(numbers)
 
 
 def _bounds(method: Method, run: RunFacts) -> Iterator[str]:
@@ -202,7 +267,7 @@ def _withheld(method: Method, run: RunFacts) -> Iterator[str]:
     bound = method.withhold_bound
     if bound is not None and run.max_staleness is not None and bound > run.max_staleness:
         yield (
-            f"masks version_withhold would let tokens train that are {bound} versions old, and pipeline.max_staleness is"
+            f"masks version_withhold would let tokens train that are {bound} versions old, and the run's staleness bound is"
             f" {run.max_staleness}: got bound {bound}, expected at most {run.max_staleness}."
         )
 
@@ -221,6 +286,13 @@ def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
             yield f"prm.stop.below stops siblings early, and {column} {rule.name} would judge by the others only. Set {column} to none."
     if Need.WHOLE_STEP in method.needs:
         yield "prm.stop.below stops rollouts early, and this method measures whole steps, by those that were not stopped. Choose another."
+    objective, advantage = spec_of("objective", method.objective.name), spec_of("advantage", method.advantage.name)
+    if not objective.is_linear and objective.reads_advantages and Need.PREDICTIONS in advantage.needs:
+        yield (
+            f"prm.stop.below stops rollouts early: the expectation of advantage {method.advantage.name} over the coins is what stays, and"
+            f" objective {method.objective.name} is not linear in it: the estimate would be biased."
+            " Set objective to gpg, proximal to current."
+        )
     if method.aggregation is Aggregation.TOKEN_MEAN:
         yield (
             "prm.stop.below stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"

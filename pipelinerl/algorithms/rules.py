@@ -1,5 +1,7 @@
 """All rules by column: look one up, fill in its options, derive what a method needs.
 
+`spec_of` is the one place where a rule's name is looked up: in the tables, or, for `path:name`, in a file of the user's (`own`).
+
 An override of a column is a rule's name ("rloo"), or a table of options ({"cap": 4}), which changes options of the rule the row
 already has, or both ({"name": "icepop", "high": 4}). Columns that hold several rules take a list of these.
 """
@@ -7,14 +9,15 @@ already has, or both ({"name": "icepop", "high": 4}). Columns that hold several 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipelinerl.algorithms import orchestrator_rules, trainer_rules
 from pipelinerl.algorithms.method import MASK_ORDERS, RULE_COLUMNS, TUPLE_COLUMNS, Aggregation, Method, Need, Option, Rule, RuleSpec
+from pipelinerl.algorithms.own import is_own, spec_of_own
 from pipelinerl.errors import ConfigError
+from pipelinerl.plugin import nearest
 
 COLUMNS: dict[str, dict[str, RuleSpec]] = {
     "shaping": orchestrator_rules.SHAPING,
@@ -36,15 +39,18 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "clip_low": (0.0, 1.0),
     "clip_high": (0.0, math.inf),
     "cap": (1.0, math.inf),
+    "floor": (0.0, 1.0),
     "low": (0.0, math.inf),
     "high": (0.0, math.inf),
     "gamma": (0.0, 1.0),
     "lam": (0.0, 1.0),
     "decay": (0.0, 1.0),
     "fraction": (0.0, 1.0),
+    "mix": (0.0, 1.0),
     "ddof": (0, 1),
     "prox_lag": (0, math.inf),
     "fade_steps": (0, math.inf),
+    "horizon": (1, math.inf),
     "bound": (0, math.inf),
     "refill": (1, math.inf),
     "max_tokens": (1, math.inf),
@@ -53,14 +59,24 @@ _LIMITS: dict[str, tuple[float, float]] = {
 """Closed ranges by option name; options not listed must only be finite and not negative."""
 
 
+def spec_of(column: str, name: str) -> RuleSpec:
+    """What is known of a column's rule. Raises `ConfigError` for a name that is in no table, with the nearest, and as `spec_of_own`."""
+    if is_own(name):
+        return spec_of_own(column, name)
+    table = COLUMNS[column]
+    if name not in table:
+        raise ConfigError(f"algorithm.{column}: no rule named {name!r}{nearest(name, table)}. Rules: {', '.join(table)}.")
+    return table[name]
+
+
 def specs_of(method: Method) -> Iterable[tuple[str, Rule, RuleSpec]]:
     """Every rule of a method with its column and its spec."""
     for column in RULE_COLUMNS:
         rule = getattr(method, column)
-        yield column, rule, COLUMNS[column][rule.name]
+        yield column, rule, spec_of(column, rule.name)
     for column in TUPLE_COLUMNS:
         for rule in getattr(method, column):
-            yield column, rule, COLUMNS[column][rule.name]
+            yield column, rule, spec_of(column, rule.name)
 
 
 def needs_of(method: Method) -> frozenset[Need]:
@@ -69,14 +85,14 @@ def needs_of(method: Method) -> frozenset[Need]:
     for _, rule, spec in specs_of(method):
         needs |= spec.needs
         needs |= {need for option, need in spec.needs_if.items() if rule.options[option]}
-    if COLUMNS["advantage"][method.advantage.name].on_trainer or Need.TOKEN_KL in needs:  # see `makes_advantages_in_trainer`
+    if spec_of("advantage", method.advantage.name).on_trainer or Need.TOKEN_KL in needs:  # see `makes_advantages_in_trainer`
         needs = needs - {Need.WHOLE_BATCH} | {Need.WHOLE_STEP}
     return frozenset(needs)
 
 
 def makes_advantages_in_trainer(method: Method) -> bool:
     """Whether advantages, and the rule over the whole step after them, are made in the trainer: the orchestrator then sends zeros."""
-    return COLUMNS["advantage"][method.advantage.name].on_trainer or Need.TOKEN_KL in method.needs
+    return spec_of("advantage", method.advantage.name).on_trainer or Need.TOKEN_KL in method.needs
 
 
 def with_columns(method: Method, columns: Mapping[str, Any]) -> Method:
@@ -106,10 +122,7 @@ def rule_from(column: str, override: Any, *, current: Rule | None = None) -> Rul
     if options is None:
         raise ConfigError(f"algorithm.{column}: got {override!r}, expected a rule's name or a table of options.")
     name = options.pop("name", current.name if current else None)
-    table = COLUMNS[column]
-    if name not in table:
-        raise ConfigError(f"algorithm.{column}: no rule named {name!r}{nearest(str(name), table)}. Rules: {', '.join(table)}.")
-    spec = table[name]
+    spec = spec_of(column, str(name))
     filled: dict[str, Option] = dict(spec.options)
     if current is not None and current.name == name:
         filled |= current.options
@@ -118,13 +131,7 @@ def rule_from(column: str, override: Any, *, current: Rule | None = None) -> Rul
             has = ", ".join(spec.options) or "none"
             raise ConfigError(f"algorithm.{column}: {name} has no option {option!r}{nearest(option, spec.options)}. Options: {has}.")
         filled[option] = _checked(f"algorithm.{column}.{option}", option, value, spec)
-    return Rule(name=name, options=filled)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)`, or nothing where no known word is near."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    return Rule(name=str(name), options=filled)
 
 
 def _word(column: str, override: Any) -> str:
@@ -144,9 +151,11 @@ def _checked(path: str, option: str, value: Any, spec: RuleSpec) -> Option:
         if isinstance(default, bool) and isinstance(value, bool):
             return value
         raise ConfigError(f"{path}: got {value!r}, expected {'true or false' if isinstance(default, bool) else 'a number'}.")
+    if spec.is_own and isinstance(default, str) and isinstance(value, str):
+        return value
     if not isinstance(value, int | float):
-        raise ConfigError(f"{path}: got {value!r}, expected a number.")
-    low, high = _LIMITS.get(option, (0.0, math.inf))
+        raise ConfigError(f"{path}: got {value!r}, expected {'a text' if isinstance(default, str) else 'a number'}.")
+    low, high = (-math.inf, math.inf) if spec.is_own else _LIMITS.get(option, (0.0, math.inf))
     if not math.isfinite(value) or not low <= value <= high:
         raise ConfigError(f"{path}: got {value!r}, expected a finite number from {low:g} to {high:g}.")
     if isinstance(default, int) and not isinstance(value, int):

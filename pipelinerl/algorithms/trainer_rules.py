@@ -16,31 +16,40 @@ _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 _WHOLE = frozenset({Need.WHOLE_STEP, Need.OLD_LOGPROBS})
 """Rules that compare all tokens of a step before its first backward pass."""
 
+_DIVERGES = "mix KL(ref || m) + (1 - mix) KL(pi || m), m = mix ref + (1 - mix) pi; at mix 0 KL(ref || pi), at 1 KL(pi || ref)"
+_WHOLE_DISTRIBUTION = frozenset({Need.REFERENCE_LOGPROBS, Need.DIVERGENCE})
+
 OBJECTIVE: dict[str, RuleSpec] = {
     "clip": RuleSpec(
         formula="-min(r A, clip(r, 1-d_l, 1+d_h) A); where A<0 and dual_clip>0 at most -dual_clip A",
         source="PPO arXiv:1707.06347, widths as verl clip_ratio; dual clip arXiv:1912.09729",
         options={**_CLIP, "dual_clip": 0.0},
+        proximal=_MOVED,
     ),
     "gspo": RuleSpec(
         formula="clip on s_t = sg[exp(mean_t log r)] pi_t / sg[pi_t]",
         source="GSPO arXiv:2507.18071",
         options={"clip_low": 3e-4, "clip_high": 4e-4},
+        proximal=_MOVED,
     ),
     "cispo": RuleSpec(
         formula="-sg[clip(r, 1-d_l, 1+d_h)] A log pi",
         source="MiniMax-M1 arXiv:2506.13585; upper bound 5 as ScaleRL arXiv:2510.13786, no lower bound",
         options={"clip_low": 1.0, "clip_high": 4.0},
+        proximal=_MOVED,
+        is_linear=True,
     ),
     "sapo": RuleSpec(
         formula="-(4/tau) sigmoid(tau (r-1)) A, tau by the sign of A",
         source="SAPO arXiv:2511.20347",
         options={"tau_positive": 1.0, "tau_negative": 1.05},
+        proximal=_MOVED,
     ),
     "gmpo": RuleSpec(
         formula="-exp(mean_t clamp(log r)) A, the side clamped picked by the sign of A",
         source="GMPO arXiv:2507.20673 section 4, as TRL quotes it",
         options={"clip_low": 0.4, "clip_high": 0.4},
+        proximal=_MOVED,
     ),
     "dppo_tv": RuleSpec(
         formula="-sg[min(r, cap)] A log pi while pi - mu <= d_h (A>0), >= -d_l (A<0)",
@@ -65,6 +74,7 @@ OBJECTIVE: dict[str, RuleSpec] = {
         source="prime-rl ipo",
         options={"threshold": None, "adv_tau": 1.0},
         proximal=_TWO_POLICY,
+        is_linear=True,
     ),
     "opd": RuleSpec(
         formula="-keep sg[log ref - log pi] r, keep = pi - mu >= -threshold",
@@ -74,40 +84,74 @@ OBJECTIVE: dict[str, RuleSpec] = {
         proximal=_TWO_POLICY,
         reads_advantages=False,
     ),
+    "gkd": RuleSpec(
+        formula=f"{_DIVERGES}, over all words",
+        source="GKD arXiv:2306.13649 equation 1, on the policy's own answers; mix its beta, as TRL generalized_jsd_loss",
+        options={"mix": 0.5},
+        needs=_WHOLE_DISTRIBUTION,
+        reads_advantages=False,
+    ),
     "topr": RuleSpec(
         formula="A>0: -A log pi; else -sg[min(prod_t r, cap)] A log pi",
         source="TOPR arXiv:2503.14286, trajectory ratio; good and bad by the sign of A",
         options={"cap": 1.0},
         proximal=_TWO_POLICY,
     ),
-    "topr_token": RuleSpec(formula="as topr with the ratio of the token", source="ROLL", options={"cap": 1.0}, proximal=_TWO_POLICY),
-    "kimi": RuleSpec(formula="-A log pi + tau/2 (log r)^2", source="Kimi k1.5 arXiv:2501.12599", options={"tau": None}, proximal=_MOVED),
-    "dro": RuleSpec(formula="-(A log pi - beta/2 (log r)^2)", source="verl dro", options={"beta": None}, proximal=_MOVED),
-    "gpg": RuleSpec(formula="-A log pi", source="GPG arXiv:2504.02546"),
+    "topr_token": RuleSpec(
+        formula="as topr with the ratio of the token",
+        source="ROLL, which tells good from bad by the score, here by the sign of A",
+        options={"cap": 1.0},
+        proximal=_TWO_POLICY,
+    ),
+    "vespo": RuleSpec(
+        formula="-sg[phi(w)] A log pi, phi(w) = e^lambda w^k e^(-lambda w), w = prod_t r; k and lambda by the sign of A",
+        source="VESPO arXiv:2602.10693, constants as TRL vespo_k_pos, vespo_lambda_pos, ...",
+        options={"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
+        proximal=_MOVED,
+    ),
+    "kimi": RuleSpec(
+        formula="-A log pi + tau/2 (log r)^2",
+        source="Kimi k1.5 arXiv:2501.12599",
+        options={"tau": None},
+        proximal=_MOVED,
+        is_linear=True,
+    ),
+    "dro": RuleSpec(formula="-(A log pi - beta/2 (log r)^2)", source="verl dro", options={"beta": None}, proximal=_MOVED, is_linear=True),
+    "gpg": RuleSpec(formula="-A log pi: the policy gradient, without a trust region", source="GPG arXiv:2504.02546", is_linear=True),
     "reinforce_is": RuleSpec(
         formula="-sg[min(r, cap)] A log pi",
         source="PipelineRL arXiv:2509.19128, its run's cap; its code suggests 1.02",
         options={"cap": 5.0},
         proximal=_TWO_POLICY,
+        is_linear=True,
     ),
     "clip_cov": RuleSpec(
         formula="clip, zeroed for a random part of the tokens with low < cov(A, log pi) < high",
-        source="arXiv:2505.22617; constants as verl clip_cov_ratio, _lb, _ub",
+        source="arXiv:2505.22617; constants as verl clip_cov_ratio, _lb, _ub, which passes over tokens the clip took",
         options={**_CLIP, "fraction": 2e-4, "low": 1.0, "high": 5.0},
         needs=_WHOLE,
+        proximal=_MOVED,
     ),
     "kl_cov": RuleSpec(
         formula="-r A, + beta |log r| on the tokens of largest cov(A, log pi)",
         source="arXiv:2505.22617; constants as verl kl_cov_ratio, ppo_kl_coef",
         options={"fraction": 2e-4, "beta": 0.1},
         needs=_WHOLE,
+        proximal=_MOVED,
     ),
 }
 
 PROXIMAL: dict[str, RuleSpec] = {
-    "current": RuleSpec(formula="sg[pi]: exact while every batch is trained in one update, and free", source="this project"),
-    "recomputed": RuleSpec(formula="a forward pass at the start of the step", source="verl", needs=frozenset({Need.OLD_LOGPROBS})),
-    "engine": RuleSpec(formula="mu itself (two policies; no importance weight)", source="verl bypass mode"),
+    "current": RuleSpec(formula="sg[pi]: for objectives that clip nothing; weights and masks see pi / mu", source="this project"),
+    "recomputed": RuleSpec(
+        formula="the policy at the start of the step; with one pass over a step that is pi itself",
+        source="verl; AReaL arXiv:2505.24298",
+        needs=frozenset({Need.OLD_LOGPROBS}),
+    ),
+    "engine": RuleSpec(
+        formula="mu itself: the ratio is pi / mu and carries the whole correction (two policies; no importance weight)",
+        source="verl bypass mode; TRL AsyncGRPO; prime-rl",
+    ),
     "loglinear": RuleSpec(
         formula="log mu + a (log pi - log mu), a = (v_prox - v_behave) / (v_theta - v_behave), v_prox = v_theta - prox_lag",
         source="AReaL prox_approx",
@@ -119,14 +163,39 @@ PROXIMAL: dict[str, RuleSpec] = {
 _THREE_POLICY = frozenset({"current", "recomputed", "loglinear"})
 """With prox = mu the ratio already carries the whole correction; a weight would count it twice."""
 
+_FLOOR = {"floor": 0.0}
+"""Least weight: tokens that the policy has all but given up keep so much of their gradient. 0, the default, bounds nothing."""
+
+_NORMALIZES = {"batch_normalize": False}
+"""Divide the weights by their mean over the step, so that it is 1: over all trained tokens, or, for weights of whole sequences, over these;
+of all rows and ranks, at the policy that the step begins with, before any mask (verl rollout_is_batch_normalize)."""
+_OVER_MEAN = "; with batch_normalize over its mean over the step (verl)"
+_WHOLE_STEP_IF = {"batch_normalize": Need.WHOLE_STEP}
+
 WEIGHT: dict[str, RuleSpec] = {
     "none": RuleSpec(formula="1"),
-    "tis_token": RuleSpec(formula="min(rho, cap)", source="verl, slime, OAT", options={"cap": 2.0}, proximal=_THREE_POLICY),
+    "tis_token": RuleSpec(
+        formula=f"min(rho, cap), at least floor{_OVER_MEAN}",
+        source="verl, slime (tis_clip_low), OAT",
+        options={"cap": 2.0, **_FLOOR, **_NORMALIZES},
+        needs_if=_WHOLE_STEP_IF,
+        proximal=_THREE_POLICY,
+    ),
     "tis_sequence": RuleSpec(
-        formula="min(prod_t rho, cap)", source="SkyRL, verl", options={"cap": 5.0}, level="sequence", proximal=_THREE_POLICY
+        formula=f"min(prod_t rho, cap), at least floor{_OVER_MEAN}",
+        source="SkyRL, verl",
+        options={"cap": 5.0, **_FLOOR, **_NORMALIZES},
+        level="sequence",
+        needs_if=_WHOLE_STEP_IF,
+        proximal=_THREE_POLICY,
     ),
     "tis_geometric": RuleSpec(
-        formula="min(exp(mean_t log rho), cap)", source="ROLL", options={"cap": 1.2}, level="sequence", proximal=_THREE_POLICY
+        formula=f"min(exp(mean_t log rho), cap), at least floor{_OVER_MEAN}",
+        source="ROLL",
+        options={"cap": 1.2, **_FLOOR, **_NORMALIZES},
+        level="sequence",
+        needs_if=_WHOLE_STEP_IF,
+        proximal=_THREE_POLICY,
     ),
     "tis_segment": RuleSpec(
         formula="min(exp(mean log rho over an unbroken run of trained tokens), cap)",
@@ -135,16 +204,27 @@ WEIGHT: dict[str, RuleSpec] = {
         level="sequence",
         proximal=_THREE_POLICY,
     ),
-    "mis_token": RuleSpec(formula="rho where rho <= cap, else 0", source="MIS; cap as TRL", options={"cap": 3.0}, proximal=_THREE_POLICY),
-    "mis_sequence": RuleSpec(
-        formula="prod_t rho where <= cap, else 0",
+    "mis_token": RuleSpec(
+        formula=f"rho where rho <= cap, else 0{_OVER_MEAN}",
         source="MIS; cap as TRL",
-        options={"cap": 3.0},
+        options={"cap": 3.0, **_NORMALIZES},
+        needs_if=_WHOLE_STEP_IF,
+        proximal=_THREE_POLICY,
+    ),
+    "mis_sequence": RuleSpec(
+        formula=f"prod_t rho where <= cap, else 0{_OVER_MEAN}",
+        source="MIS; cap as TRL",
+        options={"cap": 3.0, **_NORMALIZES},
         level="sequence",
+        needs_if=_WHOLE_STEP_IF,
         proximal=_THREE_POLICY,
     ),
     "icepop": RuleSpec(
-        formula="rho where low <= rho <= high, else 0", source="IcePop", options={"low": 0.5, "high": 5.0}, proximal=_THREE_POLICY
+        formula=f"rho where low <= rho <= high, else 0{_OVER_MEAN}",
+        source="IcePop",
+        options={"low": 0.5, "high": 5.0, **_NORMALIZES},
+        needs_if=_WHOLE_STEP_IF,
+        proximal=_THREE_POLICY,
     ),
 }
 
@@ -171,7 +251,10 @@ MASK: dict[str, RuleSpec] = {
         formula="keep sequence while low <= prod_t rho <= high", source="SkyRL", options={"low": 0.5, "high": 2.0}, level="sequence"
     ),
     "veto": RuleSpec(
-        formula="drop sequence when any rho < low", source="verl rollout_token_veto_threshold", options={"low": 1e-4}, level="sequence"
+        formula="drop sequence when any rho < low",
+        source="verl before 0.9, whose option rollout_token_veto_threshold 0.9.1 has no more",
+        options={"low": 1e-4},
+        level="sequence",
     ),
     "reject_token": RuleSpec(
         formula="keep low <= metric(rho) <= high; k1 is tested as rho itself",
@@ -204,6 +287,18 @@ MASK: dict[str, RuleSpec] = {
         options={"tau": 0.04},
         needs=_WHOLE,
     ),
+    "top_entropy": RuleSpec(
+        formula="keep the `fraction` of the step's tokens with the largest entropy",
+        source="80/20 rule arXiv:2506.01939; TRL top_entropy_quantile",
+        options={"fraction": 0.2},
+        needs=frozenset({Need.ENTROPY, Need.WHOLE_STEP}),
+    ),
+    "tv_gate": RuleSpec(
+        formula="keep sequence while mean_t |rho - 1| / 2 <= high, an estimate of TV(prox, mu)",
+        source="TRPO arXiv:1502.05477 bounds by TV; estimated from samples of mu",
+        options={"high": None},
+        level="sequence",
+    ),
     "overlong": RuleSpec(
         formula="drop sequences cut off at their longest length; the reward still counts in the baseline",
         source="DAPO arXiv:2503.14476 overlong filtering",
@@ -224,27 +319,66 @@ MASK: dict[str, RuleSpec] = {
 }
 
 _REFERENCE = frozenset({Need.REFERENCE_LOGPROBS})
+_CLAMP = {"clamp": 10.0}
+"""Largest k3 of a token; above it a token has no gradient. 10 is reached at d = 2.6; without it (0), one token at d = 10 outweighs 10^4."""
 _FADES = {"final": 0.0, "fade_steps": 0}
 """The coefficient moves in a straight line to `final`, which it has from step `fade_steps` on; with 0 steps it stays as it is."""
 
+_ADAPTS = {"target": 0.0, "horizon": 10_000}
+"""Above 0, `target` has beta follow the KL, its mean over sequences of the mean over their tokens by this very estimator, before beta: see
+`controllers`. Horizon and target as verl's kl_ctrl; a smaller horizon follows faster, and is refused where a step could turn beta over."""
+_FOLLOWS = "; with a target, beta follows the KL"
+_STEPS_TOWARDS = {"target": 0.0, "delta": 0.005, "min_coef": 0.0, "max_coef": 1.0}
+"""Above 0, `target` (nats per token) has coef follow the entropy, by TRL's constants. Without it, the others do nothing."""
+
 KL: dict[str, RuleSpec] = {
     "none": RuleSpec(formula="0"),
-    "k1": RuleSpec(formula="beta (log pi - log ref)", source="verl", options={"beta": None, **_FADES}, needs=_REFERENCE),
-    "k2": RuleSpec(formula="beta (log pi - log ref)^2 / 2", source="verl", options={"beta": None, **_FADES}, needs=_REFERENCE),
-    "k3": RuleSpec(
-        formula="beta (e^d - d - 1), d = log ref - log pi",
-        source="GRPO arXiv:2402.03300, beta as in its section 4.2; fading as PipelineRL final_kl_coef",
-        options={"beta": 0.04, **_FADES},
+    "k1": RuleSpec(
+        formula=f"beta (log pi - log ref){_FOLLOWS}",
+        source="verl; target as arXiv:1909.08593, verl",
+        options={"beta": None, **_FADES, **_ADAPTS},
         needs=_REFERENCE,
     ),
-    "k3_plus": RuleSpec(formula="value of k3, gradient of k2", source="verl", options={"beta": None, **_FADES}, needs=_REFERENCE),
+    "k2": RuleSpec(
+        formula=f"beta (log pi - log ref)^2 / 2{_FOLLOWS}",
+        source="verl; target as arXiv:1909.08593, verl",
+        options={"beta": None, **_FADES, **_ADAPTS},
+        needs=_REFERENCE,
+    ),
+    "k3": RuleSpec(
+        formula=f"beta min(e^d - d - 1, clamp), d = log ref - log pi, within +-20{_FOLLOWS}",
+        source="GRPO arXiv:2402.03300, beta as in its section 4.2; clamp as verl, OpenRLHF, SkyRL; fading as PipelineRL"
+        " final_kl_coef; target as arXiv:1909.08593, verl",
+        options={"beta": 0.04, **_CLAMP, **_FADES, **_ADAPTS},
+        needs=_REFERENCE,
+    ),
+    "k3_plus": RuleSpec(
+        formula=f"value of k3, clamped as k3, gradient of k2, which is not{_FOLLOWS}",
+        source="verl; target as arXiv:1909.08593, verl",
+        options={"beta": None, **_CLAMP, **_FADES, **_ADAPTS},
+        needs=_REFERENCE,
+    ),
+    "full": RuleSpec(
+        formula=f"beta ({_DIVERGES}), over all words: no estimate{_FOLLOWS}",
+        source="mix as GKD arXiv:2306.13649; target as arXiv:1909.08593, verl",
+        options={"beta": None, "mix": 1.0, **_FADES, **_ADAPTS},
+        needs=_WHOLE_DISTRIBUTION,
+    ),
     "unbiased": RuleSpec(
-        formula="beta r k3", source="slime; DeepSeek-V3.2 arXiv:2512.02556", options={"beta": None, **_FADES}, needs=_REFERENCE
+        formula=f"beta r k3, k3 clamped{_FOLLOWS}",
+        source="slime; DeepSeek-V3.2 arXiv:2512.02556; target as arXiv:1909.08593, verl",
+        options={"beta": None, **_CLAMP, **_FADES, **_ADAPTS},
+        needs=_REFERENCE,
     ),
 }
 
 AUXILIARY: dict[str, RuleSpec] = {
-    "entropy_bonus": RuleSpec(formula="- coef H", source="PipelineRL", options={"coef": None, **_FADES}, needs=frozenset({Need.ENTROPY})),
+    "entropy_bonus": RuleSpec(
+        formula="- coef H; with a target, coef follows the entropy, and acts while it is at most the target",
+        source="PipelineRL; target as Skywork-OR1 arXiv:2505.22312, TRL use_adaptive_entropy",
+        options={"coef": None, **_FADES, **_STEPS_TOWARDS},
+        needs=frozenset({Need.ENTROPY}),
+    ),
     "squared_log_ratio": RuleSpec(formula="+ tau (log pi - log mu)^2, over all tokens", source="prime-rl", options={"tau": 1e-3}),
     "positive_nll": RuleSpec(
         formula="+ coef mean NLL of the tokens of correct sequences",
@@ -261,6 +395,12 @@ CRITIC: dict[str, RuleSpec] = {
         formula="0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)",
         source="PPO arXiv:1707.06347; verl cliprange_value",
         options={"clip": 0.5},
+        needs=frozenset({Need.CRITIC}),
+    ),
+    "huber": RuleSpec(
+        formula="(V - G)^2 / 2 while |V - G| <= delta, else delta (|V - G| - delta / 2): an outlier pulls no harder than delta",
+        source="Huber 1964",
+        options={"delta": 1.0},
         needs=frozenset({Need.CRITIC}),
     ),
     "implicit_prm": RuleSpec(

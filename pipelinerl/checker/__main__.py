@@ -26,7 +26,10 @@ def main() -> None:
     right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if name != "admitted")
     print(f"{trial.num_entries:,} entries, {trial.num_lives} lives, {trial.num_done} steps, {trial.num_replayed} of them trained again")
     print(f"{counts['admitted']:,} admitted = {right}")
-    print(f"{num_checkpoints} checkpoints on disk, {len(trial.saved)} written, {len(trial.restarts)} starts of the trainer from one")
+    num_saved, num_discarded, num_starts = len(trial.saved), trial.num_discarded, len(trial.restarts)
+    print(
+        f"{num_checkpoints} checkpoints on disk, {num_saved} saved, {num_discarded} discarded, {num_starts} starts of the trainer from one"
+    )
     for problem in trial.problems[:MAX_SHOWN]:
         print(f"BROKEN: {problem}")
     if trial.problems:

@@ -1,4 +1,8 @@
-"""A run's history as plain values: the ledger's entries in order, and what the checkpoints say of themselves."""
+"""A run's history as plain values: the ledger's entries in order, and what the checkpoints say of themselves.
+
+Whether all of it is as it was written is told by the checksums beside every row and of every file, computed here once more. The one library
+beside Python's own is xxhash; the rule of what is hashed is repeated here.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,15 @@ import contextlib
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+SCHEMA = 3
+TABLES = ("drawn", "settled", "state", "counts", "in_flight", "groups", "samples", "trajectories", "steps", "saves", "evaluations")
+"""Beside `events`: in each the last column is a checksum of those before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +50,7 @@ class Checkpoint:
     name: str
     manifest: dict[str, Any]
     missing: tuple[str, ...]
-    """Files its manifest lists that are not there, or not of their size."""
+    """Files its manifest lists that are not there, or not as they were written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +59,8 @@ class History:
     entries: Iterator[Entry]
     checkpoints: tuple[Checkpoint, ...]
     """Oldest first."""
+    damage: list[str] = dataclasses.field(default_factory=list)
+    """Rows of the ledger that are not as they were written; complete once `entries` were read."""
 
 
 @contextlib.contextmanager
@@ -58,11 +70,37 @@ def open_history(run_folder: Path) -> Iterator[History]:
     if not path.is_file():
         raise FileNotFoundError(f"no ledger at {path}: name the folder of a run")
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        (schema,) = database.execute("PRAGMA user_version").fetchone()
+        if schema != SCHEMA:
+            raise ValueError(
+                f"{path} is of schema {schema}, this checker reads {SCHEMA}: "
+                + ("bring the run up to date with `pipelinerl migrate`" if schema < SCHEMA else "use the version that wrote it")
+            )
+        database.execute("BEGIN")  # all tables of one moment, also while the run goes on
         (ledger_id,) = database.execute("SELECT id FROM ledger").fetchone()
-        names = [field.name for field in dataclasses.fields(Entry)]
-        rows = database.execute(f"SELECT {', '.join(names)} FROM events ORDER BY seq")
-        entries = (Entry(**dict(zip(names, row, strict=True))) for row in rows)
-        yield History(ledger_id=ledger_id, entries=entries, checkpoints=_checkpoints(run_folder / "checkpoints"))
+        damage = [f"row {key!r} of {table} was damaged" for table in TABLES for key in _damaged(database, table)]
+        damage += [f"the ledger's file: {said}" for (said,) in database.execute("PRAGMA quick_check(9)") if said != "ok"]
+        checkpoints = _checkpoints(run_folder / "checkpoints")
+        yield History(ledger_id=ledger_id, entries=_entries(database, damage), checkpoints=checkpoints, damage=damage)
+
+
+def _entries(database: sqlite3.Connection, damage: list[str]) -> Iterator[Entry]:
+    names = [field.name for field in dataclasses.fields(Entry)]
+    for *row, said in database.execute(f"SELECT {', '.join(names)}, checksum FROM events ORDER BY seq"):
+        if said != checksum_of(row):
+            damage.append(f"entry {row[0]} was damaged")
+        yield Entry(**dict(zip(names, row, strict=True)))
+
+
+def _damaged(database: sqlite3.Connection, table: str) -> Iterator[Any]:
+    """The keys of rows that are not as they were written."""
+    return (row[0] for *row, said in database.execute(f"SELECT * FROM {table}") if said != checksum_of(row))
+
+
+def checksum_of(row: Iterable[Any]) -> int:
+    """XXH3-64 of the `repr` of a row as a tuple, bytes in it by their own XXH3-64; without its highest bit."""
+    plain = tuple(xxhash.xxh3_64_intdigest(value) if isinstance(value, bytes) else value for value in row)
+    return xxhash.xxh3_64_intdigest(repr(plain).encode()) & (1 << 63) - 1
 
 
 def _checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
@@ -71,12 +109,12 @@ def _checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
         if path.parent.suffix:  # a draft, or one being removed
             continue
         manifest = _read_manifest(path)
-        missing = [name for name, size in manifest["files"].items() if not _has_size(path.parent / name, size)]
+        missing = [name for name, file in manifest["files"].items() if not _is_as_written(path.parent / name, file)]
         found.append(Checkpoint(name=path.parent.name, manifest=manifest, missing=tuple(missing)))
     return tuple(found)
 
 
-_KINDS = {"version": int, "num_samples": int, "commit": str, "samples": str, "files": dict}
+_KINDS = {"schema": int, "checksum": str, "version": int, "num_samples": int, "commit": str, "samples": str, "files": dict}
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -85,6 +123,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         is_one = isinstance(manifest, dict) and all(isinstance(manifest.get(name), kind) for name, kind in _KINDS.items())
+        is_one = is_one and manifest["schema"] == SCHEMA and manifest["checksum"] == _checksum_of_manifest(manifest)
     except (ValueError, RecursionError):
         is_one = False
     if not is_one:
@@ -92,5 +131,16 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+def _checksum_of_manifest(manifest: dict[str, Any]) -> str:
+    content = {name: value for name, value in manifest.items() if name != "checksum"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _is_as_written(path: Path, file: dict[str, Any]) -> bool:
+    if not path.is_file() or path.stat().st_size != file["bytes"]:
+        return False
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as content:
+        while chunk := content.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest() == file["xxh3"]

@@ -15,8 +15,11 @@ exactly once   a sample is placed in one step, packed in one place of one row, a
                orchestrator goes on at a step it has not done
 staleness      no trained token is more than K versions older than the step that trains it, none is newer
 batches        a sealed step has its B groups, each whole, and the rows, samples and tokens its seal says
-checkpoints    name the commit under which their last step was sealed, and hold exactly the samples of the steps before them
-quarantine     a prompt that was there at two deaths is never asked for again
+checkpoints    name the commit under which their last step was sealed, and hold exactly the samples of the steps before them; one that is
+               discarded was the newest that was saved; what a run says when it ends is what its newest checkpoint holds
+bytes          are those that were written: every row of the ledger and every file of a checkpoint has its checksum
+quarantine     a prompt that was there at two deaths is never asked for again; a row of samples that was is trained no more, and its samples
+               fail: alone of those that were placed
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from pipelinerl.checker.history import Checkpoint, Entry, History
 
 ENDS = ("trained", "filtered", "stale", "failed", "cancelled")
 
+MAX_REFUSED = 3
+"""Answers to a rollout that cannot be true, after which it fails without another."""
+
 
 @dataclasses.dataclass(slots=True)
 class Rollout:
@@ -41,6 +47,8 @@ class Rollout:
     attempt: int = -1
     is_out: bool = False
     """Its attempt was issued, and neither lost nor scored."""
+    num_refused: int = 0
+    """Attempts whose answers could not be true."""
     is_generated: bool = False
     num_replied: int = 0
     """Turns that the environment has replied to."""
@@ -58,6 +66,8 @@ class Rollout:
     num_tokens: int = 0
     step: int | None = None
     is_packed: bool = False
+    row: int | None = None
+    """Of its step."""
     fate: str = ""
     reason: str = ""
 
@@ -75,7 +85,12 @@ class Step:
     num_tokens: int = 0
     groups: set[int] = dataclasses.field(default_factory=set)
     sealed_at: int | None = None
+    refused: set[int] = dataclasses.field(default_factory=set)
+    """Rows that killed the trainer twice."""
+    num_refused: int = 0
+    """Samples in them."""
     digest: int = 0
+    """Of the samples that are trained."""
 
 
 class Trial:
@@ -92,6 +107,8 @@ class Trial:
         self.num_adopted = 0
         self.restarts: list[int] = []
         self.saved: dict[int, str] = {}
+        """Commits of the checkpoints that were written and not discarded since, by version."""
+        self.num_discarded = 0
         self.has_ended = False
         self._ledger_id = ledger_id
         self._promises: dict[str, int] = {}
@@ -178,6 +195,7 @@ class Trial:
         self._demand(rollout.is_out and entry.attempt == rollout.attempt, entry, f"loses attempt {entry.attempt}, which is not out")
         self._demand(not rollout.is_generated, entry, "loses what was generated")
         rollout.is_out = False
+        rollout.num_refused += (entry.reason or "").startswith("refused: ")
 
     def _on_replied(self, entry: Entry, rollout: Rollout) -> None:
         num_turns = self._promises.get("max_turns") or 0
@@ -201,7 +219,8 @@ class Trial:
         rollout.flagged, rollout.is_stopped = entry.attempt, said["stops"]
 
     def _on_generated(self, entry: Entry, rollout: Rollout) -> None:
-        is_refused = entry.reason == "error" and _row(rollout.prompt_id) in self._quarantined
+        is_given_up = _row(rollout.prompt_id) in self._quarantined or rollout.num_refused >= MAX_REFUSED
+        is_refused = entry.reason == "error" and is_given_up and not rollout.is_out
         is_expected = rollout.is_out and entry.attempt == rollout.attempt and not rollout.is_generated
         self._demand(is_expected or is_refused, entry, f"answers attempt {entry.attempt}, which is not out")
         rollout.attempt, rollout.is_out, rollout.is_generated = entry.attempt or 0, True, True
@@ -265,7 +284,7 @@ class Trial:
             f"is not next with row {entry.row}, place {entry.place}",
         )
         step.rows[-1] += 1
-        rollout.is_packed = True
+        rollout.is_packed, rollout.row = True, entry.row
         step.num_packed += 1
         step.num_tokens += rollout.num_tokens
         step.digest += digest_of(entry.step, entry.rollout_id or "")
@@ -273,6 +292,7 @@ class Trial:
     def _on_trained(self, entry: Entry, rollout: Rollout) -> None:
         self._end(entry, rollout)
         step = self.steps[rollout.step if rollout.step is not None else -1]
+        self._demand(rollout.row not in step.refused, entry, f"is trained in row {rollout.row}, which killed the trainer twice")
         self._demand(rollout.is_packed and entry.step == rollout.step, entry, f"is trained in step {entry.step}, packed in {rollout.step}")
         self._demand(step.sealed_at is not None, entry, "is trained in a step without a seal")
         said = (entry.oldest, entry.newest, entry.num_tokens)
@@ -288,7 +308,9 @@ class Trial:
     def _on_not_trained(self, entry: Entry, rollout: Rollout) -> None:
         self._end(entry, rollout)
         self._demand(bool(entry.reason), entry, "ends without a reason")
-        self._demand(rollout.step is None or entry.kind == "cancelled", entry, f"is {entry.kind} after it was placed")
+        is_refused = rollout.step is not None and rollout.row in self.steps[rollout.step].refused
+        may_be_placed = entry.kind == "cancelled" or (entry.kind == "failed" and is_refused)
+        self._demand(rollout.step is None or may_be_placed, entry, f"is {entry.kind} after it was placed")
 
     def _on_filtered(self, entry: Entry, rollout: Rollout) -> None:
         self._on_not_trained(entry, rollout)
@@ -305,6 +327,10 @@ class Trial:
     def _on_failed(self, entry: Entry, rollout: Rollout) -> None:
         self._on_not_trained(entry, rollout)
         self._demand(not self._is_greedy(entry) or not rollout.has_reward, entry, "fails, is greedy, and has a reward")
+        if rollout.step is not None:
+            step = self.steps[rollout.step]
+            step.num_refused += 1
+            step.digest -= digest_of(rollout.step, entry.rollout_id or "")
 
     def _on_stale(self, entry: Entry, rollout: Rollout) -> None:
         self._on_not_trained(entry, rollout)
@@ -343,7 +369,8 @@ class Trial:
     def _on_done(self, entry: Entry) -> None:
         assert entry.step is not None
         self._demand(entry.step == self.num_done, entry, f"finishes step {entry.step}, expected {self.num_done}")
-        left = [name for name in self.steps[entry.step].placed if self.rollouts[name].fate != "trained"]
+        step = self.steps[entry.step]
+        left = [name for name in step.placed if self.rollouts[name].fate != "trained" and self.rollouts[name].row not in step.refused]
         self._demand(not left, entry, f"finishes step {entry.step} without {left[:3]}")
         self.num_done += 1
         self._next_done = entry.step + 1
@@ -375,6 +402,14 @@ class Trial:
         self._demand(entry.step <= self.num_done, entry, f"saves version {entry.step} after {self.num_done} steps")
         self.saved[entry.step] = entry.reason or ""
 
+    def _on_discarded(self, entry: Entry) -> None:
+        assert entry.step is not None
+        self._demand(entry.step in self.saved, entry, f"discards a checkpoint of version {entry.step}, which was not saved")
+        self._demand(entry.step == max(self.saved, default=None), entry, "discards a checkpoint that is not the newest")
+        self._demand(bool(entry.reason), entry, "does not say why a checkpoint is used no more")
+        self.saved.pop(entry.step, None)
+        self.num_discarded += 1
+
     def _on_unsaved(self, entry: Entry) -> None:
         self._demand(bool(entry.reason), entry, "does not say why a checkpoint was not written")
 
@@ -393,6 +428,9 @@ class Trial:
         role, row = (entry.peer or "").partition("-")[0], entry.reason or ""
         self._demand(self._deaths[role, row] == 2, entry, f"quarantines row {row} after {self._deaths[role, row]} deaths")
         self._quarantined[row] = entry.seq
+        if entry.step is not None and entry.row is not None:
+            self._demand(row == f"{entry.step}/{entry.row}" and entry.step >= self.num_done, entry, f"refuses row {entry.row} as {row}")
+            self.steps[entry.step].refused.add(entry.row)
 
     def _on_skipped(self, entry: Entry) -> None:
         self._demand(_row(entry.prompt_id or "") in self._quarantined, entry, "skips a prompt that is not quarantined")
@@ -415,9 +453,9 @@ class Trial:
         for checkpoint in checkpoints:
             version = checkpoint.manifest["version"]
             expected = sum(self.steps[step].digest for step in range(version)) % 2**64
-            num_samples = sum(self.steps[step].num_packed for step in range(version))
+            num_samples = sum(self.steps[step].num_packed - self.steps[step].num_refused for step in range(version))
             if checkpoint.missing:
-                self.problems.append(f"{checkpoint.name} lacks {', '.join(checkpoint.missing)}")
+                self.problems.append(f"{checkpoint.name} lacks {', '.join(checkpoint.missing)}, or not as written")
             if checkpoint.manifest["commit"] != self._commit_of(version):
                 self.problems.append(f"{checkpoint.name} names commit {checkpoint.manifest['commit']}, expected {self._commit_of(version)}")
             said, found = (checkpoint.manifest["num_samples"], checkpoint.manifest["samples"]), (num_samples, f"{expected:016x}")
@@ -428,6 +466,13 @@ class Trial:
         newest, on_disk = max(self.saved, default=0), max((one.manifest["version"] for one in checkpoints), default=0)
         if newest > on_disk:
             self.problems.append(f"the ledger knows a checkpoint of version {newest}, on disk is {on_disk or 'none'}")
+
+        if self.has_ended and on_disk > self.num_done:
+            newest_one, said = checkpoints[-1], self.counts()["trained"]
+            held = newest_one.manifest["num_samples"]
+            self.problems.append(
+                f"the run ended saying {said} trained in {self.num_done} steps, but {newest_one.name} holds {held}: resume it"
+            )
 
     def _commit_of(self, version: int) -> str | None:
         """What a checkpoint of `version` must name."""
@@ -445,6 +490,7 @@ def try_history(history: History, *, judge_checkpoints: bool = True) -> Trial:
     trial.play(history.entries)
     if judge_checkpoints:
         trial.judge(history.checkpoints)
+    trial.problems += history.damage
     return trial
 
 

@@ -9,13 +9,18 @@ One that was told to end while the others live on was told by an orchestrator th
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from pipelinerl.config import Config
+from pipelinerl.interface import device_of
 from pipelinerl.process import die_with_parent, last_words, read_config, record_failure
 from pipelinerl.restarts import REJOIN_AFTER_S, Restarts
 
@@ -31,7 +36,7 @@ def main() -> None:
     run_folder = arguments.run_folder
     with last_words(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
         config = read_config(run_folder)
-        set_environment(num_ranks=config.engine.num_ranks)
+        set_environment(num_ranks=config.engine.num_ranks, is_of_run=True)
         if config.engine.kind == "vllm":
             from pipelinerl.engine.vllm_engine import import_everything
 
@@ -46,10 +51,11 @@ def engines_of_part(part: str | None, *, count: int) -> range:
     return range(*bounds)
 
 
-def set_environment(*, num_ranks: int = 1) -> None:
+def set_environment(*, num_ranks: int = 1, is_of_run: bool = False) -> None:
     """What vLLM reads from the environment, set before it is imported; values the user has set stand.
 
-    `num_ranks` of one engine: on CPUs each has a core of its own, where there are as many.
+    `num_ranks` of one engine: on CPUs each has a core of its own, where there are as many. `is_of_run`: it takes policies, perhaps from
+    another machine by NCCL, whose interface is then known only once the orchestrator listens (`road_interface`).
     """
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -57,7 +63,14 @@ def set_environment(*, num_ranks: int = 1) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # One engine is on one machine: its ranks look for each other there alone, by sockets that nobody else may enter.
+        "GLOO_SOCKET_IFNAME": device_of("127.0.0.1"),
+        "VLLM_HOST_IP": "127.0.0.1",
     }
+    if not is_of_run:
+        settings["NCCL_SOCKET_IFNAME"] = settings["GLOO_SOCKET_IFNAME"]
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
+        settings["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = _private_folder()
     if not Path("/dev/nvidiactl").exists():
         settings |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -67,6 +80,15 @@ def set_environment(*, num_ranks: int = 1) -> None:
             settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[:num_ranks])) if len(cores) >= num_ranks else "nobind"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+@functools.cache
+def _private_folder() -> str:
+    """One of mode 0700 for the sockets of this process and its children, gone when it ends. A socket's path has 107 bytes at most."""
+    found = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="pipelinerl-", dir=found if len(found) < 50 else "/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 class _Parent:
@@ -149,6 +171,7 @@ def _how(code: int) -> str:
 
 def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: float | None) -> None:
     from pipelinerl.engine.server import serve
+    from pipelinerl.engine.stop_strings import finder_of
     from pipelinerl.messages import Starting, ToEngine
     from pipelinerl.metrics import Journal
     from pipelinerl.transport.zmq import ZmqLink
@@ -167,7 +190,10 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
     else:
         from pipelinerl.engine.vllm_engine import VllmEngine
         from pipelinerl.weights.adapters import choose_adapters
+        from pipelinerl.weights.road_interface import nccl_settings
 
+        deadline_s = config.engine.ready_deadline_s
+        os.environ |= nccl_settings(config.weights, run_folder, "engine", deadline_s=deadline_s, environment=os.environ)
         adapters, choices = choose_adapters(
             config.lora, config.weights, max_staleness=config.pipeline.max_staleness, is_pipelined=config.engine.num_stages > 1
         )
@@ -182,7 +208,8 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
             choices=choices,
         )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
-    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"))
+    finder = finder_of(config.model.path) if config.rollout.stop else None
+    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"), finder=finder)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipelinerl.engine.base import Chunk, Engine
+from pipelinerl.engine.stop_strings import Finder, StopStrings
 from pipelinerl.errors import EngineError, PipelineError, WireError
 from pipelinerl.messages import (
     Adopt,
@@ -61,6 +62,8 @@ class _Running:
     """Tokens there were each time its KV cache was computed anew."""
     num_told: int = 0
     """Tokens told of by `Tokens`."""
+    stop_strings: StopStrings | None
+    """Where the request names texts that end it."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +93,16 @@ class _Staging:
 class EngineLoop:
     """An engine's requests and its version. `handle` takes a message, `advance` runs one forward pass; both append to `outbox`."""
 
-    def __init__(self, engine: Engine, *, engine_id: int, stager: Stager, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        engine_id: int,
+        stager: Stager,
+        finder: Finder | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Without a `finder`, requests with stop strings are refused."""
         self.version = 0
         self.lineage = 0
         self.outbox: list[Message] = []
@@ -99,6 +111,7 @@ class EngineLoop:
         self._engine_id = engine_id
         self._stager = stager
         self._clock = clock
+        self._finder = finder
         self._running: dict[str, _Running] = {}
         self._orphans: set[str] = set()
         """Running sequences of an orchestrator that is gone; the one after it has not said yet which it wants."""
@@ -212,9 +225,17 @@ class EngineLoop:
             self._engine.cancel(request.rollout_id)
             self._orphans.discard(request.rollout_id)
         prompt_versions = self.version * len(request.token_ids)
-        running = _Running(request=request, started_at=self._clock(), kv_version=self.version, kv_versions_sum=prompt_versions)
+        running = _Running(
+            request=request,
+            started_at=self._clock(),
+            kv_version=self.version,
+            kv_versions_sum=prompt_versions,
+            stop_strings=self._finder(request.token_ids.tolist(), stop) if self._finder and (stop := request.sampling.stop) else None,
+        )
         self._running[request.rollout_id] = running
         try:
+            if request.sampling.stop and self._finder is None:
+                raise EngineError("the request has stop strings, and this engine has no tokenizer to find them with")
             self._engine.submit(request, version=self.version, lineage=self.lineage)
         except EngineError as error:
             self._finish(request.rollout_id, Finish.ERROR, error=str(error))
@@ -227,6 +248,7 @@ class EngineLoop:
             self._engine.cancel(chunk.rollout_id)
             self._finish(chunk.rollout_id, Finish.CANCELLED)
             return
+        chunk = self._ended_by_text(chunk, running)
         running.token_ids += chunk.token_ids
         running.logprobs += chunk.logprobs
         version = self.version if chunk.version is None else chunk.version
@@ -237,6 +259,14 @@ class EngineLoop:
             self._finish(chunk.rollout_id, chunk.finish, routes=chunk.routes)
         elif 0 < running.request.chunk_tokens <= len(running.token_ids) - running.num_told:
             self._tell(running)
+
+    def _ended_by_text(self, chunk: Chunk, running: _Running) -> Chunk:
+        """The chunk up to the token that completes a stop string, and with that its end; as it is where none does."""
+        if running.stop_strings is None or (end := running.stop_strings.end_in(chunk.token_ids)) is None:
+            return chunk
+        if chunk.finish is None:
+            self._engine.cancel(chunk.rollout_id)
+        return dataclasses.replace(chunk, token_ids=chunk.token_ids[:end], logprobs=chunk.logprobs[:end], finish=Finish.STOP)
 
     def _tell(self, running: _Running) -> None:
         """Tell what was sampled since it was told last. Nobody waits for an answer: a slow reader costs the loop nothing."""

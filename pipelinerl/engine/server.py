@@ -12,7 +12,8 @@ import time
 from pipelinerl.engine.base import Engine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
-from pipelinerl.messages import Failed, Stop
+from pipelinerl.engine.stop_strings import Finder
+from pipelinerl.messages import Failed, Message, Stop
 from pipelinerl.metrics import Journal
 from pipelinerl.transport.base import Link
 
@@ -24,16 +25,16 @@ STAGING_WAIT_S = 0.001
 """The same while a version is being staged and no sequence runs: how late its commit may be noticed."""
 
 
-def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal) -> None:
+def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal, finder: Finder | None = None) -> None:
     """Serve until told to stop. Any error is sent to the orchestrator as `Failed`, then raised."""
     with StagingThread(engine) as stager:
-        loop = EngineLoop(engine, engine_id=engine_id, stager=stager)
+        loop = EngineLoop(engine, engine_id=engine_id, stager=stager, finder=finder)
         for choice in engine.limits.choices:
             print(f"engine-{engine_id}: {choice}", flush=True)
             journal.write("choice", text=choice)
         try:
             link.introduce(lambda kept: [loop.introduce(kept, process_id=os.getpid())])
-            _Server(loop, engine_id=engine_id, link=link, journal=journal).run()
+            _Server(loop, stager=stager, engine_id=engine_id, link=link, journal=journal).run()
         except Exception as error:  # the process boundary: the orchestrator hears why before the process ends
             link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
@@ -43,8 +44,9 @@ def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal) -> No
 
 
 class _Server:
-    def __init__(self, loop: EngineLoop, *, engine_id: int, link: Link, journal: Journal) -> None:
+    def __init__(self, loop: EngineLoop, *, stager: StagingThread, engine_id: int, link: Link, journal: Journal) -> None:
         self._loop = loop
+        self._stager = stager
         self._lane = f"engine-{engine_id}"
         self._link = link
         self._journal = journal
@@ -64,19 +66,21 @@ class _Server:
 
     def _take_messages(self) -> bool:
         """Handle every message there is, waiting only when idle. False once told to stop."""
-        wait_s = 0.0
-        if not self._loop.has_work:
-            wait_s = STAGING_WAIT_S if self._loop.is_swapping else IDLE_WAIT_S
-        before = time.monotonic()
-        message = self._link.receive(wait_s)
-        if wait_s:
-            self._idle_s += time.monotonic() - before
+        message = self._link.receive(0.0) if self._loop.has_work else self._wait()
         while message is not None:
             if isinstance(message, Stop):
                 return False
             self._loop.handle(message)
             message = self._link.receive(0.0)
         return True
+
+    def _wait(self) -> Message | None:
+        """Sleep on the connection: no sequence runs."""
+        before = time.monotonic()
+        with self._stager.while_decoding_rests():
+            message = self._link.receive(STAGING_WAIT_S if self._loop.is_swapping else IDLE_WAIT_S)
+        self._idle_s += time.monotonic() - before
+        return message
 
     def _report(self) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 
 from pipelinerl.engine.base import Engine
 from pipelinerl.messages import StageWeights
@@ -25,6 +26,7 @@ class StagingThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._decoding_rests = threading.Event()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=yield_to_decoding)
 
     def __call__(self, order: StageWeights) -> concurrent.futures.Future[None]:
@@ -36,14 +38,23 @@ class StagingThread:
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown()
 
+    @contextlib.contextmanager
+    def while_decoding_rests(self) -> Iterator[None]:
+        """Inside it no sequence runs: staging has the core for itself."""
+        self._decoding_rests.set()
+        try:
+            yield
+        finally:
+            self._decoding_rests.clear()
+
     def _stage(self, order: StageWeights) -> None:
-        with beside_decoding():
+        with beside_decoding(rests=self._decoding_rests):
             self._engine.stage(order)
 
 
-def beside_decoding() -> contextlib.AbstractContextManager[None]:
-    """For the time of one staging: it keeps to its share where decoding has no other core than this thread's."""
-    return at_most(SHARE) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext()
+def beside_decoding(*, rests: threading.Event | None = None) -> contextlib.AbstractContextManager[None]:
+    """For the time of one staging: it keeps to its share where decoding has no other core than this thread's, unless that `rests`."""
+    return at_most(SHARE, lifted=rests) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext()
 
 
 def yield_to_decoding() -> None:

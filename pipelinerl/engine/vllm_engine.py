@@ -29,20 +29,19 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm_adapters import AdapterRows, Adapters, Rows, adapter_options
 from pipelinerl.engine.vllm_ranks import EXTENSION, RankedAdapters, RankedPolicies, Ranks
 from pipelinerl.engine.vllm_routes import RouteRecorder
 from pipelinerl.engine.vllm_weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
+from pipelinerl.machine import memory_bytes
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
 from pipelinerl.weights import manifest
 from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.commit import Commit, choose, make
 from pipelinerl.weights.intake import Intake
 from pipelinerl.weights.receivers import Receivers, device_roads
-
-CPU_KV_CACHE_BYTES = 64 << 20
-"""Default KV cache on CPU. vLLM's own default there takes seconds to zero; larger serves more or longer sequences at once."""
 
 _FINISHES = {
     FinishReason.STOP: Finish.STOP,
@@ -300,7 +299,7 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         "dtype": model.dtype,
         "max_model_len": model.max_tokens,
         "max_num_seqs": engine.max_running,
-        "kv_cache_memory_bytes": engine.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        "kv_cache_memory_bytes": _kv_cache_bytes(model, engine, rollout, on_cpu=on_cpu),
         "enforce_eager": on_cpu,
         "async_scheduling": False,
         "disable_log_stats": True,
@@ -318,6 +317,14 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         return LLMEngine.from_vllm_config(config, disable_log_stats=bool(options["disable_log_stats"]))
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
+
+
+def _kv_cache_bytes(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, on_cpu: bool) -> int | None:
+    """As the preflight says it, also where that ran on another machine; a model that tells too little gets the least."""
+    plan = plan_kv(model, engine, rollout, memory_bytes=memory_bytes(), on_cpu=on_cpu)
+    if plan is None:
+        return engine.kv_cache_bytes or (LEAST_CPU_BYTES if on_cpu else None)
+    return plan.cache_bytes
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

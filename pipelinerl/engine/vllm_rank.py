@@ -7,6 +7,7 @@ Where it scatters, only what differs from the weights in force is staged; that c
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from pipelinerl.weights.manifest import digests
 from pipelinerl.weights.pace import rest
 from pipelinerl.weights.reshard import Box, Move, of_rank
 from pipelinerl.weights.shared_memory import attach, attach_to_write
+from pipelinerl.weights.slots import forget_vllm_names
 
 OWN = ""
 """Names the engine's own buffer, where others are named by the trainer's slot."""
@@ -80,6 +82,8 @@ class PolicyRank:
         self._policy_whole = layout
         self._policy_gives = list(of_rank(gives, source=self.rank))
         self._policy_num_ranks = num_ranks
+        if identity := os.environ.get("VLLM_DIST_IDENT"):  # on CPUs
+            forget_vllm_names(identity)  # every rank has loaded, and so mapped what they share
 
     def policy_share(self, name: str) -> None:
         """Map the engine's own buffer."""

@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import math
 
+from pipelinerl.alarms.names import Alarm
 from pipelinerl.report.arithmetic import Finding, findings_of, share
 from pipelinerl.report.measures import Measures, measure
 from pipelinerl.report.reading import Tables
@@ -65,6 +66,8 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     trainer_wait_fraction: float | None = None
     engine_wait_fraction: float | None = None
+    learning: tuple[Alarm, ...] = ()
+    """What stops learning: the alarms that hold at the end, each with its figure and what to change."""
     factor: float | None = None
     """How many times faster the run could be if the limiting part were not there; None where that cannot be told."""
 
@@ -73,9 +76,8 @@ def diagnose(tables: Tables) -> Diagnosis:
     """Name the limiting part of a run."""
     measures = measure(tables)
     if measures is None:
-        return Diagnosis(
-            limiter=Limiter.UNKNOWN, verdict="No optimizer step was completed, so there is nothing to compare.", advice="", findings=()
-        )
+        verdict = "No optimizer step was completed, so there is nothing to compare."
+        return Diagnosis(limiter=Limiter.UNKNOWN, verdict=verdict, advice="", findings=(), learning=tables.alarms)
     limiter = _limiter(measures)
     factor = _factor(measures, limiter)
     return Diagnosis(
@@ -85,6 +87,7 @@ def diagnose(tables: Tables) -> Diagnosis:
         findings=findings_of(measures),
         trainer_wait_fraction=measures.trainer_fraction(measures.trainer_wait_s),
         engine_wait_fraction=measures.engine_fraction(measures.engine_idle_s),
+        learning=tables.alarms,
         factor=factor,
     )
 
@@ -171,6 +174,8 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
         case Limiter.GENERATION:
             return _advice_for_generation(measures, factor or 1.0, tables)
         case Limiter.TRAINING:
+            if full := _full_machine(measures, tables):
+                return f"{full}: a larger machine, a smaller model or fewer tokens a step would help, another rank would not."
             if factor is None:
                 return "More or faster trainer ranks (trainer.ranks)."
             if factor < 1.05:
@@ -200,8 +205,24 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
             return ""
 
 
+def _full_machine(measures: Measures, tables: Tables) -> str:
+    """Why another engine or rank would only take from the others, in words; empty where it would not, or nobody knows."""
+    if not tables.machine or (tables.setting("slurm", "nodes") or 1) != 1:
+        return ""
+    options = tables.setting("engine", "options")
+    parallel = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) if isinstance(options, dict) else 1
+    used = measures.num_engines * parallel + measures.num_ranks
+    cores, devices = tables.machine.get("cores", 0), tables.machine.get("devices", 0)
+    if used < (devices or cores):
+        return ""
+    parts = f"{plural(measures.num_engines, 'engine')} and {plural(measures.num_ranks, 'trainer rank')}"
+    return f"The machine's {plural(devices, 'device') if devices else plural(cores, 'core')} are taken by {parts}"
+
+
 def _advice_for_generation(measures: Measures, factor: float, tables: Tables) -> str:
     advice = f"More or faster engines: {_scaled(measures.num_engines, factor)} (engine.count)"
+    if full := _full_machine(measures, tables):
+        advice = f"{full}: another engine needs a larger machine"
     if (measures.empty_fraction or 0.0) >= HARDLY:
         loosen = (
             f'set pipeline.mode = "streaming" ({measures.mode} now)'

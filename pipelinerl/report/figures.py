@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from pipelinerl.report import counters
 from pipelinerl.report.headline import staleness_by_age
@@ -36,6 +39,12 @@ METERS = (
     ("ratio_min", "importance ratio, smallest", ""),
     ("ratio_max", "importance ratio, largest", ""),
     ("learning_rate", "learning rate", ""),
+    ("kl_penalty", "KL to the reference, as its penalty measures it", "nats"),
+    ("divergence", "divergence from the teacher, over all words", "nats"),
+    ("kl_coef", "coefficient of the KL, which follows it", ""),
+    ("entropy_coef", "coefficient of the entropy, which follows it", ""),
+    ("sft_loss", "negative log-likelihood of the demonstrations beside RL", "nats per token"),
+    ("weight_batch_mean", "mean importance weight of the step, which all were divided by", ""),
 )
 """Metric of the trainer, title, unit; the first eight first, because they are what goes wrong first."""
 DROPPED = "_dropped_fraction"
@@ -61,8 +70,11 @@ def reward_over_samples(tables: Tables) -> str:
     for step in tables.steps:
         so_far.append((so_far[-1] if so_far else 0.0) + (step.num_samples or 0.0))
 
+    ends = list(itertools.accumulate((step.t for step in tables.steps), max))  # in order, also where a clock went back
+
     def samples_at(t: float) -> float:
-        return max((count for count, step in zip(so_far, tables.steps, strict=True) if step.t <= t), default=0.0)
+        num_done = bisect.bisect_right(ends, t)
+        return so_far[num_done - 1] if num_done else 0.0
 
     return _reward(
         tables, title="Reward over samples", x_of_step=so_far.__getitem__, x_of_evaluation=samples_at, x_label="samples trained", x_from=0.0
@@ -257,8 +269,8 @@ def sequences(tables: Tables) -> str:
 
 def rolling_mean(points: Sequence[Point], *, width: int) -> list[Point]:
     """Mean over the last `width` points, fewer at the start."""
-    ys = [y for _, y in points]
-    return [(x, sum(ys[max(0, at + 1 - width) : at + 1]) / min(width, at + 1)) for at, (x, _) in enumerate(points)]
+    sums = np.concatenate(([0.0], np.cumsum([y for _, y in points])))
+    return [(x, float(sums[at + 1] - sums[max(0, at + 1 - width)]) / min(width, at + 1)) for at, (x, _) in enumerate(points)]
 
 
 def _reward(

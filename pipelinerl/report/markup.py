@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pipelinerl.alarms.rules import WINDOW
 from pipelinerl.report.diagnosis import Diagnosis
 from pipelinerl.report.headline import Headline
 from pipelinerl.report.panels import missing
 from pipelinerl.report.reading import Tables
-from pipelinerl.report.rows import EXITS
+from pipelinerl.report.rows import EXITS, StepRow, is_idle
 from pipelinerl.report.svg import tag, words
-from pipelinerl.report.units import percent, plural, quantity, seconds, whole
+from pipelinerl.report.units import duration, percent, plural, quantity, seconds, whole
 
 MAX_STEP_ROWS = 50
 """Steps listed. The plots show all; more rows make the page heavy and nobody reads them."""
@@ -26,6 +27,19 @@ STEP_COLUMNS = (
     ("length_mean", "length"),
     ("staleness_mean", "staleness"),
     ("staleness_max", "oldest"),
+)
+MAX_CAUSES = 30
+LEARNING: tuple[tuple[str, Callable[[StepRow], float | None]], ...] = (
+    ("reward", lambda step: step.reward_mean),
+    ("samples cut off, part of one", lambda step: step.truncated_fraction),
+    ("groups of equal reward, part of one", lambda step: step.zero_variance_fraction),
+    ("entropy, nats per token", lambda step: step.trainer.get("entropy")),
+    ("effective sample size, part of one", lambda step: step.trainer.get("ess")),
+    ("age of tokens, versions", lambda step: step.staleness_mean),
+    ("length, tokens", lambda step: step.length_mean),
+    ("4-grams said before, part of one", lambda step: step.repeated_fraction),
+    ("KL between engine and trainer, same version", lambda step: step.trainer.get("mismatch_kl_fresh")),
+    ("the same over older KV caches", lambda step: step.trainer.get("mismatch_kl_kept")),
 )
 STEP_METRICS = (("loss", "loss"), ("grad_norm", "grad norm"), ("wait_s", "wait s"), ("forward_backward_s", "fwd+bwd s"))
 
@@ -57,6 +71,65 @@ def outcomes(numbers: Headline) -> str:
     return ways + (tag("h3", "Why not trained") + table(("reason", "rollouts"), reasons, name="reasons") if reasons else "")
 
 
+def learning(tables: Tables) -> str:
+    """What stops learning, with the figure and what to change; the figures it is told from, at the run's start and at its end."""
+    if not tables.steps:
+        return ""
+    told = "".join(
+        tag(
+            "p",
+            tag("strong", words(f"{alarm.name}, since step {alarm.began}: ")) + words(f"{alarm.figure}. {alarm.change}"),
+            css="warning full",
+        )
+        for alarm in tables.alarms
+    )
+    if not told:
+        few = f"; alarms need {WINDOW} steps" if len(tables.steps) < WINDOW else ""
+        told = tag("p", words(f"Nothing was seen that stops it{few}."))
+    over = [f"{alarm.name}, noticed at step {alarm.step}: {alarm.figure}" for alarm in tables.past_alarms]
+    told += "".join(tag("p", words(f"Over by now: {words_of}."), css="note") for words_of in over)
+    rows = []
+    for name, value_of in LEARNING:
+        known = [value for step in tables.steps if (value := value_of(step)) is not None]
+        if known:
+            few = min(WINDOW, len(known))
+            rows.append((words(name), words(quantity(sum(known[:few]) / few)), words(quantity(sum(known[-few:]) / few))))
+    headings = ("figure", f"first {WINDOW} steps", f"last {WINDOW}")
+    return tag("h3", "What stops learning") + tag("div", told, id="learning") + table(headings, rows, name="learning")
+
+
+def held_out(tables: Tables) -> str:
+    """Every evaluation, each reward function apart; nothing where there was none, or only one function."""
+    names = list(dict.fromkeys(name for row in tables.evaluations for name in row.components))
+    if len(names) < 2:
+        return ""
+    stride = -(-len(tables.evaluations) // MAX_STEP_ROWS)
+    picked = [*tables.evaluations[:-1:stride], tables.evaluations[-1]]
+    rows = [
+        [words(whole(row.version)), words(quantity(row.reward_mean)), *(words(quantity(row.components.get(name))) for name in names)]
+        for row in picked
+    ]
+    return tag("h3", "Held-out by component") + table(("version", "weighted", *names), rows, name="held-out", first_number=0)
+
+
+def function_errors(tables: Tables) -> str:
+    """Failures of users' functions by cause, the commonest first; nothing where none failed."""
+    if not tables.function_errors:
+        return ""
+    rows = [
+        (
+            words(f"{row.function} ({row.kind})"),
+            tag("code", words(row.cause)),
+            tag("code", words(row.where or "unknown")),
+            words(whole(row.count)),
+            words(f"{duration(tables.since_start(row.t))} after the start"),
+        )
+        for row in tables.function_errors[:MAX_CAUSES]
+    ]
+    headings = ("function", "cause", "where", "times", "first seen")
+    return tag("h3", "What failed in functions of yours") + table(headings, rows, name="function-errors", first_number=3)
+
+
 def arithmetic(diagnosis: Diagnosis) -> str:
     """Every number the diagnosis rests on, with how it came about."""
     rows = [(words(row.what), tag("code", words(row.arithmetic)), words(row.value)) for row in diagnosis.findings]
@@ -69,12 +142,16 @@ def waits(tables: Tables) -> str:
     if last is None or not last.waited_s:
         return missing("Waits of the stages")
     duration_s = tables.duration_s or 0.0
-    longest = sorted(last.waited_s.items(), key=lambda item: -item[1])[:MAX_WAITS]
-    rows = []
+    longest = sorted(last.waited_s.items(), key=lambda item: -item[1])
+    rows = {True: [], False: []}
     for name, waited in longest:
         part = waited / duration_s if duration_s else 0.0
-        rows.append((words(name), words(seconds(waited)), words(percent(part)), _bar(part)))
-    return table(("stage: what it waited for", "waited", "of the run", ""), rows, name="waits")
+        rows[is_idle(name)].append((words(name), words(seconds(waited)), words(percent(part)), _bar(part)))
+    held = table(("stage: what held it up", "waited", "of the run", ""), rows[False][:MAX_WAITS], name="waits")
+    if not rows[True]:
+        return held
+    note = tag("summary", "Stages that had nothing to do, which says nothing of who is slow")
+    return held + tag("details", note + table(("stage: what it waited for", "waited", "of the run", ""), rows[True], name="idle"))
 
 
 def waits_under_way(tables: Tables) -> str:

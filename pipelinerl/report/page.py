@@ -20,8 +20,13 @@ def page(tables: Tables) -> str:
     numbers, diagnosis = headline(tables), diagnose(tables)
     sections = (
         ("headline", "Headline", _cards(numbers, diagnosis) + tag("div", markup.identity_sentence(numbers), id="identity-sentence")),
-        ("diagnosis", "Diagnosis", _diagnosis(diagnosis)),
-        ("reward", "Reward", _grid(figures.reward_over_time(tables), figures.reward_over_samples(tables), figures.components(tables))),
+        ("diagnosis", "Diagnosis", markup.learning(tables) + _diagnosis(diagnosis)),
+        (
+            "reward",
+            "Reward",
+            _grid(figures.reward_over_time(tables), figures.reward_over_samples(tables), figures.components(tables))
+            + markup.held_out(tables),
+        ),
         ("timeline", "Timeline", tag("div", timeline(tables), css="stack")),
         ("throughput", "Throughput", _grid(figures.throughput(tables), figures.sequences(tables))),
         ("staleness", "Staleness", _grid(figures.staleness_histogram(tables), figures.staleness_over_time(tables))),
@@ -35,7 +40,7 @@ def page(tables: Tables) -> str:
             + markup.waits(tables)
             + markup.waits_under_way(tables),
         ),
-        ("outcomes", "Outcomes of rollouts", markup.identity_sentence(numbers) + markup.outcomes(numbers)),
+        ("outcomes", "Outcomes of rollouts", markup.identity_sentence(numbers) + markup.outcomes(numbers) + markup.function_errors(tables)),
         ("steps", "Steps", tag("details", tag("summary", words(plural(len(tables.steps), "step"))) + markup.steps(tables))),
         ("configuration", "Configuration", markup.configuration(tables)),
     )
@@ -148,7 +153,7 @@ def _rate(value: float | None) -> str:
 
 
 def _diagnosis(diagnosis: Diagnosis) -> str:
-    verdict = tag("p", words(diagnosis.verdict), css="verdict", id="verdict")
+    verdict = tag("h3", "What limits its speed") + tag("p", words(diagnosis.verdict), css="verdict", id="verdict")
     advice = tag("p", tag("strong", "What to change: ") + words(diagnosis.advice), id="advice") if diagnosis.advice else ""
     return tag("div", verdict + advice + markup.arithmetic(diagnosis), data_limiter=diagnosis.limiter)
 

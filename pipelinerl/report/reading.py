@@ -1,5 +1,5 @@
 """Journals -> typed tables. A journal of days is large, so it is read as a stream: gauges are thinned on the way, spans are read
-a second time, once it is known which stretch of the run is to be shown.
+a second time, once it is known which stretch of the run is to be shown. Everything here and in the figures is linear in the journal.
 
 A half-written line (a process was killed, or is writing) is left out; a line that cannot be decoded is counted, never fatal.
 """
@@ -7,22 +7,28 @@ A half-written line (a process was killed, or is writing) is left out; a line th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from pipelinerl.alarms.names import Alarm
+from pipelinerl.alarms.rules import Alarms
 from pipelinerl.errors import DataError
 from pipelinerl.report import rows
-from pipelinerl.report.rows import EndRow, EvaluationRow, Failure, Line, Span, StatusRow, StepRow, SwapRow
+from pipelinerl.report.rows import EndRow, EvaluationRow, Failure, FunctionErrorRow, Line, Span, StatusRow, StepRow, SwapRow
+from pipelinerl.segments import SegmentReader, journals_of
 
 _T = TypeVar("_T")
 
 STATUS_ROWS = 4000
 """Gauges kept at most. More would draw nothing finer than a pixel; fewer would blur a diagnosis of few minutes."""
 
-_SPAN = b'"kind": "span"'
+_SPAN, _WORK = b'"kind": "span"', b'"kind": "work"'
 _KIND_WITHIN = 80
 """A line begins with its time and its kind. Spans outnumber everything else, so they are told apart before anything is decoded."""
 
@@ -34,31 +40,29 @@ class JournalTail:
         self.folder = run_folder / "journal"
         self.num_unreadable = 0
         """Lines that are not a JSON object with `t` and `kind`."""
-        self._offsets: dict[Path, int] = {}
+        self._readers: dict[Path, SegmentReader] = {}
 
     def new_lines(self) -> Iterator[Line]:
         """Lines gained since the last call that are not spans, journal by journal. A half-written last line waits for the next call."""
-        return self._decoded(of_spans=False)
+        for raw in self._new():
+            if _SPAN in raw[:_KIND_WITHIN]:
+                continue
+            line = _decode(raw)
+            if line is None:
+                self.num_unreadable += 1
+            else:
+                yield line
 
     def new_spans(self) -> Iterator[Span]:
         """Spans gained since the last call; a tail that gives spans does not give the lines between them."""
-        return (span for line in self._decoded(of_spans=True) if (span := rows.span_of(line)) is not None)
+        for raw in self._new():
+            head = raw[:_KIND_WITHIN]
+            if (_SPAN in head or _WORK in head) and (span := rows.span_of(raw)) is not None:
+                yield span
 
-    def _decoded(self, *, of_spans: bool) -> Iterator[Line]:
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with open(path, "rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                for raw in file:
-                    if not raw.endswith(b"\n"):
-                        break
-                    self._offsets[path] = self._offsets.get(path, 0) + len(raw)
-                    if (_SPAN in raw[:_KIND_WITHIN]) is not of_spans:
-                        continue
-                    line = _decode(raw)
-                    if line is None:
-                        self.num_unreadable += 1
-                    else:
-                        yield line
+    def _new(self) -> Iterator[bytes]:
+        for path in journals_of(self.folder):
+            yield from self._readers.setdefault(path, SegmentReader(path)).new_lines()
 
 
 class Thinned(Generic[_T]):
@@ -88,7 +92,7 @@ class Thinned(Generic[_T]):
         return [*self._rows, self._last]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
     """Everything the report shows of a run, except its spans."""
 
@@ -109,7 +113,17 @@ class Tables:
     """None for a run that has not ended, or was killed."""
     failures: tuple[Failure, ...] = ()
     """Last words of the processes that failed, the first one first."""
+    alarms: tuple[Alarm, ...] = ()
+    """Alarms of learning that hold at the end."""
+    past_alarms: tuple[Alarm, ...] = ()
+    """Those that were raised and ended."""
+    function_errors: tuple[FunctionErrorRow, ...] = ()
+    """Failures of users' functions by cause, over all lives of the run, the commonest first."""
+    machine: dict[str, int] = dataclasses.field(default_factory=dict)
+    """`cores` and `devices` of the orchestrator's; empty where that is not recorded."""
     num_unreadable: int = 0
+    whole_from: float = 0.0
+    """Unix seconds from which on every span is as it was written; before, they are summed by the minute."""
 
     def setting(self, *path: str) -> Any:
         """A configured value by section and key; None where it is not recorded."""
@@ -126,7 +140,7 @@ class Tables:
     def name(self) -> str:
         return str(self.setting("run", "name") or self.folder.name)
 
-    @property
+    @functools.cached_property
     def worked_from(self) -> float | None:
         """Unix seconds of the last gauges before the first token; of the first line where that is not recorded. Models load until then."""
         first = min((row.t for rows in (self.steps, self.evaluations) for row in rows), default=math.inf)
@@ -142,6 +156,54 @@ class Tables:
         return self.statuses[-1] if self.statuses else None
 
 
+class Learning:
+    """The alarms of learning that a run's lines raise, as the orchestrator raised them."""
+
+    def __init__(self) -> None:
+        self.rules = Alarms()
+        self._has_begun = False
+
+    def take(self, line: Line) -> None:
+        """Take a line of any kind."""
+        match line["kind"]:
+            case "run" if not self._has_begun:
+                self._has_begun = True
+                config = _object(line.get("config"))
+                correct = rows.number(_object(config.get("algorithm")).get("correct_reward"))
+                bound = rows.number(_object(config.get("trainer")).get("max_mismatch_kl"))
+                given = {"correct_reward": correct, "max_mismatch_kl": bound}
+                self.rules = Alarms(**{name: value for name, value in given.items() if value is not None})
+            case "step" if rows.number(line.get("step")) is not None:
+                self.rules.take_step(line)
+            case "evaluation":
+                self.rules.take_evaluation(line)
+
+
+class FunctionErrors:
+    """Failures of users' functions by cause. Each life of a run counts from zero."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, str, str], FunctionErrorRow] = {}
+        self._now: dict[tuple[str, str, str], FunctionErrorRow] = {}
+
+    def begin_life(self) -> None:
+        """What comes now counts from zero."""
+        self._before, self._now = {row.key: row for row in self.rows()}, {}
+
+    def take(self, row: FunctionErrorRow) -> None:
+        """Take a cause's newest count."""
+        first = self._now.get(row.key, row)
+        self._now[row.key] = dataclasses.replace(row, t=first.t)
+
+    def rows(self) -> tuple[FunctionErrorRow, ...]:
+        """By cause, the commonest first."""
+        together = dict(self._before)
+        for key, row in self._now.items():
+            before = together.get(key)
+            together[key] = row if before is None else dataclasses.replace(row, t=before.t, count=row.count + before.count)
+        return tuple(sorted(together.values(), key=lambda row: -row.count))
+
+
 def read_tables(run_folder: Path) -> Tables:
     """Read every journal of a run once."""
     tail = JournalTail(run_folder)
@@ -150,11 +212,17 @@ def read_tables(run_folder: Path) -> Tables:
     swaps: list[SwapRow] = []
     evaluations: list[EvaluationRow] = []
     found: dict[str, Line] = {}
+    learning = Learning()
+    errors = FunctionErrors()
     began = ended = None
+    whole_from = 0.0
     for line in tail.new_lines():
         began = line["t"] if began is None else min(began, line["t"])
         ended = line["t"] if ended is None else max(ended, line["t"])
+        learning.take(line)
         match line["kind"]:
+            case "function_error":
+                errors.take(rows.function_error_row(line))
             case "status":
                 statuses.add(line)
             case "step" if rows.number(line.get("step")) is not None:
@@ -163,7 +231,10 @@ def read_tables(run_folder: Path) -> Tables:
                 swaps.append(rows.swap_row(line))
             case "evaluation":
                 evaluations.append(rows.evaluation_row(line))
+            case "work" if (end := rows.number(line.get("end"))) is not None:
+                whole_from = max(whole_from, end)
             case "run":
+                errors.begin_life()
                 found = {"run": line}  # an earlier end was not the end: the run was resumed
             case "end":
                 found["end"] = line
@@ -180,13 +251,18 @@ def read_tables(run_folder: Path) -> Tables:
         evaluations=tuple(sorted(evaluations, key=lambda evaluation: evaluation.t)),
         end=rows.end_row(found["end"]) if "end" in found else None,
         failures=read_failures(run_folder),
+        alarms=tuple(learning.rules.active.values()),
+        past_alarms=tuple(alarm for alarm in learning.rules.raised if alarm not in learning.rules.active.values()),
+        function_errors=errors.rows(),
+        machine={name: value for name, value in rows.numbers(run.get("machine")).items() if isinstance(value, int)},
         num_unreadable=tail.num_unreadable,
+        whole_from=whole_from,
     )
 
 
 def has_journal(run_folder: Path) -> Path:
     """The same folder; raises `DataError` where it holds no journal."""
-    if not any((run_folder / "journal").glob("*.jsonl")):
+    if not journals_of(run_folder / "journal"):
         raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
     return run_folder
 
@@ -213,9 +289,12 @@ def _decode(raw: bytes) -> Line | None:
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError):  # NaN, which Python writes and JSON does not know, among them
+        try:
+            value = json.loads(raw)
+        except (ValueError, RecursionError):
+            return None
     return value if isinstance(value, dict) else None
 
 

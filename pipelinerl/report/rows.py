@@ -11,6 +11,8 @@ import functools
 import math
 from typing import Any
 
+import msgspec
+
 Line = dict[str, Any]
 """One journal line, decoded."""
 
@@ -120,6 +122,8 @@ class StepRow:
     length_mean: float | None = None
     turns_mean: float | None = None
     truncated_fraction: float | None = None
+    repeated_fraction: float | None = None
+    """4-grams that a sample has said before; absent where samples are short."""
     zero_variance_fraction: float | None = None
     staleness_mean: float | None = None
     """In versions, over trained tokens; the part in flight came while the rollout was sampled, the part in queue after it."""
@@ -164,7 +168,28 @@ class EvaluationRow:
     """Answers to each prompt."""
     pass_at: dict[str, float] = dataclasses.field(default_factory=dict)
     """By k: the chance that one of k answers is correct."""
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Mean of each reward function, before weighting."""
     oldest_version: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionErrorRow:
+    """Failures of a user's function by one cause, within one life of the run."""
+
+    t: float
+    """Of the first, Unix seconds."""
+    function: str
+    kind: str
+    cause: str
+    where: str
+    count: float
+    num_calls: float | None = None
+    """Of the function."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.function, self.where, self.cause
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +211,8 @@ class Failure:
     error: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Work on a lane."""
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Work on a lane. Of a long run there are more spans than of anything else, so lines are decoded into this at once."""
 
     lane: str
     name: str
@@ -196,11 +220,14 @@ class Span:
     """Unix seconds."""
     end: float
     """Unix seconds."""
+    busy_s: float | None = None
+    """Of many spans summed up: seconds of work between start and end. None for one span, which is work from start to end."""
 
 
 def number(value: Any) -> float | None:
     """A finite number as it is, anything else None."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    kind = type(value)
+    return value if kind is int or (kind is float and math.isfinite(value)) else None
 
 
 def numbers(value: Any) -> dict[str, float]:
@@ -244,7 +271,25 @@ def swap_row(line: Line) -> SwapRow:
 
 def evaluation_row(line: Line) -> EvaluationRow:
     """A line of kind `evaluation`."""
-    return EvaluationRow(**_scalars(EvaluationRow, line), pass_at=numbers(line.get("pass_at")))
+    return EvaluationRow(**_scalars(EvaluationRow, line), pass_at=numbers(line.get("pass_at")), components=numbers(line.get("components")))
+
+
+def function_error_row(line: Line) -> FunctionErrorRow:
+    """A line of kind `function_error`."""
+    texts: dict[str, Any] = {name: str(line.get(key, "")) for name, key in _ERROR_TEXTS.items()}
+    return FunctionErrorRow(**_scalars(FunctionErrorRow, {"count": 1, **line}), **texts)
+
+
+_ERROR_TEXTS = {"function": "function", "kind": "function_kind", "cause": "cause", "where": "where"}
+
+
+def is_idle(wait: str) -> bool:
+    """Whether a wait, `stage: what`, is a stage's for work to do: long where the stage is quick, and no sign of who is slow."""
+    return wait.partition(": ")[2] in _IDLE
+
+
+_FOR_INPUT = ("trajectories", "written", "scored", "compared", "followed", "rows", "policies", "completions", "scores", "turns")
+_IDLE = frozenset((*_FOR_INPUT, "starts", "comparisons", "step scores", "packed", "room in prompts"))
 
 
 def end_row(line: Line) -> EndRow:
@@ -254,12 +299,16 @@ def end_row(line: Line) -> EndRow:
     )
 
 
-def span_of(line: Line) -> Span | None:
-    """A line of kind `span`; None where its times are missing."""
-    start, end = number(line.get("start")), number(line.get("end"))
-    if start is None or end is None or end < start:
+_SPANS = msgspec.json.Decoder(Span)
+
+
+def span_of(raw: bytes) -> Span | None:
+    """A line of kind `span`, or of kind `work`, which sums up many; None where it is damaged or its times are missing."""
+    try:
+        span = _SPANS.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return Span(lane=str(line.get("lane", "")), name=str(line.get("name", "")), start=start, end=end)
+    return span if span.end >= span.start else None
 
 
 def imbalance(identity: dict[str, float]) -> int | None:

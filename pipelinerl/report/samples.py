@@ -13,7 +13,7 @@ from pipelinerl.report.rows import Line
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSample:
-    """One trained sample."""
+    """One sample that was trained, or that ended otherwise."""
 
     t: float
     step: int
@@ -26,6 +26,16 @@ class ShownSample:
     reward: float | None
     advantage: float | None
     finish: str
+    fate: str = "trained"
+    """Of `messages.Fate`."""
+    reason: str = ""
+    """Why it was not trained; empty where it was."""
+    error: str = ""
+    """What the engine, the environment or a reward function said of its failure."""
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of the prompt's row, as text, cut: an expected answer stands there. Empty in journals from before they were recorded."""
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Reward of each function that applied, before weighting."""
     steps: tuple[tuple[int, float], ...] = ()
     """(position of its last token in the completion, score) of each step, where a process reward model gave them."""
 
@@ -54,9 +64,7 @@ class Decoder:
 
     def texts(self, token_ids: list[int]) -> tuple[str, ...]:
         """One text per token; joined they are the whole text, also where a character is spread over several tokens."""
-        if not self._is_tried:
-            self._is_tried = True
-            self._tokenizer = self._load()
+        self._once()
         if self._tokenizer is None:
             return tuple(f"{token_id} " for token_id in token_ids)
         texts, start, read = [], 0, 0
@@ -68,6 +76,16 @@ class Decoder:
             texts.append(now[len(before) :])
             start, read = read, end  # decoded with the token before it, as some tokenizers drop a leading space
         return tuple(texts)
+
+    def whole(self, token_ids: list[int]) -> str:
+        """The text of all, at once: as `texts` joined, in a hundredth of the time where there are many."""
+        self._once()
+        return "".join(self.texts(token_ids)) if self._tokenizer is None else self._text(token_ids)
+
+    def _once(self) -> None:
+        if not self._is_tried:
+            self._is_tried = True
+            self._tokenizer = self._load()
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) if token_ids else ""
@@ -105,5 +123,10 @@ def shown_sample(line: Line, decoder: Decoder) -> ShownSample:
         reward=rows.number(line.get("reward")),
         advantage=rows.number(line.get("advantage")),
         finish=str(line.get("finish", "")),
+        fate=str(line.get("fate", "trained")),
+        reason=str(line.get("reason", "")),
+        error=str(line.get("error", "")),
+        columns={str(name): str(text) for name, text in (line.get("columns") or {}).items()},
+        components=rows.numbers(line.get("components")),
         steps=tuple((int(end), float(score)) for end, score in line.get("steps", [])),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 
 from pipelinerl.report import rows
 from pipelinerl.report.counters import empty_fraction, growth, growth_of_all
-from pipelinerl.report.rows import BATCH_WAIT, EvaluationRow, Failure, Line, StatusRow, StepRow
+from pipelinerl.report.rows import BATCH_WAIT, EvaluationRow, Failure, FunctionErrorRow, Line, StatusRow, StepRow
 
 WINDOW_S = 10.0
 """Gauges are averaged over the last so many seconds. Shorter flickers with every step; longer hides a change."""
@@ -33,8 +34,17 @@ class RunState:
         """Sequences that one engine decodes at once."""
         self.identity: dict[str, float] = {}
         """Counts of the conservation identity; empty before the first gauges."""
-        self.end_reason: str | None = None
-        """None while the run goes on."""
+        self.rewards: list[str] = []
+        """Reward functions, as configured."""
+        self.alarms: dict[str, str] = {}
+        """Alarms of learning that hold, by name: since when and what was seen."""
+        self.function_errors: dict[tuple[str, str, str], FunctionErrorRow] = {}
+        """By function, place and cause, in this life of the run."""
+        self.scored_at: float | None = None
+        """Unix seconds since which reward calls are under way and none has ended; None where none is, or none was told."""
+        self._num_scored = -1.0
+        self._ended: str | None = None
+        self._failed: str | None = None
         self._began = 0.0
 
     def fold(self, line: Line) -> None:
@@ -51,15 +61,33 @@ class RunState:
             case "evaluation":
                 self.last_evaluation = rows.evaluation_row(line)
                 self.first_evaluation = self.first_evaluation or self.last_evaluation
+            case "alarm" if line.get("is_over"):
+                self.alarms.pop(str(line.get("name")), None)
+            case "alarm":
+                self.alarms[str(line.get("name"))] = alarm_words(line)
+            case "function_error":
+                row = rows.function_error_row(line)
+                self.function_errors[row.key] = row
             case "end":
                 end = rows.end_row(line)
-                self.end_reason = end.reason or "no reason recorded"
+                self._ended = end.reason or "no reason recorded"
                 self.identity = end.identity or self.identity
 
-    def fail(self, failure: Failure) -> None:
-        """Take the last words of a process; those from before the run was resumed are old."""
-        if self.end_reason is None and failure.t >= self._began:
-            self.end_reason = f"{failure.process} failed: {' '.join(failure.error.split())}"
+    def fail(self, failures: Sequence[Failure]) -> None:
+        """Take the last words of processes that stand now: of one that was started again they are gone, those from before the run was
+        resumed are old."""
+        words = (f"{failure.process} failed: {' '.join(failure.error.split())}" for failure in failures if failure.t >= self._began)
+        self._failed = next(words, None)
+
+    @property
+    def end_reason(self) -> str | None:
+        """None while the run goes on."""
+        return self._ended or self._failed
+
+    @property
+    def num_reward_calls(self) -> float:
+        """Under way."""
+        return sum(scorer.num_running or 0 for scorer in self.status.scorers) if self.status else 0
 
     @property
     def num_steps_done(self) -> int:
@@ -83,13 +111,14 @@ class RunState:
 
     @property
     def trained_tokens_per_s(self) -> float | None:
-        """Over the last steps that began within about the last seconds: steps are too coarse for a window of seconds."""
+        """Sampled tokens that were trained, over the last steps that began within about the last seconds: steps are too coarse for a
+        window of seconds."""
         recent = list(self.steps)
         since = next((at for at, step in enumerate(recent) if step.t >= recent[-1].t - WINDOW_S), 0) if recent else 0
         recent = recent[max(0, since - 1) :]
         if len(recent) < 2 or recent[-1].t <= recent[0].t:
             return None
-        return sum(step.num_tokens or 0 for step in recent[1:]) / (recent[-1].t - recent[0].t)
+        return sum(step.num_trained_tokens or 0 for step in recent[1:]) / (recent[-1].t - recent[0].t)
 
     @property
     def trainer_wait_fraction(self) -> float | None:
@@ -118,7 +147,10 @@ class RunState:
         self.name = str(config.get("run", {}).get("name", ""))
         self.num_steps = config.get("trainer", {}).get("steps", self.num_steps)
         self.sequence_slots = config.get("engine", {}).get("max_running")
-        self.end_reason = None  # an earlier end was not the end: the run is resumed
+        self.rewards = [str(entry.get("function")) for entry in config.get("reward") or () if isinstance(entry, dict)]
+        self._ended = None  # an earlier end was not the end: the run is resumed
+        self.alarms.clear()
+        self.function_errors.clear()
         self.recent.clear()
         self._began = line["t"]
 
@@ -129,6 +161,9 @@ class RunState:
         while self.recent[0].t < status.t - WINDOW_S:
             self.recent.popleft()
         self.num_steps = int(status.num_steps) if status.num_steps else self.num_steps
+        num_scored = sum(scorer.num_scored or 0 for scorer in status.scorers)
+        if num_scored != self._num_scored or not self.num_reward_calls or self.scored_at is None:
+            self._num_scored, self.scored_at = num_scored, status.t if self.num_reward_calls else None
         self.last_pause_s = status.last_pause_s if status.last_pause_s is not None else self.last_pause_s
 
     def _per_second(self, amount: float | None) -> float | None:
@@ -138,3 +173,8 @@ class RunState:
 
 def _clipped(fraction: float | None) -> float | None:
     return None if fraction is None else min(1.0, max(0.0, fraction))
+
+
+def alarm_words(line: Line) -> str:
+    """`truncation since step 20: 54% of samples ...`."""
+    return f"{line.get('name')} since step {line.get('began')}: {line.get('figure')}"

@@ -55,6 +55,7 @@ figcaption .note { font-size: .84rem; }
 svg { display: block; width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 .wide svg { min-width: 760px; }
+.narrow { display: none; }
 svg text { font-size: 12px; fill: var(--ink); }
 svg .tick { font-size: 11.5px; fill: var(--soft); }
 svg .label { font-size: 11.5px; fill: var(--soft); }
@@ -91,9 +92,12 @@ code { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
   .cards { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px; }
   .cards .value { font-size: 1.15rem; }
   .plot text, .plot .tick, .plot .label { font-size: 14.5px; }
-  .small .plot text, .small .plot .tick, .small .plot .label, .wide .plot text, .wide .plot .tick, .wide .plot .label { font-size: 12px; }
-  .wide .plot .tiny { font-size: 9.5px; }
-  td.arithmetic { min-width: 12rem; } td.name { min-width: 9.5rem; }
+  .small .plot text, .small .plot .tick, .small .plot .label { font-size: 12px; }
+  .narrow .plot text, .narrow .plot .tick, .narrow .plot .label { font-size: 12px; }
+  .narrow .plot .tiny { font-size: 9.5px; }
+  .wide { display: none; } .narrow { display: block; }
+  table { font-size: .8rem; } th, td { padding-right: .45rem; }
+  td.arithmetic { min-width: 6.5rem; overflow-wrap: anywhere; } td.name { min-width: 5.5rem; overflow-wrap: anywhere; }
 }
 @media print { nav { display: none; } figure, .cards > div { break-inside: avoid; } }
 """

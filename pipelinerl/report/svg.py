@@ -84,7 +84,7 @@ def scale_of(
 
 def tick_words(value: float, *, step: float) -> str:
     """A tick's label with the decimals that tell it from its neighbour."""
-    if abs(value) < 1e-12:
+    if abs(value) < 1e-9 * step:
         return "0"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if step >= size:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,10 @@ MAX_SLOTS = 6
 NUM_BINS = 240
 """Bins of the overview: about four pixels each."""
 WIDTH, LEFT, RIGHT = 1060, 108, 14
+NARROW = 380
+"""Width of the same pictures on a phone, where the wide ones would be cut off or too small to read."""
+LABEL = 26
+"""Pixels that a version's label takes."""
 
 WORKING = {"engine": ("forward",), "scorer": ("score",), "trainer": ("forward_backward", "optimizer", "publish")}
 """Span names that count as work, by kind of lane."""
@@ -81,21 +85,24 @@ def timeline(tables: Tables) -> str:
         return figure("Timeline", missing("Spans"))
     length_s = shown[1] - shown[0]
     zoom = figure(
-        f"{length_s:.0f} seconds from the middle of the run" if length_s < activity.end - activity.start else "The whole run",
-        tag("div", _lanes(tables, activity), css="wide"),
+        f"{length_s:.0f} seconds from the {_place(tables, shown)} of the run"
+        if length_s < activity.end - activity.start
+        else "The whole run",
+        _both(lambda width: _lanes(tables, activity, width=width)),
         note=_overlap_note(activity),
         legend=LEGEND,
     )
     overview = figure(
         "The whole run",
-        tag("div", _overview(tables, activity), css="wide"),
+        _both(lambda width: _overview(tables, activity, width=width)),
         note="from the first token on: part of the time at work, by kind; the frame marks the seconds drawn above",
     )
     return zoom + overview
 
 
 def choose_stretch(tables: Tables) -> Interval | None:
-    """A few steps around the step in the middle of the run, within the run; None for an empty journal."""
+    """A few steps around the step in the middle of the run, or, where spans of that time are summed up, the first ones that are not; None
+    for an empty journal."""
     if tables.began is None or tables.ended is None or tables.ended <= tables.began:
         return None
     ends = [step.t for step in tables.steps]
@@ -103,8 +110,18 @@ def choose_stretch(tables: Tables) -> Interval | None:
     step_s = gaps[len(gaps) // 2] if gaps else 0.0
     length_s = min(max(STEPS_SHOWN * step_s, SHORTEST_S), max(LONGEST_S, 1.5 * step_s))
     middle = ends[len(ends) // 2] if ends else (tables.began + tables.ended) / 2
-    start = max(tables.worked_from or tables.began, min(middle - length_s / 2, tables.ended - length_s))
+    start = max(tables.worked_from or tables.began, tables.whole_from, middle - length_s / 2)
+    start = max(tables.worked_from or tables.began, min(start, tables.ended - length_s))
     return start, min(start + length_s, tables.ended)
+
+
+def _both(draw: Callable[[int], str]) -> str:
+    """A picture as wide as the page, and one as wide as a phone; the style sheet shows the one that fits."""
+    return tag("div", draw(WIDTH), css="wide") + tag("div", draw(NARROW), css="narrow", aria_hidden="true")
+
+
+def _place(tables: Tables, shown: Interval) -> str:
+    return "middle" if shown[0] > tables.whole_from else "last part"
 
 
 def read_activity(tables: Tables, shown: Interval) -> Activity:
@@ -116,7 +133,7 @@ def read_activity(tables: Tables, shown: Interval) -> Activity:
         activity.known.setdefault(kind, set()).add(span.lane)
         if span.name in WORKING.get(kind, ()):
             _fill(activity.bins.setdefault(kind, np.zeros(NUM_BINS)), span, start=activity.start, end=activity.end)
-        if span.end > shown[0] and span.start < shown[1]:
+        if span.busy_s is None and span.end > shown[0] and span.start < shown[1]:
             activity.lanes.setdefault(span.lane, []).append(span)
     return activity
 
@@ -160,12 +177,12 @@ def _overlap_note(activity: Activity) -> str:
     return ", ".join(f"{name} {percent(part / length_s)}" for name, part in zip(names, parts, strict=True)) + " of these seconds"
 
 
-def _lanes(tables: Tables, activity: Activity) -> str:
+def _lanes(tables: Tables, activity: Activity, *, width: int) -> str:
     low, high = activity.shown
     slots = _in_order(activity.known.get("scorer", ()))
     names = [*_in_order(activity.known.get("engine", ())), *slots[:MAX_SLOTS], *_in_order(activity.known.get("trainer", ()))]
     top, thick = 20, 16
-    x = Scale(low=low, high=high, start=LEFT, end=WIDTH - RIGHT)
+    x = Scale(low=low, high=high, start=LEFT, end=width - RIGHT)
     body, y = [], float(top)
     for name in names:
         y += 10 if name.startswith("engine") else 6  # above an engine's lane stand the versions it changes to
@@ -179,7 +196,7 @@ def _lanes(tables: Tables, activity: Activity) -> str:
     body.append(_time_axis(tables, x, base=base))
     if len(slots) > MAX_SLOTS:
         body.append(tag("text", words(f"{len(slots) - MAX_SLOTS} more scoring slots not drawn"), x=LEFT, y=base + 34, css="label"))
-    return canvas("".join(body), width=WIDTH, height=base + 40, label="Lanes of engines, scoring and trainer over a stretch of the run")
+    return canvas("".join(body), width=width, height=base + 40, label="Lanes of engines, scoring and trainer over a stretch of the run")
 
 
 def _spans(spans: Sequence[Span], x: Scale, *, y: float, thick: float) -> str:
@@ -198,7 +215,7 @@ def _spans(spans: Sequence[Span], x: Scale, *, y: float, thick: float) -> str:
 
 
 def _swap_ticks(tables: Tables, lane: str, x: Scale, *, y: float, thick: float) -> str:
-    ticks = []
+    ticks, free_from = [], 0.0
     for swap in tables.swaps:
         if lane == f"engine-{swap.engine_id}" and x.low <= swap.t <= x.high:
             at = x(swap.t)
@@ -207,9 +224,11 @@ def _swap_ticks(tables: Tables, lane: str, x: Scale, *, y: float, thick: float) 
             ticks.append(tag("line", x1=at, x2=at, y1=y, y2=y + thick, css="halo"))
             ticks.append(tag("line", title, x1=at, x2=at, y1=y - 4, y2=y + thick + 3, css="swap c-swap"))
             is_near_end = at > x.end - 24
-            ticks.append(
-                tag("text", words(version), x=at + (-3 if is_near_end else 3), y=y - 1, css=f"tiny c-swap{' end' if is_near_end else ''}")
-            )
+            label_x = at + (-3 if is_near_end else 3)
+            if label_x - LABEL * is_near_end < free_from:
+                continue
+            free_from = label_x + LABEL * (not is_near_end)
+            ticks.append(tag("text", words(version), x=label_x, y=y - 1, css=f"tiny c-swap{' end' if is_near_end else ''}"))
     return "".join(ticks)
 
 
@@ -219,14 +238,14 @@ def _step_marks(tables: Tables, x: Scale, *, top: float, base: float) -> str:
         if x.low <= step.t <= x.high:
             at = x(step.t)
             marks.append(tag("line", x1=at, x2=at, y1=top - 4, y2=base, css="mark"))
-            if at >= free_from and at < WIDTH - 60:
+            if at >= free_from and at < x.end - 46:
                 marks.append(tag("text", words(f"step {step.step} done"), x=at, y=12, css="tick middle"))
                 free_from = at + 84
     return "".join(marks)
 
 
-def _overview(tables: Tables, activity: Activity) -> str:
-    x = Scale(low=activity.start, high=activity.end, start=LEFT, end=WIDTH - RIGHT)
+def _overview(tables: Tables, activity: Activity, *, width: int) -> str:
+    x = Scale(low=activity.start, high=activity.end, start=LEFT, end=width - RIGHT)
     bin_s = (activity.end - activity.start) / NUM_BINS
     body, top, thick, pitch = [], 8, 26, 34
     kinds = [kind for kind in WORKING if kind in activity.bins]
@@ -243,12 +262,12 @@ def _overview(tables: Tables, activity: Activity) -> str:
     low, high = (x(moment) for moment in activity.shown)
     body.append(tag("rect", x=low, y=top - 4, width=max(2.0, high - low), height=base - top + 2, css="frame"))
     body.append(_time_axis(tables, x, base=base, unit=time_unit(tables.duration_s)))
-    return canvas("".join(body), width=WIDTH, height=base + 40, label="Work of engines, scoring and trainer over the whole run")
+    return canvas("".join(body), width=width, height=base + 40, label="Work of engines, scoring and trainer over the whole run")
 
 
 def _time_axis(tables: Tables, x: Scale, *, base: float, unit: tuple[float, str] = (1.0, "seconds")) -> str:
     axis = scale_of([tables.since_start(moment) / unit[0] for moment in (x.low, x.high)], start=x.start, end=x.end, is_tight=True)
-    ticks = axis.ticks(10)
+    ticks = axis.ticks(max(3, round((x.end - x.start) / 95)))
     step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     body = [tag("line", x1=x.start, x2=x.end, y1=base, y2=base, css="axis")]
     for value in ticks:
@@ -259,13 +278,14 @@ def _time_axis(tables: Tables, x: Scale, *, base: float, unit: tuple[float, str]
 
 
 def _fill(bins: npt.NDArray[np.float64], span: Span, *, start: float, end: float) -> None:
-    """Add a span's seconds to the bins it covers."""
+    """Add a span's seconds to the bins it covers; of many summed up, evenly."""
     bin_s = (end - start) / NUM_BINS
+    share = 1.0 if span.busy_s is None or span.end <= span.start else span.busy_s / (span.end - span.start)
     first = max(0, int((span.start - start) / bin_s))
     last = min(NUM_BINS - 1, int((span.end - start) / bin_s))
     for at in range(first, last + 1):
         left = start + at * bin_s
-        bins[at] += max(0.0, min(span.end, left + bin_s) - max(span.start, left))
+        bins[at] += share * max(0.0, min(span.end, left + bin_s) - max(span.start, left))
 
 
 def _in_order(lanes: Iterable[str]) -> list[str]:

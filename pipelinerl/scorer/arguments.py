@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,10 +40,14 @@ class Parameters:
         """Of `passed`, all that it takes; of `extra`, what it names. Raises `DataError` naming a parameter the row has no column for."""
         named = {**extra, **passed}
         if missing := self.requires - named.keys():
-            raise DataError(
-                f"needs {', '.join(sorted(missing))}, but the row has only the columns {', '.join(sorted(columns)) or '(none)'}"
-            )
+            wanted = ", ".join(name + _nearest(name, columns) for name in sorted(missing))
+            raise DataError(f"needs {wanted}, but the row has only the columns {', '.join(sorted(columns)) or '(none)'}")
         return {name: value for name, value in named.items() if name in self.accepts or (self.takes_any and name in passed)}
+
+
+def _nearest(name: str, columns: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, columns, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def parameters_of(function: Callable[..., Any], *, what: str) -> Parameters:

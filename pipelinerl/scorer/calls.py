@@ -18,9 +18,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.errors import WireError
+from pipelinerl.function_errors import FunctionError
 from pipelinerl.messages import Finish, Heard, Int32, Message, Outcome, Turns, check_lengths
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, encode
 
+STACK_CHARACTERS = 16 << 10
+"""Of a process that hung or crashed, at most; with a few threads it is a tenth of this."""
 PACKET_BYTES = 128 << 10
 """Largest control message. The system's default socket buffer holds one of 200 KiB."""
 CHUNK_BYTES = 256 << 10
@@ -69,6 +72,8 @@ class Kill(Message, frozen=True):
     """Kill a worker with everything it started."""
 
     worker_id: int
+    wants_stack: bool = False
+    """Have it write down first where it is."""
 
 
 class Prepared(Message, frozen=True):
@@ -81,6 +86,8 @@ class Ended(Message, frozen=True):
     worker_id: int
     how: str
     """For a person: `ended with exit code 3`, `was killed by SIGSEGV`."""
+    stack: str = ""
+    """Where it was when it crashed, or was asked by `Kill`, as `faulthandler` writes it."""
 
 
 class Refused(Message, frozen=True):
@@ -94,6 +101,8 @@ class Loaded(Message, frozen=True):
 
     names: tuple[str, ...]
     """Of the functions, in order."""
+    places: tuple[str, ...] = ()
+    """`file:line` at which each begins."""
 
 
 class Call(Message, frozen=True):
@@ -143,6 +152,8 @@ class Result(Message, frozen=True):
     error: str
     failed: str
     """The function that failed; empty where `outcome` is `OK`."""
+    failure: FunctionError | None
+    """Why, and where; None where `outcome` is `OK`."""
     started_at: float
     """Unix seconds."""
     duration_s: float

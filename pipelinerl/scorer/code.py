@@ -1,14 +1,22 @@
 """Runs code that the policy wrote, against tests, with the best isolation this machine offers; `isolation` says which that is.
 
-| isolation | network | files | processes |
+| isolation | files | network | processes, memory, disk of a call |
 | --- | --- | --- | --- |
-| bubblewrap | none | sees system folders, read-only, and its own; no home, no run folder | a PID namespace of its own |
-| namespaces (`unshare`) | none | has the rights of "nobody else", but READS what the worker's user can read | a PID namespace of its own |
-| limits only | the machine's | has all rights of the worker's user | killed with the worker's process group |
+| bubblewrap | the system's folders, read-only, and its own | none | bounded |
+| namespaces | the same | none | bounded |
+| none | all that the worker's user may read and write | the machine's | each process bounded, the call not |
 
-In all three: CPU seconds, address space, file size, open files and output are limited, the environment is empty, the working folder is new
-and removed afterwards, and the whole process group is killed at the end. Tests on standard input and output are judged outside of the
-process. Tests in the same process (`assert`) are for policies that do not attack them: code can change what is in its own process.
+With isolation, the program is process 2 of namespaces of its own. It sees the system's folders (`/usr`, `/lib`, ..., the Python it runs
+on), read-only, and writes to a file system in memory that goes with it: no run folder, no home, no keys, no `/dev/shm` of the machine. Of
+the call as a whole are bounded: processes and threads (`MAX_PROCESSES`), memory of all of them together (`MEMORY_BYTES`), files
+(`DISK_BYTES`) and time; a process beside the program ends it all at the bound. Each process is bounded in CPU seconds, address space,
+file size and open files, too. Namespaces need no installed program, but a kernel (5.12 or later) that lets this user make them, which
+some containers do not: install bubblewrap there, or allow `unshare`.
+
+Without isolation code is run only where the reward's options say `require_isolation = false`.
+
+The environment is empty. Tests on standard input and output are judged outside of the process. Tests in the same process (`assert`) are
+for policies that do not attack them: code can change what is in its own process.
 """
 
 from __future__ import annotations
@@ -17,10 +25,12 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import json
 import os
 import re
 import resource
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -31,18 +41,31 @@ from pathlib import Path
 from typing import Any
 
 MEMORY_BYTES = 1 << 30
+"""Of all processes of a call together; files in memory count apart, as `DISK_BYTES`."""
+DISK_BYTES = 64 << 20
+MAX_FILES = 4096
+MAX_PROCESSES = 64
+"""Processes and threads of a call. Fewer break programs with thread pools; more let a call take the machine's scheduler."""
 OUTPUT_BYTES = 1 << 20
 """Larger files, standard output included, end the program."""
+INSIDE = "65534"
+"""User and group of a program; `jail.INSIDE_ID`."""
+_JAIL = Path(__file__).with_name("jail.py")
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
 class Isolation(enum.StrEnum):
     """What stands between the program and the machine."""
 
-    BUBBLEWRAP = "bubblewrap: no network, no files but the system's and its own"
-    NAMESPACES = "namespaces: no network, own processes; can read the files of this user"
-    LIMITS = "limits only: has network and files of this user; install bubblewrap"
+    BUBBLEWRAP = "bubblewrap"
+    NAMESPACES = "namespaces"
+    NONE = "no isolation"
+
+
+class NotIsolated(Exception):
+    """A program was not run, because nothing could be put between it and the machine; the message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +75,22 @@ class Ran:
     output: str
     exit_code: int
     is_timeout: bool = False
+    over: str = ""
+    """The bound of the whole call it was ended at; empty where it was not."""
 
 
-def passes_tests(completion: str, tests: object, *, timeout_s: float = 5.0, require_isolation: bool = False) -> float:
+def passes_tests(completion: str, tests: object, *, timeout_s: float = 5.0, require_isolation: bool = True) -> float:
     """1.0 where the last fenced block of the completion (or all of it) passes every test; else 0.0.
 
     `tests` is Python source that raises where the code is wrong, or a list of {input, output}: then the code is a program, whose standard
-    output must equal `output`, trailing white space of lines aside. With `require_isolation` it refuses to run under "limits only".
+    output must equal `output`, trailing white space of lines aside. Raises `NotIsolated` where there is no isolation and it is required.
     """
-    found = isolation()
-    if require_isolation and found is Isolation.LIMITS:
-        raise PermissionError(f"code is not run: {found}")
+    if require_isolation and isolation() is Isolation.NONE:
+        raise NotIsolated(
+            f"code is not run, for this machine offers no isolation: {'; '.join(why_not())}. Install bubblewrap (`apt install bubblewrap`),"
+            " or allow user namespaces; or set require_isolation = false among the reward's options, and the policy's code may read, write"
+            " and send whatever this user may"
+        )
     code = _code_of(completion)
     if isinstance(tests, str):
         return float(_passes_source(code, tests, timeout_s=timeout_s))
@@ -71,81 +99,152 @@ def passes_tests(completion: str, tests: object, *, timeout_s: float = 5.0, requ
     return float(all(_passes_case(code, test, timeout_s=timeout_s) for test in tests))
 
 
-def run_python(code: str, *, stdin: str = "", timeout_s: float = 5.0) -> Ran:
-    """Run a program in a new folder, isolated; its standard output, standard error left out."""
+def run_python(code: str, *, stdin: str = "", timeout_s: float = 5.0, under: Isolation | None = None) -> Ran:
+    """Run a program in a new folder; its standard output, standard error left out. `under`: the best isolation there is.
+
+    Raises `NotIsolated` where that fails.
+    """
     with tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True) as name, open(Path(name) / "output", "w+b") as output:
         folder = Path(name)
         (folder / "program.py").write_text(code)
-        process = subprocess.Popen(
-            [*_prefix(folder), _python(), "-I", "-B", "program.py"],
-            cwd=folder,
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=functools.partial(_limit, timeout_s),  # a worker has one thread
-        )
-        is_timeout = False
-        try:
-            process.communicate(stdin.encode(), timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            is_timeout = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        (folder / "root").mkdir()
+        under = isolation() if under is None else under
+        report, theirs = os.pipe()
+        with open(report, "rb") as reports:
+            try:
+                process = _start(under, folder, output.fileno(), theirs, timeout_s=timeout_s)
+            finally:
+                os.close(theirs)
+            is_timeout = _wait(process, stdin, timeout_s=timeout_s)
+            said = _said(reports)
+        if under is not Isolation.NONE and not is_timeout and "exit_code" not in said:
+            raise NotIsolated(f"code could not be run under {under}: {said.get('error', f'it ended with {process.returncode}')}")
         output.seek(0)
-        return Ran(output=output.read(OUTPUT_BYTES).decode(errors="replace"), exit_code=process.returncode, is_timeout=is_timeout)
+        return Ran(
+            output=output.read(OUTPUT_BYTES).decode(errors="replace"),
+            exit_code=said.get("exit_code", process.returncode),
+            is_timeout=is_timeout,
+            over=said.get("over", ""),
+        )
 
 
 @functools.cache
 def isolation() -> Isolation:
     """The best isolation that works here, tried once per process; what is installed may still be forbidden."""
-    with tempfile.TemporaryDirectory() as folder:
-        for candidate in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES):
-            command = _COMMANDS[candidate](Path(folder))
-            if shutil.which(command[0]) is None:
-                continue
-            tried = subprocess.run([*command, _python(), "-I", "-c", ""], cwd=folder, env={}, capture_output=True, check=False)
-            if tried.returncode == 0:
-                return candidate
-    return Isolation.LIMITS
+    return next((under for under, problem in _tried().items() if not problem), Isolation.NONE)
 
 
-def _prefix(folder: Path) -> list[str]:
-    found = isolation()
-    return [] if found is Isolation.LIMITS else _COMMANDS[found](folder)
+def why_not() -> list[str]:
+    """Of each isolation that does not work here, why."""
+    return [f"{under}: {problem}" for under, problem in _tried().items() if problem]
+
+
+@functools.cache
+def _tried() -> dict[Isolation, str]:
+    """What keeps each isolation, best first, from working; empty where it works."""
+    problems: dict[Isolation, str] = {}
+    for under in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES):
+        problems[under] = "" if under is not Isolation.BUBBLEWRAP or shutil.which("bwrap") else "bwrap is not installed"
+        if problems[under]:
+            continue
+        try:
+            ran = run_python("print('it runs')", timeout_s=20.0, under=under)
+            problems[under] = (
+                "" if ran.output == "it runs\n" else f"a program printed {ran.output!r}, and ended with {ran.exit_code} {ran.over}"
+            )
+        except (NotIsolated, OSError) as error:
+            problems[under] = str(error)
+    return problems
+
+
+def _start(under: Isolation, folder: Path, output: int, report: int, *, timeout_s: float) -> subprocess.Popen[bytes]:
+    limits = _limits(timeout_s)
+    command = [_python(), "-I", "-B", "program.py"]
+    call = {
+        "program": str(folder / "program.py"),
+        "root": str(folder / "root"),
+        "seen": _seen(),
+        "command": command,
+        "environment": _ENVIRONMENT,
+        "limits": limits,
+        "memory_bytes": MEMORY_BYTES,
+        "disk_bytes": DISK_BYTES,
+        "max_files": MAX_FILES,
+        "max_processes": MAX_PROCESSES,
+        "report": report,
+    }
+    jail = [_python(), "-I", "-S"]
+    if under is Isolation.BUBBLEWRAP:
+        command = [*_bubblewrap(folder), *jail, "/jail.py", "supervise", json.dumps(call)]
+    elif under is Isolation.NAMESPACES:
+        command = [*jail, str(_JAIL), "enter", json.dumps(call)]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=_ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.DEVNULL,
+        pass_fds=() if under is Isolation.NONE else (report,),
+        start_new_session=True,
+        preexec_fn=functools.partial(_limit, limits) if under is Isolation.NONE else None,  # a worker has one thread
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], stdin: str, *, timeout_s: float) -> bool:
+    """Wait for the end, and see to it that nothing is left; true where that took more than `timeout_s`."""
+    try:
+        process.communicate(stdin.encode(), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return False
+
+
+def _said(reports: Any) -> dict[str, Any]:
+    """What the jail says first of how the program ended; empty where it was killed before."""
+    if not select.select([reports], [], [], 0.0)[0]:
+        return {}
+    first = os.read(reports.fileno(), 1 << 16).split(b"\n")[0]
+    return json.loads(first) if first else {}
+
+
+def _seen() -> list[str]:
+    """What a program sees of the machine, read-only: a folder before those inside it."""
+    return sorted({*_SYSTEM_FOLDERS, sys.base_prefix})
 
 
 def _bubblewrap(folder: Path) -> list[str]:
-    seen = {*_SYSTEM_FOLDERS, sys.base_prefix}
-    binds = [part for path in sorted(seen) for part in ("--ro-bind-try", path, path)]
-    own = ["--bind", str(folder), "/work", "--chdir", "/work"]
-    return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", *binds, "--proc", "/proc", "--dev", "/dev", *own]
-
-
-def _namespaces(folder: Path) -> list[str]:
-    del folder
-    return ["unshare", "--user", "--net", "--ipc", "--pid", "--fork", "--kill-child=KILL"]
-
-
-_COMMANDS = {Isolation.BUBBLEWRAP: _bubblewrap, Isolation.NAMESPACES: _namespaces}
+    binds = [part for path in _seen() for part in ("--ro-bind-try", path, path)]
+    spaces = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"]
+    spaces += ["--uid", INSIDE, "--gid", INSIDE, "--proc", "/proc", "--dev", "/dev"]
+    files = ["--ro-bind", str(_JAIL), "/jail.py", "--size", str(DISK_BYTES // 2), "--tmpfs", "/work"]
+    files += ["--ro-bind", str(folder / "program.py"), "/work/program.py"]
+    files += [part for path in ("/tmp", "/dev/shm") for part in ("--size", str(DISK_BYTES // 4), "--tmpfs", path)]
+    return [*spaces, *binds, *files, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work", "--"]
 
 
 def _python() -> str:
     return os.path.realpath(sys.executable)
 
 
-def _limit(timeout_s: float) -> None:
-    seconds = int(timeout_s) + 1
-    for limit, value in (
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
+def _limits(timeout_s: float) -> dict[str, int]:
+    """Of each process, by the name of the limit."""
+    return {
+        "RLIMIT_CPU": int(timeout_s) + 1,
+        "RLIMIT_AS": MEMORY_BYTES,
+        "RLIMIT_FSIZE": OUTPUT_BYTES,
+        "RLIMIT_NOFILE": 64,
+        "RLIMIT_CORE": 0,
+    }
+
+
+def _limit(limits: Mapping[str, int]) -> None:
+    for name, value in limits.items():
+        limit = getattr(resource, name)
         _, hard = resource.getrlimit(limit)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.function_errors import FunctionError, error_of, place_of
 from pipelinerl.messages import Heard, Outcome
 from pipelinerl.plugin import load_plugin
 from pipelinerl.scorer.arguments import Parameters, by_turns, parameters_of
@@ -49,6 +50,11 @@ class Environment:
     parameters: Parameters
     options: dict[str, Any]
 
+    def arguments(self, call: Call, *, turns: list[str], replies: list[str]) -> dict[str, Any]:
+        """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
+        passed = {**call.columns, **self.options, "prompt": call.prompt, "turns": turns}
+        return self.parameters.choose(passed, extra={"replies": replies, "chat": list(call.chat)}, columns=call.columns)
+
 
 def load_environment(component: Component) -> Environment:
     """Import the function. Raises `ConfigError` where it is missing, cannot be imported or has an unknown signature."""
@@ -70,6 +76,11 @@ class Replying:
         self._runner = asyncio.Runner()
         """Makes its loop when an asynchronous function is called."""
 
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The environment's, alone."""
+        return (self._environment.function,)
+
     def close(self) -> None:
         """Close the loop that an asynchronous function ran on."""
         self._runner.close()
@@ -78,13 +89,15 @@ class Replying:
         """Call the function. Never raises."""
         name, started_at, begin = self._environment.name, time.time(), time.perf_counter()
         heard: Heard | None = None
-        outcome, error = Outcome.OK, ""
+        outcome, error, failure = Outcome.OK, "", None
         try:
             heard = self._heard(call)
         except NotAReply as wrong:
             outcome, error = Outcome.INVALID, f"{name} {wrong}"
+            failure = FunctionError(cause=str(wrong), where=place_of(self._environment.function))
         except BaseException as raised:  # the boundary to a user's function: whatever it raises, SystemExit too, becomes a counted value
             outcome, error = Outcome.ERROR, f"{name} raised {describe(raised)}"
+            failure = error_of(raised, function=self._environment.function)
         duration_s = time.perf_counter() - begin
         return Result(
             ticket_id=call.ticket_id,
@@ -92,6 +105,7 @@ class Replying:
             components=(),
             error=error[:ERROR_CHARACTERS],
             failed="" if outcome is Outcome.OK else name,
+            failure=failure,
             started_at=started_at,
             duration_s=duration_s,
             durations_s={name: duration_s},
@@ -100,10 +114,7 @@ class Replying:
 
     def _heard(self, call: Call) -> Heard | None:
         said = by_turns(call.completions[0], call.turns[0], decode=self._decode)
-        environment = self._environment
-        passed = {**call.columns, **environment.options, "prompt": call.prompt, "turns": said["turns"]}
-        extra = {"replies": said["replies"], "chat": list(call.chat)}
-        returned = environment.function(**environment.parameters.choose(passed, extra=extra, columns=call.columns))
+        returned = self._environment.function(**self._environment.arguments(call, **said))
         if inspect.isawaitable(returned):
             returned = self._runner.run(wait_for_value(returned))
         if returned is None:

@@ -28,13 +28,16 @@ from pathlib import Path
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.process import die_with_parent
-from pipelinerl.scorer.calls import PACKET_BYTES, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
-from pipelinerl.scorer.worker import run_worker
+from pipelinerl.scorer.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
+from pipelinerl.scorer.worker import STACK_FILE, STACK_SIGNAL, run_worker
+from pipelinerl.stop_tokens import stop_tokens_of
 from pipelinerl.tokenizer import Codec, codec_of, load_tokenizer
 from pipelinerl.transport.codec import Decoder, encode
 
 REAP_DEADLINE_S = 5.0
 """Longest wait, at the end, for killed processes to be gone. One that outlasts it hangs inside the kernel."""
+STACK_GRACE_S = 0.5
+"""Between asking a worker that hangs where it is, and killing it. Shorter loses the stack on a busy machine; longer lets it hang on."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -56,6 +59,8 @@ class ForkServer:
         self._decoder: Decoder[Setup | Spawn | Kill] = Decoder(ToForkServer)
         self._process_ids: dict[int, int] = {}
         """By worker id."""
+        self._kill_at: dict[int, float] = {}
+        """Monotonic seconds, by worker id: when those are killed that were asked where they are."""
         self._folder = Path(tempfile.mkdtemp(prefix="pipelinerl-scorer-"))
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -77,12 +82,13 @@ class ForkServer:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj is self._control:
                     if not self._obey(setup, codec):
                         return
                 else:
                     os.read(self._woken, 4096)
+            self._kill_overdue()
             self._reap()
 
     def close(self) -> None:
@@ -99,17 +105,40 @@ class ForkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _obey(self, setup: Setup, codec: Codec) -> bool:
-        packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+        except ConnectionResetError:  # the scorer has gone, and left something unread that it was told
+            return False
         if not packet:
             return False
         message = self._decoder.decode(packet)
         if isinstance(message, Kill):
-            if (process_id := self._process_ids.get(message.worker_id)) is not None:
-                _kill_group(process_id)
+            self._kill(message)
         elif isinstance(message, Spawn):
             with socket.socket(fileno=descriptors[0]) as channel:
                 self._process_ids[message.worker_id] = self._fork(message, channel, setup, codec)
         return True
+
+    def _kill(self, message: Kill) -> None:
+        process_id = self._process_ids.get(message.worker_id)
+        if process_id is None:
+            return
+        if not message.wants_stack:
+            _kill_group(process_id)
+            return
+        self._kill_at[message.worker_id] = time.monotonic() + STACK_GRACE_S
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, STACK_SIGNAL)
+
+    def _wait_s(self) -> float | None:
+        return None if not self._kill_at else max(0.0, min(self._kill_at.values()) - time.monotonic())
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for worker_id in [worker_id for worker_id, at in self._kill_at.items() if at <= now]:
+            del self._kill_at[worker_id]
+            if (process_id := self._process_ids.get(worker_id)) is not None:
+                _kill_group(process_id)
 
     def _fork(self, spawn: Spawn, channel: socket.socket, setup: Setup, codec: Codec) -> int:
         folder = self._folder / str(spawn.worker_id)
@@ -153,14 +182,25 @@ class ForkServer:
             _, status = os.waitpid(child, 0)
             if worker_id is not None:
                 del self._process_ids[worker_id]
+                self._kill_at.pop(worker_id, None)
+                stack = _stack_in(self._folder / str(worker_id))
                 shutil.rmtree(self._folder / str(worker_id), ignore_errors=True)
-                self._send(Ended(worker_id=worker_id, how=_how_it_ended(status)))
+                self._send(Ended(worker_id=worker_id, how=_how_it_ended(status), stack=stack))
             for orphan in _children() - set(self._process_ids.values()):
                 _kill(orphan)
 
     def _send(self, message: Message) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the scorer is gone; the loop sees that next
             self._control.send(encode(message))
+
+
+def _stack_in(folder: Path) -> str:
+    """What a worker wrote of where it was. The file lies in a folder of the user's code: it may be anything, or gone."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder / STACK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            return file.read(STACK_CHARACTERS).decode("ascii", "replace").replace("\x00", "")
+    return ""
 
 
 def load_codec(model_path: str) -> Codec:
@@ -171,7 +211,7 @@ def load_codec(model_path: str) -> Codec:
         raise
     except Exception as error:  # for a damaged file, transformers and its tokenizers raise what they like
         raise ConfigError(f"model.path: the tokenizer of {model_path} cannot be loaded: {type(error).__name__}: {error}") from error
-    return codec_of(tokenizer)
+    return codec_of(tokenizer, ends=stop_tokens_of(Path(model_path), tokenizer=tokenizer).of_model)
 
 
 def _adopt_orphans() -> None:

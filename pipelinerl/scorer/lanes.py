@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 
 from pipelinerl.config import EnvironmentSection, RewardSection, ScorerSection
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import FunctionLoad, GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup
+from pipelinerl.messages import FunctionFailed, FunctionKind, FunctionLoad, GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.calls import Component, Setup, component_names
+from pipelinerl.scorer.failures import Failures
 from pipelinerl.scorer.gate import Gate
 from pipelinerl.scorer.joining import Joining, Key, Part, Whole
 from pipelinerl.scorer.pool import LOAD_DEADLINE_S, Pool
@@ -98,6 +99,8 @@ class Lanes:
         max_tokens: int,
         journal: Journal,
         name: str,
+        tally: Tally | None = None,
+        failures: Failures | None = None,
     ) -> None:
         lanes = plan_lanes(rewards, scorer, environment)
         self.num_slots = max(lane.num_slots for lane in lanes)
@@ -111,10 +114,12 @@ class Lanes:
         self._lane_ids = {kind: [i for i, lane in enumerate(lanes) if lane.takes is kind] for kind in (Score, ScoreGroup, Reply)}
         self._requests: dict[Key, Request] = {}
         self._ready: list[Answer] = []
-        self._tally = Tally()
+        self._tally = tally or Tally()
+        self._failures = failures or Failures()
         self._name = name
         self._selector = selectors.DefaultSelector()
-        self._sandbox = Sandbox(Setup(model_path=model_path, lanes=tuple(lane.components for lane in lanes), max_tokens=max_tokens))
+        setup = Setup(model_path=model_path, lanes=tuple(lane.components for lane in lanes), max_tokens=max_tokens)
+        self._sandbox = Sandbox(setup, variables=scorer.variables)
         self._has_ended = False
         """The fork server has something to tell."""
         self._lanes = lanes
@@ -133,6 +138,10 @@ class Lanes:
         """How each function does."""
         breakers = {lane.components[0].name: pool.breaker for lane, pool in zip(self._lanes, self._pools, strict=True)}
         return self._tally.report(breakers)
+
+    def news(self) -> list[FunctionFailed]:
+        """Failures of functions that are due to be told."""
+        return self._failures.news(num_calls=self._tally.num_calls())
 
     def start(self) -> None:
         """Start every worker and wait until all have loaded the reward functions. Raises `ConfigError` where that fails."""
@@ -170,10 +179,11 @@ class Lanes:
             pool.cancel(rollout_id, attempt)
 
     def cancel_all(self) -> None:
-        """Withdraw every request, and the answers that `advance` has not given yet."""
+        """Withdraw every request, and the answers that `advance` has not given yet: another asks from now on, and is told of failures."""
         for rollout_id, attempt in list(self._requests):
             self.cancel(rollout_id, attempt)
         self._ready.clear()
+        self._failures.tell_anew()
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a worker, the fork server or a descriptor of `wake_on` has something, a deadline passes, or `timeout_s` is over."""
@@ -212,6 +222,8 @@ class Lanes:
             sandbox=self._sandbox,
             selector=self._selector,
             tally=self._tally,
+            failures=self._failures,
+            kind=FunctionKind.ENVIRONMENT if lane.takes is Reply else FunctionKind.REWARD,
             journal=journal,
             name=self._name if is_shared else f"{self._name}/{lane.components[0].name}",
         )

@@ -9,9 +9,11 @@ import socket
 import time
 
 from pipelinerl.errors import ConfigError, PeerSilent, WireError
-from pipelinerl.messages import Message, Outcome, Reply, Score, ScoreGroup
+from pipelinerl.function_errors import FunctionError, error_in
+from pipelinerl.messages import FunctionKind, Message, Outcome, Reply, Score, ScoreGroup
 from pipelinerl.metrics import Journal
 from pipelinerl.scorer.calls import Call, Calling, Ended, Frames, FromWorker, Loaded, Refused, Result, Skipped, Withdraw, frame
+from pipelinerl.scorer.failures import Failures
 from pipelinerl.scorer.gate import Breaker
 from pipelinerl.scorer.joining import Key, Part
 from pipelinerl.scorer.queue import Queue, Ticket
@@ -35,12 +37,28 @@ class _Worker:
     """Monotonic seconds."""
     names: tuple[str, ...] = ()
     """Of its reward functions; empty until it has loaded them."""
+    places: tuple[str, ...] = ()
+    """Where each begins."""
     calling: str = ""
     """The function it runs, or will run next."""
     outgoing: bytearray = dataclasses.field(default_factory=bytearray)
     """What the channel did not take yet."""
     waits_for_room: bool = False
     """The selector watches for room in the channel."""
+
+    @property
+    def place(self) -> str:
+        """Where the function begins that it runs."""
+        return dict(zip(self.names, self.places, strict=False)).get(self.calling, "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Failed:
+    """A call that gave nothing."""
+
+    function: str
+    place: str
+    rollout_id: str
 
 
 class Pool:
@@ -55,6 +73,8 @@ class Pool:
         sandbox: Sandbox,
         selector: selectors.BaseSelector,
         tally: Tally,
+        failures: Failures,
+        kind: FunctionKind,
         journal: Journal,
         name: str,
     ) -> None:
@@ -68,6 +88,10 @@ class Pool:
         self._selector = selector
         self._sandbox = sandbox
         self._tally = tally
+        self._failures = failures
+        self._kind = kind
+        self._hung: dict[int, _Failed] = {}
+        """Calls past their deadlines whose workers were asked where they are, by worker id."""
         self._workers: list[_Worker] = []
         self._num_slots = num_slots
 
@@ -118,9 +142,12 @@ class Pool:
     def bury(self, ended: list[Ended]) -> None:
         """Replace the workers of this lane that ended, and charge the calls they ran."""
         for end in ended:
+            if (hung := self._hung.pop(end.worker_id, None)) is not None:
+                cause = f"no answer within {self._queue.deadline_s:g} s, its deadline; its process was killed"
+                self._blame(hung, error_in(end.stack, cause=cause, place=hung.place), Outcome.TIMEOUT)
             for slot, worker in enumerate(self._workers):
                 if worker.worker_id == end.worker_id:
-                    self._bury(slot, end.how)
+                    self._bury(slot, end)
 
     def advance(self) -> list[tuple[Key, Part]]:
         """Kill workers past a deadline, hand out what fits; return the answers since the last call."""
@@ -154,22 +181,32 @@ class Pool:
         worker.channel.close()
         self._workers[slot] = self._spawn(slot)
 
-    def _bury(self, slot: int, how: str) -> None:
+    def _bury(self, slot: int, end: Ended) -> None:
         """The worker of this slot ended by itself: charge the call it was running. What it answered before, the same `wait` has read."""
         worker = self._workers[slot]
         if not worker.names:
-            raise ConfigError(f"a worker of {self._name} {how} while it imported the reward functions; see the scorer's log")
+            raise ConfigError(f"a worker of {self._name} {end.how} while it imported the reward functions; see the scorer's log")
         ran_s = self._queue.running_s(slot, time.monotonic())
-        self._charge(self._queue.lose(slot), slot, Outcome.ERROR, f"{worker.calling}: its process {how}", ran_s)
+        ticket = self._queue.lose(slot)
+        if ticket is not None:
+            blamed = _Failed(function=worker.calling, place=worker.place, rollout_id=ticket.score.rollout_id)
+            self._blame(blamed, error_in(end.stack, cause=f"its process {end.how}", place=worker.place), Outcome.ERROR)
+        self._charge(ticket, slot, Outcome.ERROR, f"{worker.calling}: its process {end.how}", ran_s)
         self._replace(slot)
 
     def _time_out(self, slot: int) -> None:
         worker = self._workers[slot]
-        self._sandbox.kill(worker.worker_id)
+        self._sandbox.kill(worker.worker_id, wants_stack=True)
         ran_s = self._queue.running_s(slot, time.monotonic())
         error = f"{worker.calling} did not return within {self._queue.deadline_s:g} s; its process was killed"
-        self._charge(self._queue.lose(slot), slot, Outcome.TIMEOUT, error, ran_s)
+        ticket = self._queue.lose(slot)
+        if ticket is not None:
+            self._hung[worker.worker_id] = _Failed(function=worker.calling, place=worker.place, rollout_id=ticket.score.rollout_id)
+        self._charge(ticket, slot, Outcome.TIMEOUT, error, ran_s)
         self._replace(slot)
+
+    def _blame(self, call: _Failed, error: FunctionError, outcome: Outcome) -> None:
+        self._failures.note(call.function, error, kind=self._kind, outcome=outcome, rollout_id=call.rollout_id)
 
     def _charge(self, ticket: Ticket | None, slot: int, outcome: Outcome, error: str, ran_s: float) -> None:
         calling = self._workers[slot].calling
@@ -233,7 +270,7 @@ class Pool:
         worker = self._workers[slot]
         match message:
             case Loaded():
-                worker.names = message.names
+                worker.names, worker.places = message.names, message.places
                 worker.calling = message.names[0]
                 self._queue.open(slot)
             case Refused():
@@ -247,6 +284,9 @@ class Pool:
                 self._note(slot, message.started_at, message.duration_s)
                 ticket = self._queue.answered(slot, message.ticket_id, time.monotonic(), duration_s=message.duration_s)
                 if ticket is not None:
+                    if message.failure is not None:
+                        blamed = _Failed(function=message.failed, place="", rollout_id=ticket.score.rollout_id)
+                        self._blame(blamed, message.failure, message.outcome)
                     part = Part(
                         outcome=message.outcome,
                         components=message.components,

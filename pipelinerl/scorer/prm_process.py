@@ -19,6 +19,7 @@ from pipelinerl.metrics import Journal
 from pipelinerl.process import last_words, read_config
 from pipelinerl.scorer.prm import PrmScorer, StepScorer
 from pipelinerl.scorer.prm_server import PrmServer, convention_of
+from pipelinerl.stop_tokens import stop_tokens_of
 from pipelinerl.tokenizer import decoder, load_tokenizer
 from pipelinerl.transport.zmq import ZmqLink
 
@@ -33,7 +34,7 @@ def main() -> None:
     with last_words(arguments.run_folder, name):
         config = read_config(arguments.run_folder)
         set_environment()
-        scorer = _load(config.prm)
+        scorer = load_scorer(config.prm)
         tokenizer = load_tokenizer(config.model.path)
         journal = Journal(arguments.run_folder, name)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
@@ -41,11 +42,11 @@ def main() -> None:
             server = PrmServer(
                 scorer,
                 config.prm,
-                decode=decoder(tokenizer),
+                decode=decoder(tokenizer, ends=stop_tokens_of(config.model.path, tokenizer=tokenizer).of_model),
                 link=link,
                 journal=journal,
                 prm_id=arguments.index,
-                limit=lambda: _killed_after(config.prm.deadline_s, name),
+                limit=lambda: killed_after(config.prm.deadline_s, name),
             )
             server.run()
         finally:
@@ -53,7 +54,8 @@ def main() -> None:
             journal.close()
 
 
-def _load(section: PrmSection) -> StepScorer:
+def load_scorer(section: PrmSection) -> StepScorer:
+    """The model of a config, or its judge. Raises `ConfigError`."""
     if section.path is None:
         from pipelinerl.scorer.prm_judge import JudgeScorer
 
@@ -68,7 +70,7 @@ def _load(section: PrmSection) -> StepScorer:
 
 
 @contextlib.contextmanager
-def _killed_after(seconds: float, name: str) -> Iterator[None]:
+def killed_after(seconds: float, name: str) -> Iterator[None]:
     """Kill this process when the block takes longer: a forward pass that hangs gives no thread a chance to stop it otherwise.
 
     By a signal, so that the launcher starts it again and what it had is sent again.

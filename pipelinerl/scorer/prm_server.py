@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 
 from pipelinerl.config import PrmSection
-from pipelinerl.messages import Cancel, Failed, Message, Outcome, PrmLoad, PrmReady, StepsScored, Stop, TraceTokens
+from pipelinerl.function_errors import FunctionError
+from pipelinerl.messages import Cancel, Failed, FunctionKind, Message, Outcome, PrmLoad, PrmReady, StepsScored, Stop, TraceTokens
 from pipelinerl.metrics import Journal
+from pipelinerl.scorer.failures import Failures
 from pipelinerl.scorer.prm import CONVENTIONS, Convention, StepScore, StepScorer, Trace
 from pipelinerl.scorer.steps import Splitter
 from pipelinerl.transport.base import Link
@@ -33,7 +35,8 @@ class PrmServer:
     """One process reward model.
 
     takes       `TraceTokens`, `Cancel`, `Stop` from the orchestrator
-    gives       `PrmReady` to each; `StepsScored` for all tokens it takes; `PrmLoad` every second
+    gives       `PrmReady` to each; `StepsScored` for all tokens it takes; `FunctionFailed` for each cause of traces it could not score;
+                `PrmLoad` every second
     waits for   the link; while the model computes, what arrives there waits, and then goes through it as one batch
     woken by    messages
     fails       whatever the model raises ends it; a trace it cannot take is an outcome
@@ -64,6 +67,7 @@ class PrmServer:
         """Tokens of the policy taken, by rollout."""
         self._touched: dict[str, bool] = {}
         """Traces with tokens since the last batch, and whether they are complete."""
+        self._failures = Failures()
         self._num_steps = 0
         self._total_taken = 0
         self._busy_s = 0.0
@@ -84,6 +88,7 @@ class PrmServer:
         """An orchestrator that takes another's place sends all it wants scored: nobody may answer what the dead one sent."""
         for rollout_id in list(self._traces):
             self._drop(rollout_id)
+        self._failures.tell_anew()
         return [PrmReady(prm_id=self._prm_id, process_id=os.getpid(), version=self._scorer.version)]
 
     def _turn(self) -> None:
@@ -93,6 +98,7 @@ class PrmServer:
             message = self._link.receive(0.0)
         if self._touched:
             self._score()
+        self._link.send(*self._failures.news(num_calls={self._scorer.version: self._num_steps}))
         if time.monotonic() >= self._next_load_at:
             self._report()
 
@@ -145,6 +151,9 @@ class PrmServer:
     def _answer(self, rollout_id: str, found: list[StepScore], *, is_last: bool) -> StepsScored:
         good = [one for one in found if one.outcome is Outcome.OK]
         bad = next((one for one in found if one.outcome is not Outcome.OK), None)
+        if bad is not None:
+            error = FunctionError(cause=bad.error)
+            self._failures.note(self._scorer.version, error, kind=FunctionKind.PRM, outcome=bad.outcome, rollout_id=rollout_id)
         trace = self._traces[rollout_id]
         first, trace.num_told = trace.num_told, trace.num_told + len(good)
         return StepsScored(

@@ -4,7 +4,9 @@
 | --- | --- | --- | --- |
 | ours | `completion`, or only `turns` | `reward(prompt=, completion=, **columns)` | a number |
 | TRL | `completions`, `completion_ids` | `reward(prompts=[..], completions=[..], **columns)`, lists of one | a list of one number or None |
-| verl | `solution_str` | `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` | a number, or a dict with `score` |
+| verl | `solution_str`, `model_output`, `predict_str` | these and `data_source`, `ground_truth`, `extra_info` | a number or `{score}` |
+| verl's batches | `solution_strs` | the same in the plural, lists of one | a list of these |
+| reasoning-gym | `answer` with `entry` | `score_answer(answer=, entry=)` | a number |
 | verifiers | being a `Rubric` | its functions with `prompt`, `completion`, `answer`, `info`, `state` | numbers, summed by its weights |
 
 A function is passed only what it accepts: the row's columns by name, its `options` of the config, and where it names them `num_tokens`
@@ -17,7 +19,11 @@ name `turns` get what the model said in each turn, a list of texts; `replies`, w
 TRL: None says that the function does not apply. Prompts and completions are chat messages where the row's prompt is, and text where it is
 text, as there: functions of `trl.rewards` that read a completion expect messages. One that is configured per group is passed lists of all
 siblings; the other shapes know one. verl: a row may hold `ground_truth` or `reward_model = {ground_truth}`; where it has no `extra_info`,
-that is an empty dictionary, as there. verifiers: see `rubric`.
+that is an empty dictionary, as there. verifiers: see `rubric`. reasoning-gym: `answer` is what stands in the last <answer> tag, or all of
+the completion; `entry` is the row, with the prompt as `question`.
+
+A function of none of these shapes that can be called with its `options` alone, and then returns one of them, is a factory, as
+`trl.rewards:get_soft_overlong_punishment` is: it is called once, when it is loaded.
 """
 
 from __future__ import annotations
@@ -28,12 +34,14 @@ import enum
 import inspect
 import math
 import numbers
+import re
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.function_errors import FunctionError, error_of, place_of
 from pipelinerl.messages import Outcome
 from pipelinerl.plugin import load_plugin
 from pipelinerl.scorer.arguments import Parameters, by_turns, parameters_of
@@ -50,9 +58,22 @@ class Shape(enum.StrEnum):
     OURS = "reward(prompt, completion, **columns) -> float"
     TRL = "reward(prompts, completions, **columns) -> list[float | None]"
     VERL = "compute_score(data_source, solution_str, ground_truth, extra_info) -> float"
+    VERL_BATCH = "compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list[float]"
+    REASONING_GYM = "score_answer(answer, entry) -> float"
 
 
-_MARKS = {"completion": Shape.OURS, "completions": Shape.TRL, "completion_ids": Shape.TRL, "solution_str": Shape.VERL}
+_LISTS = (Shape.TRL, Shape.VERL_BATCH)
+"""Shapes that are called with lists, and so also for all siblings at once."""
+_MARKS = {
+    "completion": Shape.OURS,
+    "completions": Shape.TRL,
+    "completion_ids": Shape.TRL,
+    "solution_str": Shape.VERL,
+    "model_output": Shape.VERL,
+    "predict_str": Shape.VERL,
+    "solution_strs": Shape.VERL_BATCH,
+}
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class NotANumber(Exception):
@@ -79,6 +100,10 @@ class Reward:
             passed = {name: [value] * num for name, value in columns.items()} | self.options
             passed |= {"prompts": [list(call.chat) or call.prompt] * num, "completions": [_as_chat(text, call) for text in completions]}
             extra = {"completion_ids": [token_ids.tolist() for token_ids in call.completions]}
+        elif self.shape is Shape.VERL_BATCH:
+            one = {"data_source": "", "extra_info": {}, **_verl_truth(columns), **columns, "solution_str": ""}
+            passed = {f"{name}s": [value] * len(completions) for name, value in one.items()} | self.options
+            passed |= {"solution_strs": list(completions)}
         else:
             (completion,), (token_ids,), (finish,) = completions, call.completions, call.finishes
             if self.shape is Shape.OURS:
@@ -88,9 +113,13 @@ class Reward:
                 extra = {"num_tokens": num_tokens, "finish": finish.value, "max_tokens": max_tokens, "chat": list(call.chat)}
                 if self.parameters.accepts & {"turns", "replies"}:
                     extra |= by_turns(token_ids, turns, decode=decode)
+            elif self.shape is Shape.REASONING_GYM:
+                answers = _ANSWER.findall(completion)
+                entry = {"question": _question(call), **columns}
+                passed = {**self.options, "answer": answers[-1].strip() if answers else completion.strip(), "entry": entry}
             else:
                 defaults = {"data_source": "", "extra_info": {}, **_verl_truth(columns)}
-                passed = {**defaults, **columns, **self.options, "solution_str": completion}
+                passed = {**defaults, **columns, **self.options, **dict.fromkeys(_VERL_NAMES, completion)}
         return self.parameters.choose(passed, extra=extra, columns=columns)
 
 
@@ -105,16 +134,41 @@ def inspect_reward(function: Any, *, reference: str, options: Mapping[str, Any] 
     if is_rubric(function):
         function = adapt_rubric(function, reference=reference)
     parameters = parameters_of(function, what=f"reward {reference}")
-    shapes = list({shape for mark, shape in _MARKS.items() if mark in parameters.accepts})
-    if not shapes and "turns" in parameters.accepts:
-        shapes = [Shape.OURS]
+    shapes = _shapes_of(parameters)
+    if (
+        not shapes
+        and not parameters.is_by_position
+        and (made := _made_by(function, parameters, reference, dict(options or {}))) is not None
+    ):
+        return inspect_reward(made, reference=reference)
     if len(shapes) != 1 or parameters.is_by_position:
         accepted = "\n".join(f"  {shape.value}" for shape in Shape)
-        raise ConfigError(f"reward {reference} takes ({parameters.text}), which is none of the accepted shapes:\n{accepted}")
+        missing = ", ".join(sorted(parameters.requires - (options or {}).keys()))
+        factory = f"\nWhere it makes one of these, name its parameters as options: {missing}" if missing and not shapes else ""
+        raise ConfigError(f"reward {reference} takes ({parameters.text}), which is none of the accepted shapes:\n{accepted}{factory}")
     parameters.refuse_unknown(options or {}, what=f"reward {reference}")
-    if shapes[0] is Shape.VERL:
+    if shapes[0] in (Shape.VERL, Shape.VERL_BATCH):
         parameters = dataclasses.replace(parameters, takes_any=False)  # verl passes what it has, and nothing else
     return Reward(name=reference.rpartition(":")[2], shape=shapes[0], function=function, parameters=parameters, options=dict(options or {}))
+
+
+def _shapes_of(parameters: Parameters) -> list[Shape]:
+    shapes = list({shape for mark, shape in _MARKS.items() if mark in parameters.accepts})
+    if not shapes and "turns" in parameters.accepts:
+        return [Shape.OURS]
+    return [Shape.REASONING_GYM] if not shapes and {"answer", "entry"} <= parameters.accepts else shapes
+
+
+def _made_by(function: Callable[..., Any], parameters: Parameters, reference: str, options: dict[str, Any]) -> Any:
+    """The reward function that a factory makes of its options; None where it is no factory. Raises `ConfigError` where it raises."""
+    if parameters.is_by_position or parameters.requires - options.keys():
+        return None
+    parameters.refuse_unknown(options, what=f"reward {reference}")
+    try:
+        made = function(**options)
+    except Exception as error:  # a user's function may raise anything; it becomes a named error with its cause
+        raise ConfigError(f"reward {reference}, called with its options to make a reward function, raised {error_of(error)}") from error
+    return made if callable(made) or is_rubric(made) else None
 
 
 class Scoring:
@@ -131,6 +185,11 @@ class Scoring:
         self._runner = asyncio.Runner()
         """Makes its loop when the first asynchronous function is called."""
 
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Of the lane, in order."""
+        return tuple(reward.function for reward in self._rewards)
+
     def close(self) -> None:
         """Close the loop that asynchronous functions ran on."""
         self._runner.close()
@@ -140,7 +199,7 @@ class Scoring:
         started_at, begin = time.time(), time.perf_counter()
         components: tuple[dict[str, float], ...] = tuple({} for _ in call.completions)
         durations_s: dict[str, float] = {}
-        outcome, error = self._run(call, components, durations_s)
+        outcome, error, failure = self._run(call, components, durations_s)
         is_ok = outcome is Outcome.OK
         return Result(
             ticket_id=call.ticket_id,
@@ -148,17 +207,20 @@ class Scoring:
             components=components if is_ok else (),
             error=error[:ERROR_CHARACTERS],
             failed="" if is_ok else next(reversed(durations_s), self._rewards[0].name),
+            failure=failure,
             started_at=started_at,
             duration_s=time.perf_counter() - begin,
             durations_s=durations_s,
         )
 
-    def _run(self, call: Call, components: tuple[dict[str, float], ...], durations_s: dict[str, float]) -> tuple[Outcome, str]:
-        name = "decoding the tokens"
+    def _run(
+        self, call: Call, components: tuple[dict[str, float], ...], durations_s: dict[str, float]
+    ) -> tuple[Outcome, str, FunctionError | None]:
+        name, function = "decoding the tokens", None
         try:
             completions = [self._decode(token_ids.tolist()) for token_ids in call.completions]
             for index, reward in enumerate(self._rewards):
-                name = reward.name
+                name, function = reward.name, reward.function
                 durations_s[name] = 0.0
                 if index:
                     self._entering(name)
@@ -172,10 +234,10 @@ class Scoring:
                     if value is not None:
                         found[name] = value
         except NotANumber as error:
-            return Outcome.INVALID, f"{name} {error}"
+            return Outcome.INVALID, f"{name} {error}", FunctionError(cause=str(error), where=place_of(function))
         except BaseException as error:  # the boundary to a user's function: whatever it raises, SystemExit too, becomes a counted value
-            return Outcome.ERROR, f"{name} raised {describe(error)}"
-        return Outcome.OK, ""
+            return Outcome.ERROR, f"{name} raised {describe(error)}", error_of(error, function=function)
+        return Outcome.OK, "", None
 
     def _call(self, reward: Reward, arguments: dict[str, Any], *, num_completions: int) -> list[float | None]:
         returned = reward.function(**arguments)
@@ -189,7 +251,7 @@ def read_values(returned: Any, *, shape: Shape, num_completions: int) -> list[fl
 
     Raises `NotANumber`.
     """
-    if shape is not Shape.TRL:
+    if shape not in _LISTS:
         return [_number(returned["score"] if _is_verl_dict(returned, shape) else returned, returned=returned)]
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
         wanted = "one number" if num_completions == 1 else f"{num_completions} numbers"
@@ -197,6 +259,8 @@ def read_values(returned: Any, *, shape: Shape, num_completions: int) -> list[fl
     if len(returned) != num_completions:
         plural = "" if num_completions == 1 else "s"
         raise NotANumber(f"returned {len(returned)} values for {num_completions} completion{plural}: {reprlib.repr(returned)}")
+    if shape is Shape.VERL_BATCH:
+        return [_number(value["score"] if _is_verl_dict(value, Shape.VERL) else value, returned=returned) for value in returned]
     return [None if value is None else _number(value, returned=returned) for value in returned]
 
 
@@ -229,6 +293,15 @@ def describe(error: BaseException) -> str:
 
 def _as_chat(text: str, call: Call) -> str | list[dict[str, str]]:
     return [{"role": "assistant", "content": text}] if call.chat else text
+
+
+_VERL_NAMES = tuple(mark for mark, shape in _MARKS.items() if shape is Shape.VERL)
+
+
+def _question(call: Call) -> str:
+    """The prompt without its chat template, where it has one."""
+    contents = [message.get("content") for message in call.chat if message.get("role") == "user"]
+    return contents[-1] if contents and isinstance(contents[-1], str) else call.prompt
 
 
 def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pipelinerl.errors import ConfigError, PeerGone, PeerSilent
 from pipelinerl.messages import Message
@@ -20,7 +21,19 @@ PREPARE_DEADLINE_S = 300.0
 END_DEADLINE_S = 10.0
 """Longest wait for the fork server to kill all workers and end."""
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|^(WANDB|AWS|AZURE|GOOGLE|GCP)_")
+PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
+    *("PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "JAVA_HOME", "NLTK_DATA"),
+    *("OMP_*", "OPENBLAS_*", "MKL_*", "NUMEXPR_*", "KMP_*", "GOMP_*", "TOKENIZERS_PARALLELISM"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE"),
+    *("TORCH_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+    *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+)
+"""Environment variables that functions see, `*` standing for anything: where things lie, how text and numbers are handled. No list of
+secrets is ever whole, so all others stay outside, but for those that the config names."""
+_SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|COOKIE")
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 _WORKER_SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",  # its threads would not survive a fork
@@ -29,19 +42,25 @@ _WORKER_SETTINGS = {
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment a reward function sees: without variables that look like secrets by name, or by a password inside a URL.
+def clean_environment(environment: Mapping[str, str], *, named: Collection[str] = ()) -> dict[str, str]:
+    """The environment a reward function sees: of `PASSED` what neither its name nor a password inside a URL makes a secret, and `named`.
 
     Numerical libraries are told to use one thread, unless the environment says otherwise: slots are the parallelism here.
     """
-    kept = {name: value for name, value in environment.items() if not _SECRET_NAME.search(name.upper()) and not _SECRET_VALUE.search(value)}
+    kept = {name: value for name, value in environment.items() if name in named or _is_passed(name, value)}
     return dict.fromkeys(_ONE_THREAD, "1") | kept | _WORKER_SETTINGS
+
+
+def _is_passed(name: str, value: str) -> bool:
+    is_secret = _SECRET_NAME.search(name.upper()) or _SECRET_VALUE.search(value)
+    return not is_secret and any(fnmatch.fnmatchcase(name, pattern) for pattern in PASSED)
 
 
 class Sandbox:
     """The fork server and its control socket. A worker is known by a number that is never used again."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, variables: Collection[str] = ()) -> None:
+        """`variables` are names of environment variables that functions see beside `PASSED`."""
         self._decoder: Decoder[Prepared | Ended | Refused] = Decoder(FromForkServer)
         self._next_worker_id = 0
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -49,7 +68,7 @@ class Sandbox:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipelinerl.scorer.forkserver", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
-                env=clean_environment(os.environ),
+                env=clean_environment(os.environ, named=variables),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -79,9 +98,12 @@ class Sandbox:
         ours.setblocking(False)
         return worker_id, ours
 
-    def kill(self, worker_id: int) -> None:
-        """Have a worker killed with everything it started; harmless where it is gone already."""
-        self._send(Kill(worker_id=worker_id))
+    def kill(self, worker_id: int, *, wants_stack: bool = False) -> None:
+        """Have a worker killed with everything it started; harmless where it is gone already.
+
+        With `wants_stack` it is asked first where it is, which `Ended` then tells.
+        """
+        self._send(Kill(worker_id=worker_id, wants_stack=wants_stack))
 
     def receive(self) -> list[Ended]:
         """The workers that ended since the last call; never waits. Raises `PeerGone` where the fork server ended."""

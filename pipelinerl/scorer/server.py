@@ -23,7 +23,8 @@ class Server:
     """One scorer.
 
     takes       `Reply`, `Score`, `ScoreGroup`, `Cancel`, `Stop` from the orchestrator; answers of workers
-    gives       `ScorerReady` once, `Replied`, `Scored` or `GroupScored` for every request that is not cancelled, `ScorerLoad` every second
+    gives       `ScorerReady` once, `Replied`, `Scored` or `GroupScored` for every request that is not cancelled, `FunctionFailed` for each
+                cause of failures, `ScorerLoad` every second
     waits for   the link and every worker's channel at once, until the next deadline at the latest
     woken by    messages, ends of workers, deadlines
     fails       `ConfigError` where a function or the tokenizer cannot be loaded, `PeerGone` where the fork server is gone; a
@@ -75,7 +76,7 @@ class Server:
         # The link is drained last, with nothing sent between that and the wait: ZeroMQ signals its descriptor once for each change
         # of state, and sending uses such a signal up.
         scored = list(self._lanes.advance())
-        self._link.send(*scored)
+        self._link.send(*scored, *self._lanes.news())
         self._num_scored += len(scored)
         if time.monotonic() >= self._next_load_at:
             self._report()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pipelinerl.messages import FunctionLoad, Outcome
 from pipelinerl.scorer.gate import Breaker
@@ -26,11 +26,14 @@ class _Counts:
 class Tally:
     """The figures of every function of a scorer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, heard: Callable[[str, Mapping[str, float]], None] = lambda rollout_id, durations_s: None) -> None:
+        """`heard` is told of every call: the rollout, and the seconds of each function that it entered."""
         self._functions: dict[str, _Counts] = {}
+        self._heard = heard
 
     def note(self, durations_s: Mapping[str, float], *, rollout_id: str, failed: str = "", outcome: Outcome = Outcome.OK) -> None:
         """A call entered these functions; where it failed, `failed` is the one to blame."""
+        self._heard(rollout_id, durations_s)
         for name, duration_s in durations_s.items():
             counts = self._functions.setdefault(name, _Counts())
             counts.num_calls += 1
@@ -41,6 +44,10 @@ class Tally:
     def retried(self, name: str) -> None:
         """A failed try is followed by another."""
         self._functions.setdefault(name, _Counts()).num_retries += 1
+
+    def num_calls(self) -> dict[str, int]:
+        """Tries of every function, by its name."""
+        return {name: counts.num_calls for name, counts in self._functions.items()}
 
     def report(self, breakers: Mapping[str, Breaker]) -> dict[str, FunctionLoad]:
         """The figures by function; `breakers` by function, where it has one."""

@@ -7,16 +7,20 @@ policy wrote belongs in a sandbox which the reward function calls, for example `
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import faulthandler
 import os
 import resource
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.function_errors import place_of
 from pipelinerl.messages import Message
 from pipelinerl.scorer.calls import Call, Calling, Component, Frames, Loaded, Refused, Result, Skipped, ToWorker, Withdraw, frame
 from pipelinerl.scorer.environment import Replying, load_environment
@@ -29,6 +33,10 @@ ADDRESS_SPACE_BYTES = 64 << 30
 OPEN_FILES = 4096
 OOM_SCORE = 500
 """Added to the kernel's score, of 1000: when memory runs out, a reward worker goes before an engine or a trainer rank."""
+STACK_SIGNAL = signal.SIGRTMAX - 1
+"""Has a worker write down where it is, and end. No library is known to use it."""
+STACK_FILE = "stack"
+"""In the worker's folder: where it was when it crashed or got `STACK_SIGNAL`."""
 
 
 def run_worker(channel: socket.socket, *, components: tuple[Component, ...], codec: Codec, max_tokens: int, folder: Path) -> None:
@@ -52,8 +60,10 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
         channel.sendall(frame(Refused(error=str(error))))
         return
     os.chdir(folder)
-    with contextlib.closing(functions):
-        channel.sendall(frame(Loaded(names=tuple(component.name for component in components))))
+    with contextlib.closing(functions), open(folder / STACK_FILE, "w", buffering=1) as stack:
+        _tell_stacks(stack)
+        names = tuple(component.name for component in components)
+        channel.sendall(frame(Loaded(names=names, places=tuple(map(place_of, functions.functions)))))
         _serve(_Inbox(channel), functions.score if isinstance(functions, Scoring) else functions.run, channel)
 
 
@@ -71,6 +81,33 @@ def _lower(limit: int, wanted: int) -> None:
     _, hard = resource.getrlimit(limit)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(limit, (wanted, wanted))
+
+
+def _tell_stacks(stack: TextIO) -> None:
+    """From now on, write where this process is when it crashes, and at `STACK_SIGNAL`, after which it ends.
+
+    `faulthandler` writes even while native code runs or a lock is held; the tasks of an event loop follow once Python runs again.
+    """
+
+    def tell_tasks(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # no event loop runs
+            for task in asyncio.all_tasks():
+                _write_task(task, stack)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.signal(STACK_SIGNAL, tell_tasks)
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=True, chain=True)
+    faulthandler.enable(stack)
+
+
+def _write_task(task: asyncio.Task[object], stack: TextIO) -> None:
+    """What a task awaits, in `faulthandler`'s words: a loop that waits has none of this on its own stack."""
+    lines: list[str] = []
+    awaited: object = task.get_coro()
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+        awaited = getattr(awaited, "cr_await", None)
+    stack.write("\n".join(["Task (most recent call first):", *reversed(lines), ""]))
 
 
 class _Inbox:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import Config, RunSection
-from pipelinerl.errors import PipelineError
+from pipelinerl.errors import LeaseError, PipelineError
 from pipelinerl.launch import Launcher, Role, limits_of
+from pipelinerl.lease import LEASE_S, RENEW_EVERY_S, Lease, held
 from pipelinerl.process import read_config, record_failure
 from pipelinerl.slurm import AGAIN
 from pipelinerl.slurm.address import address_towards_others
@@ -54,6 +55,8 @@ class Supervisor:
         self._node, self._num_nodes = node, nodes.count
         self._attempt_folder = run_folder / "logs" / f"attempt-{attempt}"
         self._is_saving = False
+        self._is_launched = False
+        """The launcher hears signals; before that one would end this process without a word."""
         self._title = f"attempt {attempt}, restart {os.environ.get('SLURM_RESTART_COUNT', '0')}, job {os.environ.get('SLURM_JOB_ID', '-')}"
         recorded = json.loads((run_folder / "roles.json").read_text())
         names = roles_on(node, [role["name"] for role in recorded], nodes)
@@ -86,12 +89,29 @@ class Supervisor:
 
     async def _launch(self) -> int:
         try:
-            await Launcher(self._roles, self._run_folder, **limits_of(self._config)).run()
+            with contextlib.ExitStack() as at_end:
+                lease = await self._hold(at_end) if self._node == 0 else None  # the first node's supervisor holds the folder for all
+                if self._is_saving:  # asked for while the folder was waited for: nothing has begun, and the next attempt goes on
+                    return AGAIN
+                self._is_launched = True
+                await Launcher(self._roles, self._run_folder, **limits_of(self._config), lease=lease).run()
         except PipelineError as error:
             self._say(f"failed: {error}")
             record_failure(self._run_folder, f"node-{self._node}", error=str(error))
             return FAILED
         return AGAIN if self._is_saving and not self._is_finished() else DONE
+
+    async def _hold(self, at_end: contextlib.ExitStack) -> Lease:
+        """Hold the run's folder. An attempt whose machine died left a lease that lapses; raises `LeaseError` where one is alive."""
+        end = time.monotonic() + LEASE_S + RENEW_EVERY_S
+        while True:
+            try:
+                return at_end.enter_context(held(self._run_folder))
+            except LeaseError as error:
+                if time.monotonic() > end:
+                    raise
+                self._say(f"waiting: {error}")
+                await asyncio.sleep(RENEW_EVERY_S)
 
     def _save(self, why: str) -> None:
         """Have the orchestrator end the run, which saves; once, as a second wish would end everything at once."""
@@ -99,8 +119,8 @@ class Supervisor:
             return
         self._is_saving = True
         self._say(f"saving: {why}")
-        if any(role.name == "orchestrator" for role in self._roles):
-            os.kill(os.getpid(), signal.SIGINT)  # what Ctrl-C means to the launcher
+        if self._is_launched and any(role.name == "orchestrator" for role in self._roles):
+            os.kill(os.getpid(), signal.SIGTERM)  # saves as Ctrl-C does, and leaves the last evaluation to the life that is to come
 
     async def _watch(self) -> None:
         """Save when the script asks for it, or when a process fails elsewhere."""

@@ -7,16 +7,16 @@ whoever was killed in between. A destination that raises is closed and opened ag
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from pipelinerl.report.rows import Line
 from pipelinerl.report.samples import Decoder, ShownSample, shown_sample
+from pipelinerl.segments import SegmentReader
 from pipelinerl.tracking.names import Namer, Point
 
 LOOK_EVERY_S = 1.0
@@ -51,27 +51,6 @@ Open = Callable[[Line], Destination]
 """Opens a destination, given the journal's `run` line."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Reader:
-    """Whole lines of one file, numbered, as far as it is written."""
-
-    path: Path
-    number: int = 0
-    _offset: int = 0
-
-    def new_lines(self) -> Iterator[tuple[int, Line]]:
-        with open(self.path, "rb") as file:
-            file.seek(self._offset)
-            for raw in file:
-                if not raw.endswith(b"\n"):
-                    return
-                number, self.number, self._offset = self.number, self.number + 1, self._offset + len(raw)
-                with contextlib.suppress(ValueError):
-                    line = json.loads(raw)
-                    if isinstance(line, dict) and "t" in line and "kind" in line:
-                        yield number, line
-
-
 def follow(run_folder: Path, open_destination: Open, *, until: threading.Event) -> bool:
     """Feed a destination until `until` is set, and then the rest of the journal. Returns whether everything has been handed over."""
     retry_s = FIRST_RETRY_S
@@ -96,7 +75,7 @@ class _Feed:
     def __init__(self, run_folder: Path, open_destination: Open) -> None:
         self._run_folder = run_folder
         self._open = open_destination
-        self._reader = _Reader(run_folder / "journal" / "orchestrator.jsonl")
+        self._reader = SegmentReader(run_folder / "journal" / "orchestrator.jsonl")
         self._namer = Namer()
         self._destination: Destination | None = None
         self._decoder: Decoder | None = None
@@ -107,9 +86,9 @@ class _Feed:
     def run(self, until: threading.Event) -> None:
         while True:
             is_last = until.is_set()
-            if self._reader.path.exists():
-                for number, line in self._reader.new_lines():
-                    self._take(number, line)
+            for raw in self._reader.new_lines():
+                if (line := _decode(raw)) is not None:
+                    self._take(self._reader.number - 1, line)
             if is_last:
                 self._hand_over_samples()
                 self.close()
@@ -129,7 +108,7 @@ class _Feed:
             self._destination = self._open(line)
             self._decoder = Decoder(self._run_folder, (line.get("config") or {}).get("model", {}).get("path"))
         is_new = number >= self._destination.first_line
-        if line["kind"] == "sample" and self._decoder is not None:
+        if line["kind"] == "sample" and self._decoder is not None and line.get("fate", "trained") == "trained":
             if is_new:
                 self._samples.append(shown_sample(line, self._decoder))
                 self._samples_line = number
@@ -144,3 +123,11 @@ class _Feed:
         if self._samples and self._destination is not None:
             self._destination.take_samples(self._samples_line, self._samples)
             self._samples = []
+
+
+def _decode(raw: bytes) -> Line | None:
+    with contextlib.suppress(ValueError):
+        line = json.loads(raw)
+        if isinstance(line, dict) and "t" in line and "kind" in line:
+            return line
+    return None

@@ -11,6 +11,7 @@ clock, not by ours.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 
 from pipelinerl.report import rows
@@ -22,8 +23,8 @@ GAUGES_EVERY_S = 10.0
 
 STEP, SECONDS, VERSION = "progress/step", "progress/seconds", "eval/version"
 AXES = {
-    STEP: ("reward", "seq_len", "batch", "off_policy", "optim", "loss", "mismatch_kl", "entropy", "time", "perf", "trainer"),
-    SECONDS: ("inference", "idle_ratio", "queue", "rollouts", "weights", "memory"),
+    STEP: ("reward", "seq_len", "batch", "off_policy", "optim", "loss", "mismatch_kl", "entropy", "time", "perf", "trainer", "alarm"),
+    SECONDS: ("inference", "idle_ratio", "queue", "rollouts", "weights", "memory", "errors"),
     VERSION: ("eval",),
 }
 """Axis -> first parts of the names that stand over it."""
@@ -32,10 +33,12 @@ _TRAINER_NAMES = {
     "grad_norm": "optim/grad_norm",
     "learning_rate": "optim/lr",
     "loss": "loss/mean",
+    "sft_loss": "loss/sft",
     "entropy": "entropy/all/mean",
     "mismatch_kl_k3": "mismatch_kl/all/mean",
     "mismatch_kl_fresh": "mismatch_kl/fresh/mean",
     "logprob_gap_mean": "mismatch_kl/logprob_gap/mean",
+    "logprob_gap_p99": "mismatch_kl/logprob_gap/p99",
     "logprob_gap_max": "mismatch_kl/logprob_gap/max",
     "ess_fraction": "off_policy/ess",
     "ratio_mean": "off_policy/ratio/mean",
@@ -47,9 +50,11 @@ _TRAINER_NAMES = {
     "forward_backward_s": "time/forward_backward",
     "optimizer_s": "time/optimizer",
     "publish_s": "time/broadcast_weights",
-    "tokens_per_s": "perf/throughput",
+    "tokens_per_s": "perf/throughput_computed",
 }
 """The trainer's own metrics under the names people look for; the others are `trainer/<name>`."""
+_RAISED = re.compile(r"(\w+)\(")
+"""An exception's type, at the head of a cause."""
 _DROPPED = "_dropped_fraction"
 """End of the trainer's name for the part of the tokens that one mask dropped; here `off_policy/dropped/<mask>`."""
 
@@ -78,6 +83,10 @@ class Namer:
         self._began = 0.0
         self._num_samples = self._num_tokens = 0.0
         self._swaps: list[rows.SwapRow] = []
+        self._alarms: dict[str, float] = {}
+        """Every alarm of learning that was ever raised: 1 while it holds, else 0."""
+        self._errors: dict[str, float] = {}
+        """Failures of users' functions, by name of their cause."""
 
     def points(self, number: int, line: Line) -> Iterator[Point]:
         """The points of the journal's line `number`."""
@@ -88,8 +97,14 @@ class Namer:
             case "step" if rows.number(line.get("step")) is not None:
                 row = rows.step_row(line)
                 yield from self._point(number, row.t, STEP, row.step, self._of_step(row))
+            case "alarm":
+                self._alarms[f"alarm/{line.get('name')}"] = 0.0 if line.get("is_over") else 1.0
             case "swap":
                 self._swaps.append(rows.swap_row({"engine_id": -1, **line}))
+            case "function_error" if (count := rows.number(line.get("count"))) is not None:
+                name = _error_name(line)
+                self._errors[name] = max(count, self._errors.get(name, 0.0))
+                yield from self._point(number, line["t"], SECONDS, line["t"] - self._began, {name: self._errors[name]})
             case "status" if line["t"] >= self._next_gauges_t:
                 self._next_gauges_t = line["t"] + GAUGES_EVERY_S
                 yield from self._point(number, line["t"], SECONDS, line["t"] - self._began, self._gauges(rows.status_row(line)))
@@ -97,6 +112,7 @@ class Namer:
                 row = rows.evaluation_row(line)
                 values = {f"eval/all/avg@{row.num_samples or 1:.0f}": row.reward_mean, "eval/num_prompts": row.num_prompts}
                 values |= {f"eval/all/pass@{k}": value for k, value in row.pass_at.items()} | {"eval/oldest_version": row.oldest_version}
+                values |= {f"eval/{name}/mean": value for name, value in row.components.items()}
                 if row.version is not None:
                     yield from self._point(number, row.t, VERSION, row.version, values)
 
@@ -133,6 +149,9 @@ class Namer:
             "off_policy/in_queue/max": row.staleness_in_queue_max,
             "time/in_flight": row.in_flight_s_mean,
             "time/in_queue": row.in_queue_s_mean,
+            "seq_len/repeated_fraction": row.repeated_fraction,
+            "perf/throughput": self._state.trained_tokens_per_s,
+            **self._alarms,
             **{_trainer_name(name): value for name, value in row.trainer.items()},
         }
 
@@ -154,7 +173,20 @@ class Namer:
             **_spread("weights/stage_s", (swap.stage_s for swap in swaps)),
             "weights/policy_version": row.version,
             "memory/orchestrator_bytes": row.memory_bytes,
+            **self._errors,
         }
+
+
+def _error_name(line: Line) -> str:
+    """`errors/<function>/<exception or outcome> <file:line>`: by cause, in few enough words for a name."""
+    cause, where = str(line.get("cause", "")), str(line.get("where", ""))
+    raised = _RAISED.match(cause)
+    what = raised[1] if raised else str(line.get("outcome", "error"))
+    return f"errors/{_tame(line.get('function', ''))}/{what} {_tame(where.rpartition('/')[2])}".rstrip()
+
+
+def _tame(text: object) -> str:
+    return str(text).replace("/", ".")[:100]
 
 
 def _trainer_name(name: str) -> str:

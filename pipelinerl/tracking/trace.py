@@ -56,7 +56,8 @@ def events(run_folder: Path, *, began: float) -> Iterator[Event]:
             yield _name("thread_name", *lanes[span.lane], span.lane)
         process, thread = lanes[span.lane]
         start, length = _us(span.start - began), _us(span.end - span.start)
-        yield {"name": span.name, "ph": "X", "ts": start, "dur": length, "pid": process, "tid": thread}
+        facts = {} if span.busy_s is None else {"args": {"busy_s": span.busy_s, "spans": "summed up, as the run went on for long"}}
+        yield {"name": span.name, "ph": "X", "ts": start, "dur": length, "pid": process, "tid": thread, **facts}
     for line in JournalTail(run_folder).new_lines():
         yield from _of_line(line, lanes, began=began)
 

@@ -7,7 +7,8 @@ clock the event loop has, with faults on demand). Both promise, by `conversation
   connection breaks and comes back;
 - sending never blocks, and what one peer has not taken is bounded in bytes: beyond, `send` raises `PeerFull`;
 - an orchestrator that takes the place of a dead one is found and met by every link, and hears each peer's introduction first;
-- bytes that are not an accepted message cost one counter, by reason, in `refused`; they never reach a stage.
+- bytes that are not an accepted message cost one counter, by reason, in `refused`, and an `Unread` in their place; they never reach a
+  stage.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Hub(Protocol):
         ...
 
     async def receive(self) -> list[tuple[str, Message]]:
-        """Wait for messages; return those that have arrived, as (peer name, message), in order of arrival."""
+        """Wait for messages; return those that have arrived, as (peer name, message), in order of arrival; `Unread` for what is none."""
         ...
 
     def send(self, peer: str, message: Message) -> None:

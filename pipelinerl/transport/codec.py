@@ -7,7 +7,7 @@ Strict on the way in: an unknown tag, an unknown field, a wrong dtype, columns o
 from __future__ import annotations
 
 import sys
-from typing import Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -62,6 +62,34 @@ class Decoder(Generic[_M]):
             return self._decoder.decode(frame)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise WireError(f"{size} bytes are not one of {', '.join(self.names)}: {error}") from error
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """Which answer bytes would have been that are none; what else they hold is not looked at."""
+
+    rollout_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    episode_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    group_id: int | None = None
+    attempt: int = 0
+    turn: int = 0
+
+    @property
+    def name(self) -> str:
+        """Under which the request is known; empty where that is not told."""
+        if self.episode_id:
+            return f"{self.episode_id}/turn/{self.turn}"
+        return self.rollout_id or ("" if self.group_id is None else f"group/{self.group_id}")
+
+
+def about(frame: bytes | memoryview) -> About:
+    """What bytes that could not be decoded tell of themselves; nothing where even that cannot be read."""
+    try:
+        return _about.decode(frame) if len(frame) <= MAX_MESSAGE_BYTES else About()
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return About()
+
+
+_about = msgspec.msgpack.Decoder(About)
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The orchestrator's half that both transports share: one conversation for each peer, and what was refused, by reason.
 
-Whatever a peer sends costs at most one counter: a frame that is none, a message it may not send, a name nobody has.
+Whatever a peer sends costs at most one counter: a frame that is none, a message it may not send, a name nobody has. Whose it was, an
+`Unread` in its place says: what it was asked for is asked of another.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelinerl.errors import PeerFull, PeerGone, WireError
-from pipelinerl.messages import Message
-from pipelinerl.transport.codec import Decoder, encode
+from pipelinerl.messages import Message, Unread
+from pipelinerl.transport.codec import Decoder, about, encode
 from pipelinerl.transport.conversation import Conversation
 
 NAME = re.compile(r"[a-z]+-\d{1,5}")
@@ -41,15 +42,16 @@ class Exchange:
         self._conversation(name).meet(identity)
 
     def hear(self, name: str, frame: bytes | memoryview) -> list[tuple[str, Message]]:
-        """Take a frame that came from a peer; return the messages it lets through, mostly one, as (name, message)."""
+        """Take a frame that came from a peer; return the messages it lets through, mostly one, as (name, message), with an `Unread` in
+        place of one that could not be read."""
         try:
             bodies = self._conversation(name).hear(frame)
         except WireError as error:
             self.refused[error.reason] += 1
-            if error.reason == "schema":
+            if error.reason == "schema":  # a peer of another build, which hears in words what is wrong
                 self._conversation(name).show_sign()
-            return []
-        return [(name, message) for body in bodies if (message := self._decode(body)) is not None]
+            return [] if error.reason in ("schema", "name") else [(name, Unread(reason=error.reason, words=str(error)))]
+        return [(name, self._decode(body)) for body in bodies]
 
     def send(self, name: str, message: Message) -> None:
         """Send to a peer that was heard before. Raises `PeerGone` where there is none, or it left, or its connection is gone."""
@@ -85,12 +87,13 @@ class Exchange:
         """Bytes of messages that peers have not acknowledged."""
         return sum(conversation.kept_bytes for conversation in self._conversations.values())
 
-    def _decode(self, body: memoryview) -> Message | None:
+    def _decode(self, body: memoryview) -> Message:
         try:
             return self._decoder.decode(body)
         except WireError as error:
             self.refused[error.reason] += 1
-            return None
+            of = about(body)
+            return Unread(reason=error.reason, words=str(error), rollout_id=of.name, attempt=of.attempt, turn=of.turn)
 
     def _conversation(self, name: str) -> Conversation:
         conversation = self._conversations.get(name)

@@ -23,6 +23,7 @@ import zmq.auth.thread
 from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.interface import address_towards
 from pipelinerl.messages import Message
+from pipelinerl.process import register
 from pipelinerl.stages import Signal
 from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
@@ -34,6 +35,7 @@ from pipelinerl.transport.strangers import Strangers
 from pipelinerl.watch import wait_for_file
 
 _NOBLOCK, _NOBLOCK_MORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
+_SRCFD = int(zmq.SRCFD)
 """As plain numbers: combining members of an enumeration costs more than sending a small frame."""
 LINGER_MS = 1000
 """How long a closing socket tries to deliver what was sent. Longer delays the end of a run whose peer is dead."""
@@ -53,6 +55,10 @@ one is never quiet for longer than two of them, unless it is very busy, and then
 RENEW_AFTER = 2
 """Looks in a row, a reminder apart, after which an orchestrator that owes a sign and is silent is connected to anew: after bytes that it
 cannot decrypt, ZeroMQ gives a connection up for good. Fewer breaks connections to one that is merely busy; what was sent comes again.
+"""
+HANDSHAKE_MS = 5000
+"""How long who connects may take to show its key; then its connection is closed, so that those who have none keep no descriptor. Shorter
+cuts off honest peers of a machine that is very busy, which connect again.
 """
 MAX_FORMER = 10_000
 """Connections remembered that were replaced, of all peers. Each peer replaces one when its connection breaks."""
@@ -93,7 +99,7 @@ class ZmqHub:
         self._socket.router_mandatory = True
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
-        self._strangers = Strangers(self._socket, refused=self._exchange.refused)
+        self._strangers = Strangers(self._socket, refused=self._exchange.refused, num_peers=len(self.allow_list.names))
         self._socket.bind(f"tcp://{interface}:0")
         self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
         self._endpoint = _Endpoint(address=self.address, server_key=keys.public.decode())
@@ -129,6 +135,7 @@ class ZmqHub:
             return
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
+            self._loop.remove_reader(self._strangers.descriptor)
         if self._reminder is not None:
             self._reminder.cancel()
         self._exchange.say_goodbye()
@@ -142,6 +149,8 @@ class ZmqHub:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._descriptor, self._wake_if_readable)
+            self._loop.add_reader(self._strangers.descriptor, self._strangers.count)
+            self._strangers.count()
             self._reminder = self._loop.call_later(REMIND_EVERY_S, self._remind)
 
     def _remind(self) -> None:
@@ -172,6 +181,7 @@ class ZmqHub:
             name = self.allow_list.names[frame.get("User-Id").encode()]  # pyright: ignore[reportAttributeAccessIssue]
             if self._routes.get(name) != routing_id:
                 self._note_route(name, routing_id)
+                self._strangers.heard(int(frame.get(_SRCFD)))
             arrived += self._exchange.hear(name, frame.buffer)
         self._readable.set()
         return arrived
@@ -224,6 +234,7 @@ class ZmqLink:
             self._socket.close()
             self._context.term()
             raise ConfigError(f"cannot connect {self.name} to {endpoint.address}, which {role}.json names: {error.strerror}") from None
+        register(run_folder, self.name)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bell_lock = threading.Lock()
         """Held while it rings, lest it be closed then, and its number be somebody else's."""
@@ -344,9 +355,9 @@ class ZmqLink:
             pass
 
 
-def own_address(run_folder: Path, role: str) -> str:
-    """This machine's address on the way to the orchestrator, which has published its own."""
-    endpoint = _read_endpoint(run_folder / "endpoints" / f"{role}.json", deadline_s=60.0)
+def own_address(run_folder: Path, role: str, *, deadline_s: float = 60.0) -> str:
+    """This machine's address on the way to the orchestrator, once that has published its own."""
+    endpoint = _read_endpoint(run_folder / "endpoints" / f"{role}.json", deadline_s=deadline_s)
     return address_towards(endpoint.address.removeprefix("tcp://").rpartition(":")[0])
 
 
@@ -355,6 +366,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.sndhwm = 0
     socket.linger = 0  # of a connection that is given up; closing states its own
     socket.maxmsgsize = MAX_MESSAGE_BYTES + HEADER_BYTES
+    socket.handshake_ivl = HANDSHAKE_MS
     socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30000
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import collections
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.report import rows
 from pipelinerl.report.counters import growth, growth_of_all
 from pipelinerl.report.reading import JournalTail, Thinned, read_failures
-from pipelinerl.report.rows import Line, StatusRow, StepRow, SwapRow
-from pipelinerl.report.samples import Decoder, ShownSample, shown_sample
+from pipelinerl.report.rows import EvaluationRow, Line, StatusRow, StepRow, SwapRow
 from pipelinerl.report.state import RunState
+from pipelinerl.view.samples import Samples
 
 POINTS = 400
 """Of a curve; a plot is about as many pixels wide."""
-SAMPLES = 12
-"""Newest samples shown."""
+COMPONENTS = 8
+"""Reward functions whose curves are drawn; more would be told apart by nobody."""
+TROUBLES = 20
+"""Alarms, and causes of failures, that are told."""
+TEXT = 500
+"""Characters of a cause that are told."""
 HARDLY = 0.005
 """Part of the run's time below which a wait is not worth a line."""
 MOST_WAITS = 10
-SERVICE = frozenset({"starts", "policies", "completions", "turns", "scores", "comparisons", "steps", "packed"})
-"""What helper loops of the stages wait for nearly all the time: it says nothing about who is slow."""
 
 Json = dict[str, Any]
 
@@ -36,17 +37,19 @@ class Snapshot:
         self._steps: Thinned[StepRow] = Thinned(POINTS)
         self._rates: Thinned[tuple[float, float | None, float]] = Thinned(POINTS)
         self._swaps: Thinned[SwapRow] = Thinned(POINTS)
-        self._evaluations: list[tuple[float | None, float | None]] = []
-        self._samples: collections.deque[ShownSample] = collections.deque(maxlen=SAMPLES)
-        self._decoder: Decoder | None = None
+        self._evaluations: Thinned[EvaluationRow] = Thinned(POINTS)
+        self._alarms: dict[str, Json] = {}
+        """By name: those that hold, and those that held and ended, since the run began or was resumed."""
+        self._first_failed: dict[tuple[str, str, str], int] = {}
+        """By function, place and cause: the step that was under way at the first failure."""
+        self.samples = Samples(run_folder)
         self._began: float | None = None
 
     def look(self) -> None:
         """Fold what the journals have gained since the last look."""
         for line in sorted(self._tail.new_lines(), key=lambda line: line["t"]):
             self._fold(line)
-        for failure in read_failures(self._run_folder):
-            self._state.fail(failure)
+        self._state.fail(read_failures(self._run_folder))
 
     def as_json(self) -> Json:
         """Everything the page draws."""
@@ -72,14 +75,20 @@ class Snapshot:
                 name: {"items": queue.items, "fill": queue.fill_fraction, "per_s": self._rate(status, name)}
                 for name, queue in status.queues.items()
             },
-            "waited": self._waited(status),
-            "waits": [[name, seconds] for name, seconds in status.waits if _tells(name)],
+            "waited": self._waited(status, is_idle=False),
+            "idled": self._waited(status, is_idle=True),
+            "idle": [name for name, _ in status.waits if rows.is_idle(name)],
+            "waits": [[name, seconds] for name, seconds in status.waits if not rows.is_idle(name)],
+            "alarms": list(self._alarms.values())[-TROUBLES:],
+            "function_errors": self._function_errors(),
+            "reasons": sorted(status.reasons.items(), key=lambda item: -item[1])[:TROUBLES],
             "engines": self._engines(status),
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
             "prm": status.prm,
             "environment": status.environment,
             "curves": self._curves(),
-            "samples": [_sample(sample) for sample in reversed(self._samples)],
+            "components": self._components(),
+            "samples": self.samples.as_json(),
         }
 
     def _fold(self, line: Line) -> None:
@@ -87,7 +96,13 @@ class Snapshot:
         self._began = line["t"] if self._began is None else self._began
         match line["kind"]:
             case "run":
-                self._decoder = Decoder(self._run_folder, (line.get("config") or {}).get("model", {}).get("path"))
+                self.samples.begin(line)
+                self._alarms.clear()
+                self._first_failed.clear()
+            case "alarm":
+                self._take_alarm(line)
+            case "function_error":
+                self._first_failed.setdefault(rows.function_error_row(line).key, self._state.num_steps_done)
             case "step" if rows.number(line.get("step")) is not None:
                 self._steps.add(rows.step_row(line))
             case "status":
@@ -97,10 +112,35 @@ class Snapshot:
             case "swap":
                 self._swaps.add(rows.swap_row({"engine_id": -1, **line}))
             case "evaluation":
-                row = rows.evaluation_row(line)
-                self._evaluations.append((row.version, row.reward_mean))
-            case "sample" if self._decoder is not None:
-                self._samples.append(shown_sample(line, self._decoder))
+                self._evaluations.add(rows.evaluation_row(line))
+            case "sample":
+                self.samples.add(line)
+
+    def _take_alarm(self, line: Line) -> None:
+        """An alarm was raised, or it ended: the last word of each name is told, the newest at the end."""
+        name, is_over = str(line.get("name", "")), bool(line.get("is_over"))
+        earlier = self._alarms.pop(name, {})
+        told = {key: str(line.get(key) or "")[:TEXT] for key in ("figure", "change")}
+        began = rows.number(line.get("began"))
+        if is_over:
+            told, began = {key: earlier.get(key, text) for key, text in told.items()}, earlier.get("began", began)
+        self._alarms[name] = {"name": name, "began": began, "over": rows.number(line.get("step")) if is_over else None, **told}
+
+    def _function_errors(self) -> list[Json]:
+        """Failures of users' functions in this life of the run by cause, the commonest first."""
+        worst = sorted(self._state.function_errors.values(), key=lambda row: -row.count)
+        return [
+            {
+                "function": row.function,
+                "kind": row.kind,
+                "cause": row.cause[:TEXT],
+                "where": row.where[:TEXT],
+                "count": row.count,
+                "num_calls": row.num_calls,
+                "began": self._first_failed.get(row.key),
+            }
+            for row in worst[:TROUBLES]
+        ]
 
     def _rate(self, status: StatusRow, name: str) -> float | None:
         """Items that pass a queue per second: of the last seconds, or, once the run has ended, of all of it."""
@@ -111,14 +151,19 @@ class Snapshot:
         grown = growth(row.queues[name].ever for row in recent if name in row.queues)
         return None if grown is None or recent[-1].t <= recent[0].t else grown / (recent[-1].t - recent[0].t)
 
-    def _waited(self, status: StatusRow) -> list[list[Any]]:
-        """[`stage: what`, part of the run's time] of everything that was waited for, longest first."""
+    def _waited(self, status: StatusRow, *, is_idle: bool) -> list[list[Any]]:
+        """[`stage: what`, part of the run's time] of everything that was waited for, longest first.
+
+        `is_idle`: by stages that had nothing to do, in place of those that were held up.
+        """
         if not status.elapsed_s:
             return []
         longest = sorted(status.waited_s.items(), key=lambda item: -item[1])
-        return [[name, seconds / status.elapsed_s] for name, seconds in longest if _tells(name) and seconds >= HARDLY * status.elapsed_s][
-            :MOST_WAITS
-        ]
+        return [
+            [name, seconds / status.elapsed_s]
+            for name, seconds in longest
+            if rows.is_idle(name) == is_idle and seconds >= HARDLY * status.elapsed_s
+        ][:MOST_WAITS]
 
     def _engines(self, status: StatusRow) -> list[Json]:
         recent = list(self._state.recent)
@@ -146,7 +191,7 @@ class Snapshot:
         began = self._began or 0.0
         curves = {
             "reward": [(step.step, step.reward_mean) for step in steps],
-            "held_out": self._evaluations,
+            "held_out": [(row.version, row.reward_mean) for row in self._evaluations.rows()],
             "length": [(step.step, step.length_mean) for step in steps],
             "truncated": [(step.step, step.truncated_fraction) for step in steps],
             "staleness_mean": [(step.step, step.staleness_mean) for step in steps],
@@ -159,20 +204,14 @@ class Snapshot:
         }
         return {name: [[x, y] for x, y in points if x is not None and y is not None] for name, points in curves.items()}
 
+    def _components(self) -> dict[str, dict[str, list[list[float]]]]:
+        """Of training, by step, and of held-out prompts, by version: the mean of each reward function, before weighting."""
+        return {
+            "training": _by_name([(row.step, row.components) for row in self._steps.rows()]),
+            "held_out": _by_name([(row.version, row.components) for row in self._evaluations.rows() if row.version is not None]),
+        }
 
-def _tells(wait: str) -> bool:
-    return wait.partition(": ")[2] not in SERVICE
 
-
-def _sample(sample: ShownSample) -> Json:
-    return {
-        "step": sample.step,
-        "id": sample.rollout_id,
-        "prompt": sample.prompt,
-        "pieces": [[version, list(texts)] for version, texts in sample.pieces],
-        "num_tokens": sample.num_tokens,
-        "reward": sample.reward,
-        "advantage": sample.advantage,
-        "finish": sample.finish,
-        "steps": [list(step) for step in sample.steps],
-    }
+def _by_name(points: list[tuple[float, dict[str, float]]]) -> dict[str, list[list[float]]]:
+    names = list(dict.fromkeys(name for _, values in points for name in values))[:COMPONENTS]
+    return {name: [[x, values[name]] for x, values in points if name in values] for name in names}

@@ -2,8 +2,8 @@
 
 The trainer listens on one address; an engine that is told to fetch calls there and gets the policy over a `Pair` that only the two of them
 are in. So no engine, dead or slow, can hold up another or the trainer, and every wait on either side has a deadline. A slot's name holds
-the address and a token that was never sent in the clear by this project; what carries the bytes encrypts nothing: keep it on a private
-network.
+the address and a token that was never sent in the clear by this project: who knows it may call, and find the pair's other end. What carries
+the bytes encrypts nothing: keep it on a private network.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,7 +21,9 @@ import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.interface import address_towards
+from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
 from pipelinerl.weights.manifest import Manifest, open_manifest
+from pipelinerl.weights.rendezvous_store import RendezvousStore
 from pipelinerl.weights.road import Arrival, Slot
 
 NAME = re.compile(r"(gloo|nccl)://([^\s/]+):([0-9]+)/([0-9a-f]{32})/([0-9]+)")
@@ -30,10 +31,8 @@ CHUNK_BYTES = 16 << 20
 """One send. Larger ones only delay the notice that a peer has stopped; smaller ones cost a round of the event loop each."""
 DEADLINE_S = 60.0
 """Longest wait for a peer to call, answer, or take the next chunk. Longer hides a dead peer; shorter gives up on a busy one."""
-IDLE = timedelta(days=1)
-"""How long the acceptor sleeps before it looks whether the road is closed: nobody owes it a call."""
 TRAINER, ENGINE = 0, 1
-BYE = "bye"
+BYE = b"bye"
 
 
 class Pair(Protocol):
@@ -58,41 +57,6 @@ class Connect(Protocol):
         ...
 
 
-class _Lines:
-    """Connections to a store, used again: for each new one torch asks a name server who the other end is, which takes 5 s when no answer
-    comes. A line belongs to one user at a time, because whoever waits on one holds it."""
-
-    def __init__(self, deadline: timedelta) -> None:
-        self._deadline = deadline
-        self._idle: dict[tuple[str, int], list[dist.TCPStore]] = {}
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def to(self, address: str, port: int) -> Iterator[dist.TCPStore]:
-        """A line for as long as the context lasts; one on which something went wrong is not used again."""
-        store = self._pick_up(address, port)
-        yield store
-        with self._lock:
-            if (address, port) not in self._idle:
-                self._idle.clear()  # those to a trainer before
-            self._idle.setdefault((address, port), []).append(store)
-
-    def hang_up(self) -> None:
-        """Close those that nobody uses."""
-        with self._lock:
-            self._idle.clear()
-
-    def _pick_up(self, address: str, port: int) -> dist.TCPStore:
-        with self._lock:
-            idle = self._idle.get((address, port), [])
-            store = idle.pop() if idle else None
-        if store is not None:
-            with contextlib.suppress(RuntimeError):  # it was cut meanwhile: call anew
-                store.check(["alive"])
-                return store
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-
-
 class Host:
     """Slots in the trainer's memory, sent to whoever calls: a `Medium`."""
 
@@ -104,16 +68,10 @@ class Host:
         self._address = address
         self._token = secrets.token_hex(16)
         try:
-            listener = socket.create_server((address, 0))
+            self._server = RendezvousServer(address, self._token)
         except OSError as error:
             raise WeightsError(f"cannot offer weights on weights.address = {address!r}: {error.strerror}") from None
-        self._port = listener.getsockname()[1]
-        # A socket of ours, because by itself the store would listen on every address of the machine.
-        self._store = dist.TCPStore(
-            address, self._port, is_master=True, wait_for_workers=False, timeout=self._deadline, master_listen_fd=listener.detach()
-        )
-        self._calls = dist.TCPStore(address, self._port, is_master=False, wait_for_workers=False, timeout=IDLE)
-        self._lines = _Lines(self._deadline)
+        self._client = RendezvousClient(address, self._server.port, self._token)
         self._offered: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._is_closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -121,7 +79,7 @@ class Host:
         self._start(self._accept)
 
     def make(self, number: int, num_bytes: int) -> Slot:
-        name = f"{self._scheme}://{self._address}:{self._port}/{self._token}/{number}"
+        name = f"{self._scheme}://{self._address}:{self._server.port}/{self._token}/{number}"
         return Slot(name=name, buffer=torch.zeros(num_bytes, dtype=torch.uint8))
 
     def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
@@ -131,10 +89,11 @@ class Host:
         if not self._is_closed.is_set():
             self._is_closed.set()
             self._offered.clear()
-            self._store.queue_push(_calls(self._token), BYE)
+            self._server.calls.put(BYE)
             for thread in self._threads:
                 thread.join()
-            self._lines.hang_up()
+            self._client.close()
+            self._server.close()
 
     def _start(self, work: Callable[..., None], *arguments: str) -> None:
         # Not as daemons: a thread that is inside a collective library when the interpreter ends would abort the process.
@@ -143,16 +102,14 @@ class Host:
         self._threads[-1].start()
 
     def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            with contextlib.suppress(dist.DistStoreError):  # nobody called for so long: look again
-                call = self._calls.queue_pop(_calls(self._token)).decode()
-                if call != BYE:
-                    self._start(self._answer, *call.split())
+        while (call := self._server.calls.get()) != BYE:
+            self._start(self._answer, *call.decode().split())
 
     def _answer(self, caller: str, wanted: str) -> None:
         """Send what was asked for; an engine that is gone or does not listen costs this thread its deadline, and nobody else anything."""
-        with contextlib.suppress(RuntimeError), self._lines.to(self._address, self._port) as store:  # the engine says what went wrong
-            pair = self._connect(store, f"{self._token}/{caller}", TRAINER, address=self._address, deadline=self._deadline)
+        with contextlib.suppress(RuntimeError):  # the engine says what went wrong
+            store = RendezvousStore(self._client, timeout=self._deadline)
+            pair = self._connect(store, caller, TRAINER, address=self._address, deadline=self._deadline)
             encoded, payload = self._offered.get(int(wanted), (b"", torch.zeros(0, dtype=torch.uint8)))
             try:
                 for part in (_sizes(len(encoded), len(payload)), torch.frombuffer(bytearray(encoded or b" "), dtype=torch.uint8)):
@@ -163,6 +120,7 @@ class Host:
             except BaseException:
                 pair.abort()
                 raise
+            self._server.forget(f"{caller}/")
 
 
 class Guest:
@@ -172,7 +130,8 @@ class Guest:
         self._scheme = scheme
         self._connect = connect
         self._deadline = timedelta(seconds=deadline_s)
-        self._lines = _Lines(self._deadline)
+        self._client: RendezvousClient | None = None
+        """Of the trainer that was called last."""
 
     def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
         match = NAME.fullmatch(slot)
@@ -189,20 +148,28 @@ class Guest:
             raise WeightsError(f"cannot fetch a policy from the trainer at {place}: {reason}; not taken") from error
 
     def close(self) -> None:
-        self._lines.hang_up()
+        if self._client is not None:
+            self._client.close()
 
     def _take(
         self, address: str, port: int, *, token: str, number: str, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]
     ) -> Arrival:
-        with self._lines.to(address, port) as store:
-            caller = secrets.token_hex(8)
-            store.queue_push(_calls(token), f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
-            pair = self._connect(store, f"{token}/{caller}", ENGINE, address=address_towards(address, port), deadline=self._deadline)
-            try:
-                return _receive(pair, digest=digest, slot=slot, spare=spare)
-            except BaseException:
-                pair.abort()
-                raise
+        store = RendezvousStore(self._client_of(address, port, token), timeout=self._deadline)
+        caller = secrets.token_hex(8)
+        store.call(f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
+        pair = self._connect(store, caller, ENGINE, address=address_towards(address, port), deadline=self._deadline)
+        try:
+            return _receive(pair, digest=digest, slot=slot, spare=spare)
+        except BaseException:
+            pair.abort()
+            raise
+
+    def _client_of(self, address: str, port: int, token: str) -> RendezvousClient:
+        """The connections to a trainer are used again; those to a trainer before are closed."""
+        if self._client is None or self._client.place != f"{address}:{port}":
+            self.close()
+            self._client = RendezvousClient(address, port, token)
+        return self._client
 
 
 def _receive(pair: Pair, *, digest: str, slot: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
@@ -221,11 +188,6 @@ def _receive(pair: Pair, *, digest: str, slot: str, spare: Callable[[Manifest], 
         receive(chunk)
     pair.send(_sizes(0, 0))
     return Arrival(manifest=manifest, payload=payload)
-
-
-def _calls(token: str) -> str:
-    """The queue in the store to which engines call; who does not know the token talks to nobody."""
-    return f"{token}/calls"
 
 
 def _sizes(first: int, second: int) -> torch.Tensor:

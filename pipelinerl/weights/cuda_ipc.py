@@ -19,7 +19,7 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.road import Arrival, Slot
 from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, read_beside, write_beside
-from pipelinerl.weights.slots import FOLDER, unlink_slots
+from pipelinerl.weights.slots import FOLDER, Owner, unlink_slots
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-ipc[0-9]+")
 HANDLE_SUFFIX = ".handle"
@@ -45,6 +45,7 @@ class CudaIpc:
         self._token, self._folder = token, folder
         self._memory = memory or CudaMemory()
         unlink_slots(token, folder=folder)
+        self._owner = Owner(token, folder=folder)
 
     def make(self, number: int, num_bytes: int) -> Slot:
         name = f"pipelinerl-{self._token}-ipc{os.getpid()}{number}"  # by process, too: engines keep slots open by name
@@ -59,6 +60,7 @@ class CudaIpc:
 
     def close(self) -> None:
         unlink_slots(self._token, folder=self._folder)
+        self._owner.close()
 
 
 class CudaIpcReceiver:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Share:
     most: float
+    lifted: threading.Event | None
     began_s: float
     cpu_began_s: float
 
@@ -28,9 +29,12 @@ _here = _Here()
 
 
 @contextlib.contextmanager
-def at_most(share: float) -> Iterator[None]:
-    """Have this thread, as long as the context lasts, use no more than this part of a core's time, as far as it rests often enough."""
-    _here.share = _Share(most=share, began_s=time.monotonic(), cpu_began_s=time.thread_time())
+def at_most(share: float, *, lifted: threading.Event | None = None) -> Iterator[None]:
+    """Have this thread, as long as the context lasts, use no more than this part of a core's time, as far as it rests often enough.
+
+    While `lifted` is set nobody else wants the core: it need not rest, and what it works meanwhile does not count.
+    """
+    _here.share = _Share(most=share, lifted=lifted, began_s=time.monotonic(), cpu_began_s=time.thread_time())
     try:
         yield
     finally:
@@ -38,9 +42,12 @@ def at_most(share: float) -> Iterator[None]:
 
 
 def rest() -> None:
-    """Sleep until what this thread has worked is no more than its share; at once where it has none."""
+    """Wait until what this thread has worked is no more than its share, or until that is lifted; at once where it has none."""
     share = _here.share
-    if share is not None:
-        due_s = share.began_s + (time.thread_time() - share.cpu_began_s) / share.most
-        if (wait_s := due_s - time.monotonic()) > 0:
-            time.sleep(wait_s)
+    if share is None:
+        return
+    wait_s = share.began_s + (time.thread_time() - share.cpu_began_s) / share.most - time.monotonic()
+    if share.lifted is None:
+        time.sleep(max(0.0, wait_s))
+    elif share.lifted.wait(max(0.0, wait_s)):
+        share.began_s, share.cpu_began_s = time.monotonic(), time.thread_time()

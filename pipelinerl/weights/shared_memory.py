@@ -21,7 +21,7 @@ import torch
 from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.road import Arrival, Slot
-from pipelinerl.weights.slots import FOLDER, unlink_slots
+from pipelinerl.weights.slots import FOLDER, Owner, unlink_slots
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-[0-9]+")
 MANIFEST_SUFFIX = ".manifest"
@@ -35,6 +35,7 @@ class SharedMemory:
         assert NAME.fullmatch(f"pipelinerl-{token}-0"), token
         self._token, self._folder = token, folder
         unlink_slots(token, folder=folder)
+        self._owner = Owner(token, folder=folder)
 
     def make(self, number: int, num_bytes: int) -> Slot:
         # By process, too: engines keep slots mapped by name, and a trainer that starts again must not be taken for the one before.
@@ -55,6 +56,7 @@ class SharedMemory:
 
     def close(self) -> None:
         unlink_slots(self._token, folder=self._folder)
+        self._owner.close()
 
 
 class SharedMemoryReceiver:

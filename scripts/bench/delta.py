@@ -85,7 +85,7 @@ def _measure(label: str, old: torch.Tensor, new: torch.Tensor, layout: Any) -> l
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Median of three."""
-    seconds = []
+    seconds, found = [], None
     for _ in range(3):
         before = time.perf_counter()
         found = work()

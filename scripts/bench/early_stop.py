@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.metrics import read_journals
 from scripts.bench import harness
@@ -65,15 +66,13 @@ def main() -> None:
     )
 
 
-_CLIPPED = 'proximal = "engine", weight = "none", objective = { clip_low = 0.2, clip_high = 0.28 }'
-"""As the demo."""
 _ARMS = {
     # Where nothing is stopped, rloo_early_stop is this.
-    "no stop": ["run.name=whole", "algorithm.name=rloo", f'algorithm.overrides={{ aggregation = "seq-mean-token-sum-norm", {_CLIPPED} }}'],
+    "no stop": ["run.name=whole", "algorithm.name=rloo_early_stop", 'algorithm.overrides={ advantage = "rloo" }'],
     "early stop": [
         "run.name=stopped",
         "algorithm.name=rloo_early_stop",
-        f"algorithm.overrides={{ {_CLIPPED} }}",
+        "algorithm.overrides={}",
         f"prm.stop.below={BELOW}",
         f"prm.stop.keep={KEEP}",
     ],
@@ -97,7 +96,7 @@ def _prepare(folder: Path, *, warm_steps: int, steps: int, held_out: int) -> lis
     overrides += [f"prm.path={folder / 'prm'}", f"prm.tag={prm.TAG}", f'prm.separator="{SEPARATOR}"', "prm.dtype=float32"]
     overrides += ["prm.chunk_tokens=7", "prm.stop.min_steps=1", "pipeline.max_staleness=2"]
     subprocess.run([sys.executable, "-m", "trainer.sft", str(settings), *overrides], check=True)
-    return overrides
+    return [*overrides, f"model.path={load(settings).sft_output}"]
 
 
 def _run(folder: Path, overrides: list[str], name: str) -> list[Any]:

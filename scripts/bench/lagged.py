@@ -41,12 +41,13 @@ CPU = torch.device("cpu")
 Policy = dict[str, torch.Tensor]
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "uncorrected": {"proximal": "current", "weight": "none"},
-    "ppo": {"proximal": "engine", "weight": "none"},
-    "decoupled": {"proximal": "recomputed", "weight": {"name": "tis_token", "cap": 5.0}},
+    "uncorrected": {"objective": "gpg", "proximal": "current"},
+    "ppo": {},
+    "decoupled": {"objective": "gpg", "proximal": "current", "weight": {"name": "tis_token", "cap": 5.0}},
 }
 """Overrides of the row `grpo`. Uncorrected takes every sample for the policy's own; ppo clips pi / mu (what AReaL calls naive); decoupled
-clips around the policy at the start of the step and weighs by min(prox / mu, 5). All see the same samples and the same advantages."""
+weighs by min(prox / mu, 5), which is all that is left of AReaL's form where a step is one update: prox is pi, and a clip is inert. All
+see the same samples and the same advantages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +242,7 @@ def _sample(
         index=0,
         lengths=(lengths + PROMPT_TOKENS).astype(np.int32),
         rollout_ids=tuple(f"{step}/{index}" for index in range(len(asked))),
-        **{name: np.concatenate(parts) for name, parts in columns.items()},
+        **{name: np.concatenate(parts) for name, parts in columns.items()},  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -73,6 +73,7 @@ def _job(folder: Path, overrides: list[str]) -> Path:
     subprocess.run([sys.executable, "-m", "trainer.sft", str(settings), "sft.steps=100"], check=True)
     job = ["trainer.steps=1000000", "checkpoint.every=1000000", "evaluation.every=0", "evaluation.limit=32", 'tracking.to=["wandb"]']
     job += [f"slurm.time={LONG_MIN}", f"slurm.save_s={SAVE_S}", "slurm.cpus_per_node=2", "run.name=requeued"]
+    job += [f"model.path={load(settings).sft_output}"]
     return prepare(load(settings, overrides=[*job, *overrides])).parent
 
 

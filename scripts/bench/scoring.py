@@ -137,7 +137,9 @@ async def _scorer(link: MemoryLink, *, latency_s: float, calls_at_once: int, num
         async with slots:
             await asyncio.sleep(latency_s * (0.5 + chance.random()))
         reward = float(request.token_ids.sum() % 2)
-        link.send(Scored(rollout_id=request.rollout_id, attempt=request.attempt, outcome=Outcome.OK, reward=reward, duration_s=latency_s))
+        link.send(
+            Scored(request.rollout_id, request.attempt, Outcome.OK, reward=reward, components={"reward": reward}, duration_s=latency_s)
+        )
 
     async with asyncio.TaskGroup() as group:
         while not isinstance(message := await link.wait(), Stop):

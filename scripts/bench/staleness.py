@@ -23,6 +23,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -156,7 +157,7 @@ def _path(job: Job) -> Path:
 def _draw(curves: dict[Key, list[Curve]]) -> None:
     """Two figures for the README: area against K, and the curves at K = 4."""
     shown = [("uncorrected", "queue"), ("ppo", "queue"), ("decoupled", "queue"), ("ppo", "flight"), ("decoupled", "flight")]
-    areas = {
+    areas: dict[str, Sequence[tuple[float, float]]] = {
         f"{objective}, old in {where}": [
             (float(bound), _mean(curves[(objective, where, bound) if bound else ON_POLICY])) for bound in BOUNDS
         ]

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.metrics import read_journals
 from scripts.bench import harness
@@ -33,8 +34,8 @@ Made = dict[Key, dict[str, Any]]
 FOLDER = Path("runs/bench-staleness-runs")
 BOUNDS = (0, 1, 2, 4, 8, 16)
 OBJECTIVES = {
-    "uncorrected": '{ proximal = "current", weight = "none" }',
-    "corrected": '{ proximal = "engine", weight = "none", objective = { clip_low = 0.2, clip_high = 0.28 } }',
+    "uncorrected": '{ objective = "gpg", proximal = "current" }',
+    "corrected": "{ objective = { clip_low = 0.2, clip_high = 0.28 } }",
 }
 """`algorithm.overrides`; corrected is the demo's own."""
 SEEDS = (0, 1)
@@ -51,7 +52,7 @@ def main() -> None:
     folder = FOLDER / "quick" if arguments.quick else FOLDER
     if arguments.again or arguments.quick:
         shutil.rmtree(folder, ignore_errors=True)
-    wanted = [("corrected", 4, 0)] if arguments.quick else list(itertools.product(OBJECTIVES, BOUNDS, SEEDS))
+    wanted: list[Key] = [("corrected", 4, 0)] if arguments.quick else list(itertools.product(OBJECTIVES, BOUNDS, SEEDS))
     steps = 20 if arguments.quick else STEPS
     end = time.monotonic() + arguments.budget_s
     settings = _warm(folder, quick=arguments.quick)
@@ -157,6 +158,7 @@ def _run(settings: Path, *, folder: Path, objective: str, bound: int, seed: int,
         f"pipeline.max_staleness={bound}",
         f"trainer.steps={steps}",
         "evaluation.every=0",
+        f"model.path={load(settings).sft_output}",
         f"algorithm.overrides={OBJECTIVES[objective]}",
     ]
     before = set(folder.glob("*"))

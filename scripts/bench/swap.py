@@ -27,7 +27,7 @@ from scripts.bench import harness
 
 FOLDER = Path("runs/bench-swap")
 ENGINE_CORE = 0
-MODELS: dict[str, dict[str, int]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "1 M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 512},
     "10 M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 9, "num_attention_heads": 8, "vocab_size": 8192},
     "44 M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 32000},
@@ -192,7 +192,7 @@ class _Bench:
         from pipelinerl.weights.shared_memory import SharedMemory
 
         self.engine = VllmEngine(
-            model=ModelSection(path=FOLDER / name.replace(" ", ""), dtype="bfloat16", max_tokens=256),
+            model=ModelSection(path=FOLDER / name.replace(" ", ""), dtype="bfloat16", max_tokens=256),  # pyright: ignore[reportCallIssue]
             engine=EngineSection(max_running=NUM_SEQUENCES, kv_cache_bytes=_kv_bytes(name)),  # pyright: ignore[reportCallIssue]
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,

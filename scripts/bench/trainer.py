@@ -44,12 +44,14 @@ from pipelinerl.messages import (
 )
 from pipelinerl.metrics import Journal
 from pipelinerl.packing import Packing
+from pipelinerl.process import die_with_parent
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
 from trainer.engine import Outputs
 from trainer.feed import Feed
 from trainer.head import linear_logprobs
+from trainer.in_hand import InHand
 from trainer.lineage import Lineage
 from trainer.loop import Loop
 from trainer.model import Model
@@ -57,6 +59,7 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publication import Publication
+from trainer.row import Row
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves
@@ -153,6 +156,12 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
     """(seconds the training loop takes for the work, from its first row on; seconds of them it waited)."""
     step, _ = _make_step()
     replicas = Replicas(ranks=1, deadline_s=60)
+    in_hand = InHand(run_folder, rank=0, replica=0, num_replicas=1)
+
+    def lay_out(batch: MicroBatch) -> Row | None:
+        with in_hand(batch):
+            return step.lay_out(batch)
+
     ready = TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=0)
     seen: list[Any] = []
     with (
@@ -162,7 +171,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
             num_steps=len(work.steps),
             silent_after_s=60,
         ) as feed,
-        Waves(feed, replicas=replicas, lay_out=step.lay_out) as waves,
+        Waves(feed, replicas=replicas, lay_out=lay_out, split=step.split) as waves,
         Publication(None, spread=None, send=lambda policy: None) as publication,
     ):
         phases = Phases(Journal(run_folder, "trainer-0"), waves=waves)
@@ -176,6 +185,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
             send=seen.append,
             phases=phases,
             lineage=Lineage(),
+            in_hand=in_hand,
             checkpoint=lambda version, commit: None,
             take_news=lambda: (),
             checkpoint_every=len(work.steps),
@@ -266,6 +276,7 @@ def _serve_in_child(work: Work, rounds: int) -> int:
     child = os.fork()
     if child:
         return child
+    die_with_parent()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
     code = 1
     try:

@@ -31,6 +31,8 @@ import zmq.auth.thread
 from orchestrator.assembly import World
 from orchestrator.credit import MethodCredit
 from orchestrator.pipeline import Pipeline
+from orchestrator.rules.announced import MAX_SLOTS
+from orchestrator.rules.curriculum import Rest
 from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
@@ -38,6 +40,7 @@ from pipelinerl.config_file import parse
 from pipelinerl.messages import (
     CheckpointSaved,
     Completion,
+    EndTraining,
     EngineLoad,
     EngineReady,
     Finish,
@@ -64,6 +67,7 @@ from pipelinerl.messages import (
     ToScorer,
     ToTrainer,
     TrainerReady,
+    TrainingEnded,
     WeightsCommitted,
 )
 from pipelinerl.metrics import Journal
@@ -251,6 +255,7 @@ class Prompts:
         self._token_ids = np.arange(32, dtype=np.int32)
         self._count = 0
         self.position = (0, 0)
+        self.resting: dict[int, Rest] = {}
 
     def measured(self, prompt_id: str, *, success: float) -> None:
         """Every prompt is as hard as the next."""
@@ -305,7 +310,7 @@ class Peers:
         for engine_id in range(self._num_engines):
             yield (
                 f"engine-{engine_id}",
-                EngineReady(engine_id=engine_id, process_id=0, max_model_tokens=1 << 20, max_running=1 << 20, tensors=()),
+                EngineReady(engine_id=engine_id, process_id=0, max_model_tokens=1 << 20, max_running=MAX_SLOTS, tensors=()),
             )
         yield "scorer-0", ScorerReady(scorer_id=0, process_id=0, num_slots=256)
         yield "trainer-0", TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
@@ -334,10 +339,8 @@ class Peers:
                 while len(self._held) > self._in_flight:
                     yield self._completion(*self._held.popleft())
             case Score():
-                yield (
-                    peer,
-                    Scored(rollout_id=message.rollout_id, attempt=message.attempt, outcome=Outcome.OK, reward=float(self._num_scored % 2)),
-                )
+                reward = float(self._num_scored % 2)
+                yield peer, Scored(message.rollout_id, message.attempt, Outcome.OK, reward=reward, components={"reward": reward})
                 self._num_scored += 1
             case StageWeights():
                 engine_id = int(peer.rpartition("-")[2])
@@ -357,6 +360,8 @@ class Peers:
                 if message.step + 1 == self._steps:
                     yield peer, CheckpointSaved(version=self._steps, commit=message.commit, num_bytes=0, save_s=0.0)
                 yield from self._pulls(2)
+            case EndTraining():
+                yield peer, TrainingEnded(version=self._step)
             case _:
                 return
 

@@ -9,13 +9,25 @@ faults fit in minutes. `--real` runs vLLM and the real trainer on the demo's mod
     slow                                     one that consumes: nine tenths of three seconds stopped, in turns
     freeze                                   SIGSTOP for ever: somebody has to notice, and replace the process
     full                                     trainer or orchestrator can write no file any more, as on a full disk; then there is room again
+    rot                                      a bit of the newest checkpoint flips, and the trainer is killed: it must tell, and fall back
+    ledger                                   the run is stopped and a bit of its ledger flips: a resumed run or the checker must tell
     cut, corrupt, hold                       of a connection, on the wire: closed, a byte changed, nothing passes for up to three seconds
     --storm FRACTION                         of all messages lost, doubled, delayed by up to half a second, or overtaken by the next
+    --liars FRACTION                         of what engine-0, scorer-0 and trainer-0 say comes with a lie (`scripts.chaos.lies` has
+                                             them): ids, log-probabilities, versions, lengths and lists that cannot be, others' answers,
+                                             steps and checkpoints that are not the next, floods, bytes that are none; up to 20 times as
+                                             many with what they say seldom. In a rehearsal engine-1 says of all its tokens that they were
+                                             less likely by half a nat, too
 
 The table at the end says what was done and what the checker found; any promise broken, a run that does not end, or an orchestrator that
 took `MEMORY_BOUND` more memory than it began with, exits with 1. `--record FILE` appends the same as a line of JSON.
 
+With liars it also says, by kind, how many lies were sent, refused, fenced and died on their way (`scripts.chaos.account` has the rules),
+and exits with 1 where one was not refused as what it is, where a truth was, or where a step trained forged log-probabilities and the run
+did not name engine-1. Liars are replaced any number of times, where a run would ban them after three: else they would soon be gone.
+
     python -m scripts.chaos --seed 1 engine=200 scorer=200 orchestrator=100 trainer=50
+    python -m scripts.chaos --liars 0.02 --within-s 600 engine=60 scorer=30 orchestrator=60 trainer=20 rot=10 ledger=10 cut=20 hold=20
     python -m scripts.chaos --real --storm 0.01 engine=10 scorer=10 orchestrator=10 trainer=10 freeze=4 cut=5 corrupt=5 hold=5
 """
 
@@ -42,16 +54,30 @@ from pipelinerl import launch
 from pipelinerl.config import Config
 from pipelinerl.config_file import load
 from pipelinerl.demo.settings import demo_config
-from scripts.chaos import victims
+from scripts.chaos import rot, victims
+from scripts.chaos.account import account_of
 from scripts.chaos.detours import ROLES, Detours
+from scripts.chaos.liar import make_liars
 from scripts.chaos.storm import LETTERS
 
 KILLED = ("engine", "scorer", "orchestrator", "trainer")
 WIRE = ("cut", "corrupt", "hold")
 STRUCK = {"freeze": KILLED, "full": ("orchestrator", "trainer"), "slow": KILLED, "goodbye": ("orchestrator",)}
+STRUCK |= {"rot": ("trainer",), "ledger": ("orchestrator",)}
 """Faults that may strike one of several roles."""
-QUICK = {"engine": 6, "scorer": 4, "worker": 2, "orchestrator": 3, "trainer": 3, "freeze": 1, "full": 1, "slow": 2} | dict.fromkeys(WIRE, 2)
-OTHERS = ("worker", "goodbye", "slow", "freeze", "full")
+QUICK = {
+    "engine": 6,
+    "scorer": 4,
+    "worker": 2,
+    "orchestrator": 3,
+    "trainer": 3,
+    "freeze": 1,
+    "full": 1,
+    "slow": 2,
+    "rot": 2,
+    "ledger": 2,
+} | dict.fromkeys(WIRE, 2)
+OTHERS = ("worker", "goodbye", "slow", "freeze", "full", "rot", "ledger")
 FULL = {"engine": 200, "scorer": 200, "orchestrator": 100, "trainer": 50}
 STOPPED_FRACTION = 0.1
 """Of all kills: SIGSTOP for up to two seconds before."""
@@ -79,6 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--storm", type=float, default=None, metavar="FRACTION", help="of messages that suffer; default 0, with --quick 0.01"
     )
+    parser.add_argument("--liars", type=float, default=0.0, metavar="FRACTION", help="of what some peers say comes with a lie; default 0")
     parser.add_argument("--pause-s", type=float, default=None, help="mean seconds between two faults; default 0.7, with --real 3")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="inject no more faults after so many seconds")
     parser.add_argument("--folder", type=Path, help="where the run goes; default: a temporary folder")
@@ -88,47 +115,50 @@ def main() -> None:
     if unknown := faults.keys() - {*KILLED, *WIRE, *OTHERS}:
         parser.error(f"unknown faults: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.folder or Path(temporary)
-        config = _config(folder, is_real=given.real, has_environment=given.episodes, seed=given.seed)
-        run_folder = launch.make_run_folder(config)
-        fraction = given.storm if given.storm is not None else 0.01 if given.quick else 0.0
-        (run_folder / "storm.json").write_text(json.dumps({"seed": given.seed, "fraction": fraction}))
-        chaos = Chaos(
-            config,
-            run_folder,
-            faults=faults,
-            seed=given.seed,
-            pause_s=given.pause_s or (3.0 if given.real else 0.7),
-            within_s=given.within_s,
-            is_real=given.real,
-        )
-        started = time.monotonic()
-        problem = asyncio.run(chaos.run())
-        seconds = time.monotonic() - started
-        checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
-        print(checked.stdout + checked.stderr, end="")
-        problem = problem or _too_much_memory(chaos.memory)
-        letters = (run_folder / "storm.log").read_bytes() if (run_folder / "storm.log").exists() else b""
-        done = dict(chaos.done) | {name: letters.count(letter) for name, letter in LETTERS.items() if fraction}
-        print(f"seed {given.seed}, {seconds:.0f} s, {'real' if given.real else 'rehearsal'}, {run_folder}")
-        for name, count in done.items():
-            print(f"{name:<30} {count:>6}")
-        print(f"orchestrator's memory, MiB: {chaos.memory[0] >> 20} at first, {max(chaos.memory) >> 20} at most")
-        if problem:
-            print(f"the run did not end well: {problem}")
-        if given.record:
-            record = {
-                "seed": given.seed,
-                "real": given.real,
-                "storm": fraction,
-                "seconds": round(seconds),
-                "done": done,
-                "problem": problem,
-            }
-            record |= {"checker": checked.stdout.splitlines()[-1:], "memory_mib": [chaos.memory[0] >> 20, max(chaos.memory) >> 20]}
-            with open(given.record, "a") as file:
-                file.write(json.dumps(record) + "\n")
-        sys.exit(1 if problem or checked.returncode else 0)
+        sys.exit(0 if _run(given, faults, folder=given.folder or Path(temporary)) else 1)
+
+
+def _run(given: argparse.Namespace, faults: dict[str, int], *, folder: Path) -> bool:
+    """Run, harm, and say what was found; False where a promise was broken."""
+    has_forger = given.liars > 0 and not given.real  # the real trainer ends a run of which half is forged, as it should
+    config = _config(folder, is_real=given.real, has_environment=given.episodes, has_forger=has_forger, seed=given.seed)
+    run_folder = launch.make_run_folder(config)
+    fraction = given.storm if given.storm is not None else 0.01 if given.quick else 0.0
+    liars = make_liars(run_folder, fraction=given.liars, has_forger=has_forger)
+    (run_folder / "storm.json").write_text(json.dumps({"seed": given.seed, "fraction": fraction, "liars": liars}))
+    chaos = Chaos(
+        config,
+        run_folder,
+        faults=faults,
+        seed=given.seed,
+        pause_s=given.pause_s or (3.0 if given.real else 0.7),
+        within_s=given.within_s,
+        is_real=given.real,
+    )
+    started = time.monotonic()
+    problem = asyncio.run(chaos.run())
+    seconds = time.monotonic() - started
+    checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
+    print(checked.stdout + checked.stderr, end="")
+    problem = problem or _too_much_memory(chaos.memory)
+    letters = (run_folder / "storm.log").read_bytes() if (run_folder / "storm.log").exists() else b""
+    done = dict(chaos.done) | {name: letters.count(letter) for name, letter in LETTERS.items() if fraction}
+    print(f"seed {given.seed}, {seconds:.0f} s, {'real' if given.real else 'rehearsal'}, {run_folder}")
+    for name, count in done.items():
+        print(f"{name:<30} {count:>6}")
+    print(f"orchestrator's memory, MiB: {chaos.memory[0] >> 20} at first, {max(chaos.memory) >> 20} at most")
+    account = account_of(run_folder, is_wire_faulty=any(fault in WIRE for fault in faults)) if liars else None
+    if account is not None:
+        print(account.words())
+    if problem:
+        print(f"the run did not end well: {problem}")
+    if given.record:
+        record = {"seed": given.seed, "real": given.real, "storm": fraction, "seconds": round(seconds), "done": done, "problem": problem}
+        record |= {"checker": checked.stdout.splitlines()[-1:], "memory_mib": [chaos.memory[0] >> 20, max(chaos.memory) >> 20]}
+        record |= {"lies": account.record()} if account is not None else {}
+        with open(given.record, "a") as file:
+            file.write(json.dumps(record) + "\n")
+    return not (problem or checked.returncode or (account is not None and account.problems))
 
 
 class Chaos:
@@ -206,9 +236,8 @@ class Chaos:
         if not found:
             return
         process_id = self._chance.choice(found)
-        strike = {"freeze": self._freeze, "full": self._fill, "slow": self._slow_down, "goodbye": self._kill_at_goodbye}.get(
-            fault, self._kill
-        )
+        strikes = {"freeze": self._freeze, "full": self._fill, "slow": self._slow_down, "goodbye": self._kill_at_goodbye}
+        strike = (strikes | {"rot": self._rot, "ledger": self._rot_ledger}).get(fault, self._kill)
         with contextlib.suppress(ProcessLookupError):
             await strike(role, process_id)
         if self._chance.random() < BREATHER_FRACTION:
@@ -281,6 +310,25 @@ class Chaos:
             self._resume()
         self.done[f"full disk, {role}"] += 1
 
+    async def _rot(self, role: str, process_id: int) -> None:
+        """The next trainer finds the newest checkpoint damaged. It may be too early for that, or the damage may be a blank's."""
+        if rot.rot_checkpoint(self._run_folder, chance=self._chance):
+            os.kill(process_id, signal.SIGKILL)
+            self.done["a bit of a checkpoint"] += 1
+            await self._wait_for_progress(1)
+
+    async def _rot_ledger(self, role: str, process_id: int) -> None:
+        """Stop the run, flip a bit, see who tells; then go on with the ledger as it was."""
+        os.kill(process_id, signal.SIGTERM)
+        await asyncio.wait({self._running}, timeout=PATIENCE_S)
+        if not self._running.done():  # one that was only starting was ended by this, and was started again
+            return
+        self._running.result()
+        teller = await asyncio.to_thread(rot.rot_ledger, self._run_folder, chance=self._chance)
+        self.done[f"a bit of the ledger, told by {teller}"] += 1
+        self._resume()
+        await self._wait_for_progress(1)
+
     async def _wait_for(self, role: str) -> Sequence[int]:
         """The process ids of a role, once there are some; none where the run has ended."""
         end = time.monotonic() + PATIENCE_S
@@ -325,7 +373,7 @@ def _roles(config: Config, run_folder: Path, *, is_real: bool) -> tuple[launch.R
     return tuple(roles)
 
 
-def _config(folder: Path, *, is_real: bool, has_environment: bool, seed: int) -> Config:
+def _config(folder: Path, *, is_real: bool, has_environment: bool, has_forger: bool, seed: int) -> Config:
     """The demo's settings, with a run too long to end by itself and a prompt source that never repeats a row."""
     from pipelinerl.demo.settings import make_demo_model
 
@@ -351,7 +399,16 @@ def _config(folder: Path, *, is_real: bool, has_environment: bool, seed: int) ->
         digits = list(range(2, 12))  # one ends a turn: an untrained model hardly ever ends one by itself
         overrides += [f'environment.function="{source}:reply"', "environment.max_turns=4", 'algorithm.name="gigpo"']
         overrides += ["rollout.max_tokens=24", f"rollout.stop_token_ids={digits}"]
-    overrides += ["evaluation.limit=8"] if is_real else ['engine.kind="fake"', "engine.count=2", "engine.cores=[]", "engine.max_running=16"]
+    overrides += (
+        ["evaluation.limit=8"]
+        if is_real
+        else [
+            'engine.kind="fake"',
+            f"engine.count={2 + has_forger}",
+            "engine.cores=[]",
+            "engine.max_running=16",
+        ]
+    )
     config = load(path, overrides=overrides)
     return config if is_real else config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
 

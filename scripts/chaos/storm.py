@@ -21,7 +21,9 @@ import msgspec
 
 from pipelinerl.transport import zmq as transport
 from pipelinerl.transport.conversation import Conversation
+from scripts.chaos import liar
 from scripts.chaos.detours import detour_of
+from scripts.chaos.witness import Witness
 
 LETTERS = {"lost": b"l", "doubled": b"2", "delayed": b"d", "reordered": b"r"}
 MAX_DELAY_S = 0.5
@@ -84,6 +86,10 @@ def main() -> None:
     transport._read_endpoint = lambda path, *, deadline_s: msgspec.structs.replace(
         read(path, deadline_s=deadline_s), address=detour_of(run_folder, path.stem)
     )
+    if json.loads((run_folder / "storm.json").read_text())["liars"]:
+        liar.install(run_folder)
+        if module == "orchestrator":
+            Witness(run_folder).install()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

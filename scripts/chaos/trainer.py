@@ -1,24 +1,32 @@
 """`python -m scripts.chaos.trainer --run-folder RUN`: a trainer without a model, for rehearsals.
 
 It speaks the real trainer's protocol over the real transport, notes the digest of what it is given, and writes checkpoints of the manifest
-alone, in the same order of steps as the real one: draft, manifest, rename, word to the orchestrator.
+and a few bytes, in the same order of steps as the real one: draft, manifest, rename, word to the orchestrator.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import hashlib
-import json
+import math
 import os
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from orchestrator.bounds import FAKE_VOCABULARY
+from pipelinerl import checkpoint_folder, checksum
+from pipelinerl.errors import CheckpointDamaged
 from pipelinerl.messages import (
     Alive,
     CheckpointFailed,
     CheckpointSaved,
+    EndTraining,
+    EngineMismatch,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -30,12 +38,15 @@ from pipelinerl.messages import (
     TakeMicroBatch,
     ToTrainer,
     TrainerReady,
+    TrainingEnded,
 )
 from pipelinerl.process import die_with_parent, last_words, read_config
 from pipelinerl.transport.zmq import ZmqLink
 from trainer.standing import Standing
 
 NUM_SLOTS = 3
+LOGPROB = -math.log(FAKE_VOCABULARY)
+"""Of every token, for the engines' stand-in and so for this trainer, too."""
 
 
 class Rehearsal:
@@ -47,16 +58,22 @@ class Rehearsal:
         self._folder.mkdir(exist_ok=True)
         for draft in self._folder.glob("*.draft"):
             shutil.rmtree(draft)
-        newest = max(self._folder.glob("step-*/manifest.json"), default=None)
-        manifest = json.loads(newest.read_text()) if newest else {"version": 0, "commit": "", "num_samples": 0, "samples": "0"}
-        self._version, self._commit = manifest["version"], manifest["commit"]
-        self._num_samples, self._digest = manifest["num_samples"], int(manifest["samples"], 16)
+        self._version, self._commit, self._num_samples, self._digest = 0, "", 0, 0
+        self._restore()
         self._free = [f"slot-{number}" for number in range(NUM_SLOTS)]
         self._knows_layout = False
-        self._is_stopped = False
+        self._is_stopped = self._is_ending = False
         self._next_sign = 0.0
         self._link = ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer)
-        ready = TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=self._version, commit=self._commit)
+        ready = TrainerReady(
+            replica=0,
+            num_replicas=1,
+            process_id=os.getpid(),
+            version=self._version,
+            commit=self._commit,
+            oldest=checkpoint_folder.oldest_kept(self._folder, keep=self._config.checkpoint.keep),
+            damaged=tuple(one for one in checkpoint_folder.set_aside_before(self._folder) if one.version > self._version),
+        )
         self._standing = Standing(ready)
         self._asked: TakeMicroBatch | None = None
         """Not answered."""
@@ -66,21 +83,38 @@ class Rehearsal:
         self._link.introduce(self._introduce)
         if self._version:
             self._publish()
-        while self._version < self._config.trainer.steps and not self._is_stopped:
+        while self._version < self._config.trainer.steps and not (self._is_stopped or self._is_ending):
             self._train_step()
+        if self._is_ending and self._commit and self._version % self._config.checkpoint.every:
+            self._save()
+        self._say(TrainingEnded(version=self._version))
         while not self._is_stopped:
             self._receive()
         self._link.close()
 
+    def _restore(self) -> None:
+        """Take over the newest checkpoint that is whole; set newer ones aside."""
+        for folder in reversed(checkpoint_folder.complete(self._folder)):
+            try:
+                manifest = checkpoint_folder.read_manifest(folder)
+                checkpoint_folder.check_files(folder, manifest)
+            except CheckpointDamaged as error:
+                checkpoint_folder.set_aside(folder, str(error))
+                continue
+            self._version, self._commit = manifest.version, manifest.commit
+            self._num_samples, self._digest = manifest.num_samples, int(manifest.samples, 16)
+            return
+
     def _train_step(self) -> None:
         index = 0
+        engines: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         while True:
             self._asked = TakeMicroBatch(replica=0, step=self._version, index=index)
             self._link.send(self._asked)
             answer = None
             while not isinstance(answer, MicroBatch | StepSealed):
                 answer = self._receive()
-                if self._is_stopped:
+                if self._is_stopped or self._is_ending:
                     return
             self._asked = None
             if isinstance(answer, StepSealed):
@@ -88,10 +122,12 @@ class Rehearsal:
             parts = (hashlib.blake2b(f"{answer.step}/{name}".encode(), digest_size=8).digest() for name in answer.rollout_ids)
             self._digest += sum(int.from_bytes(part, "little") for part in parts)
             self._num_samples += len(answer.rollout_ids)
+            _compare(answer, engines)
             index += 1
         self._version, self._commit = self._version + 1, answer.commit
         self._publish()
-        self._say(StepDone(step=self._version - 1, metrics={}))
+        found = tuple(EngineMismatch(engine_id=engine_id, **counts) for engine_id, counts in sorted(engines.items()))
+        self._say(StepDone(step=self._version - 1, metrics={}, engines=found))
         if self._version % self._config.checkpoint.every == 0 or self._version == self._config.trainer.steps:
             self._save()
 
@@ -110,14 +146,20 @@ class Rehearsal:
             self._say(CheckpointFailed(version=self._version, error=str(error)))
             return
         draft.rename(draft.with_suffix(""))
-        for old in sorted(path for path in self._folder.glob("step-*") if not path.suffix)[:-1]:
-            shutil.rmtree(old)
-        self._say(CheckpointSaved(version=self._version, commit=self._commit, num_bytes=0, save_s=0.0))
+        oldest = checkpoint_folder.remove_older(self._folder, keep=self._config.checkpoint.keep)
+        self._say(CheckpointSaved(version=self._version, commit=self._commit, num_bytes=0, save_s=0.0, oldest=oldest))
 
     def _write(self, draft: Path) -> None:
         draft.mkdir()
-        about = {"version": self._version, "commit": self._commit, "num_samples": self._num_samples, "files": {}}
-        (draft / "manifest.json").write_text(json.dumps(about | {"samples": f"{self._digest % 2**64:016x}"}))
+        (draft / "weights").write_bytes(content := os.urandom(64))
+        manifest = checkpoint_folder.manifest_of(
+            version=self._version,
+            commit=self._commit,
+            num_samples=self._num_samples,
+            samples=f"{self._digest % 2**64:016x}",
+            files={"weights": checkpoint_folder.File(bytes=len(content), xxh3=checksum.of_bytes(content))},
+        )
+        checkpoint_folder.write_manifest(draft, manifest)
         time.sleep(0.02)  # long enough to be killed in
 
     def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
@@ -140,9 +182,23 @@ class Rehearsal:
                     self._link.send(published)
             case SlotReleased() if self._knows_layout:
                 self._free.append(message.slot)
+            case EndTraining():
+                self._is_ending = True
             case Stop():
                 self._is_stopped = True
         return message
+
+
+def _compare(batch: MicroBatch, engines: dict[int, collections.Counter[str]]) -> None:
+    """Add up how far each engine's log-probabilities are from `LOGPROB` (k3), as the real trainer does."""
+    if batch.engine_ids is None:
+        return
+    of_token = np.repeat(batch.engine_ids, batch.lengths)[batch.trains]
+    gaps = LOGPROB - batch.logprobs[batch.trains].astype(np.float64)
+    for engine_id in np.unique(batch.engine_ids).tolist():
+        of_it = gaps[of_token == engine_id]
+        counts = {"num_sequences": int((batch.engine_ids == engine_id).sum()), "num_tokens": len(of_it)}
+        engines[engine_id].update(counts | {"kl_sum": float((np.exp(of_it) - 1 - of_it).sum())})
 
 
 def main() -> None:

@@ -42,6 +42,16 @@ MIXED: dict[str, dict[str, Any]] = {
         "masks": ["ratio_band", "partial_rollout"],
         "mask_order": "before_weight",
     },
+    "normalized weights of tokens": {
+        "proximal": "recomputed",
+        "weight": {"name": "icepop", "low": 0.7, "high": 1.4, "batch_normalize": True},
+        "masks": "ratio_band",
+    },
+    "normalized weights of sequences": {
+        "proximal": "recomputed",
+        "weight": {"name": "tis_sequence", "cap": 1.5, "batch_normalize": True},
+        "aggregation": "seq-mean-token-sum",
+    },
     "overlong": {"masks": "overlong", "aggregation": "seq-mean-token-mean"},
     "loglinear": {"proximal": "loglinear", "kl": {"name": "unbiased", "beta": 0.3}},
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pipelinerl.algorithms.method import Aggregation, Method, Rule
-from tests.algorithms.rows import Seq
+from tests.algorithms.rows import DIVERGES, Seq
 
 LIMIT = 20.0
 
@@ -103,13 +103,13 @@ def _sequence_loss(step: Step, number: int) -> float:
     keeps = [all(kept) for kept in zip(*(MASKS[rule.name](step, number, **rule.options) for rule in method.masks), strict=True)]
     keeps = keeps or [True] * len(row)
     counted = [token for token, keep in zip(row, keeps, strict=True) if keep or method.mask_order != "before_weight"]
-    total = 0.0
+    total, mean_weight = 0.0, _mean_weight(step)
     objective = OBJECTIVES[method.objective.name](step, row, **method.objective.options)
     for index, token in enumerate(row):
-        weight = WEIGHTS[method.weight.name](step, counted, token, **method.weight.options)
+        weight = _weight(step, counted, token) / mean_weight
         total += weight * keeps[index] * objective[index]
         if method.kl.name != "none":
-            total += faded(method.kl, "beta", step) * KLS[method.kl.name](token)
+            total += faded(method.kl, "beta", step) * KLS[method.kl.name](token, float(method.kl.options.get("clamp") or math.inf))
         total += sum(AUXILIARY[rule.name](step, number, token, rule) for rule in method.auxiliary)
     return total * seq.weight / _unit(method, seq, row)
 
@@ -177,11 +177,25 @@ def _up_to(value: float, cap: float) -> float:
     return value if value <= cap else 0.0
 
 
+def _weight(step: Step, row: Row, token: Token) -> float:
+    rule = step.method.weight
+    return WEIGHTS[rule.name](step, row, token, **{name: value for name, value in rule.options.items() if name != "batch_normalize"})
+
+
+def _mean_weight(step: Step) -> float:
+    """Over tokens, or over sequences where a weight is a sequence's; 1 where nothing is divided by it, or it is 0."""
+    if not step.method.weight.options.get("batch_normalize"):
+        return 1.0
+    if step.method.weight.name in ("tis_sequence", "tis_geometric", "mis_sequence"):
+        return mean([_weight(step, row, row[0]) for row in step.rows if row]) or 1.0
+    return mean([_weight(step, row, token) for row in step.rows for token in row]) or 1.0
+
+
 WEIGHTS: dict[str, Callable[..., float]] = {
     "none": lambda _s, _row, _t: 1.0,
-    "tis_token": lambda s, _row, t, cap: min(math.exp(s.rho(t)), cap),
-    "tis_sequence": lambda s, row, _t, cap: min(_product(s, row), cap),
-    "tis_geometric": lambda s, row, _t, cap: min(_geometric(s, row), cap),
+    "tis_token": lambda s, _row, t, cap, floor: clamp(math.exp(s.rho(t)), floor, cap),
+    "tis_sequence": lambda s, row, _t, cap, floor: clamp(_product(s, row), floor, cap),
+    "tis_geometric": lambda s, row, _t, cap, floor: clamp(_geometric(s, row), floor, cap),
     "tis_segment": lambda s, row, t, cap: min(_geometric(s, [other for other in row if other.run == t.run]), cap),
     "mis_token": lambda s, _row, t, cap: _up_to(math.exp(s.rho(t)), cap),
     "mis_sequence": lambda s, row, _t, cap: _up_to(_product(s, row), cap),
@@ -228,6 +242,11 @@ def _m2po(step: Step, token: Token, *, tau: float) -> bool:
     return kept > 0 and token.second_moment <= squares[kept - 1]
 
 
+def _top_entropy(step: Step, token: Token, *, fraction: float) -> bool:
+    entropies = sorted((other.entropy for other in step.tokens), reverse=True)
+    return token.entropy >= entropies[max(1, int(fraction * len(entropies))) - 1] - 1e-6
+
+
 MASKS: dict[str, Callable[..., list[bool]]] = {
     "outlier_band": _by_token(lambda s, t, low, high: low <= math.exp(s.rho(t)) <= high),
     "ratio_band": _by_token(lambda s, t, low, high: low <= math.exp(s.rho(t)) <= high),
@@ -246,6 +265,8 @@ MASKS: dict[str, Callable[..., list[bool]]] = {
         not (mean([abs(math.exp(s.rho(o)) - 1) for o in s.rows[number]]) > delta and s.rho(t) * t.a > 0) for t in s.rows[number]
     ],
     "m2po": _by_token(_m2po),
+    "top_entropy": _by_token(_top_entropy),
+    "tv_gate": _by_sequence(lambda s, row, high: mean([abs(math.exp(s.rho(t)) - 1) for t in row]) / 2 <= high),
     "overlong": lambda s, number: [not s.sequences[number].truncated] * len(s.rows[number]),
     "version_withhold": _by_token(lambda s, t, bound: s.trained_version - t.version <= bound),
     "partial_rollout": lambda s, number: [t.version == max(o.version for o in s.rows[number]) for t in s.rows[number]],
@@ -313,7 +334,18 @@ def _kl_cov(step: Step, row: Row, *, fraction: float, beta: float) -> list[float
     return [-t.r * t.a + (beta * abs(t.log_ratio) if cov[id(t)] >= smallest else 0.0) for t in row]
 
 
+def _vespo(_step: Step, row: Row, *, k_positive: float, lambda_positive: float, k_negative: float, lambda_negative: float) -> list[float]:
+    log_w = clamp(sum(t.sg_log_ratio for t in row), math.log(1e-8), LIMIT)
+
+    def phi(a: float) -> float:
+        k, rate = (k_positive, lambda_positive) if a >= 0 else (k_negative, lambda_negative)
+        return math.exp(rate + k * log_w - rate * math.exp(log_w))
+
+    return [-phi(t.a) * t.a * t.x for t in row]
+
+
 OBJECTIVES: dict[str, Callable[..., list[float]]] = {
+    "vespo": _vespo,
     "clip": _each(lambda t, clip_low, clip_high, dual_clip: _clipped(t.r, t.a, clip_low, clip_high, dual_clip)),
     "gspo": _gspo,
     "cispo": _each(lambda t, clip_low, clip_high: -clamp(t.sg_r, 1 - clip_low, 1 + clip_high) * t.a * t.x),
@@ -326,6 +358,7 @@ OBJECTIVES: dict[str, Callable[..., list[float]]] = {
     "opd": _each(
         lambda t, threshold: -(math.exp(t.f) - math.exp(t.mu) >= -threshold) * clamp(t.ref - t.f, -LIMIT, LIMIT) * t.r,
     ),
+    "gkd": _each(lambda t, mix: DIVERGES * (t.x - t.ref) ** 2),
     "topr": _topr,
     "topr_token": _each(lambda t, cap: -(1.0 if t.a > 0 else clamp(t.sg_r, 0, cap)) * t.a * t.x),
     "kimi": _each(lambda t, tau: -t.a * t.x + tau / 2 * t.log_ratio**2),
@@ -348,12 +381,13 @@ def _toward(t: Token, x: float) -> float:
     return clamp(t.ref - x, -LIMIT, LIMIT)
 
 
-KLS: dict[str, Callable[[Token], float]] = {
-    "k1": lambda t: -_toward(t, t.x),
-    "k2": lambda t: _toward(t, t.x) ** 2 / 2,
-    "k3": lambda t: _k3(_toward(t, t.x)),
-    "k3_plus": lambda t: _k3(_toward(t, t.f)) + (_toward(t, t.x) ** 2 - _toward(t, t.f) ** 2) / 2,
-    "unbiased": lambda t: t.r * _k3(_toward(t, t.x)),
+KLS: dict[str, Callable[[Token, float], float]] = {
+    "k1": lambda t, _most: -_toward(t, t.x),
+    "k2": lambda t, _most: _toward(t, t.x) ** 2 / 2,
+    "k3": lambda t, most: min(_k3(_toward(t, t.x)), most),
+    "k3_plus": lambda t, most: min(_k3(_toward(t, t.f)), most) + (_toward(t, t.x) ** 2 - _toward(t, t.f) ** 2) / 2,
+    "full": lambda t, _most: DIVERGES * (t.x - t.ref) ** 2,
+    "unbiased": lambda t, most: t.r * min(_k3(_toward(t, t.x)), most),
 }
 
 

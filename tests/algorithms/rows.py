@@ -18,6 +18,10 @@ EVERYTHING = frozenset(Need)
 """A run that offers whatever a rule may need."""
 
 
+DIVERGES = 0.7
+"""Divergence from the reference's distribution over this times the squared difference of the sampled token: some function of the policy."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seq:
     """One sequence; all lists have one entry per token."""
@@ -75,17 +79,20 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
         )
 
     num_tokens = len(flat("logprobs"))
+    trains = torch.tensor([flag for sequence in sequences for flag in sequence.trained()], dtype=torch.bool)
+    leaf, reference = torch.tensor(flat("logprobs"), dtype=dtype, requires_grad=True), optional("reference")
     counts = [sequence.token_count for sequence in sequences]
     return TokenColumns(
-        logprobs=torch.tensor(flat("logprobs"), dtype=dtype, requires_grad=True),
+        logprobs=leaf,
         behaviour_logprobs=torch.tensor(flat("behaviour"), dtype=dtype),
         advantages=torch.tensor(flat("advantages"), dtype=dtype),
-        trains=torch.tensor([flag for sequence in sequences for flag in sequence.trained()], dtype=torch.bool),
+        trains=trains,
         versions=torch.tensor(flat("versions") or [0] * num_tokens, dtype=torch.int32),
         sequence_ids=torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence.logprobs], dtype=torch.int64),
         trained_version=trained_version,
         entropy=optional("entropy"),
-        reference_logprobs=optional("reference"),
+        reference_logprobs=reference,
+        divergence=None if reference is None else DIVERGES * torch.where(trains, leaf - reference, 0).square(),
         old_logprobs=optional("old"),
         weights=torch.tensor([sequence.weight for sequence in sequences], dtype=dtype),
         correct=torch.tensor([sequence.correct for sequence in sequences], dtype=torch.bool),
@@ -95,8 +102,8 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
 
 
 def method_of(name: str, /, **overrides: Any) -> Method:
-    """A resolved method in a run that offers everything."""
-    return resolve(name, overrides, group_size=8, offers=EVERYTHING, has_critic=True)
+    """A resolved method in a run that offers everything, and trains a step twice, so that every proximal policy is another than pi."""
+    return resolve(name, overrides, group_size=8, offers=EVERYTHING, has_critic=True, updates_per_batch=2)
 
 
 def loss_and_gradient(

@@ -27,6 +27,7 @@ OURS: dict[str, dict[str, Any]] = {
     "cispo": {"objective": "cispo"},
     "cispo_tight": {"objective": {"name": "cispo", "clip_high": 0.2}},
     "sapo": {**SEQUENCES_MEAN, "objective": "sapo"},
+    "vespo": {"objective": "vespo"},
     "opsm": {"masks": {"name": "opsm", "delta": 0.05}},
     "dual_clip": {"objective": {"dual_clip": 1.3}},
     **{name: {"weight": {"name": name, "cap": 1.2}} for name in ("tis_token", "tis_sequence", "mis_token", "mis_sequence")},

@@ -70,3 +70,16 @@ def test_gpg_with_no_signal_anywhere_is_zero_and_divides_by_nothing() -> None:
 def test_a_method_without_batch_rule_leaves_advantages_alone() -> None:
     credits = [np.array([1.0, -1.0])]
     assert step_advantages(credits, [group([1.0, 0.0], [1, 1])], method=method_of("grpo"))[0] is credits[0]
+
+
+def test_std_of_rewards_divides_by_the_spread_of_the_whole_step() -> None:
+    """Four rewards of mean 1/2 and squared deviations of 1 in all: std 1/sqrt(3) with ddof 1, whatever each group's own is."""
+    method = method_of("grpo_batch_std", batch={"eps": 0.0})
+    groups = [ScoredGroup(rewards=np.array(rewards), lengths=np.array([3, 1])) for rewards in ([1.0, 0.0], [1.0, 0.0])]
+    credits = [group_advantages(group, method=method) for group in groups]
+    for credit in step_advantages(credits, groups, method=method):
+        np.testing.assert_allclose(credit, np.array([0.5, -0.5]) * np.sqrt(3))
+    equal = [ScoredGroup(rewards=np.array([1.0, 1.0]), lengths=np.array([3, 1]))]
+    with_eps = method_of("grpo_batch_std")
+    (zeros,) = step_advantages([group_advantages(equal[0], method=with_eps)], equal, method=with_eps)
+    np.testing.assert_array_equal(zeros, [0.0, 0.0])

@@ -17,7 +17,7 @@ from pipelinerl.algorithms.loss import measure_step, policy_loss
 from pipelinerl.algorithms.method import RULE_COLUMNS
 from pipelinerl.algorithms.methods import METHODS
 from pipelinerl.algorithms.rules import COLUMNS
-from tests.algorithms.rows import Seq, loss_and_gradient, method_of, pack
+from tests.algorithms.rows import DIVERGES, Seq, loss_and_gradient, method_of, pack
 
 BY_HAND: dict[str, dict[str, str]] = {
     "shaping": {
@@ -54,11 +54,12 @@ BY_HAND: dict[str, dict[str, str]] = {
     "batch": {
         "whiten_tokens": "test_batch_rule.py::test_whitening_tokens_counts_a_sequence_once_per_trained_token",
         "whiten_sequences": "test_batch_rule.py::test_whitening_sequences_counts_each_once_and_refuses_token_columns",
+        "std_of_rewards": "test_batch_rule.py::test_std_of_rewards_divides_by_the_spread_of_the_whole_step",
         "gpg_alpha": "test_batch_rule.py::test_gpg_scales_by_the_share_of_groups_with_signal",
     },
     "objective": dict.fromkeys(COLUMNS["objective"], "test_by_hand.py::test_objective_of_one_token_twice_as_likely_as_to_the_engine"),
     "proximal": {
-        "current": "test_correction.py::test_current_proximal_is_the_recomputed_one_while_the_policy_has_not_moved",
+        "current": "test_correction.py::test_weights_around_the_current_policy_equal_a_clip_that_has_nothing_to_clip",
         "recomputed": "test_correction.py::test_weight_by_hand",
         "engine": "test_correction.py::test_two_policy_form_has_the_gradient_of_the_untruncated_three_policy_form_at_the_first_update",
         "loglinear": "test_correction.py::test_loglinear_puts_prox_so_many_versions_behind_the_policy",
@@ -73,6 +74,8 @@ BY_HAND: dict[str, dict[str, str]] = {
         "kpop": "test_correction.py::test_kpop_masks_when_either_direction_of_the_binary_kl_is_large",
         "opsm": "test_correction.py::test_opsm_drops_bad_sequences_the_policy_has_left_and_no_others",
         "m2po": "test_correction.py::test_m2po_keeps_what_lies_at_or_below_the_threshold_of_the_step",
+        "top_entropy": "test_by_hand.py::test_top_entropy_keeps_so_large_a_part_of_the_step",
+        "tv_gate": "test_correction.py::test_mask_by_hand",
         "overlong": "test_by_hand.py::test_overlong_drops_a_truncated_sequence_whole",
         "version_withhold": "test_correction.py::test_version_masks_read_the_version_of_each_token",
         "partial_rollout": "test_correction.py::test_version_masks_read_the_version_of_each_token",
@@ -84,6 +87,7 @@ BY_HAND: dict[str, dict[str, str]] = {
         "positive_nll": "test_loss.py::test_positive_nll_is_the_mean_over_tokens_of_correct_sequences",
     },
     "critic": {
+        "huber": "test_critic.py::test_huber_loss_is_square_within_delta_and_a_line_beyond",
         "clipped": "test_critic.py::test_value_clip_takes_the_larger_loss_around_the_old_value",
         "implicit_prm": "test_critic.py::test_implicit_prm_loss_is_the_cross_entropy_of_the_summed_log_ratio",
     },
@@ -95,7 +99,12 @@ OTHER_WORDS = {
     "clipped": "value_loss",
     "recomputed": "RECOMPUTED",
 }
-OTHER_WORDS |= {"overlong_penalty": "overlong_penalties", "squared_log_ratio": "prime_rl", "implicit_prm": "implicit_prm_loss"}
+OTHER_WORDS |= {
+    "huber": "huber_value_loss",
+    "overlong_penalty": "overlong_penalties",
+    "squared_log_ratio": "prime_rl",
+    "implicit_prm": "implicit_prm_loss",
+}
 """By which a test speaks of a rule without its name: a row that has it, what it is made of."""
 
 
@@ -142,8 +151,10 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], float, float]] = {
     "prime_rl": ({}, 0.0, 2.0),
     "ipo": ({"threshold": 0.25}, -2.0, 2.0),
     "opd": ({}, -2 * LN2, -2 * LN2),
+    "gkd": ({}, DIVERGES * LN2**2, DIVERGES * LN2**2),
     "topr": ({}, LN2, -LN2),
     "topr_token": ({}, LN2, -LN2),
+    "vespo": ({}, 4 * math.exp(3 - 6) * LN2, -8 * math.exp(2 - 4) * LN2),
     "kimi": ({"tau": 0.5}, LN2 + LN2**2 / 4, -LN2 + LN2**2 / 4),
     "dro": ({"beta": 0.5}, LN2 + LN2**2 / 4, -LN2 + LN2**2 / 4),
     "gpg": ({}, LN2, -LN2),
@@ -158,13 +169,27 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], float, float]] = {
 def test_objective_of_one_token_twice_as_likely_as_to_the_engine(name: str) -> None:
     """pi = 1/2, mu = prox = 1/4, so r = 2 and log pi = -ln 2; log ref = 0. KL(mu, pi) = 0.1308 counts as a large move, above 0.13."""
     options, *expected = OBJECTIVES[name]
-    row = "opd" if name == "opd" else "grpo"
+    row = name if name in ("opd", "gkd") else "grpo"
     method = method_of(row, proximal="engine", weight="none", objective={"name": name} | options, auxiliary=[], aggregation="token-sum")
     for advantage, loss in zip((1.0, -1.0), expected, strict=True):
         mu = math.log(0.25)
         columns = pack([Seq(logprobs=[-LN2], behaviour=[mu], old=[mu], reference=[0.0], advantages=[advantage])])
         statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
         assert policy_loss(columns, method=method, statistics=statistics).loss.item() == pytest.approx(loss, abs=1e-12)
+
+
+def test_top_entropy_keeps_so_large_a_part_of_the_step() -> None:
+    """Two of five trained tokens, wherever they stand; what stands at a tool token counts for nothing."""
+    method = method_of("grpo_top_entropy", masks={"name": "top_entropy", "fraction": 0.4}, aggregation="token-sum")
+    rows = [
+        Seq(logprobs=[-1.0] * 3, behaviour=[-1.0] * 3, advantages=[1.0] * 3, entropy=[0.1, 0.9, 5.0], trains=[True, True, False]),
+        Seq(logprobs=[-1.0] * 3, behaviour=[-1.0] * 3, advantages=[1.0] * 3, entropy=[0.8, 0.2, 0.3]),
+    ]
+    columns = pack(rows)
+    statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
+    policy_loss(columns, method=method, statistics=statistics).loss.backward()
+    assert columns.logprobs.grad is not None
+    assert columns.logprobs.grad.tolist() == [0.0, -1.0, 0.0, -1.0, 0.0, 0.0]
 
 
 def test_overlong_drops_a_truncated_sequence_whole() -> None:

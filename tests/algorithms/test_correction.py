@@ -45,6 +45,7 @@ SPREAD = with_rho(0.5, 1.0, 4.0)
     [
         ("none", [1, 1, 1]),
         ("tis_token", [0.5, 1, 2]),
+        ({"name": "tis_token", "floor": 0.8}, [0.8, 1, 2]),
         ("tis_sequence", [2, 2, 2]),
         ({"name": "tis_sequence", "cap": 1.5}, [1.5] * 3),
         ({"name": "tis_geometric", "cap": 2.0}, [1.25992] * 3),
@@ -85,7 +86,8 @@ def test_segment_weight_finds_turns_in_columns_that_hold_trained_tokens_only() -
 def test_importance_weight_carries_no_gradient(weight: str, proximal: str) -> None:
     """With the weight held as a constant the gradient is the weighted policy gradient, and nothing else."""
     seq = changed(with_rho(0.6, 0.9, 1.15, ratio=1.02, advantage=0.7), versions=[2, 3, 4])
-    method = method_of("grpo", weight=weight, proximal=proximal, objective={"clip_high": 5.0}, aggregation="token-sum")
+    objective = "gpg" if proximal == "current" else {"clip_high": 5.0}
+    method = method_of("grpo", weight=weight, proximal=proximal, objective=objective, aggregation="token-sum")
     _, gradient, _ = loss_and_gradient([seq], method=method)
     terms = terms_of(pack([seq]), proximal=method.proximal)
     expected = -importance_weights(terms, rule=method.weight) * 0.7 * terms.ratio
@@ -107,6 +109,8 @@ def test_importance_weight_carries_no_gradient(weight: str, proximal: str) -> No
         ({"name": "k3_rs", "high": 0.6022}, [False] * 3),
         ({"name": "product_band", "high": 2.01}, [True] * 3),
         ({"name": "product_band", "high": 1.99}, [False] * 3),
+        ({"name": "tv_gate", "high": 0.59}, [True] * 3),
+        ({"name": "tv_gate", "high": 0.58}, [False] * 3),
         ({"name": "veto", "low": 0.4}, [True] * 3),
         ({"name": "veto", "low": 0.6}, [False] * 3),
         ({"name": "reject_sequence", "metric": "ratio", "over": "max", "high": 3.9}, [False] * 3),
@@ -240,21 +244,21 @@ def test_loglinear_loss_has_finite_gradients_for_mixed_versions_in_a_row() -> No
     assert all(math.isfinite(slope) and slope != 0 for slope in gradient)
 
 
-def test_current_proximal_is_the_recomputed_one_while_the_policy_has_not_moved() -> None:
-    """One update per batch: the forward pass that "recomputed" costs changes nothing."""
+def test_weights_around_the_current_policy_equal_a_clip_that_has_nothing_to_clip() -> None:
+    """One update per batch: the clip is inert, and the forward pass that "recomputed" costs changes nothing."""
     seq = with_rho(0.7, 1.3, 2.5, advantage=-0.8)
-    current, recomputed = method_of("grpo"), method_of("grpo", proximal="recomputed")
-    assert loss_and_gradient([seq], method=current)[:2] == loss_and_gradient([seq], method=recomputed)[:2]
+    weighted, clipped = method_of("grpo_tis"), method_of("grpo", proximal="recomputed", weight="tis_token")
+    assert loss_and_gradient([seq], method=weighted)[1] == loss_and_gradient([seq], method=clipped)[1]
 
 
 def test_two_policy_form_has_the_gradient_of_the_untruncated_three_policy_form_at_the_first_update() -> None:
     """pi/mu counted once: bypass equals weight prox/mu times ratio pi/prox; a weight on top of it is refused."""
     seq = with_rho(0.7, 1.1, 1.15, advantage=0.9)
-    three = method_of("grpo", weight={"cap": 1000.0})
-    two = method_of("grpo", proximal="engine", weight="none")
+    three = method_of("grpo_tis", weight={"cap": 1000.0})
+    two = method_of("grpo")
     assert loss_and_gradient([seq], method=two)[1] == pytest.approx(loss_and_gradient([seq], method=three)[1])
     with pytest.raises(ConfigError, match="would count pi/mu twice"):
-        method_of("grpo", proximal="engine")
+        method_of("grpo", weight="tis_token")
 
 
 def test_a_method_that_reads_old_logprobs_says_so_where_the_trainer_gives_none() -> None:

@@ -97,7 +97,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     "a run starts although engine and trainer disagree": (
         "algorithms/test_meters.py::test_at_the_first_step_ratio_is_one_and_kl_zero",
-        "trainer/test_step.py::test_a_wrong_engine_logprob_ends_the_first_step",
+        "trainer/test_step.py::test_wrong_engine_logprobs_end_the_first_step_before_its_update",
     ),
     "the mismatch grows by itself": ("trainer/test_step.py::test_at_learning_rate_zero_the_mismatch_stays_flat",),
     "a sample weight changes the expected gradient": (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelinerl.algorithms.loss.columns import Segments
-from pipelinerl.algorithms.loss.critic import clipped_value_loss, implicit_prm_loss
+from pipelinerl.algorithms.loss.critic import clipped_value_loss, huber_value_loss, implicit_prm_loss
 
 
 def value_loss(value: float, *, old: float, target: float) -> tuple[float, int, float]:
@@ -47,3 +47,12 @@ def test_implicit_prm_loss_is_the_cross_entropy_of_the_summed_log_ratio() -> Non
     assert phi.grad is not None
     assert phi.grad[2] == 0
     assert phi.grad[0] < 0 < phi.grad[3]
+
+
+def test_huber_loss_is_square_within_delta_and_a_line_beyond() -> None:
+    values = torch.tensor([0.5, -3.0, float("nan")], dtype=torch.float64, requires_grad=True)
+    loss, beyond = huber_value_loss(values, returns=torch.tensor([0.0, 0.0, 1.0]), trains=torch.tensor([True, True, False]), delta=1.0)
+    loss.backward()
+    assert values.grad is not None
+    assert (float(loss.detach()), int(beyond)) == (pytest.approx(0.125 + 2.5), 1)
+    assert values.grad.tolist() == [0.5, -1.0, 0.0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelinerl.algorithms.loss import kl
-from tests.algorithms.rows import Seq, loss_and_gradient, method_of
+from tests.algorithms.rows import DIVERGES, Seq, loss_and_gradient, method_of
 
 
 @pytest.mark.parametrize(("d", "expected"), [(0.1, 0.0051709), (-0.1, 0.0048374), (1.0, 0.7182818), (-1.0, 0.3678794), (0.0, 0.0)])
@@ -31,6 +31,7 @@ D = REF - X
         ("k2", D**2 / 2, -D),
         ("k3", math.exp(D) - D - 1, 1 - math.exp(D)),
         ("k3_plus", math.exp(D) - D - 1, -D),
+        ("full", DIVERGES * D**2, -2 * DIVERGES * D),  # of the trainer's divergence, here some function of the policy
         ("unbiased", math.exp(D) - D - 1, (1 - math.exp(D)) + (math.exp(D) - D - 1)),
     ],
 )

@@ -311,7 +311,7 @@ def test_every_tensor_is_made_where_the_row_lives(name: str) -> None:
     """On torch's "meta" tensors a mixture with host tensors fails as it would on a GPU. Counting runs needs their values, so not here."""
     row = pack(sample(1))
     tensors = {field: value for field in row.__dataclass_fields__ if isinstance(value := getattr(row, field), torch.Tensor)}
-    elsewhere = {field: value.detach().to("meta").requires_grad_(field == "logprobs") for field, value in tensors.items()}
+    elsewhere = {field: value.detach().to("meta").requires_grad_(field in ("logprobs", "divergence")) for field, value in tensors.items()}
     sums = policy_loss(dataclasses.replace(row, **elsewhere), method=EVERY_METHOD[name], statistics=StepStatistics())
     sums.loss.backward()
     assert {value.device.type for value in (sums.loss, *sums.meters.values())} == {"meta"}

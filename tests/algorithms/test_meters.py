@@ -66,6 +66,21 @@ def test_the_logprob_gap_looks_only_at_tokens_of_the_version_being_trained() -> 
     assert got["mismatch_kl_fresh"] == pytest.approx(math.exp(0.01) - 1 - 0.01)
 
 
+def test_the_high_quantile_is_that_of_the_worst_row_with_enough_tokens() -> None:
+    """1 to 200 thousandths: the 0.99 quantile lies at 1 + 0.99 * 199 = 198.01 of them, linearly between two."""
+
+    def row(gaps: list[float]) -> Seq:
+        logprobs = [-1.0] * len(gaps)
+        return Seq(logprobs=logprobs, behaviour=[-1.0 - gap for gap in gaps], advantages=logprobs, versions=[5] * len(gaps))
+
+    rising = [number / 1000 for number in range(1, 201)]
+    assert numbers([row(rising)])["logprob_gap_p99"] == pytest.approx(0.19801)
+    assert "logprob_gap_p99" not in numbers([row(rising[:99])])
+    method = method_of("grpo")
+    parts = [policy_loss(pack([row(gaps)]), method=method).meters for gaps in (rising, [0.0] * 200, [9.0] * 99)]
+    assert finish_meters(merge_meters(parts))["logprob_gap_p99"] == pytest.approx(0.19801)
+
+
 def test_a_token_that_saw_keys_and_values_of_an_older_policy_is_no_measure_of_arithmetic() -> None:
     """Its sequence lived through a swap, and the engine kept what it had computed before."""
     through_a_swap = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.4], advantages=[1.0, 1.0], versions=[4, 5])
@@ -85,8 +100,8 @@ def test_what_kept_keys_and_values_do_is_measured_on_tokens_of_the_trained_versi
 
 def test_at_the_first_step_ratio_is_one_and_kl_zero() -> None:
     seq = Seq(logprobs=[-1.0, -2.0], behaviour=[-1.0, -2.0], old=[-1.0, -2.0], advantages=[1.0, 1.0], versions=[5, 5])
-    for proximal in ("current", "recomputed", "loglinear"):
-        got = numbers([seq], proximal=proximal)
+    for proximal in ("current", "recomputed", "loglinear", "engine"):
+        got = numbers([seq], proximal=proximal, objective="gpg")
         assert (got["ppo_kl"], got["mismatch_kl_k3"], got["ratio_mean"], got["ess_fraction"]) == (0, 0, 1, 1)
 
 
@@ -117,6 +132,7 @@ def test_meters_merge_by_sum_and_maximum_and_skip_rows_without_tokens() -> None:
     assert merged["tokens"] == 2
     assert {name for name in parts[0] if reduces_by_maximum(name)} == {
         "ratio_max", "importance_max", "ratio_negative_max", "weight_max", "staleness_max", "logprob_gap_max",
+        "logprob_gap_p99_max",
     }  # fmt: skip
     assert finish_meters(merge_meters([parts[2]])) == {"tokens": 0.0}
 
@@ -124,4 +140,5 @@ def test_meters_merge_by_sum_and_maximum_and_skip_rows_without_tokens() -> None:
 def test_meters_hold_no_graph_and_are_scalars() -> None:
     meters = policy_loss(pack([changed(SEQ, versions=[5, 5, -1, 5])]), method=method_of("grpo", kl="k3")).meters
     assert all(value.ndim == 0 and not value.requires_grad for value in meters.values())
-    assert all(torch.isfinite(value) for value in meters.values())
+    # Minus infinity is the largest of nothing: of so few tokens no quantile is taken.
+    assert all(torch.isfinite(value) for name, value in meters.items() if name != "logprob_gap_p99_max")

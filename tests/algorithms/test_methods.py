@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from pipelinerl.algorithms import credit, orchestrator_rules
+from pipelinerl.algorithms.listing import render_rules, render_table, table_rows
 from pipelinerl.algorithms.loss import correction as correction_module
 from pipelinerl.algorithms.loss import mask as mask_module
 from pipelinerl.algorithms.loss import objective
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, Aggregation, Method, Need, Rule
-from pipelinerl.algorithms.methods import METHODS, render_rules, render_table, resolve, table_rows
+from pipelinerl.algorithms.methods import METHODS, resolve
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
 from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
+from tests.algorithms.every_method import filled
 from tests.algorithms.rows import EVERYTHING, method_of
 
 
@@ -37,11 +39,11 @@ def refused(name: str, match: str, /, *, group_size: int = 8, overrides: dict[st
         resolve(name, overrides, group_size=group_size, **{"offers": EVERYTHING, **run})
 
 
-def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weights() -> None:
+def test_the_default_row_is_grpo_clipped_around_the_engines_policy() -> None:
     method = resolve("grpo", group_size=8)
     assert method.advantage == Rule(name="grpo", options={"eps": 1e-6, "ddof": 1})
     assert method.objective == Rule(name="clip", options={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0})
-    assert (method.proximal.name, method.weight) == ("current", Rule(name="tis_token", options={"cap": 2.0}))
+    assert (method.proximal.name, method.weight.name) == ("engine", "none")
     assert method.aggregation is Aggregation.TOKEN_MEAN
     assert method.needs == frozenset()
 
@@ -55,15 +57,15 @@ def test_the_default_row_is_grpo_with_a_free_proximal_policy_and_truncated_weigh
         ("sapo", "objective", {"tau_positive": 1.0, "tau_negative": 1.05}),
         ("dppo_tv", "objective", {"clip_low": 0.2, "clip_high": 0.2, "cap": 20.0}),
         ("reinforce_is", "objective", {"cap": 5.0}),
-        ("icepop", "weight", {"low": 0.5, "high": 5.0}),
-        ("decoupled_ppo", "weight", {"cap": 5.0}),
+        ("icepop", "weight", {"low": 0.5, "high": 5.0, "batch_normalize": False}),
+        ("decoupled_ppo", "weight", {"cap": 5.0, "floor": 0.0, "batch_normalize": False}),
         ("loglinear_ppo", "proximal", {"prox_lag": 1}),
-        ("grpo_deepseekmath", "kl", {"beta": 0.04, "final": 0.0, "fade_steps": 0}),
+        ("grpo_deepseekmath", "kl", {"beta": 0.04, "clamp": 10.0, "final": 0.0, "fade_steps": 0, "target": 0.0, "horizon": 10_000}),
         ("prime", "advantage", {"process_coef": 5.0, "outcome_coef": 5.0}),
         ("prime", "critic", {"beta": 0.05}),
         ("prime", "group_filter", {"low": 0.2, "high": 0.8, "refill": 10}),
-        ("mis", "weight", {"cap": 3.0}),
-        ("grpo", "weight", {"cap": 2.0}),
+        ("mis", "weight", {"cap": 3.0, "batch_normalize": False}),
+        ("grpo_tis", "weight", {"cap": 2.0, "floor": 0.0, "batch_normalize": False}),
         ("cispo", "objective", {"clip_low": 1.0, "clip_high": 4.0}),
         ("gmpo", "objective", {"clip_low": 0.4, "clip_high": 0.4}),
         ("prime_rl", "objective", {"clip_low": 0.2, "clip_high": 0.2, "adv_tau": 1.0}),
@@ -82,10 +84,10 @@ def test_published_constants(name: str, column: str, expected: dict[str, float])
 @pytest.mark.parametrize(
     ("column", "rule", "expected"),
     [
-        ("weight", "tis_sequence", {"cap": 5.0}),
-        ("weight", "tis_geometric", {"cap": 1.2}),
+        ("weight", "tis_sequence", {"cap": 5.0, "floor": 0.0, "batch_normalize": False}),
+        ("weight", "tis_geometric", {"cap": 1.2, "floor": 0.0, "batch_normalize": False}),
         ("weight", "tis_segment", {"cap": 1.2}),
-        ("weight", "mis_sequence", {"cap": 3.0}),
+        ("weight", "mis_sequence", {"cap": 3.0, "batch_normalize": False}),
         ("masks", "ratio_band", {"low": 0.8, "high": 1.2}),
         ("masks", "probability_band", {"high": 0.2}),
         ("masks", "outlier_band", {"low": 1e-4, "high": 100.0}),
@@ -175,9 +177,15 @@ def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> 
 
 
 def test_several_passes_over_a_step_want_a_policy_that_stays() -> None:
-    with pytest.raises(ConfigError, match="exact for one update per batch only: got 2"):
-        supplied_method_of(run_with("grpo", passes=2))
+    assert supplied_method_of(run_with("grpo", passes=2)).proximal.name == "engine"
     assert supplied_method_of(run_with("decoupled_ppo", passes=2)).proximal.name == "recomputed"
+    with pytest.raises(ConfigError, match=r"single pass over a step the two are one: it would never act\. Set trainer\.passes to 2"):
+        supplied_method_of(run_with("decoupled_ppo"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_several_passes_over_a_step(name: str) -> None:
+    method_of(name, **filled(METHODS[name]))
 
 
 def test_an_advantage_made_in_the_trainer_leaves_no_rule_over_the_step_to_the_orchestrator() -> None:
@@ -223,11 +231,11 @@ def test_an_override_changes_options_a_rule_or_both_and_nothing_else() -> None:
     options = method_of("grpo", objective={"clip_high": 0.28})
     assert options.objective.options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0}
     assert options.weight == base.weight
-    assert method_of("grpo", weight="icepop").weight.options == {"low": 0.5, "high": 5.0}
-    both = method_of("grpo", weight={"name": "icepop", "high": 4})
-    assert both.weight.options == {"low": 0.5, "high": 4.0}
+    assert method_of("grpo_tis", weight="icepop").weight.options == {"low": 0.5, "high": 5.0, "batch_normalize": False}
+    both = method_of("grpo_tis", weight={"name": "icepop", "high": 4})
+    assert both.weight.options == {"low": 0.5, "high": 4.0, "batch_normalize": False}
     assert method_of("dapo", objective={"clip_low": 0.1}).objective.options["clip_high"] == 0.28, "what the row had stated stays"
-    assert METHODS["grpo"].weight.name == "tis_token", "the table itself is never edited"
+    assert METHODS["grpo_tis"].weight.name == "tis_token", "the table itself is never edited"
 
 
 def test_needs_follow_from_the_rules_in_force() -> None:
@@ -247,9 +255,9 @@ def test_needs_follow_from_the_rules_in_force() -> None:
         ("grpo", {"objective": {"clip_hi": 0.3}}, r"clip has no option 'clip_hi' \(did you mean 'clip_high'\?\)"),
         ("grpo", {"objective": {"clip_low": 1.5}}, r"clip_low: got 1.5, expected a finite number from 0 to 1"),
         ("grpo", {"objective": {"clip_low": "0.2"}}, "got '0.2', expected a number"),
-        ("grpo", {"weight": {"cap": float("nan")}}, "got nan, expected a finite number"),
-        ("grpo", {"weight": {"cap": 0.5}}, "cap: got 0.5"),
-        ("grpo", {"weight": {"cap": True}}, "got True, expected a number"),
+        ("grpo_tis", {"weight": {"cap": float("nan")}}, "got nan, expected a finite number"),
+        ("grpo_tis", {"weight": {"cap": 0.5}}, "cap: got 0.5"),
+        ("grpo_tis", {"weight": {"cap": True}}, "got True, expected a number"),
         ("grpo", {"advantage": {"ddof": 0.5}}, "ddof: got 0.5, expected a whole number"),
         ("rloo", {"advantage": {"divide_by_std": 1}}, "got 1, expected true or false"),
         ("process_grpo", {"advantage": {"pool": "tokens"}}, "expected one of steps, position"),
@@ -311,21 +319,24 @@ def test_a_critic_makes_ppo_possible() -> None:
     assert resolve("ppo", group_size=1, offers=offers, has_critic=True).critic.name == "clipped"
 
 
-def test_refuses_the_current_policy_as_proximal_with_several_updates_per_batch() -> None:
-    refused("grpo", "exact for one update per batch only: got 4", updates_per_batch=4)
-    assert resolve("grpo", {"proximal": "recomputed"}, group_size=8, offers=EVERYTHING, updates_per_batch=4)
+@pytest.mark.parametrize("objective", [name for name, spec in COLUMNS["objective"].items() if spec.compares_proximal])
+def test_refuses_a_trust_region_around_the_policy_itself(objective: str) -> None:
+    columns = {"objective": {"name": objective} | ({"tau": 0.1} if objective == "kimi" else {"beta": 0.1} if objective == "dro" else {})}
+    refused("grpo", "'current' makes them equal: it would never act", overrides={**columns, "proximal": "current"}, updates_per_batch=2)
+    refused("grpo", "in a single pass over a step the two are one", overrides={**columns, "proximal": "recomputed"})
+    assert resolve("grpo", {**columns, "proximal": "recomputed"}, group_size=8, offers=EVERYTHING, updates_per_batch=2)
 
 
-@pytest.mark.parametrize("overrides", [{"masks": "opsm"}, {"objective": {"name": "kimi", "tau": 0.1}}])
-def test_refuses_a_rule_that_would_never_act(overrides: dict[str, Any]) -> None:
-    refused("grpo", "'current' makes them equal", overrides=overrides)
+def test_refuses_a_mask_that_would_never_act() -> None:
+    refused("grpo_tis", "masks opsm compares pi with the proximal policy, and 'current'", overrides={"masks": "opsm"})
+    refused("grpo", "masks opsm compares pi with the policy at the start", overrides={"masks": "opsm", "proximal": "recomputed"})
 
 
 def test_refuses_a_token_mask_under_a_sequence_weight_until_the_order_is_stated() -> None:
     columns = {"weight": "tis_sequence", "masks": "outlier_band"}
-    refused("grpo", "got no order", overrides=columns)
-    assert resolve("grpo", {**columns, "mask_order": "after_weight"}, group_size=8).mask_order == "after_weight"
-    assert resolve("grpo", {**columns, "masks": "veto"}, group_size=8).masks[0].name == "veto"
+    refused("grpo_tis", "got no order", overrides=columns)
+    assert resolve("grpo_tis", {**columns, "mask_order": "after_weight"}, group_size=8).mask_order == "after_weight"
+    assert resolve("grpo_tis", {**columns, "masks": "veto"}, group_size=8).masks[0].name == "veto"
 
 
 def test_refuses_truncated_sampling_unless_the_kept_tokens_are_replayed() -> None:
@@ -403,6 +414,7 @@ def test_the_orchestrators_side_imports_without_torch() -> None:
         ("rloo_early_stop", {"group_filter": "zero_variance"}, "group_filter zero_variance would judge by the others only"),
         ("rloo_early_stop", {"batch": "whiten_tokens"}, "batch whiten_tokens would judge"),
         ("rloo_early_stop", {"masks": "m2po", "proximal": "engine", "weight": "none"}, "measures whole steps"),
+        ("rloo_early_stop", {"objective": "clip", "proximal": "engine", "weight": "none"}, "objective clip is not linear in it"),
         ("step_reinforce", {}, "divides by rollouts started"),
     ],
 )

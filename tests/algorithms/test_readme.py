@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.algorithms import methods
-from pipelinerl.algorithms.methods import method_of, table_rows
+from pipelinerl.algorithms.listing import table_rows
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config_file import parse
 from tests.algorithms import reference
@@ -44,7 +45,7 @@ def test_a_method_is_added_by_the_lines_the_readme_shows_and_trains(monkeypatch:
 def test_a_column_is_changed_by_the_lines_the_readme_shows() -> None:
     section = tomllib.loads(block("toml", holding="overrides = {"))["algorithm"]
     method = method_of(run_with(section))
-    assert (method.advantage.name, method.weight.options) == ("rloo", {"low": 0.5, "high": 5.0})
+    assert (method.advantage.name, method.weight.options) == ("rloo", {"low": 0.5, "high": 5.0, "batch_normalize": False})
 
 
 def run_with(algorithm: dict[str, Any]) -> Config:

@@ -14,10 +14,10 @@ FILES = sorted(Path(pipelinerl.checker.__file__).parent.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_checker_imports_the_standard_library_and_itself_alone(path: Path):
+def test_the_checker_imports_the_standard_library_itself_and_xxhash_alone(path: Path):
     imported = {name for node in ast.walk(ast.parse(path.read_text())) for name in _modules_of(node)}
     foreign = {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert {name for name in foreign if not name.startswith("pipelinerl.checker.")} == set()
+    assert {name for name in foreign if not name.startswith("pipelinerl.checker.")} <= {"xxhash"}, "nobody here wrote that one"
 
 
 def test_every_file_of_the_checker_is_looked_at():

@@ -420,3 +420,17 @@ def test_every_broken_promise_about_turns_is_named(lines: list[Line], problem: s
 def test_nobody_replies_in_a_run_without_an_environment():
     lines = [began(), admitted("0/0"), ISSUED, replied(0)]
     assert any("of at most 0" in found for found in judge(lines).problems)
+
+
+def test_a_run_that_ended_with_fewer_steps_than_its_newest_checkpoint_holds_is_told_to_be_resumed():
+    """Its trainer saved, and the run was over before it heard of it: what it printed is not what a model would be made of."""
+    step = [line for line in whole_step(0) if line["kind"] not in ("trained", "done")]
+    cut_off = [{"kind": "cancelled", "rollout_id": f"0/{sibling}", "reason": "the run ended"} for sibling in range(2)]
+    counts = {"admitted": 2, "in_flight": 0, "trained": 0, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 2}
+    ended = {"kind": "ended", "reason": json.dumps({"reason": "Ctrl-C", "counts": counts})}
+    lines = [began(), *step, *cut_off, ended]
+    assert judge(lines, checkpoint(lines)).problems == [
+        "the run ended saying 0 trained in 0 steps, but step-000001 holds 2: resume it",
+    ]
+    assert judge(lines).problems == []
+    assert judge(lines[:-3], checkpoint(lines)).problems == [], "a run that is under way, or was killed, says so when it goes on"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +14,14 @@ import zmq
 
 from pipelinerl.errors import PeerGone, PeerSilent
 from pipelinerl.messages import FromEngine, Stop, ToEngine
+from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.codec import encode
 from pipelinerl.transport.curve import KeyPair, make_keys, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.contract.wires import Program, ZmqWire, arrival, arrivals, connected, framed, load, run, until
 from tests.keys import PEERS
+
+NUM_IDLE = 200
 
 
 def new_pair() -> KeyPair:
@@ -60,6 +65,28 @@ def test_a_stranger_costs_one_counter_and_never_gets_through_while_those_with_a_
         assert wire.hub.refused == {"unauthenticated": 1}
 
     on_zmq(program)
+
+
+def test_connections_that_say_nothing_are_closed_and_counted_while_peers_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Half of them send half a greeting: neither is ever a peer."""
+    monkeypatch.setattr(zmq_transport, "HANDSHAKE_MS", 500)
+
+    async def program(wire: ZmqWire) -> None:
+        (good,) = await connected(wire, 0)
+        host, _, port = wire.hub.address.removeprefix("tcp://").partition(":")
+        with contextlib.ExitStack() as idle:
+            for number in range(NUM_IDLE):
+                stranger = idle.enter_context(socket.create_connection((host, int(port))))
+                if number % 2:
+                    stranger.sendall(b"\xff\0\0\0\0")
+            for number in range(20):
+                good.send(load(number))
+                assert await arrivals(wire.hub, 1) == [("engine-0", load(number))]
+            await until(lambda: wire.hub.refused["unauthenticated"] == NUM_IDLE, what="strangers keep their connections")
+            good.send(load(99))
+            assert await arrivals(wire.hub, 1) == [("engine-0", load(99))]
+
+    run(ZmqWire, tmp_path, program)
 
 
 def test_a_peer_takes_over_from_its_own_dead_connection(on_zmq: Callable[[Program], None]):

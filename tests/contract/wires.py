@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from pipelinerl.messages import EngineLoad, FromEngine, Message, Stop, ToEngine
+from pipelinerl.messages import EngineLoad, FromEngine, Message, Stop, ToEngine, Unread
 from pipelinerl.transport.base import Hub, Link
 from pipelinerl.transport.conversation import Conversation
 from pipelinerl.transport.curve import KeyPair, make_keys, read_keys
@@ -130,11 +130,11 @@ def framed(*bodies: bytes) -> list[bytes]:
 
 
 async def arrivals(hub: Hub, count: int) -> list[tuple[str, Message]]:
-    """The next `count` messages at the hub."""
+    """The next `count` messages at the hub; what could not be read is none."""
     arrived: list[tuple[str, Message]] = []
     async with asyncio.timeout(PATIENCE_S):
         while len(arrived) < count:
-            arrived += await hub.receive()
+            arrived += [each for each in await hub.receive() if not isinstance(each[1], Unread)]
     assert len(arrived) == count, f"{len(arrived)} came, {count} were sent"
     return arrived
 

@@ -4,6 +4,7 @@ trainer trains on the others."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,3 +58,22 @@ def test_steps_are_scored_and_rollouts_stopped_while_they_are_written_also_when_
     passes = [line for line in lines if line["kind"] == "span" and line["lane"] == "engine-0"]
     is_overlapping = (one["start"] < other["end"] and other["start"] < one["end"] for one in scored for other in passes)
     assert any(is_overlapping), "engines went on meanwhile"
+
+
+def test_completions_that_the_engine_writes_are_tried_with_rewards_and_process_reward_model(tmp_path: Path) -> None:
+    """`step_reinforce` gives a token the score of its step: of one step, the score and the advantage are one number."""
+    settings = demo_config(folder=tmp_path, seed=0)
+    make_demo_model(tmp_path / "demo-model", seed=0)
+    make_prm(tmp_path / "prm")
+    overrides = [f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]', "algorithm.name=step_reinforce"]
+    overrides += ['algorithm.overrides={aggregation = "seq-mean-token-sum-norm"}', "rollout.max_tokens=16"]
+    overrides += [f"prm.path={tmp_path / 'prm'}", "prm.tag=#", "prm.dtype=float32"]
+    tried = [sys.executable, "-m", "pipelinerl", "try", str(settings), "--sample", "2", "--rows", "1", *overrides]
+    said = subprocess.run(tried, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert said.stdout.endswith("2 completions tried: every function answered\n")
+    assert len(re.findall(r"even_length +[01] x 1 = [01] ", said.stdout)) == 2
+    scores = re.findall(r" (\S+)  \(to token \d+\) ", said.stdout)
+    assert len(scores) == 2
+    assert all(0 < float(score) < 1 for score in scores)
+    assert re.findall(r"advantage \+(\S+)", said.stdout) == scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ import pytest
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
 from pipelinerl.messages import Completion, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
+from pipelinerl.weights.slots import FOLDER
+from tests import processes
 from tests.e2e.test_adapters import (
     ALPHA,
     NUM_POLICIES,
@@ -47,6 +49,14 @@ pytestmark = [
 ]
 
 Weights = dict[str, "torch.Tensor"]
+
+
+@pytest.fixture(autouse=True)
+def vllm_leaves_nothing_in_shared_memory() -> Iterator[None]:
+    """Not even of an engine that lost a rank. What Python's tracker knows (`psm_...`) goes with the process."""
+    before = set(FOLDER.glob("vllm_dist_*"))
+    yield
+    processes.wait_until(lambda: set(FOLDER.glob("vllm_dist_*")) <= before, what="buffers of vLLM's ranks stay in shared memory")
 
 
 def said_of(loop: EngineLoop, what: StageWeights) -> list[type]:

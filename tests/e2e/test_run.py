@@ -1,4 +1,4 @@
-"""Whole runs, as a user starts them: real vLLM, the real trainer under torchrun, real reward workers, one command line."""
+"""Whole runs, as a user starts them: real vLLM, the real trainer, real reward workers, one command line."""
 
 from __future__ import annotations
 
@@ -53,9 +53,15 @@ def processes_of(run_folder: Path) -> list[str]:
     return [line for line in subprocess.check_output(["ps", "-eo", "args"], text=True).splitlines() if str(run_folder) in line]
 
 
-@pytest.mark.parametrize("mode", ["streaming", "one_step_off", "sync"])
-def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: Path, mode: str):
-    subprocess.run(command(settings, f"pipeline.mode={mode}", f"run.name={mode}"), check=True, capture_output=True, text=True)
+OWN_RULES = Path(__file__).with_name("rules.py")
+OWN = f'algorithm.overrides={{objective="{OWN_RULES}:loss", masks="{OWN_RULES}:mask", advantage="{OWN_RULES}:advantage"}}'
+
+
+@pytest.mark.parametrize(("mode", "overrides"), [("streaming", []), ("one_step_off", [OWN]), ("sync", [])])
+def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: Path, mode: str, overrides: list[str]):
+    """One of them by a loss, a mask and an advantage of a user's own."""
+    changed = command(settings, f"pipeline.mode={mode}", f"run.name={mode}", *overrides)
+    subprocess.run(changed, check=True, capture_output=True, text=True)
     run_folder = newest_run(settings, mode)
     lines = read_journals(run_folder)
     steps = [line for line in lines if line["kind"] == "step"]
@@ -65,6 +71,7 @@ def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: 
     assert mode != "sync" or swaps == [1, 2, 3, 4]
     assert max(line["staleness_max"] for line in steps) <= {"streaming": 3, "one_step_off": 1, "sync": 0}[mode]
     assert steps[0]["trainer"]["logprob_gap_max"] <= 1e-4
+    assert (f"{OWN_RULES}:mask_dropped_fraction" in steps[0]["trainer"]) == bool(overrides)
     with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
         trained = ledger.execute("SELECT step, count(*) FROM fates WHERE fate = 'trained' GROUP BY step").fetchall()
     assert trained == [(step, 32) for step in range(4)]

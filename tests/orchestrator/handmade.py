@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
+from orchestrator.rules.batch import Ended
+from orchestrator.shown import Shown
 from orchestrator.state.ledger import Ledger
-from pipelinerl.messages import UNSAMPLED, Finish, Flag, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import UNSAMPLED, Fate, Finish, Flag, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 
 def prompt(num_tokens: int = 2, *, prompt_id: str = "0:0") -> Prompt:
@@ -56,6 +59,17 @@ def scored(of: Trajectory, reward: float | None = 1.0, *, outcome: Outcome = Out
         components=components or {},
     )
     return ScoredTrajectory(trajectory=of, score=score)
+
+
+def show(shown: Shown) -> None:
+    """Have a sample shown that was trained in step 3, and one that failed; the answer to both stands in their row."""
+    asked = msgspec.structs.replace(prompt(), columns={"answer": "<b>41"})
+    right, late = (msgspec.structs.replace(trajectory(sibling=sibling), prompt=asked) for sibling in range(2))
+    good, failed = scored(right, components={"right": 1.0}), scored(late, outcome=Outcome.TIMEOUT)
+    failed = msgspec.structs.replace(failed, score=msgspec.structs.replace(failed.score, error="slow.py took 3 s"))
+    shown.ended([Ended(scored=failed, fate=Fate.FAILED, reason="timeout")], step=3, now_s=0.0)
+    sample = Sample(trajectory=right, reward=1.0, advantages=np.where(right.trains, np.float32(0.5), np.float32(0.0)))
+    shown.trained(3, [sample], now_s=0.0, members={right.rollout_id: good})
 
 
 def flagged(of: Trajectory, reward: float | None = None, *, predicted: float = 0.1, probability: float = 0.25) -> ScoredTrajectory:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from orchestrator.rules.lies import Kind
 from orchestrator.stages.scoring import score_request
 from orchestrator.state.engines import Engines
 from orchestrator.state.peers import Peers
@@ -108,8 +109,8 @@ def test_a_completion_reaches_who_asked_with_its_engine_and_frees_its_place():
     simulate(program())
 
 
-def test_an_answer_nobody_waits_for_is_fenced():
-    """One that was never asked for, one of an older attempt, one that comes twice."""
+def test_an_answer_nobody_asked_for_is_refused():
+    """One that was never asked for, and one of an attempt that this engine was not given; one that comes twice is only fenced."""
 
     async def program() -> None:
         async with two_engines(Watch(stall_limit_s=1.0)) as (engines, links):
@@ -124,7 +125,8 @@ def test_an_answer_nobody_waits_for_is_fenced():
                 links[0].send(message)
             await asyncio.sleep(0.01)
             assert answered == [("0/0", 0)]
-            assert engines.num_fenced == 3
+            assert engines.peers.refused == {Kind.UNASKED: 2}
+            assert engines.num_fenced == 1
             assert engines.outstanding() == {0: 0, 1: 0}
 
     simulate(program())
@@ -148,11 +150,12 @@ def test_engines_serve_what_the_smallest_serves_and_hold_what_the_slowest_holds(
 
 def test_engines_that_ask_for_different_layouts_are_refused():
     async def program() -> None:
-        async with two_engines(Watch(stall_limit_s=1.0), layouts=((TENSOR,), ())) as (engines, _):
-            with pytest.raises(ConfigError, match="2 engines ask for 2 different weight layouts"):
-                engines.layout()
+        async with two_engines(Watch(stall_limit_s=1.0), layouts=((TENSOR,), ())):
+            await asyncio.sleep(1.0)
 
-    simulate(program())
+    with pytest.raises(ExceptionGroup) as caught:
+        simulate(program())
+    assert caught.group_contains(ConfigError, match="2 engines ask for 2 different weight layouts")
 
 
 @pytest.mark.parametrize("how", ["starting", "ready"])
@@ -176,7 +179,8 @@ def test_what_an_engine_had_is_given_back_once_another_process_takes_its_name(ho
             links[0].send(ready)
             await asyncio.sleep(0.01)
             assert engines.outstanding() == {0: 0, 1: 1}
-            assert (answered, lost, died, engines.num_fenced) == ([], ["0/0", "0/1"], [0], 1)
+            assert (answered, lost, died) == ([], ["0/0", "0/1"], [0])
+            assert (engines.num_fenced, engines.peers.refused) == (1, {})
 
     simulate(program())
 
@@ -268,7 +272,7 @@ def test_a_scorer_is_asked_as_long_as_it_has_room_and_an_answer_makes_room():
             await asyncio.wait_for(waiting, 1.0)
             assert scorers.has_room
             assert [scored.rollout_id for scored in answered] == ["0/7"]
-            assert scorers.num_fenced == 2
+            assert (peers.refused, scorers.num_fenced) == ({Kind.UNASKED: 1}, 1)
             task.cancel()
 
     simulate(program())

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from orchestrator.progress import Progress
+from orchestrator.rules.announced import AnnouncedRule
+from orchestrator.rules.lies import MAX_LIES, Kind
 from orchestrator.stages.batching import Row, Seal
-from orchestrator.stages.delivery import Delivery, micro_batch_of
+from orchestrator.stages.delivery import MAX_EARLY, Delivery, micro_batch_of
 from orchestrator.state.ledger import Ledger
 from orchestrator.state.peers import Peers
-from pipelinerl.errors import PeerRefused
+from pipelinerl.errors import DataError, PeerRefused
 from pipelinerl.messages import (
     CheckpointSaved,
     FromTrainer,
@@ -46,6 +50,7 @@ class Bench:
     published: Channel[TrainerReady | PolicyPublished]
     ledger: Ledger
     delivery: Delivery
+    trainer: Peers
     links: list[MemoryLink]
 
     async def put(self, *items: Row | Seal) -> None:
@@ -67,9 +72,16 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench(folder: Path, *, num_replicas: int = 1, num_steps: int = 3, holds_batches: bool = False) -> AsyncIterator[Bench]:
+async def bench(
+    folder: Path,
+    *,
+    num_replicas: int = 1,
+    num_steps: int = 3,
+    holds_batches: bool = False,
+    replace: Callable[[str], None] | None = None,
+) -> AsyncIterator[Bench]:
     hub = MemoryHub(accepts=FromTrainer)
-    trainer = Peers(hub, role="trainer", expected=num_replicas, ready_deadline_s=60.0, silent_after_s=600.0)
+    trainer = Peers(hub, role="trainer", expected=num_replicas, ready_deadline_s=60.0, silent_after_s=600.0, replace=replace)
     watch, ledger = Watch(stall_limit_s=600.0), Ledger(None)
     rows = Channel[Row | Seal]("rows", giver="batching", taker="delivery", watch=watch, bound_bytes=1000, size=lambda item: item.num_bytes)
     published = Channel[TrainerReady | PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
@@ -84,12 +96,13 @@ async def bench(folder: Path, *, num_replicas: int = 1, num_steps: int = 3, hold
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
         watch=watch,
+        announced=AnnouncedRule(max_outstanding=1, num_steps=num_steps),
     )
     links = [hub.connect(f"trainer-{replica}", accepts=ToTrainer) for replica in range(num_replicas)]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(trainer.run()), group.create_task(delivery.run())]
-            yield Bench(rows=rows, published=published, ledger=ledger, delivery=delivery, links=links)
+            yield Bench(rows=rows, published=published, ledger=ledger, delivery=delivery, trainer=trainer, links=links)
             for task in tasks:
                 task.cancel()
     finally:
@@ -128,6 +141,22 @@ def test_a_row_is_its_samples_end_to_end_in_every_column():
     assert batch.advantages.tolist() == [0, 0, 0.5, 0.25, 0, -1]
     assert batch.lengths.tolist() == [4, 2]
     assert batch.rollout_ids == ("1/0", "1/1")
+
+
+def test_each_sample_of_a_row_says_which_teacher_judges_it():
+    def sample(name: object) -> Sample:
+        trajectory = handmade.trajectory((5,), group_id=1, sibling=0, num_prompt=1)
+        prompt = msgspec.structs.replace(trajectory.prompt, columns={"teacher": name})
+        trajectory = msgspec.structs.replace(trajectory, prompt=prompt)
+        return Sample(trajectory=trajectory, reward=0.0, advantages=np.zeros(2, np.float32))
+
+    batch = micro_batch_of((sample("code"), sample("math"), sample("code")), step=0, index=0, teachers=("math", "code"))
+    assert batch.teachers is not None
+    assert batch.teachers.tolist() == [1, 0, 1]
+    assert micro_batch_of((sample("code"),), step=0, index=0).teachers is None
+    for wrong in ("maths", None, 1, ["math"]):
+        with pytest.raises(DataError, match=r"the row's column teacher is .*, expected one of math, code \(reference\.teachers\)"):
+            micro_batch_of((sample(wrong),), step=0, index=0, teachers=("math", "code"))
 
 
 def test_a_pull_that_comes_before_its_row_is_answered_when_the_row_comes(tmp_path: Path):
@@ -237,30 +266,155 @@ def test_a_step_that_is_done_is_booked_as_trained_with_its_facts(tmp_path: Path)
     assert [line["trainer"] for line in steps] == [{"loss": 0.5}]
 
 
-@pytest.mark.parametrize("step", [1, -1])
-def test_a_done_step_that_is_not_the_next_is_refused(tmp_path: Path, step: int):
+def test_of_later_steps_no_more_is_taken_than_their_channel_may_hold_and_of_the_step_being_trained_everything(tmp_path: Path):
+    """The channel holds 1,000 bytes; a row of 40 tokens is 680 of them."""
+
     async def program() -> None:
         async with bench(tmp_path) as it:
-            it.links[0].send(StepDone(step=step, metrics={}))
-            await asyncio.sleep(1.0)
+            handmade.admit(it.ledger, 0, group_size=5)
+            for number in range(5):
+                await it.put(row(0, handmade.sample(40, number=number)))
+            await it.put(Seal(step=0, num_tokens=5 * 39, num_samples=5))
+            for number in range(3):
+                await it.put(row(1, handmade.sample(40, group_id=1, number=number)))
+            assert (len(it.rows), it.rows.num_bytes) == (1, 680), "two rows are 1,360 bytes: the third waits in its channel"
+            it.links[0].send(StepDone(step=0, metrics={}))
+            await asyncio.sleep(0.01)
+            assert len(it.rows) == 0
+            assert names([*await it.ask(0, step=1, index=0), *await it.ask(0, step=1, index=2)]) == [("1/0",), ("1/2",)]
 
-    expected = pytest.RaisesExc(PeerRefused, match=f"trainer-0 says step {step} is done; the next to finish is 0")
+    simulate(program())
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_done_step_that_is_not_the_next_is_refused_and_one_that_keeps_saying_so_ends_the_run_where_nobody_replaces_it(
+    tmp_path: Path, step: int
+):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            for count in range(1, MAX_LIES + 1):
+                it.links[0].send(StepDone(step=step, metrics={}))
+                await asyncio.sleep(1.0)
+                assert (it.trainer.refused, it.delivery.num_booked) == ({Kind.STEPS: count}, 0)
+
+    expected = pytest.RaisesExc(PeerRefused, match=f"trainer-0 keeps saying what cannot be.*StepDone: step {step}, expected 0")
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
         simulate(program())
 
 
-def test_a_pull_of_a_step_that_is_done_is_refused(tmp_path: Path):
-    """Its rows are gone: without an answer the trainer would wait for ever."""
+def test_a_step_is_not_done_before_its_last_row_is_known(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            handmade.admit(it.ledger, 0)
+            await it.put(row(0, handmade.sample(5)))
+            it.links[0].send(StepDone(step=0, metrics={}))
+            await asyncio.sleep(0.01)
+            assert (it.trainer.refused, it.delivery.num_booked) == ({Kind.STEPS: 1}, 0)
+            await it.put(Seal(step=0, num_tokens=4, num_samples=1))
+            it.links[0].send(StepDone(step=0, metrics={"loss": 0.5, "grad_norm": float("nan")}))
+            await asyncio.sleep(0.01)
+            assert (it.trainer.refused, it.delivery.num_booked) == ({Kind.STEPS: 1, Kind.BOUNDS: 1}, 1)
+        (step,) = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
+        assert step["trainer"] == {"loss": 0.5}, "what is no figure is left out, and the step stands"
 
+    simulate(program())
+
+
+def test_a_checkpoint_that_was_never_trained_forgets_no_sample(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            handmade.admit(it.ledger, 0)
+            await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1))
+            it.links[0].send(CheckpointSaved(version=1, commit="", num_bytes=1, save_s=0.1))
+            it.links[0].send(PolicyPublished(version=7, slot="a", digest="", num_bytes=0, publish_s=0.0))
+            await asyncio.sleep(0.01)
+            assert it.trainer.refused == {Kind.STEPS: 2}
+            assert it.ledger.store.read("SELECT count(*) FROM events WHERE kind = 'saved'") == [(0,)]
+            assert len(it.published) == 0
+
+    simulate(program())
+
+
+def test_a_checkpoint_of_a_version_that_no_database_holds_ends_no_run(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(CheckpointSaved(version=2**64 - 1, commit="", num_bytes=1, save_s=0.1))
+            await asyncio.sleep(0.01)
+            assert it.trainer.refused == {Kind.STEPS: 1}
+
+    simulate(program())
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [(Kind.BOUNDS, {"num_replicas": 4}), (Kind.STEPS, {"version": 1, "commit": "another's"}), (Kind.STEPS, {"version": 0, "oldest": 1})],
+)
+def test_who_announces_himself_wrongly_after_one_who_did_it_right_loses_his_place_and_ends_no_run(
+    tmp_path: Path, kind: Kind, wrong: dict[str, Any]
+):
+    replaced: list[str] = []
+
+    async def program() -> None:
+        async with bench(tmp_path, replace=replaced.append) as it:
+            good = TrainerReady(replica=0, num_replicas=1, process_id=1, version=0)
+            it.links[0].send(good)
+            await asyncio.sleep(1.0)
+            it.links[0].send(msgspec.structs.replace(good, process_id=2, **wrong))
+            await asyncio.sleep(1.0)
+            assert it.trainer.refused == {kind: 1}
+            assert len(it.published) == 1, "nobody heard of it"
+            it.links[0].send(msgspec.structs.replace(good, process_id=3))
+            await asyncio.sleep(1.0)
+            assert len(it.published) == 2
+
+    simulate(program())
+    assert replaced == (["trainer-0"] if "oldest" not in wrong else []), "at once, where it can be of no use"
+
+
+def test_what_a_trainer_says_at_once_after_its_announcement_is_judged_by_where_it_starts(tmp_path: Path):
+    """An orchestrator that takes another's place meets a trainer that is ahead of it, and says all in one breath."""
+
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            handmade.admit(it.ledger, 0)
+            commit = it.ledger.seal(0, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+            await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1, commit=commit))
+            it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=1, version=1, saved=0, commit=commit))
+            it.links[0].send(CheckpointSaved(version=1, commit=commit, num_bytes=1, save_s=0.1))
+            it.links[0].send(PolicyPublished(version=1, slot="a", digest="", num_bytes=0, publish_s=0.0))
+            it.links[0].send(PolicyPublished(version=3, slot="b", digest="", num_bytes=0, publish_s=0.0))
+            await asyncio.sleep(1.0)
+            assert it.trainer.refused == {Kind.STEPS: 1}, "a policy of a step that nobody has trained"
+            assert it.delivery.num_booked == 1
+            assert it.ledger.store.read("SELECT step FROM events WHERE kind = 'saved'") == [(1,)]
+            assert len(it.published) == 2, "the trainer, and its policy"
+
+    simulate(program())
+
+
+def test_a_trainer_that_starts_without_end_fills_no_memory(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_replicas=2) as it:
+            it.links[0].send(TrainerReady(replica=0, num_replicas=2, process_id=1, version=0))
+            for _ in range(MAX_EARLY + 1):
+                it.links[0].send(PolicyPublished(version=0, slot="a", digest="", num_bytes=0, publish_s=0.0))
+            await asyncio.sleep(1.0)
+            assert it.trainer.refused == {Kind.BOUNDS: 1}
+
+    simulate(program())
+
+
+def test_a_pull_of_a_step_that_is_done_is_refused(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
             await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1))
             handmade.admit(it.ledger, 0)
             it.links[0].send(StepDone(step=0, metrics={}))
-            await it.ask(0, step=0, index=0)
+            await asyncio.sleep(0.01)
+            assert await it.ask(0, step=0, index=0) == []
+            assert it.trainer.refused == {Kind.STEPS: 1}
 
-    with pytest.RaisesGroup(pytest.RaisesExc(PeerRefused, match=r"trainer-0.*step 0"), flatten_subgroups=True):
-        simulate(program())
+    simulate(program())
 
 
 def test_a_trainer_of_another_size_is_refused(tmp_path: Path):
@@ -283,8 +437,10 @@ def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_
 
     async def program() -> None:
         async with bench(tmp_path, num_steps=2) as it:
+            commit = ""
             for group_id in range(2):
                 handmade.admit(it.ledger, group_id)
+                commit = it.ledger.seal(group_id, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
                 await it.put(row(group_id, handmade.sample(5, group_id=group_id)), Seal(step=group_id, num_tokens=4, num_samples=1))
             it.links[0].send(StepDone(step=0, metrics={}))
             it.links[0].send(published(1))
@@ -294,7 +450,7 @@ def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_
                 it.links[0].send(StepDone(step=1, metrics={}) if what == "done" else published(2))
             await asyncio.sleep(0.01)
             assert not it.delivery.finished.is_set(), "its checkpoint is still being written"
-            it.links[0].send(CheckpointSaved(version=2, commit="", num_bytes=1, save_s=0.1))
+            it.links[0].send(CheckpointSaved(version=2, commit=commit, num_bytes=1, save_s=0.1))
             await asyncio.sleep(0.01)
             assert it.delivery.finished.is_set()
             assert [news.version async for news in _first(it.published, 2)] == [1, 2]
@@ -384,10 +540,11 @@ def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_sa
             it.ledger.place(1, [of], step=1, now_s=0.0)
             commit = it.ledger.seal(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
             await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
+            await it.put(row(2, handmade.sample(70, group_id=2)), row(2, handmade.sample(5, group_id=3)))
+            assert len(it.rows) == 1, "as far ahead as rows may be taken"
             it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=2, version=2, commit=commit, saved=1, saved_commit=first))
             await asyncio.sleep(0.01)
-            await it.put(row(2, handmade.sample(5, group_id=2)))
-            assert names(await it.ask(0, step=2, index=0)) == [("2/0",)]
+            assert names([*await it.ask(0, step=2, index=0), *await it.ask(0, step=2, index=1)]) == [("2/0",), ("3/0",)]
             return it.ledger
 
     ledger = simulate(program())

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def bench(
-    folder: Path, *, num_prompts: int = 4, every: int = 0, samples: int = 1, done: tuple[tuple[int, float], ...] = ()
+    folder: Path, *, num_prompts: int = 4, every: int = 0, samples: int = 1, done: tuple[tuple[int, float], ...] = (), **options: Any
 ) -> AsyncIterator[Bench]:
     engine_hub, scorer_hub = MemoryHub(accepts=FromEngine), MemoryHub(accepts=FromScorer)
     engine_peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
@@ -134,6 +135,7 @@ async def bench(
         ledger=ledger,
         watch=watch,
         done=done,
+        **options,
     )
     links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
     scorer_link = scorer_hub.connect("scorer-0", accepts=ToScorer)
@@ -378,3 +380,28 @@ def test_what_an_earlier_life_has_evaluated_is_not_evaluated_again(tmp_path: Pat
             return [version for version, _ in it.evaluation.results]
 
     assert simulate(program()) == [0, 3, 6]
+
+
+def test_each_reward_function_is_told_apart_over_the_answers_it_was_applied_to(tmp_path: Path):
+    heard: list[dict[str, object]] = []
+
+    async def program() -> None:
+        async with bench(tmp_path, num_prompts=3, heard=heard.append) as it:
+            it.commit(0)
+            running = asyncio.create_task(it.evaluation.evaluate(0))
+            for engine_id, request in await it.asked():
+                it.answer(engine_id, request)
+            components = ({"right": 1.0, "format": 0.5}, {"right": 0.0}, None)
+            for request in await it.to_score():
+                given = components[int(request.rollout_id.split("/")[1])]
+                outcome = Outcome.TIMEOUT if given is None else Outcome.OK
+                reward = None if given is None else 0.5
+                it.scorer_link.send(
+                    Scored(rollout_id=request.rollout_id, attempt=0, outcome=outcome, reward=reward, components=given or {})
+                )
+            await running
+
+    simulate(program())
+    (line,) = lines(tmp_path)
+    assert line["components"] == {"right": 0.5, "format": 0.5}
+    assert [fields["components"] for fields in heard] == [line["components"]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import random
+import re
 import resource
 import sqlite3
 from pathlib import Path
@@ -12,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orchestrator.rules.curriculum import Rest
 from orchestrator.state.ledger import RUN_ENDED, Facts, Identity, Ledger
-from orchestrator.state.snapshot import commit_of, read_snapshot, read_steps, read_successes
+from orchestrator.state.snapshot import commit_of, first_kept_step, read_resting, read_snapshot, read_steps, read_successes, saved_versions
+from pipelinerl.checker.history import open_history
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import Fate, Outcome, Sample
+from pipelinerl.messages import Fate, Flag, Outcome, Sample
 from tests.orchestrator import handmade
 
 
@@ -179,7 +183,7 @@ def test_what_had_no_score_is_issued_again_with_the_next_attempt_and_its_prompt(
     handmade.admit(ledger, 4, group_size=3)
     ledger.issue("4/0", attempt=0, engine_id=0, version=2, now_s=1.0)
     ledger.issue("4/1", attempt=0, engine_id=0, version=2, now_s=1.0)
-    ledger.lose("4/1", attempt=0, reason="engine-0 ended", now_s=1.5)
+    ledger.lose("4/1", attempt=0, engine_id=0, reason="engine-0 ended", now_s=1.5)
     ledger.issue("4/1", attempt=1, engine_id=1, version=3, now_s=1.6)
     score(ledger, sample_of(4, 0))
     killed(ledger)
@@ -261,7 +265,7 @@ def test_samples_go_once_a_checkpoint_holds_them_and_not_before(path: Path):
         ledger.end(f"{group_id}/0", Fate.TRAINED, now_s=4.0)
     assert sorted(read_steps(ledger, first=0)) == [0, 1]
     ledger.saved(1, "the commit", now_s=5.0)
-    assert ledger.store.read("SELECT group_id, prompt IS NULL FROM groups") == [(0, 1), (1, 0)]
+    assert ledger.store.read("SELECT group_id FROM groups") == [(1,)]
     assert ledger.store.read("SELECT rollout_id FROM samples") == [("1/0",)]
     assert len(ledger.rows()) == 2, "what became of them stays known"
 
@@ -353,11 +357,178 @@ def test_success_rates_come_back_in_the_order_in_which_groups_were_settled(path:
     ], "group 3 is not settled"
 
 
-def test_a_ledger_of_an_older_schema_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
+def test_which_prompts_rest_comes_back_and_the_history_is_read_only_where_it_was_not_kept(path: Path):
+    ledger = Ledger(path)
+    kept = {0: Rest(length=2, measured_in=3), 1: None, 17: Rest(length=8, measured_in=5)}
+    for group_id in range(5):
+        handmade.admit(ledger, group_id)
+        ledger.score(handmade.plain_group(group_id, (1.0,)).members[0], now_s=1.0)
+    for group_id, (number, rest) in enumerate(kept.items()):
+        ledger.give_up(group_id, step=0)
+        ledger.measured(number, rest)
+    ledger.give_up(3, step=0)
+    ledger.measured(None, None)
+    killed(ledger)
+    again = Ledger(path)
+    read: list[str] = []
+    again.store._database.set_trace_callback(read.append)
+    assert read_resting(again) == {number: rest for number, rest in kept.items() if rest is not None}
+    assert read_successes(again, correct_reward=1.0, group_size=2) == []
+    assert not [statement for statement in read if "events" in statement or "drawn" in statement], "however long the run was"
+    again.store._database.set_trace_callback(None)
+    again.give_up(4, step=0)
+    assert read_successes(again, correct_reward=1.0, group_size=2) == [("0:4", 1.0)], "only what was settled since"
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (1, "schema is 1, and `pipelinerl migrate` knows the way from 2 on"),
+        (2, "schema is 2, this one reads 3. Bring the run folder up to date: `pipelinerl migrate RUN`"),
+        (4, r"schema is 4, this version \(0.1.0\) reads 3. Use the version that wrote it"),
+    ],
+)
+def test_a_ledger_of_another_schema_is_refused_before_anything_is_lost(path: Path, schema: int, says: str) -> None:
     Ledger(path).close()
     Ledger(path).close()
     with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version = 0")
-    with pytest.raises(LedgerError, match="begun by another version of pipelinerl: its schema is 0, expected 2"):
+        database.execute(f"PRAGMA user_version = {schema}")
+    with pytest.raises(LedgerError, match=says):
         Ledger(path)
+
+
+# --- checkpoints to fall back to -----------------------------------------------------------------------------------------------------
+
+
+def train(ledger: Ledger, *steps: int) -> list[str]:
+    """Have each step filled by one group, sealed and done; return the commits."""
+    commits = []
+    for step in steps:
+        sample = sample_of(step, 0)
+        handmade.admit(ledger, step)
+        score(ledger, sample)
+        ledger.place(step, [sample], step=step, now_s=3.0)
+        ledger.pack([sample], step=step, row=0, now_s=3.0)
+        commits.append(ledger.seal(step, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0))
+        ledger.end(f"{step}/0", Fate.TRAINED, now_s=4.0)
+        ledger.book("done", now_s=4.0, step=step)
+    return commits
+
+
+def test_rows_stay_for_as_long_as_a_trainer_may_fall_back_to_before_them(path: Path):
+    ledger = Ledger(path)
+    commits = train(ledger, 0, 1, 2, 3, 4, 5)
+    ledger.saved(2, commits[1], oldest=0, now_s=5.0)
+    assert sorted(read_steps(ledger, first=0)) == [0, 1, 2, 3, 4, 5], "from the model the run began with"
+    ledger.saved(4, commits[3], oldest=2, now_s=5.0)
+    killed(ledger)
+    again = Ledger(path)
+    assert sorted(read_steps(again, first=2)) == [2, 3, 4, 5]
+    assert [sample.trajectory.rollout_id for sample in read_steps(again, first=2)[2].samples] == ["2/0"]
+    assert [commit_of(again, step) for step in (0, 1, 3)] == [None, commits[1], commits[3]]
+    assert (saved_versions(again), first_kept_step(again)) == ([2, 4], 2)
+    assert again.store.read("SELECT group_id FROM groups ORDER BY group_id") == [(2,), (3,), (4,), (5,)]
+
+
+def test_a_discarded_checkpoint_counts_no_more_and_may_be_saved_again(path: Path):
+    ledger = Ledger(path)
+    commits = train(ledger, 0, 1, 2, 3)
+    ledger.saved(2, commits[1], oldest=0, now_s=5.0)
+    ledger.saved(4, commits[3], oldest=2, now_s=5.0)
+    ledger.discard(4, "it is not there any more", now_s=6.0)
+    killed(ledger)
+    again = Ledger(path)
+    assert saved_versions(again) == [2]
+    again.saved(4, commits[3], oldest=2, now_s=7.0)
+    assert saved_versions(again) == [2, 4]
+
+
+# --- damage --------------------------------------------------------------------------------------------------------------------------
+
+
+def busy_ledger(path: Path) -> None:
+    """One with a row of every kind of table, closed."""
+    ledger = Ledger(path)
+    ledger.begin({"group_size": 1}, now_s=0.0, unix_s=0.0)
+    commits = train(ledger, *range(6))
+    ledger.saved(2, commits[1], oldest=0, now_s=5.0)
+    ledger.saved(4, commits[3], oldest=2, now_s=5.0)
+    ledger.book("evaluated", now_s=5.0, step=3, reward=0.5)
+    ledger.book("suspected", now_s=5.0, peer="engine-0", reason="7")
+    ledger.remember({"3": 0.25}, now_s=5.0)
+    handmade.admit(ledger, 6, group_size=4)
+    for sibling in range(3):
+        ledger.issue(f"6/{sibling}", attempt=0, engine_id=0, version=4, now_s=6.0)
+    ledger.flag("6/1", attempt=0, flag=Flag(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
+    score(ledger, sample_of(6, 0))
+    ledger.end("6/2", Fate.FAILED, now_s=6.0, reason="timeout")
+    ledger.finish("stopped", now_s=7.0)
+    ledger.close()
+
+
+def read_all(path: Path) -> str:
+    """All that a resumed run takes from a ledger."""
+    with contextlib.closing(Ledger(path)) as ledger:
+        said = (ledger.store.ledger_id, ledger.store.last_seq, ledger.identity(), sorted(ledger.reasons.items()), ledger.baselines())
+        revived = ledger.store.rows("in_flight", "revives")
+        commits = [commit_of(ledger, step) for step in range(7)]
+        kept = (saved_versions(ledger), first_kept_step(ledger))
+        return repr((said, revived, commits, kept, read_steps(ledger, first=2), read_snapshot(ledger)))
+
+
+def test_no_bit_of_a_ledger_flips_in_silence(path: Path):
+    """One bit in each of 400 places of its pages in use: a resumed run or the checker finds it, or both read what was written."""
+    busy_ledger(path)
+    written, expected = path.read_bytes(), read_all(path)
+    assert problems_of(path) == []
+    chance, found, silent = random.Random(0), 0, []
+    for _ in range(400):
+        while True:
+            place = chance.randrange(8 * len(written))
+            if any(written[max(0, place // 8 - 32) : place // 8 + 32]):  # most of a young file is empty pages
+                break
+        content = bytearray(written)
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+        try:
+            is_same = read_all(path) == expected
+        except LedgerError:
+            found += 1
+            continue
+        if problems_of(path):
+            found += 1
+        elif not is_same:
+            silent.append(place)
+    assert silent == []
+    assert found > 250, "but for bytes that nothing reads"
+
+
+def problems_of(path: Path) -> list[str]:
+    """What the independent checker finds wrong with the bytes of a ledger."""
+    try:
+        with open_history(path.parent) as history:
+            list(history.entries)
+            return history.damage
+    except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        return [str(error)]
+
+
+def test_the_checker_finds_an_entry_of_the_history_that_was_changed(path: Path):
+    busy_ledger(path)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE events SET reward = 0.5 WHERE kind = 'scored' AND rollout_id = '3/0'")
+        database.commit()
+    (problem,) = problems_of(path)
+    assert re.fullmatch(r"entry \d+ was damaged", problem)
+
+
+@pytest.mark.parametrize("table", ["samples", "trajectories", "groups", "steps", "in_flight", "counts", "state"])
+def test_a_row_that_was_damaged_is_named(path: Path, table: str):
+    busy_ledger(path)
+    column = {"samples": "row", "trajectories": "checksum", "groups": "step", "steps": "num_tokens", "counts": "number"}.get(table)
+    column = column or {"in_flight": "attempt", "state": "checksum"}[table]
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute(f"UPDATE {table} SET {column} = {column} + 1")
+        database.commit()
+    with pytest.raises(LedgerError, match=rf"ledger.sqlite was damaged after it was written: the row .* of {table} has the checksum"):
+        read_all(path)

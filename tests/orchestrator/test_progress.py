@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -60,7 +61,7 @@ def line(tmp_path: Path) -> dict[str, object]:
     (written,) = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
     assert {key: written[key] for key in progress.last_step} == progress.last_step
     assert progress.rewards == [0.5]
-    assert progress.num_trained_tokens == 5 + 7 + 2 + 2
+    assert progress.num_trained_tokens == 2 + 4 + 1 + 1, "what was sampled, not the prompt of every sibling"
     return written
 
 
@@ -124,6 +125,9 @@ def test_a_group_given_up_leaves_no_trace_in_the_step(tmp_path: Path):
     assert progress.last_step["num_groups"] == 1
     assert progress.last_step["zero_variance_fraction"] == 0.0
     assert progress.last_step["reward_mean"] == 0.5
+    shown = [(line["fate"], line.get("reason")) for line in read_journals(tmp_path) if line["kind"] == "sample"]
+    assert ("failed", "error") in shown, "the journal shows what failed, too"
+    assert shown[-2:] == [("trained", None)] * 2
 
 
 def test_steps_in_the_making_do_not_mix(tmp_path: Path):
@@ -160,3 +164,35 @@ def test_step_scores_stand_with_the_samples_that_have_them(tmp_path: Path) -> No
     journal.close()
     told = {line["rollout_id"]: line["steps"] for line in read_journals(tmp_path) if line["kind"] == "sample"}
     assert told == {"0/0": [], "0/1": [[1, 0.5]]}
+
+
+def test_an_alarm_is_in_the_journal_when_it_is_raised_and_when_it_is_over(tmp_path: Path):
+    journal, told = Journal(tmp_path, "orchestrator"), []
+    progress = Progress(journal=journal, started_s=0.0, on_alarm=told.append)
+    for step in range(60):
+        rewards = [0.0, 0.0] if step < 20 else [1.0, 0.0]
+        cut = BatchCut(groups_per_step=1, max_staleness=100, min_survivors=2, credit=handmade.centred, first_step=step)
+        progress.settled(cut.take(handmade.plain_group(step, rewards)), now_s=1.0)
+        progress.trained(StepDone(step=step, metrics={}), now_s=2.0)
+    journal.close()
+    lines = [line for line in read_journals(tmp_path) if line["kind"] == "alarm"]
+    assert [(line["name"], line["began"], line["step"], line["is_over"]) for line in lines] == [
+        ("no_signal", 0, 9, False),
+        ("no_signal", 0, 31, True),  # the mean of ten is 0.8 at step 21: quiet from step 22 on, ten steps
+    ]
+    assert "equal rewards" in lines[0]["figure"]
+    assert "data.difficulty" in lines[0]["change"]
+    assert [alarm.name for alarm in told] == ["no_signal"]
+
+
+def test_an_evaluation_is_heard_by_the_alarms(tmp_path: Path):
+    with contextlib.closing(Journal(tmp_path, "orchestrator")) as journal:
+        progress = Progress(journal=journal, started_s=0.0)
+        for version, held_out in ((20, 0.6), (40, 0.2)):
+            for step in range(version - 20, version):
+                cut = BatchCut(groups_per_step=1, max_staleness=100, min_survivors=2, credit=handmade.centred, first_step=step)
+                progress.settled(cut.take(handmade.plain_group(step, [0.4 + 0.01 * step, 0.0])), now_s=1.0)
+                progress.trained(StepDone(step=step, metrics={}), now_s=2.0)
+            progress.evaluated({"version": version, "reward_mean": held_out, "num_prompts": 256})
+        (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "alarm"]
+    assert line["name"] == "reward_hacking"

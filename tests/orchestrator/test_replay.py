@@ -27,7 +27,7 @@ from pipelinerl.config import DataSection
 from pipelinerl.config_file import load_run, parse
 from pipelinerl.errors import ConfigError, LedgerError
 from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
-from pipelinerl.tokenizer import load_tokenizer
+from pipelinerl.tokenizer import TextEncoder, load_tokenizer
 from tests.sim.peers import World
 from tests.sim.run import config, run
 from tests.tiny_models import make_tokenizer
@@ -182,7 +182,7 @@ def test_prompts_are_drawn_again_and_what_changed_in_the_source_is_named(run_fol
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         section = DataSection(source=str(path), shuffle=False)  # pyright: ignore[reportCallIssue]
-        return PromptSource(section, tokenizer=load_tokenizer(run_folder / "model"), seed=0, max_prompt_tokens=9)
+        return PromptSource(section, encoder=TextEncoder(load_tokenizer(run_folder / "model")), seed=0, max_prompt_tokens=9)
 
     drawn = read_drawn(run_folder / "ledger.sqlite")[:3]
     assert draw_again(source("?", "?", "?"), drawn).differences == []

@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.shown import EVERY_S, MAX_TOKENS, Shown, worth_showing
-from pipelinerl.messages import Sample, TraceScores
+from orchestrator.rules.batch import Ended
+from orchestrator.shown import EVERY_S, MAX_COLUMN_CHARACTERS, MAX_COLUMNS, MAX_REASONS, MAX_TOKENS, Shown, worth_showing
+from pipelinerl.messages import Fate, Outcome, Sample, TraceScores
 from pipelinerl.metrics import Journal, read_journals
 from tests.orchestrator import handmade
 
@@ -44,7 +46,8 @@ def test_a_sample_is_told_with_its_tokens_and_the_versions_along_it(tmp_path: Pa
 def test_step_scores_stand_beside_the_tokens_they_end_at(tmp_path: Path, journal: Journal) -> None:
     one = sample(1.0, (3, 3, 4))
     trace = TraceScores(ends=np.array([1, 2], np.int32), scores=np.array([0.5, 0.25], np.float32), version="prm")
-    Shown(journal).trained(4, [one], now_s=0.0, traces={one.trajectory.rollout_id: trace})
+    member = msgspec.structs.replace(handmade.scored(one.trajectory), steps=trace)
+    Shown(journal).trained(4, [one], now_s=0.0, members={one.trajectory.rollout_id: member})
     assert [line["steps"] for line in read_journals(tmp_path)] == [[[1, 0.5], [2, 0.25]]]
 
 
@@ -60,3 +63,40 @@ def test_a_long_sample_is_cut_and_its_true_length_told(tmp_path: Path, journal: 
     (line,) = read_journals(tmp_path)
     assert len(line["token_ids"]) == MAX_TOKENS
     assert line["num_tokens"] == MAX_TOKENS + 5
+
+
+def test_a_sample_is_told_with_its_answer_and_what_each_reward_said(tmp_path: Path, journal: Journal) -> None:
+    handmade.show(Shown(journal))
+    failed, trained = read_journals(tmp_path)
+    assert (trained["fate"], trained["columns"], trained["components"]) == ("trained", {"answer": "<b>41"}, {"right": 1.0})
+    assert (trained["reward"], trained["advantage"]) == (1.0, 0.5)
+    assert (failed["fate"], failed["reason"], failed["error"]) == ("failed", "timeout", "slow.py took 3 s")
+    assert (failed["step"], failed["reward"], failed["columns"]) == (3, None, {"answer": "<b>41"})
+
+
+def test_of_what_ended_otherwise_one_of_each_reason_is_shown_and_not_too_often(tmp_path: Path, journal: Journal) -> None:
+    shown = Shown(journal)
+    failed = handmade.scored(handmade.trajectory(), outcome=Outcome.ERROR)
+    for now_s in (0.0, EVERY_S - 0.1, EVERY_S):
+        shown.ended(
+            [Ended(scored=failed, fate=Fate.FAILED, reason=reason) for reason in ("error", "timeout", "error")], step=1, now_s=now_s
+        )
+    assert [line["reason"] for line in read_journals(tmp_path)] == ["error", "timeout"] * 2
+
+
+def test_reasons_without_number_do_not_fill_the_journal(tmp_path: Path, journal: Journal) -> None:
+    failed = handmade.scored(handmade.trajectory(), outcome=Outcome.ERROR)
+    Shown(journal).ended([Ended(scored=failed, fate=Fate.FAILED, reason=f"error {number}") for number in range(99)], step=1, now_s=0.0)
+    assert len(list(read_journals(tmp_path))) == MAX_REASONS
+
+
+def test_a_row_of_many_long_columns_is_cut(tmp_path: Path, journal: Journal) -> None:
+    one = sample(1.0, (0,))
+    columns = {"tests": list(range(10_000)), **{f"column {number}": "x" for number in range(99)}}
+    asked = msgspec.structs.replace(one.trajectory.prompt, columns=columns)
+    one = msgspec.structs.replace(one, trajectory=msgspec.structs.replace(one.trajectory, prompt=asked))
+    Shown(journal).trained(0, [one], now_s=0.0)
+    (line,) = read_journals(tmp_path)
+    assert len(line["columns"]) == MAX_COLUMNS
+    assert len(line["columns"]["tests"]) == MAX_COLUMN_CHARACTERS + 2
+    assert line["columns"]["tests"].startswith("[0, 1, 2")

@@ -19,6 +19,7 @@ from orchestrator.sources import MAX_SKIPPED_OF_STREAM, PromptSource, fixed
 from pipelinerl.config import DataSection
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import Prompt
+from pipelinerl.tokenizer import TextEncoder
 
 
 class Characters:
@@ -36,7 +37,9 @@ class Characters:
 
 def make_source(source: str | Path | dict[str, float], *, seed: int = 0, max_prompt_tokens: int = 100, **section: Any) -> PromptSource:
     named = source if isinstance(source, dict) else str(source)
-    return PromptSource(DataSection(source=named, **section), tokenizer=Characters(), seed=seed, max_prompt_tokens=max_prompt_tokens)
+    return PromptSource(
+        DataSection(source=named, **section), encoder=TextEncoder(Characters()), seed=seed, max_prompt_tokens=max_prompt_tokens
+    )
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -329,14 +332,19 @@ def test_missing_prompt_column_names_the_columns_there_are(tmp_path: Path) -> No
         make_source(path)
 
 
+def test_columns_that_json_says_in_another_way_are_made_so(plugin: Callable[[str], str]) -> None:
+    row = {"prompt": "a", "when": datetime.date(2026, 1, 1), "range": (1, 2), "metadata": {"seen": {3, 1}, 7: "x"}}
+    prompt = make_source(plugin(f"import datetime\ndef rows(): return [{row!r}]")).next()
+    assert prompt.columns == {"when": "2026-01-01", "range": [1, 2], "metadata": {"seen": [1, 3], "7": "x"}}
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (datetime.date(2026, 1, 1), "column 'x' holds a date"),
-        (b"bytes", "column 'x' holds a bytes"),
+        (b"bytes", "row 0: column 'x' holds a bytes, which JSON cannot say"),
         (float("nan"), "column 'x' holds nan"),
-        ([1, {"deep": {1, 2}}], "column 'x' holds a set"),
-        ({"a": {3: "b"}}, "column 'x' holds the key 3"),
+        ([1, {"deep": 1j}], "column 'x' holds a complex"),
+        ({"a": {(3, 4): "b"}}, r"column 'x' holds the key \(3, 4\)"),
         (2**70, "has more than 64 bits"),
     ],
 )
@@ -366,14 +374,14 @@ def test_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
 
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": ""}])
     with pytest.raises(DataError, match=r"rows.jsonl:1: column 'prompt' is empty"):
-        PromptSource(DataSection(source=str(path)), tokenizer=Bare(), seed=0, max_prompt_tokens=10)  # pyright: ignore[reportCallIssue]
+        PromptSource(DataSection(source=str(path)), encoder=TextEncoder(Bare()), seed=0, max_prompt_tokens=10)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("def rows(): raise OSError('disk')", "rows raised OSError: disk"),
-        ("def rows():\n    yield {'prompt': 'a'}\n    raise OSError('disk')", "rows, after 1 rows raised OSError: disk"),
+        ("def rows(): raise OSError('disk')", r"rows raised OSError: disk, at .*\.py:1$"),
+        ("def rows():\n    yield {'prompt': 'a'}\n    raise OSError('disk')", r"rows, after 1 rows raised OSError: disk, at .*\.py:3$"),
         ("rows = {'train': [], 'test': []}", "holds 'train', 'test', expected rows"),
         ("rows = 3", "rows is a int, expected a list, a dataset, an iterable, or a function"),
         ("rows = ['a']", "row 0: a str, expected a dictionary of columns"),
@@ -403,7 +411,7 @@ def test_source_of_no_known_kind_is_refused(tmp_path: Path) -> None:
 
 def test_fixed_prompts_are_the_first_rows_in_order(tmp_path: Path) -> None:
     path = numbered(tmp_path, 9)
-    options: dict[str, Any] = {"prompt_column": "prompt", "tokenizer": Characters(), "max_prompt_tokens": 10}
+    options: dict[str, Any] = {"prompt_column": "prompt", "encoder": TextEncoder(Characters()), "max_prompt_tokens": 10}
     prompts = fixed(str(path), limit=4, **options)
     assert [(prompt.prompt_id, prompt.text, prompt.columns) for prompt in prompts] == [(f"0:{n}", str(n), {"answer": n}) for n in range(4)]
     assert len(fixed(str(path), limit=100, **options)) == 9
@@ -411,13 +419,13 @@ def test_fixed_prompts_are_the_first_rows_in_order(tmp_path: Path) -> None:
 
 def test_fixed_prompts_of_an_endless_generator_end(plugin: Callable[[str], str]) -> None:
     source = plugin('import itertools\ndef rows():\n    for n in itertools.count(): yield {"prompt": str(n)}')
-    assert len(fixed(source, limit=5, prompt_column="prompt", tokenizer=Characters(), max_prompt_tokens=10)) == 5
+    assert len(fixed(source, limit=5, prompt_column="prompt", encoder=TextEncoder(Characters()), max_prompt_tokens=10)) == 5
 
 
 def test_fixed_prompt_that_is_too_long_is_an_error_not_a_smaller_set(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "a" * 10}])
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has 11 tokens, at most 10 are allowed"):
-        fixed(str(path), limit=2, prompt_column="prompt", tokenizer=Characters(), max_prompt_tokens=10)
+        fixed(str(path), limit=2, prompt_column="prompt", encoder=TextEncoder(Characters()), max_prompt_tokens=10)
 
 
 # --- several sources --------------------------------------------------------------------------------------------------------------
@@ -466,13 +474,13 @@ def test_what_is_too_easy_or_too_hard_is_passed_over_until_its_rest_ends_and_a_r
     take(source, 3)
     for prompt_id, success in measures:
         source.measured(prompt_id, success=success)
+    resting = dict(source.resting)
     drawn = [prompt.prompt_id for prompt in take(source, 5)]
     assert sorted(drawn[:2]) == ["1:0", "1:2"], "1 rests for an epoch"
     assert sorted(drawn[2:]) == ["2:0", "2:1", "2:2"]
     resumed = make()
     resumed.position = (1, 0)
-    for prompt_id, success in measures:
-        resumed.measured(prompt_id, success=success)
+    resumed.resting.update(resting)
     assert [prompt.prompt_id for prompt in take(resumed, 5)] == drawn
 
 

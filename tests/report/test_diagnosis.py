@@ -171,3 +171,36 @@ def test_without_the_trainers_times_the_orchestrators_wait_decides(tmp_path: Pat
 def test_start_up_is_left_out_even_of_a_single_step(tmp_path: Path) -> None:
     diagnosis = _diagnose(tmp_path / "run", Plan(num_steps=1))
     assert diagnosis.trainer_wait_fraction == pytest.approx(0.4704 / 1.2004, abs=1e-3)
+
+
+def _changed(folder: Path, plan: Plan, *, run: dict[str, object] | None = None, step: dict[str, object] | None = None) -> Diagnosis:
+    """The diagnosis of a run whose run line and steps have these fields."""
+    write_run(folder, plan)
+    path = folder / "journal" / "orchestrator.jsonl"
+    changes = {"run": run or {}, "step": step or {}}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | changes.get(line["kind"], {})) + "\n" for line in lines))
+    return diagnose(read_tables(folder))
+
+
+def test_what_stops_learning_is_named_with_its_figure_and_what_to_change(tmp_path: Path) -> None:
+    found = _changed(tmp_path / "run", Plan(), step={"truncated_fraction": 0.86, "trainer": {"ess": 0.43, "entropy": 0.5}}).learning
+    assert [(alarm.name, alarm.began) for alarm in found] == [("truncation", 0), ("off_policy", 0)]
+    assert found[0].figure == "86% of samples are cut off at rollout.max_tokens"
+    assert "Raise rollout.max_tokens" in found[0].change
+    assert "0.43" in found[1].figure
+    assert _diagnose(tmp_path / "healthy", Plan()).learning == ()
+
+
+def test_a_machine_that_is_full_is_not_told_to_start_more(tmp_path: Path) -> None:
+    # One engine and one rank on two cores; on sixteen cores, or with four devices, there is room.
+    slow_trainer, slow_engine = Plan(train_s=2.0, num_engines=1), Plan(num_engines=1)
+    full = {"machine": {"cores": 2, "devices": 0}}
+    assert _changed(tmp_path / "a", slow_trainer, run=full).advice.startswith(
+        "The machine's 2 cores are taken by 1 engine and 1 trainer rank"
+    )
+    advice = _changed(tmp_path / "b", slow_engine, run=full).advice
+    assert advice.startswith("The machine's 2 cores are taken by 1 engine and 1 trainer rank: another engine needs a larger machine")
+    assert "(trainer.ranks)" in _changed(tmp_path / "c", slow_trainer, run={"machine": {"cores": 16, "devices": 0}}).advice
+    assert "(trainer.ranks)" in _changed(tmp_path / "d", slow_trainer, run={"machine": {"cores": 2, "devices": 4}}).advice
+    assert "2 devices" in _changed(tmp_path / "e", slow_trainer, run={"machine": {"cores": 64, "devices": 2}}).advice

@@ -1,7 +1,9 @@
 """The page says what the journals say, asks for nothing from outside, and is whole HTML whatever the journals lack or contain."""
 
+import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 
 from pipelinerl.errors import DataError
 from pipelinerl.report import write_report
+from pipelinerl.report.reading import read_tables
+from scripts.bench.demo_journal import DemoJournals
 from tests.report.reading_html import Page
-from tests.report.synthetic import Line, Plan, write_run
+from tests.report.synthetic import BEGAN, Line, Plan, write_run
 
 KINDS = ("run", "status", "step", "swap", "evaluation", "end", "span")
 
@@ -232,3 +236,58 @@ def test_a_long_run_stays_under_a_megabyte(tmp_path: Path) -> None:
 def test_a_folder_without_journal_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no journal in .*journal: name the folder of a run"):
         write_report(tmp_path)
+
+
+def test_alarms_failures_of_functions_and_held_out_by_component_are_on_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    _change(tmp_path / "run", "step", truncated_fraction=0.86)
+    _change(tmp_path / "run", "evaluation", components={"right": 0.25, "format": 1.0})
+    error = {"kind": "function_error", "process": "orchestrator", "function": "right", "function_kind": "reward", "outcome": "error"}
+    error |= {"cause": 'ValueError("<no>")', "where": "rewards.py:3", "num_calls": 900}
+    with open(tmp_path / "run" / "journal" / "orchestrator.jsonl", "a") as file:
+        for t, count in ((70.0, 1), (75.0, 640)):
+            file.write(json.dumps({"t": BEGAN + t, "count": count, **error}) + "\n")
+    page = _report(tmp_path / "run")
+    assert page.by_id["learning"].startswith("truncation, since step 0: 86% of samples are cut off at rollout.max_tokens. Raise")
+    assert page.rows["learning-table"][2] == ["samples cut off, part of one", "0.860", "0.860"]
+    assert page.rows["function-errors-table"][1:] == [
+        ["right (reward)", 'ValueError("<no>")', "rewards.py:3", "640", "1 min 10 s after the start"]
+    ]
+    assert page.rows["held-out-table"][:2] == [["version", "weighted", "right", "format"], ["0", "0.125", "0.250", "1.00"]]
+
+
+def test_stages_that_had_nothing_to_do_are_not_among_what_held_the_run_up(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    page = _report(tmp_path / "run")
+    assert {row[0] for row in page.rows["waits-table"][1:]} == {"trainer: a micro-batch", "dispatch: an admission credit"}
+    assert {row[0] for row in page.rows["idle-table"][1:]} == {"scoring: trajectories", "scoring: scores"}
+
+
+def test_failures_of_functions_add_up_over_the_lives_of_a_run(tmp_path: Path) -> None:
+    error = {"kind": "function_error", "function": "right", "cause": "KeyError()", "where": "r.py:1"}
+    lines = [{"kind": "run"}, {**error, "count": 1}, {**error, "count": 5}, {"kind": "run"}, {**error, "count": 2}]
+    (tmp_path / "journal").mkdir()
+    path = tmp_path / "journal" / "orchestrator.jsonl"
+    path.write_text("".join(json.dumps({"t": float(t), **line}) + "\n" for t, line in enumerate(lines)))
+    (row,) = read_tables(tmp_path).function_errors
+    assert (row.count, row.t) == (7, 1.0)
+
+
+def test_twice_the_journal_costs_twice_the_work(tmp_path: Path) -> None:
+    """Counted in calls, not in seconds: a machine that is busy does not change them."""
+
+    def num_calls(num_steps: int) -> int:
+        folder, count = tmp_path / str(num_steps), itertools.count()
+        DemoJournals(folder, num_steps=num_steps).write()
+        tables = read_tables(folder)  # imports what it needs, too
+        assert len(tables.steps) == num_steps
+        sys.setprofile(lambda frame, event, argument: next(count) if event == "call" else None)
+        try:
+            write_report(folder)
+        finally:
+            sys.setprofile(None)
+        return next(count)
+
+    num_calls(20)
+    small, middle, large = num_calls(50), num_calls(100), num_calls(200)
+    assert (large - middle) / (middle - small) == pytest.approx(2.0, rel=0.25)

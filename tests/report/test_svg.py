@@ -89,3 +89,8 @@ def test_heights_of_bars_are_their_values() -> None:
     drawn = bar_chart([("0", 100.0, "a"), ("1", 50.0, "b")], label="", x_label="", y_label="", css="c")
     heights = [float(height) for height in re.findall(r'height="([\d.]+)" class="area', drawn)]
     assert heights[0] == pytest.approx(2 * heights[1])
+
+
+def test_ticks_of_tiny_values_are_told_apart() -> None:
+    """A KL of 1e-13 had an axis of three zeros."""
+    assert [tick_words(value, step=5e-14) for value in (0.0, 5e-14, 1e-13)] == ["0", "5e-14", "1.0e-13"]

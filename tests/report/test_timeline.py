@@ -80,7 +80,9 @@ def test_every_swap_within_the_stretch_has_its_tick(tmp_path: Path) -> None:
     within = [line for line in lines if line["kind"] == "swap" and stretch[0] <= line["t"] <= stretch[1]]
     drawn = timeline(tables)
     assert len(within) > 4
-    assert drawn.count('class="swap c-swap"') == len(within)
+    wide, narrow = drawn.split('class="narrow"')[:2]
+    assert [part.count('class="swap c-swap"') for part in (wide, narrow)] == [len(within)] * 2, "as wide as a page, and as a phone"
+    assert ['viewBox="0 0 1060' in wide, 'viewBox="0 0 380' in narrow] == [True, True]
     assert f"engine-1 changed to v{within[0]['version']}" in drawn
 
 

@@ -33,6 +33,8 @@ SECRETS = {
     "OPENAI_API_KEY": "openai-secret",
     "GITHUB_TOKEN": "github-secret",
     "DB_PASSWORD": "password-secret",
+    "SLURM_JWT": "jwt-secret",
+    "SENTRY_DSN": "dsn-secret",
     "INDEX_URL": "https://someone:url-secret@example.org/simple",
 }
 

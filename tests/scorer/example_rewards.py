@@ -40,9 +40,16 @@ async def later(completion: str, delay_s: float = 0.0) -> float:
     return float(len(completion))
 
 
+async def hang_later(completion: str) -> float:
+    """Waits on an event loop, so its own stack holds no line of this file."""
+    if completion == "later":
+        await asyncio.sleep(1000)  # here it hangs
+    return 0.0
+
+
 def _hang(columns: dict[str, Any]) -> float:
     while True:
-        time.sleep(1000)
+        time.sleep(1000)  # here it hangs, too
 
 
 def _leave_children_and_hang(columns: dict[str, Any]) -> float:

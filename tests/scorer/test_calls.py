@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import ConfigError, WireError
+from pipelinerl.function_errors import place_of
 from pipelinerl.messages import Finish
+from pipelinerl.scorer.builtin import exact_match
 from pipelinerl.scorer.calls import Call, Component, Frames, Loaded, Setup, ToWorker, Withdraw, frame
 from pipelinerl.scorer.forkserver import load_codec
 from pipelinerl.scorer.sandbox import Sandbox, clean_environment
@@ -51,12 +54,21 @@ def test_frame_that_claims_more_than_the_limit_is_refused_before_it_is_read() ->
             Frames(theirs).receive()
 
 
-def test_secrets_are_cleared_by_name_and_by_value() -> None:
-    kept = {"PATH": "/bin", "HOME": "/home/x", "HF_HOME": "/cache", "PYTHONPATH": "lib", "OMP_NUM_THREADS": "4", "PROXY": "http://proxy:80"}
+def test_only_what_is_known_to_be_harmless_or_named_is_passed_on() -> None:
+    kept = {
+        "PATH": "/bin",
+        "HOME": "/home/x",
+        "HF_HOME": "/cache",
+        "PYTHONPATH": "lib",
+        "OMP_NUM_THREADS": "4",
+        "https_proxy": "http://proxy:80",
+    }
+    kept |= {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
     secrets = dict.fromkeys(
         (
             *("WANDB_API_KEY", "WANDB_ENTITY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SESSION_TOKEN", "AWS_PROFILE", "my_secret"),
             *("DB_PASSWORD", "PGPASSFILE", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "AZURE_TENANT", "openai_api_key"),
+            *("SLURM_JWT", "GITHUB_PAT", "DB_PWD", "SENTRY_DSN", "SOMETHING_NOBODY_HAS_HEARD_OF", "PYTHON_KEYRING_PASSWORD"),
         ),
         "hidden",
     )
@@ -65,6 +77,7 @@ def test_secrets_are_cleared_by_name_and_by_value() -> None:
     assert {name: cleaned.pop(name) for name in kept} == kept
     settings = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     assert cleaned == {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | settings
+    assert clean_environment(secrets, named=("GITHUB_PAT",))["GITHUB_PAT"] == "hidden"
 
 
 def test_decoding_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
@@ -87,7 +100,8 @@ def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder:
     _, channel = sandbox.spawn(0)
     with channel:
         channel.setblocking(True)
-        assert Frames(channel).receive() == [frame(Loaded(names=("exact_match",)))[4:]]
+        loaded = Loaded(names=("exact_match",), places=(place_of(exact_match),))
+        assert Frames(channel).receive() == [frame(loaded)[4:]]
         processes = [process_id for process_id in descendants_of(os.getpid()) if process_id not in others]
         assert len(processes) >= 2  # the fork server and the worker
         sandbox.close()
@@ -98,3 +112,12 @@ def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder:
 def test_tokenizer_without_a_tokenizer_json_is_loaded_too(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     assert load_codec(str(tmp_path)).decode([3 + 65, 3 + 66, 1]) == "AB"
+
+
+def test_a_fork_server_ends_in_silence_where_its_scorer_leaves_with_something_unread(
+    tokenizer_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), lanes=(), max_tokens=1))
+    assert select.select([sandbox], [], [], 60.0)[0], "it says that it is prepared"
+    sandbox.close()
+    assert capfd.readouterr().err == ""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.scorer.code import Isolation, isolation, passes_tests, run_python
+from pipelinerl.scorer import code
+from pipelinerl.scorer.code import Isolation, NotIsolated, isolation, passes_tests, run_python
 from tests.scorer.conftest import processes_with
 
 DOUBLE = "def double(x):\n    return 2 * x\n"
@@ -76,25 +79,44 @@ def test_program_sees_no_environment_and_leaves_no_file(monkeypatch: pytest.Monk
     assert folder == "/work" or not Path(folder).exists()
 
 
-@pytest.mark.skipif(isolation() is Isolation.LIMITS, reason="neither bubblewrap nor user namespaces work on this machine")
+@pytest.mark.skipif(isolation() is Isolation.NONE, reason="neither bubblewrap nor user namespaces work on this machine")
 def test_program_has_no_network() -> None:
-    source = "import socket\ntry:\n    socket.create_connection(('127.0.0.1', 9), 1)\nexcept OSError as error:\n    print(error)"
-    assert "unreachable" in run_python(source).output
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = f"import socket\nsocket.create_connection({server.getsockname()!r}, 1)\nprint('connected')"
+        assert run_python(connect, under=Isolation.NONE).output == "connected\n"
+        ran = run_python(connect)
+    assert (ran.output, ran.exit_code) == ("", 1)
 
 
-@pytest.mark.skipif(isolation() is Isolation.LIMITS, reason="neither bubblewrap nor user namespaces work on this machine")
+@pytest.mark.skipif(isolation() is Isolation.NONE, reason="neither bubblewrap nor user namespaces work on this machine")
 def test_program_cannot_signal_processes_outside() -> None:
     ran = run_python(f"import os\ntry:\n    os.kill({os.getpid()}, 0)\n    print('reached')\nexcept OSError:\n    print('not there')")
     assert ran.output.strip() == "not there"
 
 
-def test_without_isolation_code_is_refused_where_the_config_requires_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine without bubblewrap whose kernel lets nobody make namespaces."""
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(code, "_JAIL", Path("/nowhere/jail.py"))
+    code._tried.cache_clear()
     isolation.cache_clear()
-    try:
-        assert isolation() is Isolation.LIMITS
-        assert passes_tests(DOUBLE, "assert double(3) == 6") == 1.0
-        with pytest.raises(PermissionError, match="code is not run: limits only"):
-            passes_tests(DOUBLE, "assert double(3) == 6", require_isolation=True)
-    finally:
-        isolation.cache_clear()
+    yield
+    code._tried.cache_clear()
+    isolation.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_isolates")
+def test_without_isolation_code_is_refused_with_what_to_install_unless_the_config_allows_it() -> None:
+    assert isolation() is Isolation.NONE
+    with pytest.raises(NotIsolated, match=r"no isolation: bubblewrap: bwrap is not installed; namespaces: .* Install bubblewrap"):
+        passes_tests(DOUBLE, "assert double(3) == 6")
+    assert passes_tests(DOUBLE, "assert double(3) == 6", require_isolation=False) == 1.0
+
+
+def test_isolation_that_fails_in_a_call_is_an_error_and_not_a_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    if isolation() is not Isolation.NAMESPACES:
+        pytest.skip("namespaces are not what isolates here")
+    monkeypatch.setattr(code, "DISK_BYTES", -1)
+    with pytest.raises(NotIsolated, match="code could not be run under namespaces: OSError"):
+        passes_tests(DOUBLE, "assert double(3) == 6")

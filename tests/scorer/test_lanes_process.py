@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -174,7 +175,7 @@ def test_judge_that_is_down_makes_requests_wait_and_costs_a_handful_of_calls(jud
 
 
 def test_judge_and_code_outlive_their_workers(start_scorer: Start, endpoint: Endpoint) -> None:
-    """Both workers are killed inside a call, which is tried again; the program goes on once there is a file beside it."""
+    """Both workers are killed inside a call, which is tried again; the program goes on at a signal."""
     limits = {"concurrency": 1, "retries": 1}
     judge = limits | {"options": {"url": endpoint.url, "model": "m"}}
     scorer = start_scorer({f"{BUILTIN}:judge": judge, f"{BUILTIN}:code": limits | {"options": {"timeout_s": 20.0}}})
@@ -182,25 +183,35 @@ def test_judge_and_code_outlive_their_workers(start_scorer: Start, endpoint: End
     is_asked, may_answer = threading.Event(), threading.Event()
     endpoint.reply = lambda body: (is_asked.set(), may_answer.wait(20), (200, "SCORE: 7"))[2]
 
-    def programs() -> set[Path]:
-        return set(scorer.scratch.glob("*/*/code-*/program.py"))
+    def waiting() -> set[int]:
+        """Programs that have come to where they wait for a signal: nothing else of the machine reaches them."""
+        return {process_id for process_id in descendants_of(scorer.process.pid) if catches_a_signal(process_id)}
 
-    waits = "import os, time; all(time.sleep(0.01) is None for _ in iter(lambda: os.path.exists('go'), True))"
+    waits = "import signal, threading; told = threading.Event(); signal.signal(signal.SIGUSR1, lambda *_: told.set()); told.wait()"
     scorer.send(score("killed", waits, tests="pass"))
     assert is_asked.wait(20)
-    scorer.wait_until(lambda: bool(programs()), what="the code runs")
-    killed = programs()
+    scorer.wait_until(lambda: bool(waiting()), what="the code runs")
+    killed = waiting()
     _, *workers = descendants_of(scorer.process.pid)[:3]  # the fork server comes first
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     may_answer.set()
-    scorer.wait_until(lambda: bool(programs() - killed), what="the code runs again")
-    (again,) = programs() - killed
-    again.with_name("go").touch()
+    scorer.wait_until(lambda: bool(waiting() - killed), what="the code runs again")
+    (again,) = waiting() - killed
+    os.kill(again, signal.SIGUSR1)
     answer = scorer.scored("killed")["killed"]
     assert (answer.outcome, answer.components) == (Outcome.OK, {"judge": 0.7, "code": 1.0}), answer.error
     functions = scorer.new_load().functions
     assert {name: functions[name].num_failed for name in functions} == {"judge": {"error": 1}, "code": {"error": 1}}
+
+
+def catches_a_signal(process_id: int) -> bool:
+    """It is a program under test that has a handler for SIGUSR1."""
+    with contextlib.suppress(OSError):
+        caught = next(line for line in Path(f"/proc/{process_id}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+        is_program = Path(f"/proc/{process_id}/cmdline").read_bytes().endswith(b"\0program.py\0")
+        return is_program and bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return False
 
 
 def test_judge_that_never_answers_is_a_timeout_and_no_score(start_scorer: Start, endpoint: Endpoint) -> None:

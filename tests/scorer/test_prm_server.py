@@ -171,7 +171,7 @@ def test_a_trace_longer_than_the_model_takes_is_invalid_and_says_so(tmp_path: Pa
 
 
 def test_a_batch_that_hangs_ends_the_process_by_a_signal_so_that_it_is_started_again() -> None:
-    hang = "from pipelinerl.scorer.prm_process import _killed_after; import time\nwith _killed_after(0.2, 'scorer-1'): time.sleep(60)"
+    hang = "from pipelinerl.scorer.prm_process import killed_after; import time\nwith killed_after(0.2, 'scorer-1'): time.sleep(60)"
     ended = subprocess.run([sys.executable, "-c", hang], capture_output=True, text=True, check=False, timeout=50)
     assert ended.returncode == -9
     assert "prm.deadline_s" in ended.stderr

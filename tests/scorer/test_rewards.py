@@ -151,6 +151,69 @@ def test_verl_dict_counts_by_its_score() -> None:
     assert values(run(compute_score, columns={"ground_truth": "42"})) == {"f0": 0.5}
 
 
+@pytest.mark.parametrize("name", ["solution_str", "model_output", "predict_str"])
+def test_verl_modules_name_the_completion_differently(name: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"def compute_score({name}, ground_truth, use_boxed=True): return float(({name}, ground_truth) == ('abc', '42'))", namespace)
+    assert values(run(namespace["compute_score"], columns={"reward_model": {"ground_truth": "42"}})) == {"f0": 1.0}
+
+
+def test_verl_function_over_batches_gets_lists_of_one_or_of_all_siblings() -> None:
+    seen = {}
+
+    def compute_score_batched(
+        data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]
+    ) -> list[Any]:
+        seen.update(data_sources=data_sources, solution_strs=solution_strs, ground_truths=ground_truths, extra_infos=extra_infos)
+        return [{"score": float(len(text))} for text in solution_strs]
+
+    assert values(run(compute_score_batched, columns={"ground_truth": "42"})) == {"f0": 3.0}
+    assert seen == {"data_sources": [""], "solution_strs": ["abc"], "ground_truths": ["42"], "extra_infos": [{}]}
+    reward = inspect_reward(compute_score_batched, reference="file.py:f")
+    call = msgspec.structs.replace(make_group("a", "bb"), columns={"ground_truth": "42"})
+    assert scoring(reward).score(call).components == ({"f": 1.0}, {"f": 2.0})
+
+
+def test_reasoning_gym_shape_gets_the_answer_and_the_row_as_its_entry() -> None:
+    seen = []
+
+    def score_answer(answer: str | None, entry: dict[str, Any]) -> float:
+        seen.append((answer, entry))
+        return 1.0
+
+    assert values(run(score_answer, chat=CHAT)) == {"f0": 1.0}
+    assert seen == [("abc", {"question": "what?", **COLUMNS})]
+    reward = inspect_reward(score_answer, reference="file.py:f")
+    text = "<think>no</think><answer> 7 </answer>"
+    ids = (np.array([ord(character) for character in text], np.int32),)
+    scoring(reward).score(msgspec.structs.replace(make_call(), completions=ids))
+    assert seen[-1][0] == "7"
+
+
+def test_factory_is_called_once_with_its_options() -> None:
+    made = []
+
+    def get_penalty(longest: int, factor: float = 2.0) -> Callable[..., list[float]]:
+        made.append(longest)
+        return lambda completion_ids, **columns: [-factor * max(0, len(ids) - longest) for ids in completion_ids]
+
+    reward = inspect_reward(get_penalty, reference="file.py:get_penalty", options={"longest": 1})
+    assert scoring(reward).score(make_call()).components == ({"get_penalty": -4.0},)
+    assert made == [1]
+    with pytest.raises(ConfigError, match=r"takes \(longest.*\), which is none(?s:.*)name its parameters as options: longest"):
+        inspect_reward(get_penalty, reference="file.py:get_penalty")
+    with pytest.raises(ConfigError, match="has the options facto, but its parameters are factor, longest"):
+        inspect_reward(get_penalty, reference="file.py:get_penalty", options={"longest": 1, "facto": 1})
+
+
+def test_factory_that_raises_says_what_and_where() -> None:
+    def broken(longest: int) -> None:
+        raise ValueError("longest must be even")
+
+    with pytest.raises(ConfigError, match=r'make a reward function, raised ValueError\("longest must be even"\) at .*test_rewards.py:\d+'):
+        inspect_reward(broken, reference="file.py:broken", options={"longest": 1})
+
+
 def test_missing_column_is_an_error_that_names_it_and_those_there_are() -> None:
     def reward(completion: str, solution: str) -> float:
         return 1.0

@@ -13,9 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.messages import Cancel, Failed, Outcome, Replied, Reply, Scored, ScorerReady, Turns
+from pipelinerl.messages import Cancel, Failed, FunctionFailed, FunctionKind, Outcome, Replied, Reply, Scored, ScorerReady, Turns
 from pipelinerl.metrics import read_journal
-from tests.scorer.conftest import PATIENCE_S, SECRETS, Scorer, descendants_of, encode, is_alive, processes_with, score, stop
+from tests.scorer.conftest import (
+    PATIENCE_S,
+    REPOSITORY,
+    REWARDS,
+    SECRETS,
+    Scorer,
+    descendants_of,
+    encode,
+    is_alive,
+    processes_with,
+    score,
+    stop,
+)
 
 DEADLINE_S = 3.0
 """Of calls that hang. Under a smaller one an ordinary call beside them that the machine holds up for a second or two looks like one."""
@@ -94,6 +106,58 @@ def test_hang_is_a_timeout_at_its_deadline_and_the_slot_recovers(hasty: Scorer, 
     assert answer.error == "act did not return within 3 s; its process was killed"
     assert DEADLINE_S <= answer.duration_s < PATIENCE_S
     check_slots_recover(hasty)
+
+
+def line_of(text: str) -> str:
+    """`file:line` of the one line of the example rewards that has this text."""
+    (number,) = [number for number, line in enumerate(REWARDS.read_text().splitlines(), 1) if text in line]
+    return f"{REWARDS.relative_to(REPOSITORY)}:{number}"
+
+
+def failed(scorer: Scorer, cause: str) -> FunctionFailed:
+    """Wait until the scorer tells of a failure by this cause."""
+    while True:
+        told = scorer.next(FunctionFailed)
+        if cause in told.cause:
+            return told
+
+
+def test_first_failure_of_a_function_is_told_with_its_line_and_traceback(start_scorer: Start) -> None:
+    scorer = start_scorer({"act": 1.0}, environment="answer")
+    scorer.next(ScorerReady)
+    scorer.ask("raise")
+    told = failed(scorer, "no such theorem")
+    assert (told.function, told.kind, told.outcome, told.rollout_id) == ("act", FunctionKind.REWARD, Outcome.ERROR, "one")
+    assert told.cause == "KeyError(\"'no such theorem'\")"
+    assert told.where == line_of('raise KeyError("no such theorem")')
+    assert 'raise KeyError("no such theorem")' in told.traceback
+    log = Path(scorer.log.name).read_text()
+    assert f"act (reward) failed on rollout one: error: {told.cause} at {told.where}\nTraceback" in log
+    scorer.ask("nan")
+    told = failed(scorer, "returned nan")
+    assert (told.outcome, told.where, told.traceback) == (Outcome.INVALID, line_of("def act("), "")
+    scorer.ask("crash")
+    told = failed(scorer, "SIGSEGV")
+    assert told.where == line_of("os.kill(os.getpid(), 11)")
+    assert "Fatal Python error: Segmentation fault" in told.traceback
+    scorer.ask("die")
+    assert failed(scorer, "ended with exit code 3").where == line_of("def act(")
+    reply_to(scorer, "raise")
+    told = failed(scorer, "no such move")
+    assert (told.function, told.kind, told.where) == ("answer", FunctionKind.ENVIRONMENT, line_of('raise KeyError("no such move")'))
+
+
+def test_function_that_hangs_is_told_with_the_line_at_which_it_did(start_scorer: Start) -> None:
+    scorer = start_scorer({"hang_later": 1.0, "act": {"deadline_s": 1.0}}, deadline_s=1.0)
+    scorer.next(ScorerReady)
+    scorer.send(score("in python", "hang"))
+    scorer.send(score("in a loop", "later"))
+    told = {one.function: one for one in (failed(scorer, "no answer"), failed(scorer, "no answer"))}
+    assert {one.outcome for one in told.values()} == {Outcome.TIMEOUT}
+    assert told["act"].cause == "no answer within 1 s, its deadline; its process was killed"
+    assert told["act"].where == line_of("time.sleep(1000)  # here it hangs, too")
+    assert "in _hang" in told["act"].traceback
+    assert told["hang_later"].where == line_of("await asyncio.sleep(1000)  # here it hangs")
 
 
 @pytest.mark.usefixtures("hung")

@@ -12,11 +12,12 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import json
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from orchestrator.assembly import World
 from orchestrator.pipeline import Ending, Pipeline
@@ -24,6 +25,7 @@ from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.state.ledger import Ledger
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.laws import Trial, try_history
+from pipelinerl.checkpoint_folder import manifest_of, name_of, set_aside, set_aside_before, write_manifest
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -53,6 +55,9 @@ from tests.sim.clock import simulate
 from tests.sim.run import Prompts, mean_baseline
 from trainer.standing import Standing
 
+KEPT = 2
+"""Checkpoints that a trainer keeps."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
@@ -69,6 +74,10 @@ class Faults:
     """From a death to the process that follows."""
     load_s: float = 0.5
     """What an engine or scorer then needs to load."""
+    spoils: bool = False
+    """Every trainer that starts finds the newest checkpoint damaged, where it has an older one."""
+    killer_rollouts: frozenset[str] = frozenset()
+    """Rollouts that kill the trainer that computes a row with one of them."""
     killer_tokens: frozenset[int] = frozenset()
     """First tokens of prompts that kill the engine that runs them."""
 
@@ -78,24 +87,43 @@ class Disk:
     """What a trainer leaves to the one after it."""
 
     folder: Path
-    version: int = 0
-    commit: str = ""
-    trained: dict[int, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
-    """Rows of the steps in the checkpoint."""
+    whole: list[tuple[int, str, dict[int, list[tuple[str, ...]]]]] = dataclasses.field(default_factory=list)
+    """Version, commit and rows of the steps of each checkpoint that is kept, oldest first."""
     seen: dict[int, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     """Rows of every step that any trainer was ever given: what a replay must repeat."""
     changed: list[str] = dataclasses.field(default_factory=list)
     """Replays that did not repeat."""
+    in_hand: str = ""
+    """Row that a trainer is computing, as `step/row`; what is left of one that died."""
+    deaths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """How many trainers died with a row in hand."""
     record: peers.TrainerRecord = dataclasses.field(default_factory=peers.TrainerRecord)
 
     def save(self, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:
         samples = [f"{step}/{name}" for step, rows in trained.items() for row in rows for name in row]
         total = sum(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") for name in samples)
-        folder = self.folder / "checkpoints" / f"step-{version:06}"
+        folder = self.folder / "checkpoints" / name_of(version)
         folder.mkdir(parents=True)
-        manifest = {"version": version, "commit": commit, "num_samples": len(samples), "samples": f"{total % 2**64:016x}", "files": {}}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        self.version, self.commit, self.trained = version, commit, trained
+        about = {"version": version, "commit": commit, "num_samples": len(samples), "samples": f"{total % 2**64:016x}", "files": {}}
+        write_manifest(folder, manifest_of(**about))
+        before = [one for one in self.whole if one[0] < version][1 - KEPT :]
+        self.whole = [*before, (version, commit, trained)]
+
+    @property
+    def version(self) -> int:
+        return self.whole[-1][0] if self.whole else 0
+
+    @property
+    def oldest(self) -> int:
+        return self.whole[0][0] if len(self.whole) == KEPT else 0
+
+    def spoil(self) -> bool:
+        """Have the newest checkpoint be damaged and set aside, where there is an older one; return whether there was."""
+        if len(self.whole) < KEPT:
+            return False
+        version, _, _ = self.whole.pop()
+        set_aside(self.folder / "checkpoints" / name_of(version), "a bit flipped")
+        return True
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -292,10 +320,15 @@ class _Chaos:
 
     async def _train(self, bare: MemoryLink) -> None:
         disk, num_steps = self.disk, self.settings.trainer.steps
-        first, trained = disk.version, dict(disk.trained)
-        link = _Outliving(
-            bare, TrainerReady(replica=0, num_replicas=1, process_id=next(peers.process_ids), version=first, commit=disk.commit)
-        )
+        if self.faults.spoils and disk.spoil():
+            self.kills["checkpoint"] += 1
+        first, commit, before = disk.whole[-1] if disk.whole else (0, "", {})
+        trained = dict(before)
+        damaged = tuple(one for one in set_aside_before(self.folder / "checkpoints") if one.version > first)
+        ready = TrainerReady(replica=0, num_replicas=1, process_id=next(peers.process_ids), version=first, commit=commit)
+        suspects, disk.in_hand = (disk.in_hand,) if disk.in_hand else (), ""
+        disk.deaths.update(suspects)
+        link = _Outliving(bare, msgspec.structs.replace(ready, oldest=disk.oldest, damaged=damaged, suspects=suspects))
         while not isinstance(await link.wait(), LayoutFixed):
             pass  # what was meant for the one before
         free = [f"slot-{number}" for number in range(3)]
@@ -332,20 +365,26 @@ class _Chaos:
             if isinstance(answer, StepSealed):
                 return rows, answer
             assert isinstance(answer, MicroBatch)
+            self.disk.in_hand = f"{step}/{len(rows)}" if answer.rollout_ids else ""
+            if not self.faults.killer_rollouts.isdisjoint(answer.rollout_ids):
+                seen += [answer.rollout_ids] * (len(rows) == len(seen))
+                raise _KilledByPrompt
             if len(rows) < len(seen):
-                if seen[len(rows)] != answer.rollout_ids:
+                is_refused = not answer.rollout_ids and self.disk.deaths[f"{step}/{len(rows)}"] >= 2  # by chance, maybe
+                if seen[len(rows)] != answer.rollout_ids and not is_refused:
                     self.disk.changed.append(f"row {len(rows)} of step {step} was {seen[len(rows)]}, and is {answer.rollout_ids}")
             else:
                 seen.append(answer.rollout_ids)
                 peers.note(answer, self.disk.record)
             rows.append(answer.rollout_ids)
             await asyncio.sleep(self.world.token_s * len(answer.token_ids))
+            self.disk.in_hand = ""
 
     async def _save(self, link: _Outliving, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:
         await asyncio.sleep(0.2)
         self.disk.save(version, commit, trained)
         await asyncio.sleep(0.01)
-        link.send(CheckpointSaved(version=version, commit=commit, num_bytes=0, save_s=0.2))
+        link.send(CheckpointSaved(version=version, commit=commit, num_bytes=0, save_s=0.2, oldest=self.disk.oldest))
 
 
 class _Outliving:

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import dataclasses
 import itertools
+import math
 import random
 import zlib
 from collections.abc import Collection, Sequence
@@ -24,6 +25,10 @@ from pipelinerl.messages import (
     Alive,
     Cancel,
     CheckpointSaved,
+    EndTraining,
+    EngineMismatch,
+    FunctionFailed,
+    FunctionKind,
     FunctionLoad,
     GroupScored,
     Heard,
@@ -50,6 +55,7 @@ from pipelinerl.messages import (
     TakeMicroBatch,
     TraceTokens,
     TrainerReady,
+    TrainingEnded,
 )
 from pipelinerl.transport.memory import MemoryLink
 from tests.sim.clock import later
@@ -249,13 +255,21 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
         if isinstance(message, ScoreGroup):
             places = [float(place) for place in range(len(message.members) if outcome is Outcome.OK else 0)]
             compared = GroupScored(
-                group_id=message.group_id, outcome=outcome, rewards=tuple(places), components=tuple({"place": place} for place in places)
+                group_id=message.group_id, outcome=outcome, rewards=tuple(places), components=tuple({"rank": place} for place in places)
             )
             calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, compared))
             continue
+        if outcome is not Outcome.OK:
+            cause = 'ValueError("my verifier broke")'
+            link.send(FunctionFailed(function="reward", kind=FunctionKind.REWARD, outcome=outcome, cause=cause, where="rewards.py:12"))
         reward = float(message.token_ids.sum() % 2) if outcome is Outcome.OK else None
         answer = Scored(
-            rollout_id=message.rollout_id, attempt=message.attempt, outcome=outcome, reward=reward, components={}, duration_s=world.score_s
+            rollout_id=message.rollout_id,
+            attempt=message.attempt,
+            outcome=outcome,
+            reward=reward,
+            components={} if reward is None else {"reward": reward},
+            duration_s=world.score_s,
         )
         calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, answer))
     heartbeat.cancel()
@@ -360,6 +374,12 @@ class TrainerRecord:
     """Rollouts that came twice."""
     mislabelled: list[str] = dataclasses.field(default_factory=list)
     """Rollouts with a token that its version cannot have sampled."""
+    engines: collections.defaultdict[int, list[float]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(lambda: [0, 0, 0.0])
+    )
+    """Sequences, tokens and k3 of each engine in the step being trained."""
+    last_version: int | None = None
+    """What it ended at; None where it was stopped without a word of its own."""
     stopped_for: str = ""
     """Reason of the `Stop` that ended it."""
 
@@ -389,6 +409,8 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
         while True:
             link.send(TakeMicroBatch(replica=0, step=step, index=index))
             answer = await _next(link, free)
+            if isinstance(answer, EndTraining):
+                return await _end(link, free, version=step, record=record)
             if isinstance(answer, Stop):
                 record.stopped_for = answer.reason
                 return
@@ -399,11 +421,32 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
             note(answer, record)
             await asyncio.sleep(world.token_s * len(answer.token_ids))
             index += 1
+        is_ending = False
         while not free:
-            await _next(link, free, wanted=SlotReleased)
-        link.send(StepDone(step=step, metrics={}))
+            is_ending |= isinstance(await _next(link, free, wanted=(SlotReleased, EndTraining)), EndTraining)
+        link.send(StepDone(step=step, metrics={}, engines=_engines(record)))
         link.send(PolicyPublished(version=step + 1, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
-    link.send(CheckpointSaved(version=num_steps, commit="", num_bytes=0, save_s=0.0))
+        if is_ending:
+            return await _end(link, free, version=step + 1, record=record)
+    await _end(link, free, version=num_steps, record=record)
+
+
+def _engines(record: TrainerRecord) -> tuple[EngineMismatch, ...]:
+    """How far the engines of a step were from this trainer, for which all tokens are as likely."""
+    found = tuple(
+        EngineMismatch(engine_id=engine_id, num_sequences=int(sequences), num_tokens=int(tokens), kl_sum=kl_sum)
+        for engine_id, (sequences, tokens, kl_sum) in record.engines.items()
+    )
+    record.engines.clear()
+    return found
+
+
+async def _end(link: MemoryLink, free: list[str], *, version: int, record: TrainerRecord) -> None:
+    """Save, say that this is all, and wait to be told to stop."""
+    if version:
+        link.send(CheckpointSaved(version=version, commit=record.sealed[version - 1].commit, num_bytes=0, save_s=0.0))
+    record.last_version = version
+    link.send(TrainingEnded(version=version))
     stop = await _next(link, free, wanted=Stop)
     record.stopped_for = stop.reason
 
@@ -414,7 +457,7 @@ class Waits(Protocol):
     async def wait(self) -> Message: ...
 
 
-async def _next(link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepSealed, Stop)) -> Any:
+async def _next(link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepSealed, EndTraining, Stop)) -> Any:
     while True:
         message = await link.wait()
         if isinstance(message, SlotReleased):
@@ -439,6 +482,10 @@ def note(batch: MicroBatch, record: TrainerRecord) -> None:
             versions=batch.versions[part],
             record=record,
         )
+        assert batch.engine_ids is not None
+        sums = record.engines[int(batch.engine_ids[batch.rollout_ids.index(rollout_id)])]
+        gaps = -math.log(1000) - batch.logprobs[part][batch.trains[part]]
+        sums[0], sums[1], sums[2] = sums[0] + 1, sums[1] + len(gaps), sums[2] + float((np.expm1(gaps) - gaps).sum())
         record.weights[rollout_id] = 1.0 if batch.weights is None else float(batch.weights[batch.rollout_ids.index(rollout_id)])
         start += length
 

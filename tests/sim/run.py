@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import numpy as np
 from orchestrator.assembly import World
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.rules.batch import Credit, StepRules
+from orchestrator.rules.curriculum import Rest
+from orchestrator.rules.sampled import Experts
 from orchestrator.state.ledger import Ledger
 from pipelinerl.config import Config, Mode
 from pipelinerl.config_file import parse
@@ -87,6 +90,7 @@ class Prompts:
 
     def __init__(self, seed: int) -> None:
         self.position = (0, 0)
+        self.resting: dict[int, Rest] = {}
         self.heard: list[tuple[str, float]] = []
         """Measured success rates."""
         self._seed = seed
@@ -118,11 +122,14 @@ class Circumstances:
     cast: Cast = Cast()
     credit: Credit = mean_baseline
     step_rules: StepRules | None = None
+    experts: Experts | None = None
     held_out: tuple[Prompt, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     source: Prompts | None = None
     """None: one of the world's seed."""
     stop_at_s: float | None = None
     """When somebody stops the run."""
+    stop_evaluates: bool = True
     is_recorded: bool = False
     """Leave a run folder, as a real run does, in place of a ledger in memory."""
     limit_s: float = 1e6
@@ -150,14 +157,17 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
                 trainer_hub=hubs[2],
                 source=given.source or Prompts(given.world.seed),
                 held_out=list(given.held_out),
+                stop_token_ids=given.stop_token_ids,
                 credit=given.credit,
                 step_rules=given.step_rules,
                 journal=journal,
                 ledger=ledger,
+                vocabulary=1000,
+                experts=given.experts,
             ),
         )
         if given.stop_at_s is not None:
-            loop.call_at(given.stop_at_s, pipeline.stop, "stopped by hand")
+            loop.call_at(given.stop_at_s, functools.partial(pipeline.stop, "stopped by hand", evaluates=given.stop_evaluates))
         async with asyncio.timeout(given.limit_s), asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in _peers(settings, given=given, hubs=hubs, record=record)]
             ending = await pipeline.run()

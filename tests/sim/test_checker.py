@@ -218,6 +218,7 @@ def micro_batch(versions: list[int]) -> MicroBatch:
         advantages=np.zeros(5, np.float32),
         lengths=np.array([5], np.int32),
         rollout_ids=("0/0",),
+        engine_ids=np.array([0], np.int32),
     )
 
 

@@ -66,7 +66,10 @@ def test_step_scores_survive_whoever_is_killed_and_count_once(tmp_path: Path, wh
 
 def test_steps_and_comparisons_go_together(tmp_path: Path) -> None:
     settings = followed()
-    rewards = tuple(settings.reward[0].model_copy(update={"function": f"unused:{per}", "per": per}) for per in ("sample", "group"))
+    rewards = tuple(
+        settings.reward[0].model_copy(update={"function": f"unused:{name}", "per": per})
+        for name, per in (("reward", "sample"), ("rank", "group"))
+    )
     faults = KILLS["everything"]
     survived = survive(settings.model_copy(update={"reward": rewards}), folder=tmp_path, faults=faults, world=WORLD, credit=credit)
     assert survived.problems() == []

@@ -17,11 +17,14 @@ import pytest
 
 from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import SetAside, StepRules, Survivors
+from orchestrator.rules.curriculum import Curriculum, Rest, epoch_and_number
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import Config, RewardSection
-from pipelinerl.errors import PeerRefused, PeerSilent, PipelineError, Stalled
+from pipelinerl.errors import DataError, PeerRefused, PeerSilent, PipelineError, Stalled
 from pipelinerl.messages import (
+    EndTraining,
     Failed,
+    Generate,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -168,6 +171,33 @@ def test_a_method_that_filters_half_of_the_groups_trains_on_the_other_half(tmp_p
     assert {row[1] % 2 for row in simulated.rows if row[3] == "filtered"} == {1}
     assert {row[1] % 2 for row in simulated.rows if row[3] == "trained"} == {0}
     assert {row[4] for row in simulated.rows if row[3] == "filtered"} == {"odd"}
+
+
+# --- stop tokens ---
+
+
+def test_training_and_evaluations_ask_for_the_same_stop_tokens(tmp_path: Path):
+    asked: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
+
+    async def listening_engine(link: MemoryLink, **options: Any) -> None:
+        receive, wait = link.receive, link.wait
+
+        def note(message: Any) -> Any:
+            if isinstance(message, Generate):
+                asked[message.rollout_id.startswith("evaluation")].add(message.sampling.stop_token_ids)
+            return message
+
+        async def waited() -> Any:
+            return note(await wait())
+
+        link.receive, link.wait = lambda timeout: note(receive(timeout)), waited
+        await peers.engine(link, **options)
+
+    simulated = run(
+        config(trainer={"steps": 2}), folder=tmp_path, held_out=HELD_OUT, stop_token_ids=(0, 2), cast=Cast(engine=listening_engine)
+    )
+    assert simulated.problems() == []
+    assert asked == {True: {(0, 2)}, False: {(0, 2)}}
 
 
 # --- dynamic sampling against an adversarial reward ------------------------------------------------------------------------------
@@ -406,6 +436,47 @@ def test_a_run_that_is_stopped_ends_everything_in_flight_and_tells_everyone(tmp_
 HELD_OUT = tuple(Prompt(prompt_id=f"held:{n}", text="", token_ids=np.arange(3 + n, 9 + n, dtype=np.int32)) for n in range(12))
 
 
+@pytest.mark.parametrize("stop_at_s", [1.0, 1.3, 1.7, 2.0, 2.6, 3.1])
+def test_what_a_stopped_trainer_goes_on_to_finish_is_booked_published_and_evaluated(tmp_path: Path, stop_at_s: float):
+    """What is printed is what the checkpoint holds: the trainer may take a step that it has begun after the run was stopped."""
+    simulated = run(config(), folder=tmp_path, stop_at_s=stop_at_s, held_out=HELD_OUT, world=World(token_s=3e-4))
+    record, version = simulated.record, simulated.record.last_version
+    assert version is not None
+    in_weights = {name for name, step in record.trained.items() if step < version}
+    assert {row[0] for row in simulated.rows if row[3] == "trained"} == in_weights
+    assert identity(simulated)["trained"] == len(in_weights)
+    assert simulated.ending.evaluations[-1][0] == version
+    assert [line["version"] for line in simulated.lines if line["kind"] == "checkpoint"][-1:] == [version][:version]
+    assert simulated.lines[-1]["kind"] == "end"
+    assert simulated.lines[-1]["identity"] == identity(simulated)
+
+
+def test_a_run_that_goes_on_soon_is_not_evaluated_first(tmp_path: Path):
+    simulated = run(config(), folder=tmp_path, stop_at_s=2.0, stop_evaluates=False, held_out=HELD_OUT)
+    assert [version for version, _ in simulated.ending.evaluations] == [0]
+    assert simulated.record.last_version
+
+
+def test_a_trainer_that_does_not_answer_a_stop_is_waited_for_and_then_left(tmp_path: Path):
+    async def deaf(link: MemoryLink, **options: Any) -> None:
+        wait = link.wait
+
+        async def hear() -> Any:
+            while isinstance(message := await wait(), EndTraining):
+                pass
+            return message
+
+        link.wait = hear
+        await peers.trainer(link, **options)
+
+    settings = config(trainer={"silent_after_s": 40.0})
+    simulated = run(settings, folder=tmp_path, stop_at_s=2.0, held_out=HELD_OUT, cast=Cast(trainer=deaf))
+    assert simulated.ending.reason == "stopped by hand"
+    assert 40 < simulated.seconds < 60
+    (told,) = [line["text"] for line in simulated.lines if line["kind"] == "choice" and "evaluation" in line["text"]]
+    assert "waited 40 s for trainer to save what it has trained" in told
+
+
 @pytest.mark.parametrize("weather", ["calm", "storm"])
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_evaluations_cover_the_first_and_the_last_policy_and_stay_out_of_the_accounts(tmp_path: Path, every: int, weather: str):
@@ -574,7 +645,11 @@ MISBEHAVIOUR: dict[str, tuple[dict[str, Any], type[PipelineError], str]] = {
         "scoring waits for room in a scorer",
     ),
     "scorer falls silent": ({"cast": Cast(scorer=scorer_that_falls_silent)}, PeerSilent, "scorer-0 was last heard"),
-    "every score fails": ({"world": World(bad_score_fraction=1.0)}, Stalled, "failed"),
+    "every score fails": (
+        {"world": World(bad_score_fraction=1.0)},
+        Stalled,
+        r'failed: (?s:.*)\n  reward failed at least \d+ times: ValueError\("my verifier broke"\) at rewards.py:12',
+    ),
     "every forward pass fails": ({"world": World(engine_error_fraction=1.0)}, Stalled, "failed"),
 }
 
@@ -656,6 +731,49 @@ def test_the_source_hears_how_every_group_went(tmp_path: Path):
     assert {prompt: sum(correct) / 4 for prompt, correct in rewards.items()} == dict(source.heard)
 
 
+class Banded(Prompts):
+    """Eight prompts, of which those that teach nothing rest."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._curriculum = Curriculum(low=0.3, high=0.7)
+        self.resting = self._curriculum.resting
+
+    def measured(self, prompt_id: str, *, success: float) -> None:
+        super().measured(prompt_id, success=success)
+        epoch, number = epoch_and_number(prompt_id)
+        self._curriculum.measured(number, epoch=epoch, success=success)
+
+    def next(self) -> Prompt:
+        epoch, row = self.position
+        prompt = super().next()
+        if row == 7:
+            self.position = (epoch + 1, 0)
+        return prompt
+
+
+@pytest.mark.parametrize("was_kept", [True, False])
+def test_a_source_that_goes_on_knows_what_rested(tmp_path: Path, was_kept: bool):
+    """Also where the first life had no `data.difficulty`: then the history tells."""
+    lives = [Banded(0), Banded(0)]
+    banded = config(data={"difficulty": [0.3, 0.7]})
+    among: dict[str, Any] = {"is_recorded": True, "stop_evaluates": False, "folder": tmp_path}
+    run(banded if was_kept else config(), source=lives[0], stop_at_s=1.5, **among)
+    left = dict(lives[0].resting)
+    assert len(left) >= 3
+
+    found: list[tuple[dict[int, Rest], bool]] = []
+
+    def first_draw() -> Prompt:
+        found.append((dict(lives[1].resting), bool(lives[1].heard)))
+        raise DataError("this is all there is to see")
+
+    lives[1].next = first_draw
+    with pytest.raises(ExceptionGroup):
+        run(banded, source=lives[1], **among)
+    assert found == [(left, not was_kept)]
+
+
 @pytest.mark.parametrize("adapts", [False, True])
 def test_with_full_kv_caches_promises_hold_and_fewer_rollouts_push_each_other_out(tmp_path: Path, adapts: bool):
     """Caches hold about 12 of the 32 sequences that an engine has slots for."""
@@ -665,3 +783,15 @@ def test_with_full_kv_caches_promises_hold_and_fewer_rollouts_push_each_other_ou
     limits = {line["max_running"] for line in simulated.lines if line["kind"] == "status"}
     assert (min(limits) < 80) == adapts, "80 is what 64 slots are given"
     assert max(limits) == 80
+
+
+def test_an_alarm_of_learning_is_told_and_ends_the_run_saved_where_the_settings_say_so(tmp_path: Path):
+    """Of steps as small as these, engines hold so many at once that more than a quarter of the groups are given up for their age."""
+    settings = {"rollout": {"group_size": 2}, "batch": {"groups_per_step": 4}, "trainer": {"steps": 25}}
+    told = run(config(**settings), folder=tmp_path / "told")
+    alarm = next(line for line in told.lines if line["kind"] == "alarm")
+    assert (alarm["name"], alarm["is_over"]) == ("stale", False)
+    assert told.ending.reason == "finished"
+    ended = run(config(run={"fatal_alarms": ["stale"]}, **settings), folder=tmp_path / "ended")
+    assert ended.ending.reason.startswith(f"alarm: stale since step {alarm['began']}: ")
+    assert [problem for problem in ended.problems() if "were sealed, not" not in problem] == [], "it ended early, and nothing else"

@@ -18,8 +18,10 @@ def check(survived: Survived, *, num_steps: int, groups_per_step: int = 8) -> No
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
     assert survived.trial.num_done == num_steps
-    trained = [row for row in survived.rows if row[3] == "trained"]
-    assert len({row[1] for row in trained}) == num_steps * groups_per_step
+    trained = {row[1] for row in survived.rows if row[3] == "trained"}
+    refused = {row[1] for row in survived.rows if row[4].startswith("its row killed the trainer twice")}
+    assert len(trained | refused) == num_steps * groups_per_step
+    assert not refused or max(survived.disk.deaths.values()) >= 2
     assert survived.disk.version == num_steps
 
 
@@ -75,6 +77,17 @@ def test_steps_since_the_checkpoint_are_trained_again_from_the_same_rows(tmp_pat
     assert set(survived.trial.restarts) == {0}
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_trainer_that_finds_its_checkpoint_damaged_goes_on_from_the_one_before(tmp_path: Path, seed: int):
+    """The steps in between are undone and trained again from the very same rows, and the checker knows of it."""
+    faults = Faults(seed=seed, until_s=40.0, trainer_s=5.0, orchestrator_s=15.0, spoils=True)
+    survived = survive(config(trainer={"steps": 30}), folder=tmp_path, faults=faults, world=WORLD)
+    check(survived, num_steps=30)
+    assert survived.kills["checkpoint"] >= 2
+    assert survived.trial.num_discarded >= 2
+    assert survived.trial.num_replayed > 5
+
+
 def test_engines_go_on_generating_while_the_trainer_is_away_up_to_the_bound(tmp_path: Path):
     """K = 4 of 8 groups: what was admitted by the end of a long absence is what the bound allows, and no token is too old afterwards."""
     faults = Faults(seed=4, until_s=8.0, trainer_s=4.0, restart_s=500.0)
@@ -112,3 +125,19 @@ def test_a_quarantine_outlives_the_orchestrator(tmp_path: Path):
     assert quarantined(survived) == ["13"]
     assert survived.kills["orchestrator"] >= 2
     assert survived.kills["engine"] <= 3, "twice, and once more where the first death went down with the orchestrator"
+
+
+@pytest.mark.parametrize("orchestrator_s", [0.0, 6.0])
+def test_a_row_that_kills_the_trainer_twice_is_sent_no_more_and_the_step_goes_on(tmp_path: Path, orchestrator_s: float):
+    """Its samples fail by name; the others of their groups train, and the checker agrees with ledger and checkpoints."""
+    faults = Faults(seed=1, until_s=30.0, orchestrator_s=orchestrator_s, killer_rollouts=frozenset({"13/2"}))
+    survived = survive(config(), folder=tmp_path, faults=faults, world=World(token_s=1e-3))
+    assert survived.problems() == []
+    assert survived.disk.version == 10
+    assert survived.kills["trainer"] == 2
+    failed = {row[0]: row[4] for row in survived.rows if row[3] == "failed"}
+    assert "13/2" in failed
+    step, row = next((step, row) for step, rows in survived.disk.seen.items() for row, names in enumerate(rows) if "13/2" in names)
+    assert set(failed) == set(survived.disk.seen[step][row])
+    assert set(failed.values()) == {f"its row killed the trainer twice: row {row} of step {step}"}
+    assert orchestrator_s == 0.0 or survived.kills["orchestrator"] >= 1

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config_file import load, parse
+from pipelinerl.config_file import load, load_run, parse, write_run
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.metrics import read_journals
 from pipelinerl.slurm.submit import prepare
@@ -235,9 +235,8 @@ def test_a_real_run_over_two_machines_outlives_its_orchestrator_is_requeued_and_
     with nothing_starts(cluster):
         cluster.run("scancel", "--batch", "--signal=USR1", number)
         wait(cluster, number, "PENDING")
-        settings = json.loads((run_folder / "config.json").read_text())
-        num_steps = settings["trainer"]["steps"] = max(steps_of(run_folder)) + 1 + 10
-        (run_folder / "config.json").write_text(json.dumps(settings))  # as `--resume trainer.steps=...` would
+        num_steps = max(steps_of(run_folder)) + 1 + 10
+        write_run(run_folder, load_run(run_folder, overrides=[f"trainer.steps={num_steps}"]))  # as `--resume` would
     assert wait(cluster, number, *ENDED)["JobState"] == "COMPLETED", said(run_folder, number) + supervisors(run_folder, 1)
     assert said(run_folder, number).count("saved; requeue") == 1
     verdict = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)

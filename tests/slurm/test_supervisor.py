@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from pipelinerl.config_file import parse
+from pipelinerl.slurm import AGAIN
 from pipelinerl.slurm.submit import prepare
 from tests.processes import PATIENCE_S, program
 
@@ -18,6 +19,26 @@ LEAVES = """
     os.kill(os.getpid(), signal.SIGTERM)
     sys.exit(code)
 """
+
+WAITS = """
+    import asyncio, pathlib, sys, time
+    from pipelinerl.slurm.__main__ import Supervisor
+    supervisor = Supervisor(pathlib.Path(folder), attempt=0, node=0)
+    pathlib.Path(folder, "logs", "attempt-0").mkdir(parents=True)
+
+    async def hold(at_end):
+        supervisor._save("the allocation is about to end")  # while another holder's lease is waited for
+
+    supervisor._hold = hold
+    sys.exit(asyncio.run(supervisor._launch()))
+"""
+
+
+def test_a_node_that_shall_save_before_anything_began_is_to_be_continued(tmp_path: Path):
+    tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}
+    run_folder = prepare(parse(tree | {"run": {"folder": str(tmp_path)}}, origin="test")).parent
+    ended = subprocess.run(program(WAITS, folder=run_folder), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == AGAIN, ended.stderr
 
 
 def test_a_node_that_has_told_how_it_ended_is_not_ended_by_the_exit_of_the_first(tmp_path: Path):

@@ -17,7 +17,7 @@ import pytest
 from pipelinerl.config_file import parse
 from pipelinerl.metrics import Journal
 from pipelinerl.tokenizer import load_tokenizer
-from pipelinerl.tracking.beside import command
+from pipelinerl.tracking.beside import command, where_to_look
 from pipelinerl.tracking.to_wandb import CELL_CHARACTERS, TABLE_ROWS
 from tests.processes import PATIENCE_S, wait_until
 from tests.report.synthetic import Plan, write_run
@@ -86,6 +86,8 @@ def test_wandb_offline_holds_every_step_of_a_run_under_its_own_axis(run_folder: 
     with open(run_folder / "journal" / "orchestrator.jsonl", "a") as file:
         file.writelines(json.dumps(sample | {"rollout_id": f"0/{number}"}) + "\n" for number in range(TABLE_ROWS + 5))
     assert send(run_folder, "wandb").returncode == 0
+    (offline,) = run_folder.glob("tracking/wandb/offline-run-*")
+    assert where_to_look(run_folder, "wandb").endswith(f"Where there is a network: wandb sync {offline}")
     (table,) = [json.loads(path.read_text()) for path in run_folder.glob("tracking/wandb/offline-run-*/files/media/table/*.table.json")]
     assert len(table["data"]) == TABLE_ROWS, "capped"
     assert {tuple(map(type, row)) for row in table["data"]} == {(int, str, str, str, float, float, int, str, str, str)}, "a column, a type"

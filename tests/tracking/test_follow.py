@@ -143,3 +143,12 @@ def test_samples_of_a_step_stand_in_one_table(journal: Journal, tmp_path: Path) 
     assert [[(sample.step, sample.reward) for sample in table] for table in memory.tables] == [[(0, 1.0), (0, 0.0)], [(1, 1.0), (1, 0.0)]]
     assert memory.tables[0][0].versions == "v3 × 1, v4 × 2"
     assert memory.tables[0][0].completion == "7 8 9 ", "without a tokenizer the ids stand for themselves"
+
+
+def test_what_failed_is_no_row_of_the_table_of_trained_samples(journal: Journal, tmp_path: Path) -> None:
+    memory = Memory()
+    for fate in ("trained", "failed"):
+        journal.write("sample", step=0, fate=fate, prompt="2+2=", token_ids=[7], versions=[[3, 1]])
+    write_steps(journal, 0, 0)
+    follow(tmp_path, memory.open, until=at_once())
+    assert [[sample.fate for sample in table] for table in memory.tables] == [["trained"]]

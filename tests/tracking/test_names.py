@@ -115,3 +115,40 @@ def test_every_name_belongs_to_the_axis_it_stands_over(tmp_path: Path) -> None:
     for point in points_of(*(line for line in write_run(tmp_path) if line["process"] == "orchestrator")):
         strangers = {name for name in point.values if name.split("/")[0] not in (*AXES[point.axis], "progress")}
         assert not strangers
+
+
+def failed(t: float, count: int, *, cause: str = 'ValueError("broke")', where: str = "a/rewards.py:12", outcome: str = "error") -> Line:
+    return {"t": t, "kind": "function_error", "function": "verify", "cause": cause, "where": where, "outcome": outcome, "count": count}
+
+
+def test_failures_of_functions_stand_by_cause_at_once_and_among_the_gauges() -> None:
+    lines = run(), failed(101.0, 1), failed(102.0, 8), failed(103.0, 2, cause="no answer within 3 s", outcome="timeout"), status(104.0)
+    points = [
+        (point.axis, point.at, {name: value for name, value in point.values.items() if "errors" in name}) for point in points_of(*lines)
+    ]
+    broke, hung = "errors/verify/ValueError rewards.py:12", "errors/verify/timeout rewards.py:12"
+    assert points == [
+        (SECONDS, 1.0, {broke: 1}),
+        (SECONDS, 2.0, {broke: 8}),
+        (SECONDS, 3.0, {hung: 2}),
+        (SECONDS, 4.0, {broke: 8, hung: 2}),
+    ]
+
+
+def test_an_alarm_stands_over_the_steps_from_the_next_one_on_and_is_zero_once_it_is_over() -> None:
+    alarm = {"t": 101.5, "kind": "alarm", "name": "truncation", "began": 0, "step": 0}
+    over = alarm | {"t": 103.5, "is_over": True}
+    points = points_of(run(), step(0), alarm, step(1, t=102.0), step(2, t=103.0), over, step(3, t=104.0))
+    assert [point.values.get("alarm/truncation") for point in points] == [None, 1.0, 1.0, 0.0]
+
+
+def test_trained_tokens_per_second_are_those_sampled_and_what_the_trainer_computes_has_a_name_of_its_own() -> None:
+    trainer = {"tokens_per_s": 7000.0}
+    points = points_of(run(), *(step(number, t=100.0 + 2 * number, num_tokens=900, trainer=trainer) for number in range(5)))
+    assert points[-1].values["perf/throughput"] == 30 / 2.0
+    assert points[-1].values["perf/throughput_computed"] == 7000.0
+
+
+def test_held_out_has_a_name_for_each_reward_function() -> None:
+    (point,) = points_of(run(), {"t": 105.0, "kind": "evaluation", "version": 3, "reward_mean": 0.5, "components": {"right": 0.25}})
+    assert point.values["eval/right/mean"] == 0.25

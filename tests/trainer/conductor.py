@@ -19,6 +19,8 @@ import torch
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
 from pipelinerl.messages import (
+    CheckpointSaved,
+    EndTraining,
     Failed,
     FromTrainer,
     LayoutFixed,
@@ -31,6 +33,7 @@ from pipelinerl.messages import (
     TakeMicroBatch,
     Tensor,
     TrainerReady,
+    TrainingEnded,
 )
 from pipelinerl.transport.zmq import ZmqHub
 from pipelinerl.weights.base import num_bytes, plan_layout, views
@@ -67,6 +70,8 @@ class Conductor:
     num_replicas: int = 1
     stop_after: int | None = None
     """Say `Stop` once this step is done, however many are left."""
+    ends_first: bool = False
+    """Then say `EndTraining`, and `Stop` once that is answered."""
     logprob_error: float = 0.0
     """Added to every log-probability the engine reports."""
     says_stop: bool = True
@@ -79,6 +84,8 @@ class Conductor:
     done: list[StepDone] = dataclasses.field(default_factory=list)
     published: list[PolicyPublished] = dataclasses.field(default_factory=list)
     pulls: list[TakeMicroBatch] = dataclasses.field(default_factory=list)
+    saved: list[CheckpointSaved] = dataclasses.field(default_factory=list)
+    ended: TrainingEnded | None = None
     failed: str = ""
 
     def __post_init__(self) -> None:
@@ -98,6 +105,12 @@ class Conductor:
         ):
             for peer, message in await self.hub.receive():
                 self._handle(peer, message)
+        if self.ends_first and not self.failed:
+            for replica in range(self.num_replicas):
+                self.hub.send(f"trainer-{replica}", EndTraining(reason="somebody pressed Ctrl-C"))
+            while self.ended is None:
+                for peer, message in await self.hub.receive():
+                    self._handle(peer, message)
         if not self.failed and self.says_stop:
             for replica in sorted(range(self.num_replicas), key=lambda replica: replica != self.starved):
                 self.hub.send(f"trainer-{replica}", Stop(reason="the test is over"))
@@ -117,6 +130,10 @@ class Conductor:
                 self.done.append(message)
             case PolicyPublished():
                 self._take(peer, message)
+            case CheckpointSaved():
+                self.saved.append(message)
+            case TrainingEnded():
+                self.ended = message
             case Failed():
                 self.failed = message.error
         self._waiting = [(peer, pull) for peer, pull in self._waiting if not self._answer(peer, pull)]
@@ -134,7 +151,13 @@ class Conductor:
         else:
             num_tokens = sum(int(row.trains.sum()) for row in rows)
             num_samples = sum(len(row.lengths) for row in rows)
-            seal = StepSealed(step=pull.step, num_micro_batches=num_micro_batches, num_tokens=num_tokens, num_samples=num_samples)
+            seal = StepSealed(
+                step=pull.step,
+                num_micro_batches=num_micro_batches,
+                num_tokens=num_tokens,
+                num_samples=num_samples,
+                commit=f"commit {pull.step}",
+            )
             self._send(peer, seal)
             self._sealed.add(pull.step)
         return True

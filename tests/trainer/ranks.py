@@ -21,7 +21,7 @@ Job = Callable[[Replicas], Any]
 
 
 class Ranks:
-    """A function on several ranks: each a forked process that believes torchrun started it.
+    """A function on several ranks: each a forked process that believes it was started as one.
 
     Forked, because importing torch and transformers again in each takes far longer than the tests; with one thread each that is safe. None
     begins before all are forked: the store's thread, busy with the first, holds locks, and who is forked with one waits for it in vain.
@@ -29,7 +29,7 @@ class Ranks:
 
     def __init__(self, function: Callable[..., None], *args: Any, size: int) -> None:
         """Each calls `function(rank, *args)`."""
-        # Where they find each other, kept as torchrun keeps it: by their parent, on a port of the system's choice that nobody can take.
+        # Where they find each other, kept by their parent, on a port of the system's choice that nobody can take.
         # They are handed the port only: a store that ends in a child ends the parent's, too.
         self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         all_forked = torch.multiprocessing.get_context("fork").Event()

@@ -1,12 +1,15 @@
 """The saved folder is a whole Hugging Face model, and takes its place at once."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from pipelinerl.stop_tokens import stop_tokens_of
+from tests.tokenizers import CHATML, make_words
 from tests.trainer.tiny import FAMILIES, make_model
 from trainer.checkpoint import save_model
 
@@ -77,3 +80,13 @@ def _fail(folder: Path, *, state_dict: object) -> None:
     folder.mkdir()
     (folder / "model.safetensors").write_text("half")
     raise OSError("disk is full")
+
+
+def test_whoever_serves_the_saved_model_ends_completions_as_the_run_did(folders: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folders["qwen3"], source)
+    make_words(source, template=CHATML, eos="<|im_end|>")
+    save_model(make_model(source), tmp_path / "model", source=source, stop_token_ids=(5,))
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [2, 5]
+    assert stop_tokens_of(tmp_path / "model").ids == (2, 5)
+    assert stop_tokens_of(tmp_path / "model").warnings == ()

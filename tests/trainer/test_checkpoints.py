@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import os
+import random
 import resource
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +20,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.checkpoint_folder import check_files, complete, read_manifest, write_manifest
+from pipelinerl.config_file import parse
+from pipelinerl.errors import CheckpointDamaged, ConfigError, LeaseError
+from pipelinerl.lease import EPOCH, fence_of
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved
+from tests.test_lease import of_another_machine
 from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
-from trainer.checkpoints import Checkpoints, newest, read_manifest
+from trainer.checkpoints import Checkpoints
 from trainer.export import export
 from trainer.lineage import Lineage
 from trainer.model import Model
@@ -31,10 +41,12 @@ NUM_STEPS = 6
 class Trainer:
     """A model, its optimizer and its checkpoints, without a loop."""
 
-    def __init__(self, model_folder: Path, run_folder: Path, *, dtype: str = "float32", keep: int = 1) -> None:
+    def __init__(
+        self, model_folder: Path, run_folder: Path, *, dtype: str = "float32", keep: int = 1, fence: Callable[[], None] = lambda: None
+    ) -> None:
         self.model = make_model(model_folder, dtype=dtype)
         self.step, self.optimizer = make_step(self.model, learning_rate=1e-2)
-        self.checkpoints = make_checkpoints(self.model, self.optimizer, run_folder, keep=keep)
+        self.checkpoints = make_checkpoints(self.model, self.optimizer, run_folder, keep=keep, fence=fence)
         self.lineage = Lineage()
         self.version = 0
         restored = self.checkpoints.restore()
@@ -66,8 +78,9 @@ class Trainer:
         return {f"{part}.{name}": tensor.clone() for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
-def make_checkpoints(model: Model, optimizer: Optimizer, run_folder: Path, *, keep: int = 1) -> Checkpoints:
-    return Checkpoints(run_folder / "checkpoints", state=lambda: state_of(model, optimizer), rank=0, num_ranks=1, keep=keep)
+def make_checkpoints(model: Model, optimizer: Optimizer, run_folder: Path, *, keep: int = 1, **options: Any) -> Checkpoints:
+    state = functools.partial(state_of, model, optimizer)
+    return Checkpoints(run_folder / "checkpoints", state=state, rank=0, num_ranks=1, keep=keep, **options)
 
 
 def names(run_folder: Path) -> list[str]:
@@ -113,12 +126,14 @@ def test_a_manifest_says_what_the_checkpoint_holds(folders: dict[str, Path], tmp
     (tmp_path / "tracking/wandb.json").write_text(json.dumps({"id": "0badcafe"}))
     (saved,) = trainer.save()
     assert isinstance(saved, CheckpointSaved)
-    folder = newest(tmp_path / "checkpoints")
-    assert folder is not None
+    (folder,) = complete(tmp_path / "checkpoints")
     manifest = read_manifest(folder)
     assert (manifest.version, manifest.commit, manifest.num_samples) == (3, "commit-3", 15)
     assert manifest.trackers == {"wandb": "0badcafe"}
-    assert (saved.version, saved.commit, saved.num_bytes) == (3, "commit-3", sum(manifest.files.values()))
+    assert (saved.version, saved.commit, saved.num_bytes) == (3, "commit-3", manifest.num_bytes)
+    assert {name: path.stat().st_size for name, path in ((path.name, path) for path in folder.iterdir()) if name != "manifest.json"} == {
+        name: file.bytes for name, file in manifest.files.items()
+    }
     assert set(manifest.files) | {"manifest.json"} == {path.name for path in folder.iterdir()}
 
 
@@ -145,14 +160,120 @@ def test_half_a_checkpoint_is_never_taken_for_one(folders: dict[str, Path], tmp_
     assert half.exists() == (not half.suffix)
 
 
-def test_a_checkpoint_damaged_afterwards_is_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
-    trainer = Trainer(folders["llama"], tmp_path)
-    trainer.train(1)
-    trainer.save()
-    data = tmp_path / "checkpoints" / "step-000001" / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"__0_0.distcp has \d+ bytes, expected \d+: the checkpoint was damaged"):
+# --- damage --------------------------------------------------------------------------------------------------------------------------
+
+
+def save_two(folder: Path, run_folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Checkpoints of versions 1 and 2; return what each holds."""
+    trainer = Trainer(folder, run_folder, keep=2)
+    held = []
+    for version in (1, 2):
+        trainer.train(version)
+        trainer.save()
+        held.append(trainer.everything())
+    return held[0], held[1]
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_no_bit_of_a_checkpoint_flips_in_silence(folders: dict[str, Path], tmp_path: Path) -> None:
+    """One bit in each of 240 places of all its files: either it is found, or what is read is what was written."""
+    save_two(folders["llama"], tmp_path)
+    folder = tmp_path / "checkpoints" / "step-000002"
+    whole = read_manifest(folder)
+    chance, found, silent = random.Random(0), 0, []
+    for path in sorted(folder.iterdir()):
+        written = path.read_bytes()
+        for _ in range(80):
+            place = chance.randrange(8 * len(written))
+            path.write_bytes(flipped(written, place))
+            try:
+                manifest = read_manifest(folder)
+                check_files(folder, manifest)
+                silent += [(path.name, place)] * (manifest != whole)
+            except CheckpointDamaged as error:
+                found += path.name in str(error)
+        path.write_bytes(written)
+    assert silent == []
+    assert found > 230, "but for spaces between the words of the manifest"
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    """The same with one bit changed."""
+    changed = bytearray(content)
+    changed[place // 8] ^= 1 << place % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("__0_0.distcp", "flipped"), ("__0_0.distcp", "cut"), (".metadata", "flipped"), (".metadata", "gone"), ("manifest.json", "flipped")],
+)
+def test_damage_is_told_and_the_newest_whole_checkpoint_is_used(
+    folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, how: str
+) -> None:
+    older, _ = save_two(folders["llama"], tmp_path)
+    path = tmp_path / "checkpoints" / "step-000002" / name
+    if how == "gone":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes(flipped(content, 8 * 60) if how == "flipped" else content[:-1])
+    resumed = Trainer(folders["llama"], tmp_path, keep=2)
+    assert resumed.version == 1
+    assert same(resumed.everything(), older)
+    (damage,) = resumed.checkpoints.damaged
+    assert damage.version == 2
+    assert name in damage.reason
+    assert "expected" in damage.reason
+    assert damage.reason in capfd.readouterr().err
+    assert names(tmp_path) == ["step-000001", "step-000002.damaged"]
+    resumed.train(2)
+    resumed.save()
+    assert names(tmp_path) == ["step-000001", "step-000002"], "what was set aside goes once a newer one stands"
+
+
+def test_where_no_checkpoint_is_whole_the_run_starts_from_its_model_and_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    save_two(folders["llama"], tmp_path)
+    for path in (tmp_path / "checkpoints").glob("*/.metadata"):
+        path.write_bytes(b"")
+    resumed = Trainer(folders["llama"], tmp_path, keep=2)
+    assert resumed.version == 0
+    assert [damage.version for damage in resumed.checkpoints.damaged] == [1, 2]
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(1, [1, 2, 3]), (2, [0, 1, 2]), (3, [0, 0, 1])])
+def test_a_checkpoint_says_what_is_the_oldest_to_fall_back_to(
+    folders: dict[str, Path], tmp_path: Path, keep: int, expected: list[int]
+) -> None:
+    trainer, oldest = Trainer(folders["llama"], tmp_path, keep=keep), []
+    for version in (1, 2, 3):
+        trainer.train(version)
+        (saved,) = trainer.save()
+        assert isinstance(saved, CheckpointSaved)
+        oldest.append(saved.oldest)
+    assert oldest == expected
+
+
+def test_an_export_takes_the_newest_whole_one(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_two(folders["qwen3"], tmp_path)
+    data = tmp_path / "checkpoints" / "step-000002" / "__0_0.distcp"
+    data.write_bytes(flipped(data.read_bytes(), 4_000))
+    assert export(make_config(folders["qwen3"]), tmp_path, tmp_path / "model") == 1
+    assert "step-000002/__0_0.distcp was damaged" in capsys.readouterr().err
+    assert names(tmp_path) == ["step-000001", "step-000002"], "a reader changes nothing"
+
+
+@pytest.mark.parametrize(("schema", "says"), [(4, "schema is 4, this version .* reads 3"), (1, "knows the way from 2 on")])
+def test_a_checkpoint_of_another_schema_is_no_damage(folders: dict[str, Path], tmp_path: Path, schema: int, says: str) -> None:
+    save_two(folders["llama"], tmp_path)
+    folder = tmp_path / "checkpoints" / "step-000002"
+    write_manifest(folder, dataclasses.replace(read_manifest(folder), schema=schema))
+    with pytest.raises(ConfigError, match=says):
         Trainer(folders["llama"], tmp_path)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -249,3 +370,41 @@ def test_the_manifest_is_plain_json(folders: dict[str, Path], tmp_path: Path) ->
     trainer.train(1)
     trainer.save()
     assert json.loads((tmp_path / "checkpoints/step-000001/manifest.json").read_text())["version"] == 1
+
+
+def test_a_trainer_whose_run_was_taken_over_names_no_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+    of_another_machine(tmp_path, epoch=5)
+    trainer = Trainer(folders["qwen2"], tmp_path, keep=2, fence=fence_of(tmp_path, {EPOCH: "5"}))
+    trainer.train(2)
+    trainer.save()
+    of_another_machine(tmp_path, epoch=6)
+    trainer.train(4)
+    with pytest.raises(LeaseError, match="this process writes nothing more"):
+        trainer.save()
+    assert [folder.name for folder in complete(tmp_path / "checkpoints")] == [names(tmp_path)[0]]
+    with pytest.raises(LeaseError):
+        Trainer(folders["qwen2"], tmp_path, fence=fence_of(tmp_path, {EPOCH: "5"}))
+
+
+def test_a_trainers_process_whose_run_was_taken_over_ends_before_it_touches_anything(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As its launcher starts it, with the epoch in its environment."""
+    (tmp_path / "checkpoints" / "step-000003.draft").mkdir(parents=True)
+    config = parse(
+        {"model": {"path": str(folders["qwen2"]), "dtype": "float32"}, "data": {"source": "d"}, "reward": [{"function": "f:g"}]},
+        origin="here",
+    )
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    of_another_machine(tmp_path, epoch=6)
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", "--run-folder", str(tmp_path)],
+        env={**os.environ, EPOCH: "5"},
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "this process writes nothing more" in ended.stderr
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-000003.draft"], (
+        "the other launcher's trainer writes it"
+    )

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import Config
 from pipelinerl.errors import MismatchError, PeerSilent, WeightsError
-from pipelinerl.messages import FromTrainer, Stop, Tensor, ToTrainer, TrainerReady
+from pipelinerl.messages import FromTrainer, Stop, Tensor, ToTrainer, TrainerReady, TrainingEnded
 from pipelinerl.metrics import read_journals
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
@@ -48,7 +48,7 @@ async def _in_this_process(config: Config, run_folder: Path) -> int:
 
 
 async def _as_launched(config: Config, run_folder: Path) -> int:
-    return await _launch(config, run_folder, "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "trainer")
+    return await _launch(config, run_folder, "trainer")
 
 
 async def _launch(config: Config, run_folder: Path, *module: str) -> int:
@@ -69,7 +69,7 @@ def _run(start: Start, run_folder: Path, config: Config, **options: Any) -> Cond
         hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
         try:
             conductor = Conductor(hub, config.model.path, config.trainer.steps, **options)
-            async with asyncio.timeout(110):  # torchrun imports torch twice; the limit of a test would end it without a word
+            async with asyncio.timeout(110):  # the limit of a test would end it without a word
                 served, trained = await asyncio.gather(conductor.run(), start(config, run_folder), return_exceptions=True)
         finally:
             hub.close()
@@ -183,10 +183,22 @@ def test_stop_in_the_middle_saves_the_last_policy(folders: dict[str, Path], tmp_
         assert torch.equal(saved, published)
 
 
+def test_a_trainer_told_to_train_no_further_says_all_there_is_and_waits(folders: dict[str, Path], tmp_path: Path) -> None:
+    """It had two steps; their policies and the checkpoint of the second, which was not due, come before its last word."""
+    conductor = _run(_in_this_process, tmp_path, make_config(folders["qwen2"], steps=50), stop_after=1, ends_first=True)
+    assert conductor.ended == TrainingEnded(version=2)
+    assert [done.step for done in conductor.done] == [0, 1]
+    assert [policy.version for policy in conductor.published] == [1, 2]
+    assert conductor.saved[-1].version == 2
+    assert max(pull.step for pull in conductor.pulls) == 2, "it had asked ahead, and asked no more"
+    for saved, published in zip(_weights(tmp_path / "model"), conductor.engine.module.state_dict().values(), strict=True):
+        assert torch.equal(saved, published)
+
+
 def test_a_mismatch_ends_the_run_and_reaches_the_orchestrator(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(MismatchError) as caught:
         _run(_in_this_process, tmp_path, make_config(folders["qwen3"]), logprob_error=0.01)
-    assert caught.value.__notes__[0].startswith("the orchestrator heard: MismatchError: rollout rollout-")
+    assert caught.value.__notes__[0].startswith("the orchestrator heard: MismatchError: step 0: mean of ")
     assert not (tmp_path / "model").exists()
 
 
@@ -265,4 +277,4 @@ def test_a_trainer_that_fails_early_leaves_its_last_words(folders: dict[str, Pat
     make_keys(tmp_path, PEERS)
     assert asyncio.run(_launch(make_config(folders["qwen3"], ranks=2), tmp_path, "trainer")) == 1
     words = json.loads((tmp_path / "failures" / "trainer-0.json").read_text())
-    assert words["error"].startswith("ConfigError: trainer.ranks is 2, but 1 processes were started")
+    assert words["error"].startswith("ConfigError: trainer.ranks is 2, but this process is one of 1 ")

@@ -33,8 +33,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"proximal": "engine", "weight": "none"},
     "m2po": {"masks": {"name": "m2po", "tau": 0.5}},
     "kl_cov": {"objective": {"fraction": 0.2}},
+    "grpo_tis": {"weight": {"cap": 3.0, "batch_normalize": True}},
 }
-"""One that trains row by row, and two that measure the whole step first."""
+"""One that trains row by row, and three that measure the whole step first."""
 
 
 def _train(folder: Path, rows: list[Samples], replicas: Replicas, method: str) -> dict[str, object]:
@@ -128,5 +129,5 @@ def test_two_ranks_go_through_a_run_and_end_together(
 
 
 def test_another_number_of_processes_than_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.ranks is 2, but 1 processes were started"):
+    with pytest.raises(ConfigError, match=r"trainer\.ranks is 2, but this process is one of 1 "):
         Replicas(ranks=2, deadline_s=60)

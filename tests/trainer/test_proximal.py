@@ -12,7 +12,7 @@ from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, m
 Samples = list[dict[str, np.ndarray]]
 STEP = 5
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "current": ("grpo", {}),
+    "current": ("grpo_tis", {}),
     "recomputed": ("decoupled_ppo", {}),
     "engine": ("grpo_dual_clip", {}),
     "loglinear": ("loglinear_ppo", {}),
@@ -63,23 +63,25 @@ def test_a_step_draws_its_region_around_the_policy_it_is_told(folders: dict[str,
     )
 
 
-def test_a_second_pass_over_a_step_measures_against_the_policy_at_its_start(folders: dict[str, Path]) -> None:
-    """Against two updates by hand, the second with the log-probabilities from before the first."""
+@pytest.mark.parametrize(("name", "high"), [("decoupled_ppo", 1.2), ("dapo", 1.28)])
+def test_a_second_pass_over_a_step_clips_around_the_policy_it_is_told(folders: dict[str, Path], name: str, high: float) -> None:
+    """Against two updates by hand: around the log-probabilities from before the first, or, for `dapo`, around the engine's."""
     samples = _near(folders["llama"])
     batch = make_batch(samples, step=STEP)
     mu, advantages = (torch.from_numpy(getattr(batch, column)[batch.trains]) for column in ("logprobs", "advantages"))
     by_hand = make_model(folders["llama"])
     _, optimizer = make_step(by_hand, learning_rate=1e-3)
     old = packed_logprobs(by_hand, samples).detach()
+    prox = mu if name == "dapo" else old
     ratio = torch.ones(())
     for _ in range(2):
-        ratio = (packed_logprobs(by_hand, samples) - old).exp()
-        weight = (old - mu).exp().clamp(max=5.0)
-        (-weight * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum().backward()
+        ratio = (packed_logprobs(by_hand, samples) - prox).exp()
+        weight = (prox - mu).exp().clamp(max=5.0)
+        (-weight * torch.minimum(ratio * advantages, ratio.clamp(0.8, high) * advantages)).sum().backward()
         optimizer.step(STEP, denominator=48)
 
     model = make_model(folders["llama"])
-    step, _ = make_step(model, method="decoupled_ppo", overrides={}, passes=2)
+    step, _ = make_step(model, method=name, overrides={}, passes=2)
     step.add(make_batch(samples[:3], step=STEP))
     step.add(make_batch(samples[3:], step=STEP, index=1))
     step.train_held(make_seal(samples, step=STEP))

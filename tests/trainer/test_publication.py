@@ -14,18 +14,24 @@ import pytest
 import torch
 
 from pipelinerl.errors import NoRoom
-from pipelinerl.messages import Failed, PolicyPublished, StepDone, StepSealed, Stop
+from pipelinerl.messages import Failed, MicroBatch, PolicyPublished, StepDone, StepSealed, Stop
 from pipelinerl.metrics import Journal
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
 from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
+from trainer.in_hand import InHand
 from trainer.lineage import Lineage
 from trainer.loop import Loop
 from trainer.phases import Phases
 from trainer.publication import Publication
 from trainer.publish import Publisher
+from trainer.waves import Wave, WavePart
+
+
+def _wave(batch: MicroBatch) -> Wave:
+    return Wave(batch=batch, parts=(WavePart(batch=batch, row=None, has_gradient=True),))
 
 
 def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -50,7 +56,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
     publisher = Publisher(read, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
     layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()})
     publisher.fix_layout(layout, num_engines=4)
-    rows = [(make_batch(samples, step=number), None) for number in range(3)]
+    rows = [_wave(make_batch(samples, step=number)) for number in range(3)]
     seals = [make_seal(samples, step=number) for number in range(3)]
     items = iter([*(item for pair in zip(rows, seals, strict=True) for item in pair), Stop(reason="the test is over")])
 
@@ -77,6 +83,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
                 checkpoint=lambda version, commit: None,
                 take_news=lambda: (),
                 checkpoint_every=100,
+                in_hand=InHand(tmp_path, rank=0, replica=0, num_replicas=1),
             )
             loop.run(0, 10)
         assert [policy.version for policy in published] == [1, 2, 3]
@@ -146,7 +153,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
         def items() -> Iterator[Any]:
             for number in range(5):
                 before_row(number)
-                yield make_batch(samples, step=number), None
+                yield _wave(make_batch(samples, step=number))
                 yield make_seal(samples, step=number)
             threading.Timer(0.3, filler.unlink).start()
             yield Stop(reason="the test is over")
@@ -167,6 +174,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
                 checkpoint=lambda version, commit: None,
                 take_news=lambda: (),
                 checkpoint_every=100,
+                in_hand=InHand(tmp_path, rank=0, replica=0, num_replicas=1),
             ).run(0, 10)
     assert [policy.version for policy in published] == [1, 3, 4, 5]
     assert [message.metrics.get("policies_skipped") for message in done] == [None, None, 1.0, None, None]

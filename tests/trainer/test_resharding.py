@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from pipelinerl.checkpoint_folder import complete
 from pipelinerl.layout import Layout, Schedule
 from pipelinerl.messages import CheckpointSaved
 from tests.trainer.ranks import run_jobs
@@ -102,3 +103,35 @@ def test_a_checkpoint_is_read_in_any_layout(tmp_path: Path, family: str, dtype: 
         assert expected.keys() == got.keys()
         assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
         assert any(not torch.equal(got[name], tensor) for name, tensor in _of_all(loaded, "after").items())
+
+
+def fall_back(replicas: Replicas, *, folder: Path, run_folder: Path, name: str) -> dict[str, Any]:
+    """Damage a file of the newest checkpoint, which one rank alone reads to check it; return what this rank then started from."""
+    if replicas.rank == 0:
+        path = complete(run_folder / "checkpoints")[-1] / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    assert replicas.all_agree(True, what="to have a file damaged")
+    model = make_model(folder, replicas=replicas)
+    _, optimizer = make_step(model, replicas=replicas)
+    checkpoints = Checkpoints(
+        run_folder / "checkpoints", state=lambda: state_of(model, optimizer), rank=replicas.rank, num_ranks=replicas.size, keep=9
+    )
+    restored = checkpoints.restore()
+    assert replicas.all_agree(True, what="to have restored")
+    assert checkpoints.damaged[0].version == (0 if restored is None else restored.version) + 1
+    return {"version": torch.tensor(0 if restored is None else restored.version), "before": _whole(state_of(model, optimizer))}
+
+
+def test_ranks_agree_on_the_checkpoint_to_fall_back_to_whoever_finds_the_damage(tmp_path: Path) -> None:
+    folder, layout = make_folder(tmp_path / "model", family="qwen3"), Layout(ranks=2, shard=2)
+    save = functools.partial(go_on, folder=folder, run_folder=tmp_path, dtype="float32")
+    spoil = functools.partial(fall_back, folder=folder, run_folder=tmp_path)
+    jobs = [(layout, functools.partial(save, version=version)) for version in (0, 1, 2)]
+    jobs += [(layout, functools.partial(spoil, name=name)) for name in ("__0_0.distcp", "__1_0.distcp")]
+    saved, results = (found := run_jobs(jobs, tmp_path))[:3], found[3:]
+    for result, version in zip(results, (2, 1), strict=True):
+        assert [int(rank["version"]) for rank in result] == [version, version]
+        expected, got = _of_all(saved[version - 1], "after"), _of_all(result, "before")
+        assert [name for name in expected if not torch.equal(expected[name], got[name])] == []

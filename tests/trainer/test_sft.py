@@ -42,6 +42,7 @@ def _config(model: Path, output: Path, *, seed: int = 0, **sft: Any) -> Config:
                 "source": "pipelinerl.demo.sort_digits:demonstrations",
                 "steps": 12,
                 "batch_size": 32,
+                "learning_rate": 2e-3,
                 "warmup_steps": 3,
                 "output": str(output),
                 **sft,
@@ -141,7 +142,7 @@ def _fine_tune_rank(rank: int, config: Config, folder: Path) -> None:
 
 
 def _batch(config: Config) -> list[tuple[list[int], int]]:
-    return [(token_ids.tolist(), num_prompt) for token_ids, num_prompt in next(Demonstrations(config).batches())]
+    return [(token_ids.tolist(), num_prompt) for token_ids, num_prompt in Demonstrations(config).batch_at(0)]
 
 
 def test_a_row_is_prompt_completion_and_end_of_sequence(demo_model: Path, tmp_path: Path) -> None:
@@ -154,9 +155,8 @@ def test_a_row_is_prompt_completion_and_end_of_sequence(demo_model: Path, tmp_pa
 def test_file_rows_are_shuffled_anew_every_epoch_by_the_seed(demo_model: Path, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"{number}=", "completion": "0"}) + "\n" for number in range(10, 40)))
-    batches = Demonstrations(_config(demo_model, tmp_path, source=str(source), batch_size=30)).batches()
-    first, second = next(batches), next(batches)
-    keys = [[token_ids.tobytes() for token_ids, _ in batch] for batch in (first, second)]
+    found = Demonstrations(_config(demo_model, tmp_path, source=str(source), batch_size=30))
+    keys = [[token_ids.tobytes() for token_ids, _ in found.batch_at(step)] for step in (0, 1)]
     assert sorted(keys[0]) == sorted(keys[1])
     assert keys[0] != keys[1]
 
@@ -193,10 +193,35 @@ def test_command_line_trains_from_a_file_with_overrides(
     _run_command(monkeypatch, str(config), "sft.steps=2", "sft.batch_size=8")
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("step 2/2   loss ")
-    assert lines[2].endswith(f"saved to {tmp_path / 'demo-model'}")
-    assert not all(torch.equal(old, new) for old, new in zip(before, _weights(tmp_path / "demo-model"), strict=True))
-    with pytest.raises(SystemExit, match=r"ConfigError: model\.path nowhere"):
+    tuned = tmp_path / "demo-model-sft"
+    assert lines[2].endswith(f"saved to {tuned}")
+    assert lines[3] == f"RL starts from it with: pipelinerl run {config} model.path={tuned}"
+    assert all(torch.equal(old, new) for old, new in zip(before, _weights(tmp_path / "demo-model"), strict=True)), "the base stays"
+    assert not all(torch.equal(old, new) for old, new in zip(before, _weights(tuned), strict=True))
+    with pytest.raises(SystemExit, match=r"ConfigError: model\.path: no folder at nowhere"):
         _run_command(monkeypatch, str(config), "model.path=nowhere")
+
+
+def test_a_config_for_fine_tuning_needs_neither_prompts_nor_rewards(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "sft.toml"
+    rows.write_text('{"prompt": "10=", "completion": "01"}\n')
+    config.write_text(
+        f'[run]\nfolder = "{tmp_path}"\n[model]\npath = "{demo_model}"\ndtype = "float32"\nmax_tokens = 32\n'
+        f'[rollout]\nmax_tokens = 8\n[sft]\nsource = "{rows}"\nsteps = 1\nbatch_size = 1\n'
+    )
+    _run_command(monkeypatch, str(config))
+    assert f"saved to {tmp_path / (demo_model.name + '-sft')}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"2 problems\n  - data\.source is missing: .*\n  - reward is missing: name a function in a"):
+        load(config)
+
+
+def test_a_folder_with_something_else_than_a_model_is_not_replaced(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="holds something else than a model, and saving one there would remove it"):
+        train_sft(_config(demo_model, tmp_path))
+    assert (tmp_path / "thesis.tex").exists()
 
 
 # --- the demo's task -------------------------------------------------------------------------------------------------------------

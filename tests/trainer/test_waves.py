@@ -22,7 +22,8 @@ from tests.trainer.tiny import make_batch, make_sample
 from trainer.feed import Feed
 from trainer.parallel import Replicas
 from trainer.row import Row
-from trainer.waves import READY_AHEAD, Waves
+from trainer.split import split_by_gradient
+from trainer.waves import READY_AHEAD, Wave, Waves
 
 NUM_ROWS = 6
 
@@ -93,7 +94,7 @@ def test_rows_come_in_order_with_their_layout_and_the_seal_last(tmp_path: Path) 
         return [waves.take() for _ in range(NUM_ROWS + 1)]
 
     taken, _ = _with_waves(tmp_path, lay_out=lambda batch: None, loop=loop)
-    assert [wave[0].index for wave in taken[:-1]] == list(range(NUM_ROWS))
+    assert [wave.batch.index for wave in taken[:-1]] == list(range(NUM_ROWS))
     assert isinstance(taken[-1], StepSealed)
 
 
@@ -130,8 +131,8 @@ def _take_all(replicas: Replicas) -> list[list[int]]:
     got: list[list[int]] = []
     with Waves(feed, replicas=replicas, lay_out=lambda batch: None) as waves:  # pyright: ignore[reportArgumentType]
         while not isinstance(wave := waves.take(), Stop):
-            assert isinstance(wave, tuple)
-            got.append(wave[0].token_ids.tolist())
+            assert isinstance(wave, Wave)
+            got.append(wave.batch.token_ids.tolist())
     return got
 
 
@@ -139,3 +140,25 @@ def test_ranks_of_a_replica_get_its_rows_and_all_ranks_end_after_the_same_wave(t
     (ranks,) = run_jobs([(Layout(ranks=4, tensor=2), _take_all)], tmp_path)
     first, second = _row(0).token_ids.tolist(), _row(1).token_ids.tolist()
     assert ranks == [[first], [first], [second], [second]]
+
+
+def _parts(replicas: Replicas) -> list[list[tuple[int, bool]]]:
+    """Sizes and kinds of what each rank computes of three waves: in the first replica 0 has an advantage, in the second none, then both."""
+    rows = [_row(number) for number in range(3)]
+    for index, row in enumerate(rows):
+        if (index, replicas.number) in ((0, 1), (1, 0), (1, 1)):
+            row.advantages[:] = 0
+    feed = _HandFed([*rows, Stop(reason="")]) if replicas.is_leader else None
+    taken: list[list[tuple[int, bool]]] = []
+    with Waves(feed, replicas=replicas, lay_out=lambda batch: None, split=split_by_gradient) as waves:  # pyright: ignore[reportArgumentType]
+        while not isinstance(wave := waves.take(), Stop):
+            assert isinstance(wave, Wave)
+            taken.append([(len(part.batch.token_ids), part.has_gradient) for part in wave.parts])
+    return taken
+
+
+def test_all_ranks_compute_the_parts_that_any_rank_has(tmp_path: Path) -> None:
+    (ranks,) = run_jobs([(Layout(ranks=4, tensor=2), _parts)], tmp_path)
+    first = [[(5, True), (0, False)], [(6, False)], [(7, True)]]
+    second = [[(0, True), (5, False)], [(6, False)], [(7, True)]]
+    assert ranks == [first, first, second, second]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from trainer.parallel import Replicas
 from trainer.reference import Reference
 from trainer.row import arrange
 from trainer.step import Step
+from trainer.teachers import Teachers
 from trainer.torch_engine import TorchEngine
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -88,6 +90,7 @@ def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index
         rewards=np.array([sample["reward"] for sample in samples], np.float32),
         truncated=np.array([sample["truncated"] for sample in samples], np.bool_),
         group_ids=np.array([sample.get("group", 0) for sample in samples], np.int32),
+        engine_ids=np.array([sample.get("engine", -1) for sample in samples], np.int32),
         **columns,
     )
 
@@ -108,7 +111,7 @@ def make_step(
     method: str = "grpo",
     overrides: dict[str, Any] | None = None,
     is_offloaded: bool = False,
-    reference: Model | None = None,
+    reference: Model | Teachers | None = None,
     critic: Model | None = None,
     **options: Any,
 ) -> tuple[Step, Optimizer]:
@@ -129,16 +132,16 @@ def make_step(
         if trained is not None
     ]
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
-    resolved = resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS)
+    resolved = resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS, updates_per_batch=2)
     trained = None if critic is None else Trained(model=critic, optimizer=of_critic[0])
     step = Step(
-        TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of),
+        TorchEngine(model, optimizer=optimizer, replicas=replicas, read=functools.partial(Outputs.of, extras=model.extras)),
         method=resolved,
         replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
         max_mismatch_kl=max_mismatch_kl,
-        reference=None if reference is None else Reference(reference, replicas=replicas),
+        reference=Reference(reference, replicas=replicas) if isinstance(reference, Model) else reference,
         critic=None if trained is None else critic_of(trained, method=resolved, replicas=replicas),
         **options,
     )

@@ -5,11 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights import gloo
@@ -100,6 +102,28 @@ def test_who_does_not_know_the_token_gets_nothing(trainer: Trainer):
     assert rest not in str(caught.value)
 
 
+def test_a_stranger_with_the_address_learns_nothing_from_the_store(trainer: Trainer):
+    """Torch's own store would list its keys to anybody, and the tokens of slots in them."""
+    assert fetch_whole(trainer)
+    address, port = trainer.slot.split("/")[2].split(":")
+    with pytest.raises(RuntimeError):
+        dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)).list_keys()
+    assert fetch_whole(trainer), "and it went on as before"
+
+
+def test_the_store_keeps_nothing_of_calls_that_went_well():
+    layout = plan_layout({"a": torch.zeros(1000, dtype=torch.uint8)})
+    host = gloo.host(deadline_s=10.0)
+    pool, guest = SlotPool(host, num_bytes=num_bytes(layout)), gloo.guest(deadline_s=10.0)
+    slot = pool.acquire(1.0)
+    assert slot is not None
+    digest = pool.publish(slot, seal(1, slot.buffer, layout))
+    for _ in range(3):
+        guest.fetch(slot.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
+    pool.close()  # waits for those who answer
+    assert host._server._table.values == {}
+
+
 def test_the_token_stays_out_of_error_messages(trainer: Trainer):
     with pytest.raises(WeightsError, match="announced was ff") as caught:
         gloo.guest(deadline_s=20.0).fetch(trainer.slot, "ff", spare)
@@ -130,7 +154,8 @@ def test_a_line_to_the_trainer_is_used_again_and_not_for_another_trainer():
         assert slot is not None
         digest = pool.publish(slot, seal(1, slot.buffer, layout))
         guest.fetch(slot.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
-        ((line,),) = guest._lines._idle.values()
+        assert guest._client is not None
+        (line,) = guest._client._idle
         lines.append(line)
     assert lines[0] is lines[1]
     assert lines[2] is not lines[0]

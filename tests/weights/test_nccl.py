@@ -9,10 +9,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
 from pipelinerl.weights import nccl
 from pipelinerl.weights.calls import Pair
+from pipelinerl.weights.rendezvous_store import RendezvousStore
 from tests.contract.device_stand_ins import StandInNccl
 
 
@@ -20,12 +21,12 @@ from tests.contract.device_stand_ins import StandInNccl
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pair]]:
     """Both ends, with buckets of 64 bytes."""
     monkeypatch.setattr(nccl, "BUCKET_BYTES", 64)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    server = RendezvousServer("127.0.0.1", "token")
     ends: list[Pair] = []
 
     def meet(rank: int) -> None:
-        link = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        found = nccl._Connect(StandInNccl())(link, "call", rank, address="127.0.0.1", deadline=timedelta(seconds=20))
+        store = RendezvousStore(RendezvousClient("127.0.0.1", server.port, "token"), timeout=timedelta(seconds=20))
+        found = nccl._Connect(StandInNccl())(store, "call", rank, address="127.0.0.1", deadline=timedelta(seconds=20))
         ends.insert(0, found) if rank == 0 else ends.append(found)
 
     trainer = threading.Thread(target=meet, args=(0,))
@@ -35,6 +36,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pair]]:
     yield ends
     for end in ends:
         end.abort()
+    server.close()
 
 
 @pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, 128, 129, 1000])

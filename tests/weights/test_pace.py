@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 
 import pytest
@@ -48,3 +49,47 @@ def test_who_has_none_does_not_rest_nor_does_one_whose_share_has_ended(core: Cor
         core.work(1.0)
     pace.rest()
     assert core.now_s == 1.0
+
+
+class _Lifted(threading.Event):
+    """Waits on the simulated core."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self._core = core
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.is_set():
+            self._core.sleep(timeout or 0.0)
+        return self.is_set()
+
+
+def test_while_nobody_else_wants_the_core_no_rest_is_due_then_nor_later(core: Core):
+    lifted = _Lifted(core)
+    with pace.at_most(0.1, lifted=lifted):
+        lifted.set()
+        core.work(7.0)
+        pace.rest()
+        assert core.now_s == 7.0
+        lifted.clear()
+        core.work(1.0)
+        pace.rest()
+        assert core.now_s == pytest.approx(7.0 + 10.0), "the seven seconds are not paid back"
+
+
+def test_whoever_rests_goes_on_the_moment_the_core_is_free():
+    """By a real clock: one share of 1e-6 would rest for hours."""
+    lifted, rested = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with pace.at_most(1e-6, lifted=lifted):
+            sum(range(100_000))
+            pace.rest()
+        rested.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert not rested.is_set()
+    lifted.set()
+    thread.join(60)
+    assert rested.is_set()

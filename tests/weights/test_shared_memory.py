@@ -1,10 +1,13 @@
 """Slots in shared memory: who may read them, and what is left behind."""
 
+import contextlib
 import faulthandler
+import mmap
 import multiprocessing
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +17,8 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.road import Slot
-from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach
-from pipelinerl.weights.slots import FOLDER, run_token, unlink_slots
+from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach, write_beside
+from pipelinerl.weights.slots import FOLDER, forget_vllm_names, run_token, sweep, unlink_slots
 
 SIZE = 5000
 FORKED = multiprocessing.get_context("fork")
@@ -68,7 +71,11 @@ def test_slots_belong_to_their_owner_alone_and_go_at_close(token: str) -> None:
     memory.offer(slot, Manifest(version=1, proofs=(), num_bytes=SIZE), b"manifest")
     state = (FOLDER / slot.name).stat()
     assert (state.st_mode & 0o777, state.st_size) == (0o600, SIZE)
-    assert {path.name for path in FOLDER.glob(f"pipelinerl-{token}-*")} == {slot.name, f"{slot.name}.manifest"}
+    assert {path.name for path in FOLDER.glob(f"pipelinerl-{token}-*")} == {
+        slot.name,
+        f"{slot.name}.manifest",
+        f"pipelinerl-{token}-{os.getpid()}.owner",
+    }
     memory.close()
     memory.close()
     assert not list(FOLDER.glob(f"pipelinerl-{token}-*"))
@@ -78,7 +85,7 @@ def test_slots_of_a_dead_run_with_the_same_token_are_removed(token: str) -> None
     for name in ("2", "2.manifest", "2.draft"):
         (FOLDER / f"pipelinerl-{token}-{name}").write_bytes(b"old")
     SharedMemory(token)
-    assert not list(FOLDER.glob(f"pipelinerl-{token}-*"))
+    assert [path.suffix for path in FOLDER.glob(f"pipelinerl-{token}-*")] == [".owner"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_a_link_in_the_place_of_a_slot_is_refused(token: str, tmp_path: Path) ->
 def test_too_little_shared_memory_is_said_before_a_byte_is_written(token: str) -> None:
     with pytest.raises(WeightsError, match=r"no room for pipelinerl-.* of 1125899906842624 bytes in /dev/shm: \d+ bytes free"):
         SharedMemory(token).make(0, 1 << 50)
-    assert not list(FOLDER.glob(f"pipelinerl-{token}-*"))
+    assert [path.suffix for path in FOLDER.glob(f"pipelinerl-{token}-*")] == [".owner"]
 
 
 def test_a_trainer_that_starts_again_takes_other_names(token: str) -> None:
@@ -124,3 +131,69 @@ def test_a_trainer_that_starts_again_takes_other_names(token: str) -> None:
 
 def test_token_follows_the_run_folder(tmp_path: Path) -> None:
     assert run_token(tmp_path / "a") == run_token(tmp_path / "b" / ".." / "a") != run_token(tmp_path / "b")
+
+
+def test_what_a_killed_process_left_is_swept_and_what_a_living_one_made_is_not(tmp_path: Path) -> None:
+    """By a lock of the owner's, which no reused process id and no other container can feign."""
+    parent, child = FORKED.Pipe()
+
+    def leave() -> None:
+        memory = SharedMemory("dead", folder=tmp_path)
+        write_beside(memory.make(0, SIZE).name, ".manifest", b"{}", folder=tmp_path)
+        child.send("made")
+        signal.pause()
+
+    process = FORKED.Process(target=leave)
+    process.start()
+    assert parent.recv() == "made"
+    with contextlib.closing(SharedMemory("living", folder=tmp_path)) as living:
+        slot = living.make(0, SIZE)
+        assert sweep(folder=tmp_path) == 0, "both owners live"
+        process.kill()
+        process.join()
+        assert sweep(folder=tmp_path) >= SIZE
+        assert {path.name.split("-")[1] for path in tmp_path.iterdir()} == {"living"}
+        attach(slot.name, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_leaves_alone_what_has_no_owner_and_what_is_not_a_plain_file(tmp_path: Path) -> None:
+    (tmp_path / "pipelinerl-other-10").touch()
+    (tmp_path / "victim").touch()
+    (tmp_path / "pipelinerl-link-1.owner").symlink_to(tmp_path / "victim")
+    assert sweep(folder=tmp_path) == 0
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def vllm_buffer(folder: Path, *, age_s: float, name: str = "vllm_dist_0f-tp:0-[0-1]-cpushm_0") -> Path:
+    """A file as the ranks of vLLM's engines on CPUs leave them."""
+    path = folder / name
+    path.write_bytes(bytes(1 << 16))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_what_vllms_ranks_left_is_swept_once_nobody_has_it(tmp_path: Path) -> None:
+    path = vllm_buffer(tmp_path, age_s=100)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        assert sweep(folder=tmp_path) == 0, "a living process has mapped it"
+    assert sweep(folder=tmp_path) == 1 << 16
+    assert not path.exists()
+
+
+def test_what_vllms_ranks_may_still_be_meeting_by_is_not_swept_nor_what_only_looks_alike(tmp_path: Path) -> None:
+    vllm_buffer(tmp_path, age_s=5)
+    vllm_buffer(tmp_path, age_s=100, name="vllm_dist_0f.txt")
+    vllm_buffer(tmp_path, age_s=100, name="else-cpushm_0")
+    (tmp_path / "vllm_dist_1-cpushm_0").symlink_to("else-cpushm_0")
+    os.utime(tmp_path / "vllm_dist_1-cpushm_0", (0, 0), follow_symlinks=False)
+    before = set(tmp_path.iterdir())
+    assert sweep(folder=tmp_path) == 0
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_an_engine_forgets_the_names_of_its_own_buffers_alone(tmp_path: Path) -> None:
+    own, others = vllm_buffer(tmp_path, age_s=0), vllm_buffer(tmp_path, age_s=0, name="vllm_dist_0f1-tp:0-[0-1]-cpushm_0")
+    forget_vllm_names("vllm_dist_0f", folder=tmp_path)
+    assert set(tmp_path.iterdir()) == {others}
+    assert not own.exists()

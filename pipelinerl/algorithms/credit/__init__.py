@@ -27,7 +27,9 @@ from pipelinerl.algorithms.credit import (
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 from pipelinerl.algorithms.credit.batch_rule import Credit
 from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
-from pipelinerl.algorithms.method import Method
+from pipelinerl.algorithms.method import Method, Rule
+from pipelinerl.algorithms.own import is_own, load_own, signature_of
+from pipelinerl.errors import ConfigError
 
 _ADVANTAGE: dict[str, Callable[..., Credit]] = {
     "none": advantage.zero,
@@ -57,6 +59,7 @@ _ADVANTAGE: dict[str, Callable[..., Credit]] = {
 _BATCH: dict[str, Callable[..., list[Credit]]] = {
     "whiten_tokens": batch_rule.whiten_tokens,
     "whiten_sequences": batch_rule.whiten_sequences,
+    "std_of_rewards": batch_rule.std_of_rewards,
     "gpg_alpha": batch_rule.gpg_alpha,
 }
 
@@ -87,6 +90,8 @@ def group_advantages(group: ScoredGroup, *, method: Method, baselines: RoleBasel
         if baselines is None:
             raise ValueError("advantage rae: got no baselines; keep one RoleBaselines per run, snapshot it, and pass it")
         return baselines.advantages(shaped)
+    if is_own(rule.name):
+        return _own_advantages(shaped, rule=rule)
     if rule.name not in _ADVANTAGE:
         raise ValueError(f"advantage {rule.name} reads what nothing here supplies; `resolve` refuses it")
     return _ADVANTAGE[rule.name](shaped, **options)
@@ -108,6 +113,28 @@ def token_columns(credit: Credit, *, group: ScoredGroup) -> list[Float64]:
     masks = group.masks()
     rows = credit if isinstance(credit, list) else [np.full(len(trains), value) for value, trains in zip(credit, masks, strict=True)]
     return [np.where(trains, row, 0.0) for row, trains in zip(rows, masks, strict=True)]
+
+
+def _own_advantages(group: ScoredGroup, *, rule: Rule) -> Credit:
+    """What a user's function gives for a group, checked. Raises `ConfigError`, with its cause where the function raises."""
+    parameters, _, _ = signature_of(rule.name)
+    given = [group.masks() if parameter == "trains" else group.required(parameter) for parameter in parameters]
+    try:
+        credit = load_own(rule.name)(*given, **rule.options)
+    except Exception as error:  # a user's function may raise anything; it becomes a named error with its cause
+        raise ConfigError(f"algorithm.advantage: {rule.name} raised {type(error).__name__}: {error}") from error
+    num, sizes = len(group.rewards), [len(trains) for trains in group.masks()]
+    rows = [np.asarray(row, np.float64) for row in credit] if isinstance(credit, list | tuple) else np.asarray(credit, np.float64)
+    is_whole = isinstance(rows, np.ndarray) and rows.shape == (num,)
+    if not is_whole and not (isinstance(rows, list) and [row.shape for row in rows] == [(size,) for size in sizes]):
+        got = f"an array of shape {rows.shape}" if isinstance(rows, np.ndarray) else f"arrays of shapes {[row.shape for row in rows]}"
+        raise ConfigError(
+            f"algorithm.advantage: {rule.name} returned {got}, expected one number for each of {num} siblings, or for each"
+            f" an array of one number per position, {sizes} of them"
+        )
+    if not all(np.isfinite(row).all() for row in rows):
+        raise ConfigError(f"algorithm.advantage: {rule.name} returned an advantage that is not finite for rewards {group.rewards.tolist()}")
+    return rows
 
 
 def _shaped(group: ScoredGroup, method: Method) -> ScoredGroup:

@@ -69,6 +69,13 @@ def whiten_sequences(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *
     return [whiten(np.asarray(credit), moments=total, eps=eps) for credit in credits]
 
 
+def std_of_rewards(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, eps: float, ddof: int) -> list[Credit]:
+    """Over the standard deviation of all rewards of the step: no group's own spread is amplified. Zeros where all rewards are equal."""
+    rewards = np.concatenate([group.rewards for group in groups] or [np.zeros(0)])
+    spread = float(rewards.std(ddof=ddof)) if len(rewards) > ddof else 0.0
+    return [_mapped(credit, group.masks(), lambda values: values / (spread + eps)) for credit, group in zip(credits, groups, strict=True)]
+
+
 def gpg_alpha(credits: Sequence[Credit], groups: Sequence[ScoredGroup]) -> list[Credit]:
     """Times groups / groups with a nonzero advantage (arXiv:2504.02546): groups without signal do not shrink a step; zero stays zero."""
     with_signal = sum(any(np.any(part) for part in (credit if isinstance(credit, list) else [credit])) for credit in credits)

@@ -17,11 +17,11 @@ def energy(probabilities: Float64, *, square_sums: Float64, importance: Float64)
     return importance**2 * (1.0 - 2.0 * probabilities + square_sums)
 
 
-def otb(group: ScoredGroup) -> list[Float64]:
+def otb(group: ScoredGroup, *, handle_zero_tail: bool) -> list[Float64]:
     """N arrays [P]: R - B_t with B_t = sum_i R_i W_it / sum_i W_it over the siblings that have a token at t, W the energies up to it.
 
     Where no energy is left (all siblings certain of their token) there is no gradient either, and the advantage is 0. A position that one
-    sibling alone reaches is its own baseline: 0.
+    sibling alone reaches is its own baseline: 0; with `handle_zero_tail` it has no baseline, and the advantage is R (verl's default).
     """
     weights = [np.cumsum(row) for row in group.required("energies")]
     total, weighted = np.zeros((2, max((len(row) for row in weights), default=0)))
@@ -30,4 +30,8 @@ def otb(group: ScoredGroup) -> list[Float64]:
         weighted[: len(weight)] += weight * reward
     baseline = np.divide(weighted, total, out=np.zeros_like(total), where=total > 0)
     ends = [len(weight) for weight in weights]
-    return [np.where(total[:end] > 0, reward - baseline[:end], 0.0) for end, reward in zip(ends, group.rewards, strict=True)]
+    credits = [np.where(total[:end] > 0, reward - baseline[:end], 0.0) for end, reward in zip(ends, group.rewards, strict=True)]
+    if handle_zero_tail and len(ends) > 1:
+        *_, second, longest = np.argsort(ends)
+        credits[longest][ends[second] :] = group.rewards[longest]
+    return credits

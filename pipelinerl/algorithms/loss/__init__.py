@@ -16,12 +16,14 @@ from torch import Tensor
 
 from pipelinerl.algorithms.loss import kl as kl_penalty
 from pipelinerl.algorithms.loss.columns import StepStatistics, Terms, TokenColumns, log_difference
-from pipelinerl.algorithms.loss.correction import importance_weights, terms_of
+from pipelinerl.algorithms.loss.correction import importance_weights, is_normalized, terms_of
 from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.loss.meters import Meters, finish_meters, measure, merge_meters, reduces_by_maximum
-from pipelinerl.algorithms.loss.objective import OBJECTIVES
+from pipelinerl.algorithms.loss.objective import objective_loss
+from pipelinerl.algorithms.loss.own import call_own
 from pipelinerl.algorithms.loss.step_statistics import measure_step
 from pipelinerl.algorithms.method import DIVIDES_BY_TOKENS_OF_SEQUENCE, Aggregation, Method, Rule
+from pipelinerl.algorithms.own import is_own
 from pipelinerl.errors import ConfigError
 
 __all__ = [
@@ -56,15 +58,18 @@ def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatis
     terms = terms_of(columns, proximal=method.proximal, statistics=statistics)
     keeps = _keeps(terms, method=method)
     weights = _ordered_weights(terms, keeps=keeps, method=method)
-    objective = OBJECTIVES[method.objective.name](terms, **method.objective.options)
+    objective = objective_loss(terms, rule=method.objective)
     factor = _factor(terms, aggregation=method.aggregation)
     parts = {"objective": _product(weights, *keeps.values()) * objective.values}
-    if method.kl.name != "none":
-        parts["kl"] = _faded(method.kl, "beta", step=columns.trained_version) * kl_penalty.penalty(terms, kind=method.kl.name)
+    penalties = None if method.kl.name == "none" else kl_penalty.penalty(terms, rule=method.kl)
+    if penalties is not None:
+        parts["kl"] = _faded(method.kl, "beta", step=columns.trained_version) * penalties
     parts |= {rule.name: _auxiliary(terms, rule=rule) for rule in method.auxiliary}
     sums = {name: torch.where(columns.trains, factor * values, 0).sum() for name, values in parts.items()}
     with torch.no_grad():
         meters = measure(terms, weights=weights, clipped=objective.clipped, keeps=keeps)
+        if penalties is not None:
+            meters["kl_penalty_sum"] = terms.sequences.mean(penalties.detach()).sum()
     meters |= {f"loss_{name}_total": value.detach() for name, value in sums.items()}
     return LossSums(loss=torch.stack(list(sums.values())).sum(), meters=meters)
 
@@ -96,6 +101,8 @@ def _keeps(terms: Terms, *, method: Method) -> dict[str, Tensor]:
 
 def _ordered_weights(terms: Terms, *, keeps: dict[str, Tensor], method: Method) -> Tensor:
     """[T] importance weights, formed over the kept tokens only where the method masks before it weighs."""
+    if is_normalized(method.weight):  # never before masks: `refusals` sees to it
+        return importance_weights(terms, rule=method.weight) / terms.known.mean_weight
     if method.mask_order != "before_weight" or not keeps:
         return importance_weights(terms, rule=method.weight)
     kept = _product(torch.ones_like(terms.logprobs), *keeps.values()) > 0
@@ -117,6 +124,8 @@ def _factor(terms: Terms, *, aggregation: Aggregation) -> Tensor:
 
 
 def _auxiliary(terms: Terms, *, rule: Rule) -> Tensor:
+    if is_own(rule.name):
+        return call_own(rule, terms, column="auxiliary")
     match rule.name:
         case "entropy_bonus":
             return -_faded(rule, "coef", step=terms.columns.trained_version) * terms.column("entropy")

@@ -2,7 +2,7 @@
 
 Invariants: tokens that do not train enter no sum, mean, product, maximum or count, whatever number stands there (NaN and -1e4 included:
 they are replaced before any arithmetic). Log-differences are float32 or wider and clamped to +-20 before `exp`. Everything but
-`TokenColumns.logprobs` and `entropy` is detached.
+`TokenColumns.logprobs`, `entropy` and `divergence` is detached.
 
 Legend: `T` tokens of the row, either all of them or only those that train; `N` sequences in it. A sequence lies whole and in order in
 one row.
@@ -31,6 +31,7 @@ _PER_TOKEN = (
     "positions",
     "entropy",
     "reference_logprobs",
+    "divergence",
     "old_logprobs",
 )
 
@@ -59,6 +60,8 @@ class TokenColumns:
     """[T] float, exact entropy, with gradient."""
     reference_logprobs: Tensor | None = None
     """[T] float, reference policy or teacher."""
+    divergence: Tensor | None = None
+    """[T] float, from the reference's or teacher's whole distribution, by the method's `mix`; with gradient."""
     old_logprobs: Tensor | None = None
     """[T] float, the policy at the start of the step."""
     weights: Tensor | None = None
@@ -104,10 +107,14 @@ class StepStatistics:
     """Over trained tokens."""
     mean_logprob: float = 0.0
     """Of `old_logprobs`, over trained tokens."""
+    entropy_threshold: float = 0.0
+    """Smallest entropy among the tokens that train."""
     covariance_threshold: float = 0.0
     """Smallest covariance among the chosen tokens."""
     pick_probability: float = 0.0
     """Chance of a candidate token to be zeroed."""
+    mean_weight: float = 1.0
+    """What importance weights are divided by; 1 where they are not, or where all of them are 0."""
     positive_scale: float = 0.0
     """Trained tokens / trained tokens of correct sequences; 0 where none is correct."""
 
@@ -191,9 +198,9 @@ class Terms:
         return dataclasses.replace(self, sequences=self.sequences.restricted(keep))
 
     def column(self, name: str) -> Tensor:
-        """A further column of the row, masked, upcast and, unless it is the entropy, detached."""
+        """A further column of the row, masked, upcast and, unless it is the model's to change, detached."""
         values = masked(self.columns.required(name), self.trains, like=self.logprobs)
-        return values if name == "entropy" else values.detach()
+        return values if name in ("entropy", "divergence") else values.detach()
 
 
 def masked(values: Tensor, trains: Tensor, *, like: Tensor | None = None) -> Tensor:

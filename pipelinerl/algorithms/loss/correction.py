@@ -22,7 +22,9 @@ from pipelinerl.algorithms.loss.columns import (
     runs_of,
     sequences_of,
 )
+from pipelinerl.algorithms.loss.own import call_own
 from pipelinerl.algorithms.method import Rule
+from pipelinerl.algorithms.own import is_own
 
 
 def terms_of(columns: TokenColumns, *, proximal: Rule, statistics: StepStatistics | None = None) -> Terms:
@@ -58,8 +60,14 @@ def loglinear_logprobs(current: Tensor, *, behaviour: Tensor, versions: Tensor, 
 
 
 def importance_weights(terms: Terms, *, rule: Rule) -> Tensor:
-    """[T] detached weight of each token; 0 where a masking weight (MIS, IcePop) rejects it."""
-    return _WEIGHTS[rule.name](terms, **rule.options)
+    """[T] detached weight of each token; 0 where a masking weight (MIS, IcePop) rejects it. Nothing is divided by a batch's mean."""
+    options = {name: value for name, value in rule.options.items() if name != "batch_normalize"}
+    return call_own(rule, terms, column="weight") if is_own(rule.name) else _WEIGHTS[rule.name](terms, **options)
+
+
+def is_normalized(rule: Rule) -> bool:
+    """Whether weights are divided by their mean over the step."""
+    return not is_own(rule.name) and bool(rule.options.get("batch_normalize"))
 
 
 def _proximal_logprobs(columns: TokenColumns, *, logprobs: Tensor, behaviour: Tensor, rule: Rule) -> Tensor:
@@ -82,16 +90,16 @@ def _none(terms: Terms) -> Tensor:
     return torch.ones_like(terms.log_rho)
 
 
-def _tis_token(terms: Terms, *, cap: float) -> Tensor:
-    return terms.rho.clamp(max=cap)
+def _tis_token(terms: Terms, *, cap: float, floor: float) -> Tensor:
+    return terms.rho.clamp(floor, cap)
 
 
-def _tis_sequence(terms: Terms, *, cap: float) -> Tensor:
-    return _product(terms).clamp(max=cap)
+def _tis_sequence(terms: Terms, *, cap: float, floor: float) -> Tensor:
+    return _product(terms).clamp(floor, cap)
 
 
-def _tis_geometric(terms: Terms, *, cap: float) -> Tensor:
-    return _geometric(terms, terms.sequences).clamp(max=cap)
+def _tis_geometric(terms: Terms, *, cap: float, floor: float) -> Tensor:
+    return _geometric(terms, terms.sequences).clamp(floor, cap)
 
 
 def _tis_segment(terms: Terms, *, cap: float) -> Tensor:

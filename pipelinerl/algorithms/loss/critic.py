@@ -24,6 +24,13 @@ def clipped_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, t
     return 0.5 * torch.maximum(plain, cut).sum(), (cut > plain).sum()
 
 
+def huber_value_loss(values: Tensor, *, returns: Tensor, trains: Tensor, delta: float) -> tuple[Tensor, Tensor]:
+    """Sum over trained tokens of the Huber loss of V - G, and the number of those beyond `delta`, where its slope stays. All inputs [T]."""
+    value = masked(values, trains)
+    target = masked(returns.detach(), trains, like=value)
+    return F.huber_loss(value, target, reduction="sum", delta=delta), ((value - target).abs() > delta).sum()
+
+
 def implicit_prm_loss(
     logprobs: Tensor, *, reference_logprobs: Tensor, correct: Tensor, sequences: Segments, beta: float
 ) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT, Segments, Terms
 from pipelinerl.algorithms.loss.kl import k3
+from pipelinerl.algorithms.loss.own import call_own
 from pipelinerl.algorithms.loss.probability import binary_kl
 from pipelinerl.algorithms.loss.step_statistics import second_moments
 from pipelinerl.algorithms.method import Rule
+from pipelinerl.algorithms.own import is_own
 
 
 def keep_mask(terms: Terms, *, rule: Rule) -> Tensor:
     """[T] bool, true where the rule lets the token train; meaningless where the token does not train anyway."""
-    return _MASKS[rule.name](terms, **rule.options)
+    return call_own(rule, terms, column="masks") if is_own(rule.name) else _MASKS[rule.name](terms, **rule.options)
 
 
 def _outlier_band(terms: Terms, *, low: float, high: float) -> Tensor:
@@ -78,6 +80,14 @@ def _m2po(terms: Terms, *, tau: float) -> Tensor:
     return second_moments(terms.columns) <= terms.known.m2po_threshold
 
 
+def _top_entropy(terms: Terms, *, fraction: float) -> Tensor:
+    return terms.column("entropy").detach().float() >= terms.known.entropy_threshold
+
+
+def _tv_gate(terms: Terms, *, high: float) -> Tensor:
+    return _by_sequence(terms, terms.sequences.mean((terms.rho - 1).abs()) / 2 <= high)
+
+
 def _overlong(terms: Terms) -> Tensor:
     return _by_sequence(terms, ~terms.columns.required("truncated"))
 
@@ -105,6 +115,8 @@ _MASKS: dict[str, Callable[..., Tensor]] = {
     "opsm": _opsm,
     "vaco_tv": _vaco_tv,
     "m2po": _m2po,
+    "top_entropy": _top_entropy,
+    "tv_gate": _tv_gate,
     "overlong": _overlong,
     "version_withhold": _version_withhold,
     "partial_rollout": _partial_rollout,

@@ -6,6 +6,7 @@ trained tokens before rejection. `finish_meters` turns the totals of a step into
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -15,6 +16,9 @@ from pipelinerl.algorithms.loss.columns import Terms, log_difference
 from pipelinerl.algorithms.loss.kl import k3
 
 Meters = dict[str, Tensor]
+
+QUANTILE_TOKENS = 100
+"""Fewest tokens of a row of whose gaps a 0.99 quantile is taken: of fewer it is the largest, which grows with every token looked at."""
 
 
 def reduces_by_maximum(name: str) -> bool:
@@ -59,6 +63,8 @@ def measure(terms: Terms, *, weights: Tensor, clipped: Tensor, keeps: Mapping[st
     maxima = {"ratio_max": ratio, "ratio_negative_max": -ratio, "weight_max": weights, "importance_max": importance}
     if terms.columns.entropy is not None:
         sums["entropy"] = terms.column("entropy").detach()
+    if terms.columns.divergence is not None:
+        sums["divergence"] = terms.column("divergence").detach()
     if terms.columns.reference_logprobs is not None:
         to_reference = log_difference(terms.column("reference_logprobs"), terms.logprobs.detach())
         sums |= {"reference_k1": -to_reference, "reference_k3": k3(to_reference)}
@@ -80,11 +86,14 @@ def finish_meters(totals: Mapping[str, Tensor | float], *, denominator: float = 
     numbers |= losses | {"loss": sum(losses.values()), "tokens": tokens, "sequences": raw["sequences_sum"]}
     numbers |= {name: raw[name] for name in ("ratio_max", "weight_max", "importance_max")} | {"ratio_min": -raw["ratio_negative_max"]}
     numbers["ess_fraction"] = effective_sample_fraction(raw["importance_sum"], square_sum=raw["importance_square_sum"], count=tokens)
+    if "kl_penalty_sum" in raw:
+        numbers["kl_penalty"] = raw["kl_penalty_sum"] / raw["sequences_sum"]
     if raw.get("versioned_sum"):
         numbers |= {"staleness_mean": raw["staleness_sum"] / raw["versioned_sum"], "staleness_max": raw["staleness_max"]}
     if raw.get("fresh_sum"):
         numbers |= {"logprob_gap_mean": raw["logprob_gap_sum"] / raw["fresh_sum"], "logprob_gap_max": raw["logprob_gap_max"]}
         numbers |= {"mismatch_kl_fresh": raw["fresh_k3_sum"] / raw["fresh_sum"]}
+        numbers |= {"logprob_gap_p99": raw["logprob_gap_p99_max"]} if math.isfinite(raw["logprob_gap_p99_max"]) else {}
     if raw.get("kept_sum"):
         numbers |= {"mismatch_kl_kept": raw["kept_k3_sum"] / raw["kept_sum"], "tokens_kept": raw["kept_sum"]}
     return numbers
@@ -109,7 +118,19 @@ _LOGGED_AS = {
     "advantage_abs": "advantage_abs_mean",
 }
 _NOT_MEANS = frozenset(
-    {"tokens", "sequences", "importance_square", "staleness", "versioned", "fresh", "fresh_k3", "kept", "kept_k3", "logprob_gap"}
+    {
+        "tokens",
+        "sequences",
+        "kl_penalty",
+        "importance_square",
+        "staleness",
+        "versioned",
+        "fresh",
+        "fresh_k3",
+        "kept",
+        "kept_k3",
+        "logprob_gap",
+    }
 )
 
 
@@ -135,11 +156,19 @@ def _version_meters(terms: Terms, to_engine: Tensor) -> Meters:
         "kept_sum": kept.sum().to(gap.dtype),
         "kept_k3_sum": _sum(k3(to_engine), kept),
         "logprob_gap_max": _maximum(gap, fresh),
+        "logprob_gap_p99_max": _high_quantile(gap, fresh),
     }
 
 
 def _sum(values: Tensor, inside: Tensor) -> Tensor:
     return torch.where(inside, values, 0).sum()
+
+
+def _high_quantile(values: Tensor, inside: Tensor) -> Tensor:
+    """The 0.99 quantile of a row's values; -inf where they are too few. Over rows the largest counts, so a bad row is not thinned out."""
+    gone = torch.full((1,), torch.nan, dtype=values.dtype, device=values.device)
+    quantile = torch.cat([torch.where(inside, values, torch.nan), gone]).nanquantile(0.99)
+    return torch.where(inside.sum() < QUANTILE_TOKENS, torch.full_like(quantile, -torch.inf), quantile)
 
 
 def _maximum(values: Tensor, inside: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Where a formula is written per sequence, every token carries the form whose aggr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT, Terms, log_difference
+from pipelinerl.algorithms.loss.own import call_own
 from pipelinerl.algorithms.loss.probability import binary_kl
 from pipelinerl.algorithms.loss.step_statistics import covariance, uniform_draws
+from pipelinerl.algorithms.method import Rule
+from pipelinerl.algorithms.own import is_own
 
 
 class Loss(NamedTuple):
@@ -24,6 +28,13 @@ class Loss(NamedTuple):
     """[T] with gradient."""
     clipped: Tensor
     """[T] bool: tokens whose gradient the objective cut, bounded or zeroed."""
+
+
+def objective_loss(terms: Terms, *, rule: Rule) -> Loss:
+    """The loss of a method's objective: one of this file, or a function of the user's, whose clipping is not known."""
+    if is_own(rule.name):
+        return Loss(call_own(rule, terms, column="objective"), torch.zeros_like(terms.trains))
+    return OBJECTIVES[rule.name](terms, **rule.options)
 
 
 def clip(terms: Terms, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
@@ -95,6 +106,11 @@ def opd(terms: Terms, *, threshold: float) -> Loss:
     return Loss(-advantages * terms.ratio * keep, ~keep)
 
 
+def gkd(terms: Terms, *, mix: float) -> Loss:
+    """The divergence from the teacher's whole distribution (arXiv:2306.13649), which the trainer computed by `mix`."""
+    return Loss(terms.column("divergence"), torch.zeros_like(terms.trains))
+
+
 def topr(terms: Terms, *, cap: float) -> Loss:
     """A > 0: -A log pi. Else: weighted by min(product of the ratios of the whole sequence, cap), detached."""
     log_product = terms.sequences.sum(terms.log_ratio.detach()).clamp(-LOG_LIMIT, LOG_LIMIT)
@@ -104,6 +120,19 @@ def topr(terms: Terms, *, cap: float) -> Loss:
 def topr_token(terms: Terms, *, cap: float) -> Loss:
     """`topr` with the ratio of the token in place of the trajectory's (ROLL)."""
     return _tapered(terms, terms.ratio.detach(), cap=cap)
+
+
+def vespo(terms: Terms, *, k_positive: float, lambda_positive: float, k_negative: float, lambda_negative: float) -> Loss:
+    """-sg[phi(w)] A log pi with the gamma weight phi(w) = e^lambda w^k e^(-lambda w), 1 at w = 1, w the ratio of the whole sequence.
+
+    log w lies within log 1e-8 .. 20, as in the published code.
+    """
+    log_w = terms.sequences.spread(terms.sequences.sum(terms.log_ratio.detach())).clamp(math.log(1e-8), LOG_LIMIT)
+    is_good = terms.advantages >= 0
+    k = torch.full_like(log_w, k_negative).masked_fill(is_good, k_positive)
+    rate = torch.full_like(log_w, lambda_negative).masked_fill(is_good, lambda_positive)
+    phi = (rate + k * log_w - rate * log_w.exp()).exp()
+    return Loss(-phi * terms.advantages * terms.logprobs, torch.zeros_like(terms.trains))
 
 
 def kimi(terms: Terms, *, tau: float) -> Loss:
@@ -149,8 +178,8 @@ def kl_cov(terms: Terms, *, fraction: float, beta: float) -> Loss:
 OBJECTIVES: dict[str, Callable[..., Loss]] = {
     function.__name__: function
     for function in (
-        clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, prime_rl, ipo, opd,
-        topr, topr_token, kimi, dro, gpg, reinforce_is, clip_cov, kl_cov,
+        clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, prime_rl, ipo, opd, gkd,
+        topr, topr_token, vespo, kimi, dro, gpg, reinforce_is, clip_cov, kl_cov,
     )
 }  # fmt: skip
 

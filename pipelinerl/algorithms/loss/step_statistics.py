@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from pipelinerl.algorithms.loss.columns import StepStatistics, TokenColumns, log_difference, masked, places_of
+from pipelinerl.algorithms.loss.correction import importance_weights, is_normalized, terms_of
 from pipelinerl.algorithms.method import Method, Need
+from pipelinerl.algorithms.rules import spec_of
 
 Reduce = Callable[[Tensor], Tensor]
 """Sum of a float64 tensor [2] on the host over all ranks, given to all of them."""
+
+LEAST_MEAN_WEIGHT = 1e-8
+"""Smallest mean that weights are divided by, as verl: below it masking weights have rejected all tokens but by rounding."""
 
 _MIX = (0x1B873593CC9E2D51, 0x2545F4914F6CDD1D, 0x52DCE729D14A5B75)
 """Odd 63-bit multipliers of the hash behind `uniform_draws`; any such would do."""
@@ -25,7 +30,7 @@ _MIX = (0x1B873593CC9E2D51, 0x2545F4914F6CDD1D, 0x52DCE729D14A5B75)
 def measure_step(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> StepStatistics | None:
     """Statistics over all rows of a step on all ranks; None where the method needs none. `reduce` is the identity in one process.
 
-    The rows' `old_logprobs` must be filled in where a rule reads them; `logprobs` is not read.
+    The rows' `old_logprobs` must be filled in where a rule reads them; `logprobs` are those of the policy that the step begins with.
     """
     if Need.WHOLE_STEP not in method.needs:
         return None
@@ -33,6 +38,10 @@ def measure_step(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce
     for rule in method.masks:
         if rule.name == "m2po":
             values["m2po_threshold"] = _m2po_threshold(rows, tau=float(rule.options["tau"] or 0.0), reduce=reduce)
+        if rule.name == "top_entropy":
+            values["entropy_threshold"] = _entropy_threshold(rows, fraction=float(rule.options["fraction"] or 0.0), reduce=reduce)
+    if is_normalized(method.weight):
+        values["mean_weight"] = _mean_weight(rows, method=method, reduce=reduce)
     if method.objective.name in ("clip_cov", "kl_cov"):
         values |= _covariance_statistics(rows, method=method, reduce=reduce)
     if any(rule.name == "positive_nll" for rule in method.auxiliary):
@@ -74,6 +83,14 @@ def _m2po_threshold(rows: Sequence[TokenColumns], *, tau: float, reduce: Reduce)
     return _largest(mean_is_small)
 
 
+def _entropy_threshold(rows: Sequence[TokenColumns], *, fraction: float, reduce: Reduce) -> float:
+    """The largest entropy that so large a part of the step's tokens reaches, one at least: what a sort of all ranks' tokens would give."""
+    entropies = _joined([row.required("entropy")[row.trains] for row in rows])
+    _, num_tokens = _total(entropies, reduce=reduce)
+    wanted = max(1, int(fraction * num_tokens))
+    return _largest(lambda threshold: _total(entropies[entropies >= threshold], reduce=reduce)[1] >= wanted)
+
+
 def _covariance_statistics(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> dict[str, float]:
     options = {name: float(value or 0.0) for name, value in method.objective.options.items()}
     advantage_sum, num_tokens = _total(_joined([row.advantages[row.trains] for row in rows]), reduce=reduce)
@@ -91,6 +108,20 @@ def _covariance_statistics(rows: Sequence[TokenColumns], *, method: Method, redu
     inside = (covariances > options["low"]) & (covariances < options["high"])
     _, candidates = _total(covariances[inside], reduce=reduce)
     return values | {"pick_probability": min(1.0, wanted / candidates) if candidates else 0.0}
+
+
+def _mean_weight(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> float:
+    """Mean weight of the step's tokens, or of its sequences where one weight is a whole sequence's; 1 where it is as good as 0."""
+    by_sequence = spec_of("weight", method.weight.name).level == "sequence"
+    found: list[Tensor] = []
+    for row in rows:
+        terms = terms_of(row, proximal=method.proximal)
+        weights = importance_weights(terms, rule=method.weight).detach()
+        is_there = terms.sequences.sum(torch.ones_like(weights)) > 0
+        found.append(terms.sequences.mean(weights)[is_there] if by_sequence else weights[row.trains])
+    total, count = _total(torch.cat(found) if found else torch.zeros(0), reduce=reduce)
+    mean = total / count if count else 0.0
+    return mean if mean > LEAST_MEAN_WEIGHT else 1.0
 
 
 def _positive_scale(rows: Sequence[TokenColumns], *, reduce: Reduce) -> float:

@@ -1,0 +1,89 @@
+"""What engines, scorers and trainers may say of themselves: figures and lists that this run can have.
+
+Nothing of it is believed where it matters: who speaks, the connection's key says, and which process that is, its launcher knows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from orchestrator.rules.lies import Kind, Lie
+from pipelinerl.messages import EngineReady, Message, ScorerReady, TrainerReady, WeightsCommitted, WeightsRefused, WeightsStaged
+
+MAX_COUNT = 1 << 53
+"""Of any figure. A float holds every integer below, so nothing that is computed from one overflows."""
+MAX_LINEAGE = 1 << 31
+"""Of any rollback: each is a trainer's that starts again."""
+MAX_SLOTS = 1 << 16
+"""Reward calls, or sequences, that one process may run at once. Requests queue by it: larger lets one peer draw all of them to itself."""
+MAX_NAME = 64
+"""Characters of a rollout's name: longer ones nobody gives, and those that an engine names go into the journal."""
+
+
+class AnnouncedRule:
+    """Says what cannot be about an announcement, or about gauges."""
+
+    def __init__(self, *, max_outstanding: int, num_steps: int) -> None:
+        """`max_outstanding` requests may be in engines at once; policies are numbered up to `num_steps`."""
+        self._max_outstanding = max_outstanding
+        self._num_steps = num_steps
+
+    def engine(self, said: EngineReady, *, newest: int) -> Lie | None:
+        """`newest`: the newest version that any engine may hold."""
+        if not 0 <= said.version <= newest or not 0 <= said.lineage <= MAX_LINEAGE:
+            expected = f"0 to {newest}, the newest there can be"
+            return Lie(kind=Kind.VERSIONS, words=f"EngineReady: version {said.version} of lineage {said.lineage}, expected {expected}")
+        if not 1 <= said.max_running <= MAX_SLOTS or not 1 <= said.max_model_tokens <= MAX_COUNT:
+            got = f"max_running {said.max_running}, max_model_tokens {said.max_model_tokens}"
+            return Lie(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected 1 to {MAX_SLOTS}, and 1 or more")
+        is_wrong = any(len(name) > MAX_NAME or not 0 <= attempt <= MAX_COUNT for name, attempt in said.running.items())
+        if len(said.running) > self._max_outstanding or is_wrong:
+            got, expected = f"{len(said.running)} rollouts that it goes on with", f"at most {self._max_outstanding}, with attempts from 0"
+            return Lie(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected {expected}")
+        return None
+
+    def scorer(self, said: ScorerReady) -> Lie | None:
+        if 1 <= said.num_slots <= MAX_SLOTS:
+            return None
+        return Lie(kind=Kind.BOUNDS, words=f"ScorerReady: {said.num_slots} slots, expected 1 to {MAX_SLOTS}")
+
+    def trainer(self, said: TrainerReady) -> Lie | None:
+        """That version and commit are the ledger's own, `stages.delivery` looks up."""
+        saved = said.version if said.saved is None else said.saved
+        oldest = saved if said.oldest is None else said.oldest
+        if 0 <= oldest <= saved <= said.version <= self._num_steps:
+            return None
+        got, expected = f"version {said.version}, checkpoints {oldest} to {saved}", f"0 to {self._num_steps}, and no newer checkpoint"
+        return Lie(kind=Kind.STEPS, words=f"TrainerReady: {got}, expected {expected}")
+
+
+def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest: int, lineage: int) -> Lie | None:
+    """What cannot be about a policy that an engine speaks of: `newest` and `lineage` are the newest it was told to fetch, or
+    announced; an orchestrator that is gone may have told it of one lineage more."""
+    if 0 <= said.version <= newest and 0 <= said.lineage <= lineage + 1:
+        return gauges(said)
+    got, expected = f"version {said.version} of lineage {said.lineage}", f"up to {newest} of lineage {lineage}, the newest it was told of"
+    return Lie(kind=Kind.VERSIONS, words=f"{type(said).__name__}: {got}, expected {expected}")
+
+
+def gauges(said: Message) -> Lie | None:
+    """What cannot be about figures, those in lists and messages inside included: each must be finite and from 0."""
+    for name, value in _figures(said):
+        if not (0 <= value <= MAX_COUNT and math.isfinite(value)):
+            return Lie(kind=Kind.BOUNDS, words=f"{type(said).__name__}.{name[:100]} is {value:g}, expected a finite number from 0")
+    return None
+
+
+def _figures(value: Any, name: str = "") -> list[tuple[str, int | float]]:
+    if isinstance(value, bool | str) or value is None:
+        return []
+    if isinstance(value, int | float):
+        return [(name, value)]
+    if isinstance(value, msgspec.Struct):
+        return [each for field in value.__struct_fields__ for each in _figures(getattr(value, field), f"{name}.{field}".strip("."))]
+    if isinstance(value, dict):
+        return [each for key, inner in value.items() for each in _figures(inner, f"{name}.{key}")]
+    return []

@@ -1,0 +1,167 @@
+"""What an engine may say it has sampled: nothing that it cannot have, before any of it becomes durable.
+
+What is plausible and false, such as other log-probabilities than it sampled with, only the trainer can see: `pipelinerl.mismatch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from orchestrator.rules.lies import Kind, Lie
+from pipelinerl.messages import Completion, Finish, Generate, Int32, Routes, Tokens
+from pipelinerl.routes import table_of
+
+MAX_LOGPROB = 1e-3
+"""A log-probability of a token that is nearly certain may come out above 0 by rounding: float32 over 2^18 logits by less than 1e-5, and
+half precision by less than this. Larger lets forged weights above 1 through."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What an engine was asked, and what it can have done since."""
+
+    request: Generate
+    oldest: int
+    """Version that it held when it was asked, or a rollback since has taken it to."""
+    newest: int
+    """Newest version that it was told to fetch, or announced."""
+    max_model_tokens: int
+    """As it announced."""
+    max_swaps: int
+    """Versions it may have changed since."""
+    may_be_cancelled: bool
+    """It was asked to end this, or told of a rollback."""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.token_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture whose routes travel; None: the model's folder does not say."""
+
+    num_layers: int | None
+    """Of the whole model: more than have a router, where some have none."""
+    num_experts: int | None
+    top_k: int | None
+    """Experts of each token."""
+
+
+class SampledRule:
+    """Says what cannot be about an engine's answer. `vocabulary` None: the model's folder does not say; `experts` None: none travel."""
+
+    def __init__(self, *, vocabulary: int | None, experts: Experts | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._experts = experts
+
+    def completion(self, said: Completion, asked: Asked) -> Lie | None:
+        """The first thing that cannot be, or None."""
+        for check in (self._ids, _logprobs, _versions, _length, _finish, self._routes, _rest):
+            if (lie := check(said, asked)) is not None:
+                return lie
+        return None
+
+    def tokens(self, said: Tokens, asked: Asked) -> Lie | None:
+        """The same of a part of a sequence that goes on."""
+        end = said.start + len(said.token_ids)
+        if said.start < 0 or end > asked.request.sampling.max_tokens:
+            limit = asked.request.sampling.max_tokens
+            return Lie(kind=Kind.LENGTH, words=f"{_about(said)}: tokens {said.start} to {end}, expected at most {limit}")
+        return self.ids(said.token_ids, about=_about(said))
+
+    def ids(self, token_ids: Int32, *, about: str) -> Lie | None:
+        """Of tokens that anybody made: each must be one of the vocabulary's."""
+        if not len(token_ids):
+            return None
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low >= 0 and (self._vocabulary is None or high < self._vocabulary):
+            return None
+        expected = "0 or more" if self._vocabulary is None else f"0 to {self._vocabulary - 1}"
+        return Lie(kind=Kind.TOKENS, words=f"{about}: token ids from {low} to {high}, expected {expected}")
+
+    def _ids(self, said: Completion, asked: Asked) -> Lie | None:
+        return self.ids(said.token_ids, about=_about(said))
+
+    def _routes(self, said: Completion, asked: Asked) -> Lie | None:
+        if said.routes is None:
+            return None
+        if self._experts is None:
+            return Lie(kind=Kind.ROUTES, words=f"{_about(said)}: routes, expected none: model.replay_routes is false")
+        wrong = _wrong_routes(said.routes, self._experts, num_rows=asked.num_prompt + len(said.token_ids) - 1)
+        return Lie(kind=Kind.ROUTES, words=f"{_about(said)}: {wrong}") if wrong else None
+
+
+def _logprobs(said: Completion, asked: Asked) -> Lie | None:
+    if not len(said.logprobs):
+        return None
+    low, high = float(said.logprobs.min()), float(said.logprobs.max())  # NaN where any is
+    if math.isfinite(low) and high <= MAX_LOGPROB:
+        return None
+    return Lie(kind=Kind.LOGPROBS, words=f"{_about(said)}: log-probabilities from {low:g} to {high:g}, expected finite ones of at most 0")
+
+
+def _versions(said: Completion, asked: Asked) -> Lie | None:
+    if not len(said.versions):
+        return None
+    first, last = int(said.versions[0]), int(said.versions[-1])  # they never fall: the message itself refuses that
+    if asked.oldest <= first and last <= asked.newest:
+        return None
+    expected = f"{asked.oldest}, which it held when it was asked, to {asked.newest}, the newest it was told of"
+    return Lie(kind=Kind.VERSIONS, words=f"{_about(said)}: versions from {first} to {last}, expected {expected}")
+
+
+def _length(said: Completion, asked: Asked) -> Lie | None:
+    num, limit = len(said.token_ids), asked.request.sampling.max_tokens
+    if num <= limit:
+        return None
+    return Lie(kind=Kind.LENGTH, words=f"{_about(said)}: {num} tokens, expected at most {limit}")
+
+
+def _finish(said: Completion, asked: Asked) -> Lie | None:
+    num, sampling = len(said.token_ids), asked.request.sampling
+    is_full = num >= sampling.max_tokens or asked.num_prompt + num >= asked.max_model_tokens - 1
+    match said.finish:
+        case Finish.STOP if not num:
+            wrong = "no token, expected at least the one it stopped at"
+        case Finish.LENGTH if not is_full:
+            wrong = f"only {num} of {sampling.max_tokens} tokens, and the context is not full"
+        case Finish.CANCELLED if not asked.may_be_cancelled:
+            wrong = "nobody asked it to"
+        case _ if said.error and said.finish is not Finish.ERROR:
+            wrong = "with words of an error"
+        case _:
+            return None
+    return Lie(kind=Kind.FINISH, words=f"{_about(said)}: ended as {said.finish}, but {wrong}")
+
+
+def _rest(said: Completion, asked: Asked) -> Lie | None:
+    if len(said.recomputed) > asked.max_swaps:
+        num = len(said.recomputed)
+        wrong = f"its KV cache was computed anew {num} times, expected at most {asked.max_swaps}, once for each version since"
+        return Lie(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
+    if not (math.isfinite(said.started_at) and math.isfinite(said.finished_at)):
+        wrong = f"times {said.started_at} and {said.finished_at}, expected finite ones"
+        return Lie(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
+    return None
+
+
+def _wrong_routes(routes: Routes, experts: Experts, *, num_rows: int) -> str:
+    """What cannot be about them; empty where nothing is."""
+    if routes.num_rows != num_rows:
+        return f"routes of {routes.num_rows} tokens, expected {num_rows}, all but the last"
+    if routes.num_layers > (experts.num_layers or routes.num_layers) or routes.top_k != (experts.top_k or routes.top_k):
+        expected = f"expected at most {experts.num_layers} and {experts.top_k}"
+        return f"routes through {routes.num_layers} layers to {routes.top_k} experts in each, {expected}"
+    table = table_of(routes)
+    known = table[table != np.iinfo(table.dtype).max]
+    if experts.num_experts is not None and len(known) and int(known.max()) >= experts.num_experts:
+        return f"routes to expert {int(known.max())}, expected one of {experts.num_experts}"
+    return ""
+
+
+def _about(said: Completion | Tokens) -> str:
+    return f"{type(said).__name__} of rollout {said.rollout_id}, attempt {said.attempt}"

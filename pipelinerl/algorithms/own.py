@@ -1,0 +1,161 @@
+"""Rules of the user's own: a loss, a term of it, an advantage, a weight or a mask that a config names as `path:name`.
+
+What its parameters name arrives, and its keyword-only parameters are its options, with their defaults; whatever else it asks for is refused
+by name. That is read from the source, which is not run: a loss may import torch, and the orchestrator has none. `CARRIED` is the contract,
+by column: name, shape and dtype, and what the run must supply for it.
+
+An objective or auxiliary term returns [T] float, the loss of each token; a weight [T] float, which is detached; a mask [T] bool, true where
+the token trains; an advantage [N] float, or a list of N arrays [P]. T is at least 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.algorithms.method import Need, Option, RuleSpec
+from pipelinerl.errors import ConfigError
+from pipelinerl.plugin import load_plugin, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Something a function may ask for by the name of a parameter."""
+
+    meaning: str
+    """Shape, dtype and unit."""
+    need: Need | None = None
+
+
+_TOKENS: dict[str, Carried] = {
+    "logprobs": Carried("[T] float tensor, log pi of the sampled token; with gradient in an objective or auxiliary term"),
+    "behaviour_logprobs": Carried("[T] float tensor, log mu, the engine's"),
+    "proximal_logprobs": Carried("[T] float tensor, log prox, by the column proximal"),
+    "ratio": Carried("[T] float tensor, pi / prox; with gradient in an objective or auxiliary term"),
+    "rho": Carried("[T] float tensor, prox / mu; with proximal engine pi / mu without gradient"),
+    "advantages": Carried("[T] float tensor"),
+    "staleness": Carried("[T] int tensor, versions between the one that sampled the token and the one being trained"),
+    "sequences": Carried("the tokens by sequence: its sum, mean and maximum take [T] to [N], its spread takes [N] to [T]"),
+    "old_logprobs": Carried("[T] float tensor, log pi at the start of the step", Need.OLD_LOGPROBS),
+    "reference_logprobs": Carried("[T] float tensor, of the reference or teacher", Need.REFERENCE_LOGPROBS),
+    "entropy": Carried("[T] float tensor, exact, in nats; with gradient in an objective or auxiliary term", Need.ENTROPY),
+    "correct": Carried("[T] bool tensor, whether the token's sequence is correct", Need.CORRECT),
+    "truncated": Carried("[T] bool tensor, whether it was cut off at its longest length", Need.TRUNCATED),
+}
+_GROUP: dict[str, Carried] = {
+    "rewards": Carried("[N] float64 array, of the scored siblings of one prompt"),
+    "lengths": Carried("[N] int64 array, trained tokens"),
+    "trains": Carried("N bool arrays [P], by position of the response; false for what a tool or environment said"),
+    "components": Carried("[N, K] float64 array, the reward of each component apart", Need.COMPONENTS),
+    "component_weights": Carried("[K] float64 array", Need.COMPONENTS),
+    "correct": Carried("[N] bool array", Need.CORRECT),
+    "greedy_reward": Carried("float, of a greedy rollout of the same prompt", Need.GREEDY_REWARD),
+    "steps": Carried("N `StepScores`: ends [K] int64 and scores [K] float64 of each step", Need.STEP_SCORES),
+}
+CARRIED: Mapping[str, Mapping[str, Carried]] = {
+    "advantage": _GROUP,
+    "objective": _TOKENS,
+    "weight": _TOKENS,
+    "masks": _TOKENS,
+    "auxiliary": _TOKENS,
+}
+"""By column of a method, what its functions may ask for. Advantages are numpy, on the orchestrator; the others torch, in the trainer."""
+COMPARES = frozenset({"ratio", "proximal_logprobs"})
+"""Parameters by which an objective compares pi with the proximal policy."""
+
+
+def is_own(name: str) -> bool:
+    """Whether a rule's name is that of a user's function."""
+    return ":" in name
+
+
+@functools.cache
+def signature_of(reference: str) -> tuple[tuple[str, ...], dict[str, Option], str]:
+    """(parameters, options with their defaults, first line of the docstring) of `path:name`, whose file is not run.
+
+    An option without a default, or with the default None, is to be stated. Raises `ConfigError` where there is no such function, and for
+    one that takes anything, or whose defaults are no plain values.
+    """
+    path, _, name = reference.rpartition(":")
+    functions = {node.name: node for node in _tree(path, reference).body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        has = ", ".join(functions) or "no function"
+        raise ConfigError(f"{path} defines no function {name!r}{nearest(name, functions)}; it has {has}. A rule is a `def` of the file.")
+    found = functions[name]
+    arguments = found.args
+    if (anything := arguments.vararg or arguments.kwarg) is not None:
+        raise ConfigError(f"{reference} takes anything by *{anything.arg}: name what it reads, and after a bare * its options")
+    options: dict[str, Option] = {}
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        options[argument.arg] = None if default is None else _plain(default, option=argument.arg, reference=reference)
+    parameters = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
+    return parameters, options, (ast.get_docstring(found) or "").split("\n")[0]
+
+
+@functools.cache
+def spec_of_own(column: str, reference: str) -> RuleSpec:
+    """What is known of a user's function before it is called. Raises `ConfigError` naming what it asks for and nothing carries."""
+    carried = CARRIED.get(column)
+    if carried is None:
+        raise ConfigError(f"algorithm.{column}: {reference!r} is a function, and only {', '.join(CARRIED)} take one.")
+    parameters, options, says = signature_of(reference)
+    for parameter in parameters:
+        if parameter not in carried:
+            raise ConfigError(
+                f"algorithm.{column}: {reference} asks for {parameter}{nearest(parameter, carried)}, which nothing carries to a function of"
+                f" this column. It may ask for {', '.join(carried)}; options of its own stand after a bare *, with a default."
+            )
+    needs = {need for parameter in parameters if (need := carried[parameter].need) is not None}
+    moved = column == "objective" and COMPARES & set(parameters)
+    weighs = column == "weight" and "rho" in parameters
+    proximal = {"engine", "recomputed", "loglinear"} if moved else {"current", "recomputed", "loglinear"} if weighs else set()
+    return RuleSpec(
+        formula=says or "a function of the user's",
+        source=reference,
+        options=options,
+        needs=frozenset(needs),
+        proximal=frozenset(proximal),
+        reads_advantages=column != "objective" or "advantages" in parameters,
+        is_own=True,
+    )
+
+
+@functools.cache
+def load_own(reference: str) -> Any:
+    """The function itself; its file is run, once."""
+    return load_plugin(reference)
+
+
+def _tree(path: str, reference: str) -> ast.Module:
+    if not path:
+        load_plugin(reference)  # says what a reference looks like
+    file = Path(path)
+    if not path.endswith(".py"):
+        try:
+            found = importlib.util.find_spec(path)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"module {path} cannot be found: {type(error).__name__}: {error}") from error
+        if found is None or found.origin is None:
+            raise ConfigError(f"no module {path} (looked along the Python path)")
+        file = Path(found.origin)
+    if not file.is_file():
+        raise ConfigError(f"no Python file at {path} (looked from {Path.cwd()})")
+    try:
+        return ast.parse(file.read_text())
+    except SyntaxError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _plain(default: ast.expr, *, option: str, reference: str) -> Option:
+    try:
+        value = ast.literal_eval(default)
+    except ValueError:
+        value = ast
+    if value is None or isinstance(value, float | int | bool | str):
+        return value
+    raise ConfigError(f"{reference}: option {option} has the default {ast.unparse(default)}, expected a number, text, true or false")

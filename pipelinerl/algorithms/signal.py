@@ -1,0 +1,31 @@
+"""Which samples cannot move the policy, known before any forward pass: under most methods those whose advantages are all zero.
+
+A group whose rewards are all equal has only such samples, and late in a run most groups are like that. Their part of the gradient is
+exactly zero, so a trainer that computes no backward pass for them takes the same step. They still count in every denominator, and their
+forward pass still measures how far trainer and engine agree.
+"""
+
+from __future__ import annotations
+
+from pipelinerl.algorithms.method import Method
+from pipelinerl.algorithms.rules import makes_advantages_in_trainer
+
+SCALES_WITH_ADVANTAGE = frozenset(
+    {
+        "clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "prime_rl", "ipo", "topr", "topr_token", "gpg", "reinforce_is",
+        "clip_cov", "vespo",
+    }
+)  # fmt: skip
+"""Objectives that are a product with the token's advantage, so that a sequence without any has no gradient. A user's own is never
+among them: nobody knows what it does."""
+
+
+def gradient_needs_advantage(method: Method) -> bool:
+    """True where a sample whose advantages are all zero has a gradient of exactly zero: nothing but the objective makes one."""
+    return (
+        method.objective.name in SCALES_WITH_ADVANTAGE
+        and method.kl.name == "none"
+        and method.critic.name == "none"
+        and not method.auxiliary
+        and not makes_advantages_in_trainer(method)
+    )

@@ -1,0 +1,80 @@
+"""Are `engine.options` arguments that vLLM takes: names, kinds and values, against a table of the pinned version.
+
+vLLM says so itself, once it has been imported: half a minute into the run, on another machine. The table is made by
+`python -m scripts.vllm_options`, and a test holds it against the vLLM that is installed there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+OWN_KEYS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_tokens",
+    "max_num_seqs": "engine.max_running",
+    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+    "seed": "run.seed",
+}
+"""Arguments that a run sets from a key of its own, which other processes read, too."""
+FIXED = {
+    "async_scheduling": (False, "a step would return the tokens of an earlier forward pass, and their versions would be wrong"),
+    "skip_tokenizer_init": (True, "engines are sent tokens and answer tokens"),
+}
+"""Arguments with one value that the rest of the run stands on."""
+_KINDS = {"bool": bool, "int": int, "float": (int, float), "str": str, "table": dict, "list": list}
+
+
+@cache
+def known_options() -> tuple[str, dict[str, dict[str, list[Any]]]]:
+    """The version that the table is of, and what each of its options takes: `kinds`, or `choices`."""
+    tree = json.loads(resources.files("pipelinerl.engine").joinpath("vllm_options.json").read_text())
+    return tree["vllm"], tree["options"]
+
+
+def problems_of_options(
+    options: Mapping[str, Any], *, section: str, installed: str | None, own_keys: Mapping[str, str] = OWN_KEYS
+) -> Iterator[str]:
+    """What is wrong with `<section>.options`; `installed` is the version of vLLM here, where there is one.
+
+    An option that the table lacks is let through where another version is installed: that one may have it.
+    """
+    version, known = known_options()
+    for name, value in options.items():
+        key = f"{section}.options.{name}"
+        if name in own_keys:
+            yield f"{key} is {own_keys[name]}, which the rest of the run reads, too. Set that."
+        elif name in FIXED and value != FIXED[name][0]:
+            yield f"{key} is {value!r}, and has to be {FIXED[name][0]}: {FIXED[name][1]}. Leave it out."
+        elif name not in known:
+            if installed is None or installed.partition("+")[0] == version:
+                yield f"{key} is no engine argument of vLLM {version}{_nearest(name, known)}"
+        elif (wanted := _wanted(value, known[name])) is not None:
+            yield f"{key} is {value!r}, expected {wanted} (vLLM {version})"
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _wanted(value: Any, option: Mapping[str, list[Any]]) -> str | None:
+    """What the option takes, for a person, where the value is not that."""
+    if choices := option.get("choices"):
+        return None if value in choices else " or ".join(json.dumps(choice) for choice in choices)
+    kinds: list[str] = option["kinds"]
+    if not kinds or any(_is(value, kind) for kind in kinds):
+        return None
+    return " or ".join({"table": "a table", "list": "a list", "str": "text"}.get(kind, kind) for kind in kinds)
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "bool"
+    return isinstance(value, _KINDS[kind]) and not (isinstance(value, float) and not math.isfinite(value))

@@ -1,0 +1,58 @@
+"""Stop strings: finds a text in what is being sampled, token by token, without ever making tokens of text.
+
+vLLM's own detokeniser is off, because its output processing is: the loop asks here instead. The sequence ends with the token that completes
+a stop string. It stays in the completion, and so does whatever else that token says: the tokens are those that were sampled, each with its
+log-probability, and none is cut in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.tokenizer import load_tokenizer
+
+Finder = Callable[[Sequence[int], Sequence[str]], "StopStrings"]
+"""Makes what finds stop strings behind a prompt: of its tokens and the strings."""
+
+
+def finder_of(folder: Path) -> Finder:
+    """With the tokenizer of a model folder. Raises `ConfigError`."""
+    backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ConfigError(f"rollout.stop: the tokenizer of {folder} cannot decode token by token: a tokenizer.json is needed")
+    return lambda prompt, stop: StopStrings(backend, prompt=prompt, stop=stop)
+
+
+class StopStrings:
+    """Of one sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, *, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        """What the prompt says never counts; its tokens are there because some tokenizers write a first token differently."""
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._keep = max(map(len, self._stop)) - 1
+        """Characters that may be the beginning of a stop string."""
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=False)
+        self._tail = ""
+
+    def end_in(self, token_ids: Sequence[int]) -> int | None:
+        """How many of these, sampled next, belong to the sequence, where a stop string is complete in them; None where none is."""
+        for number, token_id in enumerate(token_ids, 1):
+            text = self._tail + self._text(token_id)
+            if any(one in text for one in self._stop):
+                return number
+            self._tail = text[-self._keep :] if self._keep else ""
+        return None
+
+    def _text(self, token_id: int) -> str:
+        """What a token adds; nothing while it is part of a character whose other bytes are to come."""
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # the stream raises a plain one where bytes that are no text change what stood before them
+            self._stream = DecodeStream(skip_special_tokens=False)
+            return self._stream.step(self._tokenizer, token_id) or ""

@@ -1,0 +1,42 @@
+"""What this machine has, as far as it can be known without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def memory_bytes() -> int:
+    """Memory that processes here may use together: the machine's, or what the container, or the batch system's job, is limited to."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such controller, or `max`
+            found.append(int(path.read_text()))
+    return min(found)
+
+
+def has_gpu() -> bool:
+    """True where processes see an NVIDIA GPU's driver, and are not kept from all of its devices."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def cores_and_devices() -> dict[str, int]:
+    """`cores` that this process may use, and `devices` (GPUs) that the driver knows and `CUDA_VISIBLE_DEVICES` does not hide."""
+    devices = len(list(_NVIDIA.iterdir())) if _NVIDIA.is_dir() else 0
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        devices = min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cores": cores, "devices": devices}
+
+
+def say_bytes(count: float) -> str:
+    """A size for a person: `512 B`, `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,270 @@
+"""A key-value store by which ranks, or a trainer and an engine, find each other: torch's TCPStore, for those alone who know its token.
+
+Torch's own store asks nobody who they are and lists its keys to all. This one is a ROUTER of ZeroMQ with CURVE: both ends derive their key
+pairs from the token, so who does not know it is refused before a byte of theirs is decoded, and nothing travels in the clear. The token
+itself never travels here: who meets has it from the run's folder, or from the orchestrator over a connection that is authenticated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import math
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+import zmq.auth.thread
+import zmq.utils.z85
+from zmq.utils.monitor import recv_monitor_message
+
+from pipelinerl.errors import PeerGone, PeerSilent
+from pipelinerl.transport.curve import AllowList, KeyPair
+
+MAX_BYTES = 1 << 20
+"""Of one message. What ranks tell each other here are addresses and ids of a few hundred bytes."""
+HANDSHAKE_MS = 5000
+"""See `transport.zmq`."""
+HEARTBEAT_MS, DEAD_MS = 5000, 30000
+"""Between two signs of life on a connection, and how long without one it lasts: a machine that lost its power says no goodbye."""
+_CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_CUT |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Operation(enum.StrEnum):
+    """What may be asked of the store."""
+
+    SET = "set"
+    """Keep `value` under the key."""
+    GET = "get"
+    """Answer the first key's value once all keys are there."""
+    ADD = "add"
+    """Add the number in `value` to the one under the key, from 0; answer the sum."""
+    CHECK = "check"
+    """Answer whether all keys are there: a byte, or none."""
+    DELETE = "delete"
+    """Forget the key; answer whether it was there: a byte, or none."""
+    COMPARE_SET = "compare_set"
+    """Where the key holds `expected`, or is missing and that is empty, keep `value`; answer what it then holds, or `expected`."""
+    CALL = "call"
+    """Put `value` where the server's own process waits for calls."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One question of a client."""
+
+    operation: Operation
+    keys: tuple[str, ...] = ()
+    value: bytes = b""
+    expected: bytes = b""
+
+
+class Table:
+    """What a store holds, and who waits for what. No socket, no clock."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._waiting: dict[bytes, Ask] = {}
+        """By client, which asks one thing at a time: what it asked last, while a key is missing."""
+
+    def ask(self, client: bytes, ask: Ask) -> Iterator[tuple[bytes, bytes]]:
+        """Do what a client asks, and give the answers that are due now: its own, and those of clients that waited for what it set."""
+        self._waiting.pop(client, None)
+        if ask.operation is Operation.GET:
+            self._waiting[client] = ask
+        else:
+            yield client, self._done(ask)
+        for waiting, wanted in list(self._waiting.items()):
+            if all(key in self.values for key in wanted.keys):
+                del self._waiting[waiting]
+                yield waiting, self.values[wanted.keys[0]] if wanted.keys else b""
+
+    def _done(self, ask: Ask) -> bytes:
+        key, found = ask.keys[0] if ask.keys else "", self.values.get(ask.keys[0]) if ask.keys else None
+        match ask.operation:
+            case Operation.SET:
+                self.values[key] = ask.value
+            case Operation.ADD:
+                self.values[key] = str(int(found or 0) + int(ask.value)).encode()
+                return self.values[key]
+            case Operation.CHECK:
+                return b"1" if all(one in self.values for one in ask.keys) else b""
+            case Operation.DELETE:
+                return b"" if self.values.pop(key, None) is None else b"1"
+            case Operation.COMPARE_SET:
+                if (found or b"") == ask.expected:
+                    self.values[key] = ask.value
+                return self.values.get(key, ask.expected)
+            case _:
+                pass
+        return b""
+
+
+class RendezvousServer:
+    """The store, served by a thread of its own on one address, on a port that the system picks."""
+
+    def __init__(self, address: str, token: str) -> None:
+        """Raises `OSError` where nobody may listen on `address`."""
+        self.calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        """What clients called, in order."""
+        self._table = Table()
+        self._lock = threading.Lock()
+        """Held while the table is read or changed."""
+        self._context = zmq.Context()
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        allowed = AllowList({_key_pair(token, "client").public: "client"})
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=allowed)
+        self._socket = self._context.socket(zmq.ROUTER)
+        keys = _key_pair(token, "server")
+        _configure(self._socket, keys)
+        self._socket.curve_server = True
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
+        try:
+            self.port = _bind(self._socket, address)
+        except zmq.ZMQError as error:
+            self._release()
+            raise OSError(error.errno, error.strerror) from None
+        self._thread.start()
+
+    def forget(self, prefix: str) -> None:
+        """Remove the keys that begin so: their meeting is over."""
+        with self._lock:
+            for key in [key for key in self._table.values if key.startswith(prefix)]:
+                del self._table.values[key]
+
+    def close(self) -> None:
+        """Hang up on everybody; safe to repeat."""
+        if not self._socket.closed:
+            os.eventfd_write(self._bell, 1)
+            self._thread.join()
+            self._release()
+
+    def _release(self) -> None:
+        self._socket.close(linger=0)
+        self._authenticator.stop()
+        self._context.term()
+        os.close(self._bell)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        decoder = msgspec.msgpack.Decoder(Ask)
+        while not any(source == self._bell for source, _ in poller.poll()):
+            client, *parts = self._socket.recv_multipart()
+            with contextlib.suppress(msgspec.DecodeError, ValueError):  # who knows the token says nothing else; nothing is answered
+                self._take(client, decoder.decode(parts[0] if len(parts) == 1 else b""))
+
+    def _take(self, client: bytes, ask: Ask) -> None:
+        if ask.operation is Operation.CALL:
+            self.calls.put(ask.value)
+        with self._lock:
+            due = list(self._table.ask(client, ask))
+        for to, answer in due:
+            self._socket.send_multipart([to, answer])
+
+
+class RendezvousClient:
+    """Asks a store. Any thread may: a connection belongs to one question at a time, and is used again."""
+
+    def __init__(self, address: str, port: int, token: str) -> None:
+        self.place = f"{address}:{port}"
+        self._token = token
+        self._idle: list[_Line] = []
+        self._lock = threading.Lock()
+        weakref.finalize(self, _hang_up, self._idle)
+
+    def ask(self, operation: Operation, *keys: str, value: bytes = b"", expected: bytes = b"", timeout_s: float) -> bytes:
+        """The store's answer; see `Operation`. Raises `PeerSilent` after `timeout_s`, `PeerGone` where it hangs up or is not there."""
+        line = self._pick_up()
+        try:
+            answer = line.ask(operation, keys, value=value, expected=expected, timeout_s=timeout_s)
+        except BaseException:
+            line.close()
+            raise
+        with self._lock:
+            self._idle.append(line)
+        return answer
+
+    def close(self) -> None:
+        """Hang up where nobody waits; safe to repeat."""
+        with self._lock:
+            _hang_up(self._idle)
+
+    def _pick_up(self) -> _Line:
+        while True:
+            with self._lock:
+                line = self._idle.pop() if self._idle else None
+            if line is None:
+                return _Line(self.place, self._token)
+            if not line.is_cut():
+                return line
+            line.close()
+
+
+class _Line:
+    """One connection to a store. Where a question failed it is closed, so that the next answer is the next question's."""
+
+    def __init__(self, place: str, token: str) -> None:
+        self._place = place
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket, _key_pair(token, "client"))
+        self._socket.curve_serverkey = _key_pair(token, "server").public
+        self._reports = self._socket.get_monitor_socket(_CUT)
+        self._socket.connect(f"tcp://{place}")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._reports, zmq.POLLIN)
+
+    def is_cut(self) -> bool:
+        return bool(self._reports.poll(0))
+
+    def ask(self, operation: Operation, keys: tuple[str, ...], *, value: bytes, expected: bytes, timeout_s: float) -> bytes:
+        ask = Ask(operation=operation, keys=keys, value=value, expected=expected)
+        self._socket.send(msgspec.msgpack.encode(ask))
+        if ready := dict(self._poller.poll(math.ceil(timeout_s * 1000))):
+            if self._socket in ready:
+                return self._socket.recv()
+            report = recv_monitor_message(self._reports)
+            why = "refuses this process's key" if report["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "has hung up, or is not there"
+            raise PeerGone(f"the rendezvous store at {self._place} {why}; asked to {operation} {', '.join(keys)}")
+        raise PeerSilent(f"waited {timeout_s:g} s for the rendezvous store at {self._place} to {operation} {', '.join(keys)}")
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._reports.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+def _hang_up(lines: list[_Line]) -> None:
+    while lines:
+        lines.pop().close()
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> int:
+    socket.bind(f"tcp://{address}:0")
+    return int(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2])  # pyright: ignore[reportArgumentType]
+
+
+def _configure(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.maxmsgsize = MAX_BYTES
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, DEAD_MS
+
+
+def _key_pair(token: str, end: str) -> KeyPair:
+    """One end's keys; whoever knows the token knows both."""
+    secret = zmq.utils.z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=end.encode()).digest())
+    return KeyPair(public=zmq.curve_public(secret), secret=secret)

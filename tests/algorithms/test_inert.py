@@ -1,0 +1,106 @@
+"""What cannot act in a run is said by name, and nothing is said of what can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pipelinerl.__main__ import app
+from pipelinerl.algorithms.inert import inert_parts
+from pipelinerl.algorithms.listing import describe_run
+from pipelinerl.algorithms.methods import METHODS
+from pipelinerl.algorithms.refusals import RunFacts, needs_several_passes
+from pipelinerl.algorithms.rules import with_columns
+from pipelinerl.config_file import parse
+from tests.algorithms.every_method import filled
+from tests.algorithms.rows import EVERYTHING
+
+
+def lines_of(name: str, overrides: dict[str, Any] | None = None, *, max_staleness: int = 4, updates_per_batch: int = 1) -> list[str]:
+    method = with_columns(METHODS[name], overrides or {})
+    run = RunFacts(group_size=8, offers=EVERYTHING, max_staleness=max_staleness, updates_per_batch=updates_per_batch)
+    return inert_parts(method, run=run)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_row_prints_what_does_not_act(name: str) -> None:
+    passes = 2 if needs_several_passes(METHODS[name]) else 1
+    lines = lines_of(name, filled(METHODS[name]), updates_per_batch=passes)
+    expected = ["clip_low of cispo inert: no ratio is below 0"] if name == "cispo" else []
+    assert lines == expected, "cispo's published form has an upper bound alone, and its formula says so"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "told"),
+    [
+        ("grpo", {"kl": {"name": "k3", "beta": 0.0}}, "k3 inert: algorithm.overrides.kl.beta is 0"),
+        ("grpo", {"kl": {"name": "k3", "final": 0.01}}, "final of k3 inert: fade_steps is 0"),
+        ("grpo", {"auxiliary": {"name": "entropy_bonus", "coef": 0.0}}, "entropy_bonus inert: algorithm.overrides.auxiliary.coef is 0"),
+        ("prime_rl", {"auxiliary": {"name": "squared_log_ratio", "tau": 0}}, "squared_log_ratio inert"),
+        ("dro", {"objective": {"beta": 0.0}}, "log ratio of dro inert"),
+        (
+            "grpo",
+            {"masks": {"name": "probability_band", "high": 1.0}},
+            "high of probability_band inert: a probability changes by at most 1",
+        ),
+        ("dppo_tv", {"objective": {"clip_high": 1.0}}, "clip_high of dppo_tv inert"),
+        ("grpo", {"objective": {"clip_low": 1.0}}, "clip_low of clip inert: no ratio is below 0"),
+        ("rloo", {"advantage": {"eps": 1e-3}}, "eps of rloo inert: divide_by_std is false"),
+        ("grpo_tis", {"proximal": "recomputed", "weight": "none"}, "proximal recomputed inert"),
+        (
+            "grpo",
+            {"masks": {"name": "version_withhold", "bound": 4}},
+            "version_withhold inert: the run's staleness bound of 4",
+        ),
+        (
+            "loglinear_ppo",
+            {"proximal": {"prox_lag": 4}},
+            "loglinear inert: with a staleness bound of 4 no token is older than prox_lag 4",
+        ),
+        ("grpo", {"mask_order": "after_weight"}, "mask_order inert"),
+    ],
+)
+def test_what_an_override_makes_inert_is_said(name: str, overrides: dict[str, Any], told: str) -> None:
+    (line,) = lines_of(name, overrides)
+    assert line.startswith(told)
+
+
+def test_a_coefficient_that_fades_in_from_nothing_is_not_inert() -> None:
+    assert lines_of("grpo", {"kl": {"name": "k3", "beta": 0.0, "final": 0.1, "fade_steps": 10}}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("dapo", "clip"), ("grpo_tis", "tis_token"), ("m2po", "m2po"), ("prime_rl", "squared_log_ratio")]
+)
+def test_without_staleness_and_with_one_pass_corrections_see_rounding_alone(name: str, what: str) -> None:
+    told = f"{what} inert: with a staleness bound of 0 and one pass, pi is the policy that sampled"
+    assert any(line.startswith(told) for line in lines_of(name, max_staleness=0))
+    assert not any(line.startswith(told) for line in lines_of(name, max_staleness=1))
+    assert not any(line.startswith(told) for line in lines_of(name, max_staleness=0, updates_per_batch=2))
+
+
+CONFIG = """
+[model]
+path = "m"
+[data]
+source = "d.jsonl"
+[[reward]]
+function = "r.py:r"
+[algorithm]
+name = "dapo"
+[pipeline]
+max_staleness = 0
+"""
+
+
+def test_a_dry_run_prints_the_method_in_force_and_what_of_it_is_inert(tmp_path: Any) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(CONFIG)
+    printed = CliRunner().invoke(app, ["run", str(path), "--dry-run"]).output
+    assert "objective    clip(clip_low=0.2, clip_high=0.28, dual_clip=0)" in printed
+    assert "clip inert: with a staleness bound of 0 and one pass" in printed
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"source": "d"}, "reward": [{"function": "r:r"}], "algorithm": {"name": "dapo"}}
+    assert "inert" not in describe_run(parse(tree, origin="a test"))
+    assert "clip inert" in describe_run(parse(tree | {"pipeline": {"mode": "sync"}}, origin="a test"))

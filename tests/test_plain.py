@@ -1,0 +1,121 @@
+"""Plain lines: what a log shows from the first second on, and what a run that stands still is waiting for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipelinerl.plain import LONGEST_QUIET_S, PlainLines, end_lines
+from pipelinerl.report.state import RunState
+
+Line = dict[str, Any]
+BEGAN = 1000.0
+
+
+class Log:
+    """A run that is followed from second 1000 on, line by line of its journal."""
+
+    def __init__(self) -> None:
+        self.state, self.plain = RunState(), PlainLines(began=BEGAN)
+
+    def at(self, second: float, *lines: Line) -> list[str]:
+        """What is printed at a second after the start, when these lines are new."""
+        told = [{"t": BEGAN + second, **line} for line in lines]
+        for line in told:
+            self.state.fold(line)
+        self.plain.take(told)
+        return self.plain.lines(self.state, now=BEGAN + second)
+
+
+def status(**fields: Any) -> Line:
+    return {"kind": "status", "num_steps": 10, **fields}
+
+
+def wait(stage: str, what: str, seconds: float) -> Line:
+    return {"stage": stage, "what": what, "seconds": seconds}
+
+
+def queues(**ever: int) -> Line:
+    return {name: {"items": 0, "ever": count} for name, count in ever.items()}
+
+
+RUN = {"kind": "run", "config": {"trainer": {"steps": 10}, "reward": [{"function": "rewards.py:slow"}]}}
+LOADING = status(waits=[wait("start-up", "engines to load the model", 7.0)])
+
+
+def test_a_start_is_told_part_by_part_and_what_it_waits_for_in_between():
+    log = Log()
+    assert log.at(0.5) == []
+    assert log.at(9) == ["9 s: waiting for the orchestrator to begin"]
+    assert log.at(10, RUN) == ["10 s: the orchestrator is up; engines, scorers and trainer load"]
+    assert log.at(11, LOADING) == []
+    assert log.at(18, LOADING) == ["18 s: waiting for engines to load the model (start-up) for 7 s"]
+    assert log.at(20, {"kind": "joined", "engine_id": 0}, {"kind": "trainer", "version": 0}) == [
+        "20 s: engine 0 is ready",
+        "20 s: the trainer is ready",
+    ]
+    evaluation = {"kind": "evaluation", "version": 0, "reward_mean": 0.25, "components": {"right": 0.0, "format": 1.0}}
+    assert log.at(21, evaluation) == ["21 s: held-out 0.250 at version 0 (right 0, format 1.00)"]
+    assert log.at(22, status(queues=queues(trajectories=3, scored=0))) == ["22 s: the first completion is there"]
+    assert log.at(23, status(queues=queues(trajectories=9, scored=1))) == ["23 s: the first score is there"]
+    assert log.at(24, status(queues=queues(trajectories=9, scored=1))) == []
+    (line,) = log.at(25, {"kind": "step", "step": 0, "reward_mean": 0.5})
+    assert line.startswith("step 1/10  reward 0.500")
+
+
+def test_a_reward_that_hangs_is_named_within_ten_seconds_and_ever_less_often():
+    log, hanging = Log(), []
+    log.at(1, RUN)
+    for second in range(2, 200):
+        scorers = [{"scorer_id": 0, "num_running": 4, "num_scored": 0}]
+        waits = [wait("scoring", "scores", second - 2.0), wait("dispatch", "a free engine slot", second - 2.0)]
+        hanging += [(second, line) for line in log.at(second, status(scorers=scorers, waits=waits))]
+    assert hanging[0] == (
+        9,
+        "9 s: waiting for a free engine slot (dispatch) for 7 s; 4 reward calls under way, none has ended for 7 s (rewards.py:slow)",
+    )
+    assert [second for second, _ in hanging] == [9, 25, 57, 121, 185]
+    assert LONGEST_QUIET_S == 64
+
+
+def test_a_reward_that_goes_on_is_not_said_to_hang():
+    log = Log()
+    log.at(1, RUN)
+    said = [
+        line
+        for second in range(2, 60)
+        for line in log.at(second, status(scorers=[{"scorer_id": 0, "num_running": 4, "num_scored": 4 * second}]))
+    ]
+    assert said
+    assert not any("reward calls" in line for line in said)
+
+
+def test_an_orchestrator_that_says_nothing_is_told():
+    log = Log()
+    log.at(1, RUN, status())
+    assert log.at(20) == ["20 s: the orchestrator has written nothing for 19 s; its log: logs/orchestrator.log"]
+
+
+def test_the_first_failure_of_each_cause_is_told_at_once_and_all_are_counted_at_the_end():
+    log = Log()
+    log.at(1, RUN)
+    error = {"kind": "function_error", "function": "slow", "function_kind": "reward", "cause": 'ValueError("no")', "where": "rewards.py:3"}
+    assert log.at(2, {**error, "count": 1}) == ['2 s: ERROR slow (reward): ValueError("no") at rewards.py:3']
+    assert log.at(3, {**error, "count": 500}) == []
+    assert len(log.at(4, {**error, "cause": "KeyError()", "count": 1})) == 1
+    log.at(5, {"kind": "end", "reason": "stopped"})
+    assert end_lines(log.state)[:2] == [
+        'ERROR slow (reward): ValueError("no") at rewards.py:3, 500 times',
+        "ERROR slow (reward): KeyError() at rewards.py:3, 1 times",
+    ]
+
+
+def test_an_alarm_is_told_with_what_to_change_and_when_it_is_over():
+    log = Log()
+    alarm = {"kind": "alarm", "name": "truncation", "began": 2, "step": 9, "figure": "60% of samples are cut off", "change": "Do."}
+    assert log.at(2, alarm) == ["2 s: ALARM truncation since step 2: 60% of samples are cut off. Do."]
+    assert log.at(3, alarm | {"is_over": True}) == ["3 s: alarm over: truncation"]
+
+
+def test_what_an_earlier_life_said_is_no_news():
+    log = Log()
+    assert log.at(-50, RUN, {"kind": "joined", "engine_id": 0}, {"kind": "step", "step": 3, "reward_mean": 0.5}) == []
