@@ -19,6 +19,7 @@ from pipelinerl.messages import (
     StepDone,
     StepSealed,
     TrainerReady,
+    TrainingEnded,
 )
 
 
@@ -34,6 +35,8 @@ class Standing:
         """Where no checkpoint was written since."""
         self._published: dict[str, PolicyPublished] = {}
         """By slot: policies that may be fetched; the order is that of their publication."""
+        self._ended: TrainingEnded | None = None
+        """Once it trains no further."""
 
     def said(self, message: Message) -> None:
         """Note what is being sent."""
@@ -49,6 +52,8 @@ class Standing:
                 self._ready, self._failed = replace(self._ready, **saved, damaged=damaged), None
             case CheckpointFailed():
                 self._failed = message
+            case TrainingEnded():
+                self._ended = message
 
     def heard(self, message: Message | None) -> None:
         """Note what has come."""
@@ -65,6 +70,8 @@ class Standing:
         yield self._ready
         if self._failed is not None:
             yield self._failed
+        if self._ended is not None:
+            yield self._ended
 
     def published(self) -> list[PolicyPublished]:
         """What follows once the layout was fixed, again: every policy that may be fetched."""

@@ -38,6 +38,7 @@ from pipelinerl.messages import (
     Sample,
     StepDone,
     StepSealed,
+    Stop,
     TakeMicroBatch,
     TrainerReady,
     TrainingEnded,
@@ -77,7 +78,8 @@ class Delivery:
     """Answers pulls in lock-step waves: row `index * W + replica` goes to a replica; where a sealed step has none, a zero-loss row.
 
     A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, as the ledger has them. One that
-    outlived the orchestrator goes on where it is: what it had of an open step lies in the ledger as it was given it.
+    outlived the orchestrator goes on where it is: what it had of an open step lies in the ledger as it was given it. One that had been told
+    to train no further by an orchestrator that was killed then is told to stop, whereupon the launcher starts it again.
 
     The rows of the step being trained are all held, and of steps after it as many bytes as their channel may hold, and a row: then the
     rest waits there, and those before it wait for room. A step that is trained is held no more, so the next one's rows always come.
@@ -275,6 +277,7 @@ class Delivery:
             self._replicas.clear()
             self._pulls.clear()
             self._early.clear()
+            self.trainer_ended.clear()
         self._replicas[ready.replica] = ready
         self._ready.set()
         if len(self._replicas) == self._num_replicas:
@@ -509,6 +512,11 @@ class Delivery:
 
     def _on_ended(self, peer: str, ended: TrainingEnded) -> None:
         self.trainer_ended.set()
+        if (
+            ended.version < self._num_steps and not self._is_ending
+        ):  # an orchestrator told it to that is gone; it is called back once it left
+            for replica in self._replicas:
+                self._trainer.send(f"trainer-{replica}", Stop(reason="start again: the orchestrator that ended the training is gone"))
 
     def _on_condemned(self, peer: str, is_banned: bool) -> None:
         self._is_condemned = True

@@ -106,7 +106,7 @@ class Rehearsal:
             return
 
     def _train_step(self) -> None:
-        index = 0
+        index = num_samples = digest = 0
         engines: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         while True:
             self._asked = TakeMicroBatch(replica=0, step=self._version, index=index)
@@ -120,11 +120,12 @@ class Rehearsal:
             if isinstance(answer, StepSealed):
                 break
             parts = (hashlib.blake2b(f"{answer.step}/{name}".encode(), digest_size=8).digest() for name in answer.rollout_ids)
-            self._digest += sum(int.from_bytes(part, "little") for part in parts)
-            self._num_samples += len(answer.rollout_ids)
+            digest += sum(int.from_bytes(part, "little") for part in parts)
+            num_samples += len(answer.rollout_ids)
             _compare(answer, engines)
             index += 1
         self._version, self._commit = self._version + 1, answer.commit
+        self._num_samples, self._digest = self._num_samples + num_samples, self._digest + digest
         self._publish()
         found = tuple(EngineMismatch(engine_id=engine_id, **counts) for engine_id, counts in sorted(engines.items()))
         self._say(StepDone(step=self._version - 1, metrics={}, engines=found))

@@ -23,6 +23,7 @@ from orchestrator.state.peers import Peers
 from pipelinerl.errors import DataError, PeerRefused
 from pipelinerl.messages import (
     CheckpointSaved,
+    EndTraining,
     FromTrainer,
     Message,
     MicroBatch,
@@ -30,9 +31,11 @@ from pipelinerl.messages import (
     Sample,
     StepDone,
     StepSealed,
+    Stop,
     TakeMicroBatch,
     ToTrainer,
     TrainerReady,
+    TrainingEnded,
 )
 from pipelinerl.metrics import Journal, read_journals
 from pipelinerl.stages import Channel
@@ -552,6 +555,25 @@ def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_sa
     kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'outlived') ORDER BY seq")
     assert kinds == [("done", 0), ("done", 1), ("saved", 1), ("outlived", 2)]
     assert ledger.store.read("SELECT rollout_id FROM samples") == [("1/0",)]
+
+
+def test_a_trainer_that_another_orchestrator_told_to_train_no_further_is_told_to_stop_and_the_next_one_trains(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(ready(1))
+            it.links[0].send(TrainingEnded(version=0))
+            (stop,) = await it.answers(0)
+            assert isinstance(stop, Stop)
+            it.links[0].send(ready(2))
+            await train_step(it, 0)
+            assert it.delivery.end_training("stopped by a signal")
+            assert [type(answer) for answer in await it.answers(0)] == [EndTraining]
+            assert not it.delivery.trainer_ended.is_set(), "the word of the one before is not this one's"
+            it.links[0].send(TrainingEnded(version=1))
+            assert not await it.answers(0), "it waits: whoever told it to end stops it"
+            assert it.delivery.trainer_ended.is_set()
+
+    simulate(program())
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from pipelinerl.messages import CheckpointFailed, CheckpointSaved, PolicyPublished, SlotReleased, StepDone, StepSealed, TrainerReady
+from pipelinerl.messages import (
+    CheckpointFailed,
+    CheckpointSaved,
+    PolicyPublished,
+    SlotReleased,
+    StepDone,
+    StepSealed,
+    TrainerReady,
+    TrainingEnded,
+)
 from trainer.standing import Standing
 
 
@@ -41,3 +50,9 @@ def test_a_checkpoint_that_failed_is_told_until_one_was_written():
     assert list(standing.introduction())[1:] == [failed]
     standing.said(CheckpointSaved(version=4, commit="c", num_bytes=1, save_s=0.0))
     assert len(list(standing.introduction())) == 1
+
+
+def test_that_it_trains_no_further_is_told_last():
+    standing = Standing(TrainerReady(replica=0, num_replicas=1, process_id=1, version=3))
+    standing.said(ended := TrainingEnded(version=3))
+    assert list(standing.introduction())[1:] == [ended]
