@@ -29,16 +29,12 @@ class Need(enum.StrEnum):
     """The turns of an episode, and an identity of the state that each answered, equal for equal states of sibling rollouts."""
     ROLES = "roles"
     """The agent role that wrote each rollout: the column `role` of its prompt's row, which is looked for when the group closes."""
-    SUBGROUPS = "subgroups"
-    """Which siblings share a baseline (hierarchical groups)."""
     PREDICTIONS = "predictions"
     """Predicted reward and sample weight of rows under an unbiased early stop."""
     CORRECT = "correct"
     """Correctness, 0 or 1 per sequence."""
     TRUNCATED = "truncated"
     """Whether a sequence was cut off at its longest allowed length."""
-    ROLLOUT_TOKENS = "rollout_tokens"
-    """Trained tokens of each whole rollout, where one fans out into several rows."""
     TOKEN_KL = "token_kl"
     """Per token log mu - log ref, for advantages with a KL in the reward; these are then made in the trainer, which has a reference."""
     REFERENCE_LOGPROBS = "reference_logprobs"
@@ -73,9 +69,7 @@ TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP, Ne
 """What the trainer computes where a method asks for it."""
 REFERENCE_OFFERS = frozenset({Need.REFERENCE_LOGPROBS, Need.TOKEN_KL, Need.DIVERGENCE})
 """What it computes where it is given a reference or teacher model, too."""
-ORCHESTRATOR_KNOWS = frozenset(
-    {Need.COMPONENTS, Need.GREEDY_REWARD, Need.STEP_SCORES, Need.ANCHORS, Need.ROLES, Need.SUBGROUPS, Need.PREDICTIONS}
-)
+ORCHESTRATOR_KNOWS = frozenset({Need.COMPONENTS, Need.GREEDY_REWARD, Need.STEP_SCORES, Need.ANCHORS, Need.ROLES, Need.PREDICTIONS})
 """What an advantage made in the trainer cannot read."""
 
 COSTS: dict[Need, str] = {
@@ -106,12 +100,6 @@ class Aggregation(enum.StrEnum):
     """Mean over sequences of the sum over their tokens / a constant length (Dr.GRPO, arXiv:2503.20783)."""
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
     """Mean over sequences of the mean over their tokens. Tokens of short answers weigh more (GRPO, GSPO, SAPO)."""
-    PER_ROLLOUT = "per-rollout"
-    """Mean over rollouts of the mean over all their tokens, however many rows a rollout fans out into (slime)."""
-
-
-DIVIDES_BY_TOKENS_OF_SEQUENCE = frozenset({Aggregation.SEQ_MEAN_TOKEN_MEAN, Aggregation.PER_ROLLOUT})
-"""Aggregations whose unit is one sequence or rollout: each token enters divided by the token count of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

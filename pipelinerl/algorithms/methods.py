@@ -113,7 +113,6 @@ _row(
     batch="whiten_tokens",
 )
 _row("rae", "R - moving mean of the agent's role", "arXiv:2506.24119", advantage="rae")
-_row("hierarchical_grpo", "grpo at every level of nested groups", "prime-rl", advantage="hierarchical_grpo")
 _row("otb", "variance-optimal baseline per token position, min(pi/mu, 2) as a weight", "verl", advantage="otb", **_WEIGHTED)
 
 # --- steps and turns -------------------------------------------------------------------------------------------------------------

@@ -117,13 +117,6 @@ ADVANTAGE: dict[str, RuleSpec] = {
         options={"decay": 0.95},
         needs=frozenset({Need.ROLES}),
     ),
-    "hierarchical_grpo": RuleSpec(
-        formula="grpo inside each subgroup: proposers together, solvers of one proposer together",
-        source="prime-rl hierarchical_grpo",
-        options=_STD,
-        needs=frozenset({Need.SUBGROUPS}),
-        min_group=2,
-    ),
     "reinforce_pp": RuleSpec(
         formula="A_t = sum_{k>=t} gamma^(k-t) r_k; r = -kl_coef (log mu - log ref), + R at the last token",
         source="REINFORCE++ arXiv:2501.03262",

@@ -30,12 +30,6 @@ class RunFacts:
     """Rollouts may be stopped early, by a coin."""
     compares_siblings: bool = False
     """A reward function compares the rollouts of a group."""
-    truncated_sampling: bool = False
-    """top-p or top-k is on."""
-    replays_kept_tokens: bool = False
-    """The trainer restricts its softmax to the tokens that sampling kept."""
-    processed_logprobs: bool = True
-    """Engine log-probabilities are of the distribution sampled from, temperature included."""
 
 
 _HOW_TO_OFFER: dict[Need, str] = {
@@ -46,11 +40,8 @@ _HOW_TO_OFFER: dict[Need, str] = {
     " state is the prompt, among whose siblings it would be grpo; set environment.function, or choose grpo or, with a process reward model,"
     " step_grpo",
     Need.ROLES: "give every prompt's row a column role; or choose rloo",
-    Need.SUBGROUPS: "hierarchical_grpo compares inside groups of an episode of several turns, a proposer's and then its solvers', and an"
-    " episode here has one agent, whose rollouts nothing nests; choose grpo",
     Need.PREDICTIONS: "switch unbiased early stopping on (prm.stop.below), or choose rloo",
     Need.CORRECT: "use a reward function that reports correctness",
-    Need.ROLLOUT_TOKENS: "here one rollout is one row: choose seq-mean-token-mean, which then is the same",
     Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
     Need.REFERENCE_LOGPROBS: "set reference.path, to model.path for the policy the run starts from or to a teacher's folder, or kl to none",
     Need.DIVERGENCE: "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output"
@@ -90,7 +81,6 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
         _withheld,
         _stopped,
         _compared,
-        _sampling,
     )
     return [problem for check in checks for problem in check(method, run)]
 
@@ -112,8 +102,6 @@ def _missing_needs(method: Method, run: RunFacts) -> Iterator[str]:
         needs = spec.needs | {need for option, need in spec.needs_if.items() if rule.options[option]}
         for need in sorted(needs - run.offers):
             yield f"{column} {rule.name} needs {need.value}, which this run does not offer: {_HOW_TO_OFFER[need]}."
-    if method.aggregation is Aggregation.PER_ROLLOUT and Need.ROLLOUT_TOKENS not in run.offers:
-        yield f"aggregation per-rollout needs rollout_tokens, which this run does not offer: {_HOW_TO_OFFER[Need.ROLLOUT_TOKENS]}."
 
 
 def _small_group(method: Method, run: RunFacts) -> Iterator[str]:
@@ -312,19 +300,6 @@ def _dual_clip(objective: Rule) -> Iterator[str]:
     bound = objective.options.get("dual_clip", 0.0)
     if _is_number(bound) and 0 < float(bound) <= 1:  # pyright: ignore[reportArgumentType]
         yield f"objective {objective.name}: got dual_clip {bound}, expected 0 (off) or more than 1. The usual value is 3."
-
-
-def _sampling(method: Method, run: RunFacts) -> Iterator[str]:
-    if run.truncated_sampling and not run.replays_kept_tokens:
-        yield (
-            "top-p or top-k sampling renormalises over the kept tokens, and the trainer's log-probabilities would not: the ratio pi/mu"
-            " would leak the logarithm of the kept mass. Set top_p to 1 and top_k to 0, or replay the kept tokens in the trainer."
-        )
-    if not run.processed_logprobs:
-        yield (
-            "the engine reports log-probabilities of another distribution than it samples from: got raw log-probabilities, expected"
-            " processed ones. Set the engine's logprobs mode to processed_logprobs."
-        )
 
 
 def _is_number(value: Option) -> bool:

@@ -80,8 +80,8 @@ def specs_of(method: Method) -> Iterable[tuple[str, Rule, RuleSpec]]:
 
 
 def needs_of(method: Method) -> frozenset[Need]:
-    """Everything the rules of a method, and its aggregation, read beyond what every run has."""
-    needs: set[Need] = {Need.ROLLOUT_TOKENS} if method.aggregation is Aggregation.PER_ROLLOUT else set()
+    """Everything the rules of a method read beyond what every run has."""
+    needs: set[Need] = set()
     for _, rule, spec in specs_of(method):
         needs |= spec.needs
         needs |= {need for option, need in spec.needs_if.items() if rule.options[option]}

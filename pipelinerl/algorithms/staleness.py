@@ -39,15 +39,11 @@ class StalenessParts:
     """[sampled tokens] versions published between the rollout's last token and the step that trains it; the same for all of them."""
 
 
-def token_staleness(versions: Versions, *, trained_version: int) -> Ages:
-    """[sampled tokens] trained_version - version. Raises `ValueError` for a token newer than the policy being trained."""
-    ages = trained_version - versions[versions != UNSAMPLED].astype(np.int64)
-    _check(int(ages.min(initial=0)), trained_version=trained_version)
-    return ages
-
-
 def measure(versions: Versions, *, trained_version: int) -> Staleness | None:
-    """Staleness over all sampled tokens; None where nothing was sampled."""
+    """Staleness over all sampled tokens; None where nothing was sampled.
+
+    Raises `ValueError` for a token newer than the policy being trained.
+    """
     sampled = versions[versions != UNSAMPLED]
     if not len(sampled):
         return None

@@ -23,8 +23,8 @@ STATED: dict[str, dict[str, Any]] = {
     "gspo": {"objective": {"clip_low": 0.05, "clip_high": 0.05}},
 }
 MIXED: dict[str, dict[str, Any]] = {
-    "per rollout, all auxiliary": {
-        "aggregation": "per-rollout",
+    "mean of means, all auxiliary": {
+        "aggregation": "seq-mean-token-mean",
         "auxiliary": [{"name": "entropy_bonus", "coef": 0.1}, "squared_log_ratio"],
         "kl": {"name": "k3_plus", "beta": 0.2},
     },
@@ -80,4 +80,4 @@ EVERY_RULE = {
 def sample(seed: int, lengths: Sequence[int] = (4, 7, 1, 9, 3, 6)) -> list[Seq]:
     generator = random.Random(seed)
     sequences = [random_seq(generator, length=length, weight=generator.choice([0.0, 1.0, 4.0])) for length in lengths]
-    return [changed(seq, token_count=sum(seq.trained()) + 2, truncated=index % 3 == 1) for index, seq in enumerate(sequences)]
+    return [changed(seq, truncated=index % 3 == 1) for index, seq in enumerate(sequences)]

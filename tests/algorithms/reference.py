@@ -117,10 +117,7 @@ def _sequence_loss(step: Step, number: int) -> float:
 def _unit(method: Method, seq: Seq, row: Row) -> float:
     match method.aggregation:
         case Aggregation.SEQ_MEAN_TOKEN_MEAN:
-            return seq.token_count or len(row)
-        case Aggregation.PER_ROLLOUT:
-            assert seq.token_count
-            return seq.token_count
+            return len(row)
         case _:
             return 1.0
 

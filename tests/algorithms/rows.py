@@ -37,7 +37,6 @@ class Seq:
     weight: float = 1.0
     correct: bool = False
     truncated: bool = False
-    token_count: int | None = None
 
     def trained(self) -> list[bool]:
         return self.trains or [True] * len(self.logprobs)
@@ -81,7 +80,6 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
     num_tokens = len(flat("logprobs"))
     trains = torch.tensor([flag for sequence in sequences for flag in sequence.trained()], dtype=torch.bool)
     leaf, reference = torch.tensor(flat("logprobs"), dtype=dtype, requires_grad=True), optional("reference")
-    counts = [sequence.token_count for sequence in sequences]
     return TokenColumns(
         logprobs=leaf,
         behaviour_logprobs=torch.tensor(flat("behaviour"), dtype=dtype),
@@ -97,7 +95,6 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
         weights=torch.tensor([sequence.weight for sequence in sequences], dtype=dtype),
         correct=torch.tensor([sequence.correct for sequence in sequences], dtype=torch.bool),
         truncated=torch.tensor([sequence.truncated for sequence in sequences], dtype=torch.bool),
-        token_counts=None if None in counts else torch.tensor(counts, dtype=dtype),
     )
 
 

@@ -75,12 +75,6 @@ def test_passk_gives_a_tie_at_the_top_nothing() -> None:
     np.testing.assert_allclose(advantage.passk(group(0.2, 0.9, 0.5)), [0, 0.4, 0])
 
 
-def test_hierarchical_grpo_compares_only_inside_a_subgroup() -> None:
-    scored = group(1.0, 0.0, 10.0, 20.0, 5.0, subgroups=np.array([0, 0, 1, 1, 2]))
-    half = np.sqrt(0.5)
-    np.testing.assert_allclose(group_advantages(scored, method=method_of("hierarchical_grpo")), [half, -half, -half, half, 0], atol=1e-5)
-
-
 def test_role_baseline_is_the_mean_before_the_group_and_survives_a_snapshot() -> None:
     method = method_of("rae", advantage={"decay": 0.5})
     baselines = RoleBaselines(decay=0.5)
@@ -91,12 +85,11 @@ def test_role_baseline_is_the_mean_before_the_group_and_survives_a_snapshot() ->
     np.testing.assert_allclose(group_advantages(scored, method=method, baselines=restored), [0.0, 2.0, 5.0])
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "gdpo", "hierarchical_grpo", "rloo_early_stop"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "gdpo", "rloo_early_stop"])
 def test_a_group_of_one_has_no_advantage_rather_than_its_raw_reward(name: str) -> None:
     alone = group(
         0.7,
         components=np.array([[0.7]]),
-        subgroups=np.array([0]),
         predictions=np.array([0.1]),
         sample_weights=np.array([1.0]),
     )

@@ -38,7 +38,6 @@ BY_HAND: dict[str, dict[str, str]] = {
         "opo": "test_advantage.py::test_opo_weighs_the_baseline_by_length",
         "gdpo": "test_advantage.py::test_gdpo_normalises_each_component_before_it_weighs_them",
         "rae": "test_advantage.py::test_role_baseline_is_the_mean_before_the_group_and_survives_a_snapshot",
-        "hierarchical_grpo": "test_advantage.py::test_hierarchical_grpo_compares_only_inside_a_subgroup",
         "reinforce_pp": "test_token_advantage.py::test_reinforce_pp_puts_the_outcome_at_the_last_trained_token_and_kl_on_each",
         "step_difference": "test_token_advantage.py::test_step_difference_spreads_over_tokens_and_adds_the_centred_outcome",
         "step_min": "test_token_advantage.py::test_step_min_is_centred_over_the_pooled_steps",

@@ -73,9 +73,6 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "algorithms/test_advantage.py::test_filter_sets_aside_equal_rewards_up_to_rounding_and_counts_whole_groups",
     ),
     "a score that failed becomes a number": ("algorithms/test_advantage.py::test_an_unscored_sibling_cannot_enter_a_group_as_a_number",),
-    "truncated sampling leaks the kept mass": (
-        "algorithms/test_methods.py::test_refuses_truncated_sampling_unless_the_kept_tokens_are_replayed",
-    ),
     "GPG divides by no groups": ("algorithms/test_batch_rule.py::test_gpg_with_no_signal_anywhere_is_zero_and_divides_by_nothing",),
     "MaxRL at mean 0, OPO without tokens": ("algorithms/test_advantage.py::test_maxrl_with_mean_zero_and_opo_without_tokens_stay_finite",),
     "the optimal baseline's energies are off": (
@@ -87,7 +84,6 @@ TRAPS: dict[str, tuple[str, ...]] = {
         "algorithms/test_token_advantage.py::test_prime_adds_the_outcome_exactly_once_and_no_process_reward_to_the_last_token",
         "trainer/test_implicit_prm.py::test_policy_and_process_reward_model_get_the_gradients_of_their_formulas",
     ),
-    "a rollout of ten rows weighs ten times": ("algorithms/test_loss.py::test_a_rollout_that_fans_out_into_rows_keeps_its_total_weight",),
     "the value clip takes the minimum, or clips around the new value": (
         "algorithms/test_critic.py::test_value_clip_takes_the_larger_loss_around_the_old_value",
     ),

@@ -34,7 +34,7 @@ from tests.algorithms.rows import Seq, changed, method_of, pack
 # --- the trainer's side: loss and gradient --------------------------------------------------------------------------------------
 
 MU = 0.3
-EMPTY = Seq(logprobs=[], behaviour=[], advantages=[], token_count=1)
+EMPTY = Seq(logprobs=[], behaviour=[], advantages=[])
 
 
 def drifted(sequences: list[Seq], by: float) -> list[Seq]:
@@ -172,7 +172,6 @@ def group_of(rewards: Sequence[float], *, seed: int = 0, empty: int | None = Non
         greedy_reward=0.5,
         correct=np.array(rewards) > 0.5,
         roles=tuple("ab"[number % 2] for number in range(len(rewards))),
-        subgroups=np.arange(len(rewards)) % 2,
         predictions=np.full(len(rewards), 0.4),
         sample_weights=np.ones(len(rewards)),
         token_kl=tuple(generator.normal(size=length) for length in lengths),

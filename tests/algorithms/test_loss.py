@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.algorithms.loss import StepStatistics, denominator, finish_meters, measure_step, merge_meters, policy_loss
 from pipelinerl.algorithms.method import Aggregation, Method
-from pipelinerl.errors import ConfigError
 from tests.algorithms.every_method import EVERY_METHOD, sample
 from tests.algorithms.rows import Seq, changed, loss_and_gradient, method_of, pack, single
 
@@ -158,30 +157,6 @@ def test_aggregation_by_hand(aggregation: str, raw: float, divided: float) -> No
 
 def test_the_log_of_a_run_names_the_aggregation() -> None:
     assert "aggregation  seq-mean-token-mean" in method_of("gspo").describe()
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 10])
-def test_a_rollout_that_fans_out_into_rows_keeps_its_total_weight(num_rows: int) -> None:
-    method = method_of("grpo", aggregation="per-rollout")
-    rollout = [single(-1.0 - i / 10, behaviour=-1.0 - i / 10, advantage=1.0, token_count=20) for i in range(20)]
-    size = 20 // num_rows
-    rows = [joined(rollout[start : start + size]) for start in range(0, 20, size)]
-    plain = single(-1.0, behaviour=-1.0, advantage=-3.0, token_count=1)
-    loss, gradient, _ = loss_and_gradient([*rows, plain], method=method)
-    assert loss / denominator("per-rollout", num_tokens=21, num_sequences=2, max_tokens=1) == pytest.approx((-1.0 + 3.0) / 2)
-    assert gradient[:20] == pytest.approx([-1 / 20] * 20)
-
-
-def joined(parts: Sequence[Seq]) -> Seq:
-    def flat(name: str) -> list[float]:
-        return [value for part in parts for value in getattr(part, name)]
-
-    return changed(parts[0], logprobs=flat("logprobs"), behaviour=flat("behaviour"), advantages=flat("advantages"))
-
-
-def test_per_rollout_refuses_to_guess_the_tokens_of_a_rollout() -> None:
-    with pytest.raises(ConfigError, match="token_counts"):
-        policy_loss(pack(UNEVEN), method=method_of("grpo", aggregation="per-rollout"))
 
 
 @given(st.integers(0, 10**6), st.floats(0.2, 1.0), st.floats(1.0, 3.0), st.sampled_from(["token-mean", "seq-mean-token-mean"]))

@@ -14,7 +14,7 @@ from pipelinerl.algorithms.listing import render_rules, render_table, table_rows
 from pipelinerl.algorithms.loss import correction as correction_module
 from pipelinerl.algorithms.loss import mask as mask_module
 from pipelinerl.algorithms.loss import objective
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, Aggregation, Method, Need, Rule
+from pipelinerl.algorithms.method import Aggregation, Method, Need, Rule
 from pipelinerl.algorithms.methods import METHODS, resolve
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
 from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
@@ -158,10 +158,9 @@ def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None
     assert supplied_method_of(run_with("reinforce_pp", overrides={"advantage": {"kl_coef": 0.0}})).name == "reinforce_pp"
 
 
-@pytest.mark.parametrize(("name", "need"), [("gigpo", "anchors"), ("hierarchical_grpo", "subgroups")])
-def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would(name: str, need: str) -> None:
-    with pytest.raises(ConfigError, match=f"needs {need}, which this run does not offer: {name} .* of an episode of several turns"):
-        supplied_method_of(run_with(name, reference="models/base"))
+def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would() -> None:
+    with pytest.raises(ConfigError, match=r"needs anchors, which this run does not offer: gigpo .* of an episode of several turns"):
+        supplied_method_of(run_with("gigpo", reference="models/base"))
 
 
 def test_an_environment_supplies_what_gigpo_compares() -> None:
@@ -339,17 +338,6 @@ def test_refuses_a_token_mask_under_a_sequence_weight_until_the_order_is_stated(
     assert resolve("grpo_tis", {**columns, "masks": "veto"}, group_size=8).masks[0].name == "veto"
 
 
-def test_refuses_truncated_sampling_unless_the_kept_tokens_are_replayed() -> None:
-    refused("grpo", "leak the logarithm of the kept mass", truncated_sampling=True)
-    assert resolve("grpo", group_size=8, truncated_sampling=True, replays_kept_tokens=True)
-    refused("grpo", "expected processed ones", processed_logprobs=False)
-
-
-def test_refuses_the_mean_over_rollouts_where_every_rollout_is_one_row() -> None:
-    refused("grpo", "choose seq-mean-token-mean, which then is the same", overrides={"aggregation": "per-rollout"}, offers=ALWAYS_OFFERED)
-    assert Need.ROLLOUT_TOKENS in method_of("grpo", aggregation="per-rollout").needs
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "match"),
     [
@@ -388,8 +376,8 @@ def test_refuses_the_nll_of_correct_answers_under_another_unit_than_tokens() -> 
 
 def test_all_problems_are_shown_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve("decoupled_ppo", {"kl": "k3"}, group_size=1, truncated_sampling=True)
-    for part in ("old_logprobs", "reference_logprobs", "group size 1", "kept mass"):
+        resolve("decoupled_ppo", {"kl": "k3"}, group_size=1)
+    for part in ("old_logprobs", "reference_logprobs", "group size 1", "single pass"):
         assert part in str(caught.value)
 
 

@@ -135,7 +135,6 @@ class LaggedStep:
             greedy_reward=0.4,
             correct=rewards >= 1.0,
             roles=tuple(("proposer", "solver")[index % 2] for index in range(n)),
-            subgroups=np.arange(n) % 2,
             predictions=draw.uniform(size=n),
             sample_weights=np.ones(n),
             trains=masks,

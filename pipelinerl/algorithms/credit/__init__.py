@@ -42,7 +42,6 @@ _ADVANTAGE: dict[str, Callable[..., Credit]] = {
     "gdpo": advantage.gdpo,
     "passk": advantage.passk,
     "maxrl": advantage.maxrl,
-    "hierarchical_grpo": advantage.hierarchical_grpo,
     "reinforce_pp": token_advantage.reinforce_pp,
     "step_difference": step_credit.step_difference,
     "step_min": step_credit.step_min,

@@ -45,7 +45,6 @@ _PER_SIBLING = (
     "components",
     "correct",
     "roles",
-    "subgroups",
     "predictions",
     "sample_weights",
     "trains",
@@ -76,8 +75,6 @@ class ScoredGroup:
     """[N] verified correctness."""
     roles: tuple[str, ...] | None = None
     """[N] agent role that wrote each sibling."""
-    subgroups: Int64 | None = None
-    """[N] label of the siblings that share a baseline."""
     predictions: Float64 | None = None
     """[N] predicted reward of each started row under an unbiased early stop."""
     sample_weights: Float64 | None = None
@@ -189,13 +186,3 @@ def maxrl(group: ScoredGroup, *, eps: float) -> Float64:
             f"advantage maxrl: got a reward of {group.rewards.min():g}, expected none below 0; choose dr_grpo, or score from 0 up"
         )
     return centred(group.rewards) / (group.rewards.mean() + eps)
-
-
-def hierarchical_grpo(group: ScoredGroup, *, eps: float, ddof: int) -> Float64:
-    """`grpo` inside each subgroup: proposers with proposers, the solvers of one proposer with each other."""
-    labels: Int64 = group.required("subgroups")
-    advantages = np.zeros_like(group.rewards)
-    for label in np.unique(labels):
-        inside = labels == label
-        advantages[inside] = normalised(group.rewards[inside], eps=eps, ddof=ddof)
-    return advantages

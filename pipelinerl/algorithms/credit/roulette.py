@@ -14,20 +14,12 @@ from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 def rloo_doubly_robust(group: ScoredGroup) -> Float64:
     """[N] reward - mean of the siblings' doubly robust values, 0 for a group of one. The weight is left to the loss, where it enters once.
 
-    A stopped rollout's reward is not read; its prediction stands in for it.
+    A stopped rollout's reward is not read; its prediction stands in for it. The baseline leaves the rollout itself out: with a mean that
+    includes it, its coin enters twice, and the estimate is biased.
     """
     predicted, weights = group.required("predictions"), group.required("sample_weights")
     own = np.where(weights > 0.0, group.rewards, predicted)
     return _less_the_others(own, doubly_robust(group.rewards, weights=weights, predicted=predicted))
-
-
-def roulette_advantage(rewards: Float64, *, weights: Float64, predicted: Float64) -> Float64:
-    """[N] weight * (reward - mean of the siblings' doubly robust values), 0.0 for stopped rollouts and for a group of one.
-
-    The baseline leaves the rollout itself out. With a mean that includes it, its coin enters twice, and the estimate is biased.
-    """
-    advantages = _less_the_others(rewards, doubly_robust(rewards, weights=weights, predicted=predicted))
-    return weights * np.where(weights > 0.0, advantages, 0.0)
 
 
 def doubly_robust(rewards: Float64, *, weights: Float64, predicted: Float64) -> Float64:

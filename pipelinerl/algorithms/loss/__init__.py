@@ -22,7 +22,7 @@ from pipelinerl.algorithms.loss.meters import Meters, finish_meters, measure, me
 from pipelinerl.algorithms.loss.objective import objective_loss
 from pipelinerl.algorithms.loss.own import call_own
 from pipelinerl.algorithms.loss.step_statistics import measure_step
-from pipelinerl.algorithms.method import DIVIDES_BY_TOKENS_OF_SEQUENCE, Aggregation, Method, Rule
+from pipelinerl.algorithms.method import Aggregation, Method, Rule
 from pipelinerl.algorithms.own import is_own
 from pipelinerl.errors import ConfigError
 
@@ -77,8 +77,7 @@ def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatis
 def denominator(aggregation: Aggregation | str, *, num_tokens: int, num_sequences: int, max_tokens: int) -> float:
     """What a step's raw sums are divided by, once. Counts are global and before rejection; killed and withheld rows are in them.
 
-    For "per-rollout" give the number of rollouts as `num_sequences`. `max_tokens` is the constant length of Dr.GRPO. A step without a
-    token divides by 1: its sums are 0.
+    `max_tokens` is the constant length of Dr.GRPO. A step without a token divides by 1: its sums are 0.
     """
     match Aggregation(aggregation):
         case Aggregation.TOKEN_MEAN:
@@ -87,7 +86,7 @@ def denominator(aggregation: Aggregation | str, *, num_tokens: int, num_sequence
             count = 1
         case Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
             count = num_sequences * max_tokens
-        case Aggregation.SEQ_MEAN_TOKEN_SUM | Aggregation.SEQ_MEAN_TOKEN_MEAN | Aggregation.PER_ROLLOUT:
+        case Aggregation.SEQ_MEAN_TOKEN_SUM | Aggregation.SEQ_MEAN_TOKEN_MEAN:
             count = num_sequences
     return float(max(count, 1))
 
@@ -110,16 +109,12 @@ def _ordered_weights(terms: Terms, *, keeps: dict[str, Tensor], method: Method) 
 
 
 def _factor(terms: Terms, *, aggregation: Aggregation) -> Tensor:
-    """[T] sample weight of the token's sequence, over its token count where the aggregation's unit is one sequence."""
+    """[T] sample weight of the token's sequence, over its token count where the unit is the mean of a sequence."""
     columns = terms.columns
     ones = torch.ones_like(terms.logprobs.detach())
     per_sequence = terms.sequences.mean(ones) if columns.weights is None else columns.weights.to(ones.dtype)
-    if aggregation in DIVIDES_BY_TOKENS_OF_SEQUENCE:
-        if aggregation is Aggregation.PER_ROLLOUT:
-            counts = columns.required("token_counts")
-        else:
-            counts = terms.sequences.sum(ones) if columns.token_counts is None else columns.token_counts
-        per_sequence = per_sequence / counts.to(ones.dtype).clamp(min=1)
+    if aggregation is Aggregation.SEQ_MEAN_TOKEN_MEAN:
+        per_sequence = per_sequence / terms.sequences.sizes(ones.dtype)
     return terms.sequences.spread(per_sequence)
 
 

@@ -70,8 +70,6 @@ class TokenColumns:
     """[N] bool, correctness."""
     truncated: Tensor | None = None
     """[N] bool, true where the sequence was cut off at its longest allowed length."""
-    token_counts: Tensor | None = None
-    """[N] trained tokens a sequence's sum is divided by. None: its own in this row. "per-rollout" wants those of the whole rollout."""
 
     def __post_init__(self) -> None:
         for name in _PER_TOKEN:
@@ -90,7 +88,7 @@ class TokenColumns:
 
     def count_sequences(self) -> int:
         """N; at least 1, so that a row without a sequence is a row of zero loss."""
-        for column in (self.weights, self.correct, self.truncated, self.token_counts):
+        for column in (self.weights, self.correct, self.truncated):
             if column is not None:
                 return max(len(column), 1)
         inside = self.sequence_ids[self.trains]

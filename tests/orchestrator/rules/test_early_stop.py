@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.rules.early_stop import AUDIT_SURVIVORS, Audit, EarlyStop
-from pipelinerl.algorithms.credit.roulette import doubly_robust, roulette_advantage
+from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.credit.roulette import doubly_robust, rloo_doubly_robust
 from pipelinerl.messages import Flag
 
 THETA = np.array([0.3, -0.4, 0.8])
@@ -23,6 +24,8 @@ ONE = 1 / (1 + np.exp(-THETA))
 TRACES = list(itertools.product((0, 1), repeat=3))
 REWARD = dict(zip(TRACES, (0.0, 1.0, 1.0, 0.5, 0.0, 0.25, 0.0, 1.0), strict=True))
 NUM_TOKENS = 3
+UNREAD = 1e6
+"""Reward of a stopped rollout: a number that would show, were it read."""
 PREDICTED = {0: 0.6, 1: 0.2}
 """Of a trace, by its first token: what a process reward model says of the prefix, not what is true."""
 
@@ -60,10 +63,16 @@ def expectation(estimate: Estimator, *, epsilon: float, group_size: int = 2) -> 
     return total
 
 
+def weighted_advantages(rewards: np.ndarray, *, weights: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """What trains: the rule's advantage times the weight that the loss multiplies."""
+    lengths = np.full(len(rewards), NUM_TOKENS)
+    return weights * rloo_doubly_robust(ScoredGroup(rewards=rewards, lengths=lengths, predictions=predicted, sample_weights=weights))
+
+
 def leave_one_out(traces: list[Trace], weights: np.ndarray) -> np.ndarray:
-    rewards = np.array([REWARD[trace] if weight else np.nan for trace, weight in zip(traces, weights, strict=True)])
+    rewards = np.array([REWARD[trace] if weight else UNREAD for trace, weight in zip(traces, weights, strict=True)])
     predicted = np.array([PREDICTED[trace[0]] for trace in traces])
-    advantages = roulette_advantage(rewards, weights=weights, predicted=predicted)
+    advantages = weighted_advantages(rewards, weights=weights, predicted=predicted)
     return sum((a * score(trace) for a, trace in zip(advantages, traces, strict=True)), np.zeros(NUM_TOKENS)) / len(traces)
 
 
@@ -121,9 +130,9 @@ def test_what_was_predicted_changes_the_variance_and_not_the_mean() -> None:
 
 def test_advantages_by_hand() -> None:
     """A survivor of weight 2 with reward 1 where 0.5 was predicted is worth 1.5 to others; a stopped one its prediction, 0.2."""
-    advantages = roulette_advantage(np.array([1.0, np.nan, 0.0]), weights=np.array([2.0, 0.0, 1.0]), predicted=np.array([0.5, 0.2, 0.9]))
+    advantages = weighted_advantages(np.array([1.0, UNREAD, 0.0]), weights=np.array([2.0, 0.0, 1.0]), predicted=np.array([0.5, 0.2, 0.9]))
     assert advantages == pytest.approx([2.0 * (1.0 - (0.2 + 0.0) / 2), 0.0, 0.0 - (1.5 + 0.2) / 2])
-    assert roulette_advantage(np.array([1.0]), weights=np.array([1.0]), predicted=np.array([0.0])).tolist() == [0.0]
+    assert weighted_advantages(np.array([1.0]), weights=np.array([1.0]), predicted=np.array([0.0])).tolist() == [0.0]
 
 
 # --- the rule -----------------------------------------------------------------------------------------------------------------
