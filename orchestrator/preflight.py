@@ -7,14 +7,11 @@ asked which of the row's columns it would be passed, by the code that passes the
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from orchestrator.rows import Table, open_rows
 from orchestrator.sources import PromptBuilder, longest_prompt
-from pipelinerl.algorithms.method import Need
+from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.own import is_own, load_own
 from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, DataSection
 from pipelinerl.errors import ConfigError, DataError
+from pipelinerl.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
 from pipelinerl.messages import Finish
+from pipelinerl.preflight import answer
 from pipelinerl.scorer.calls import Call, Component, component_names
 from pipelinerl.scorer.environment import load_environment
 from pipelinerl.scorer.rewards import load_rewards
@@ -38,8 +37,6 @@ from pipelinerl.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 
 MAX_STREAMED = 1000
 """Rows looked at of a source that can only be read one after the other, and may never end."""
-NUM_SAID = 3
-"""Rows named for each kind of problem; the others are counted."""
 NUM_MEASURED = 256
 """Prompts counted exactly, the first, for the lengths that are told; of the others only whether they fit."""
 BYTES_PER_TOKEN = 1 / 3
@@ -50,43 +47,46 @@ SAID_EVERY_S = 5.0
 """Without a terminal: between two lines of progress."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.preflight", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="resolved settings, as JSON")
-    parser.add_argument("--output", type=Path, required=True, help="where the findings go, as JSON")
-    arguments = parser.parse_args()
-    config = Config.model_validate_json(arguments.config.read_bytes())
-    sys.path.insert(0, os.getcwd())  # as in the processes of a run, modules of the working directory can be imported
-    arguments.output.write_text(json.dumps(look(config)))
-
-
-def look(config: Config) -> dict[str, list[str]]:
-    """Problems, notes and facts, each as sentences."""
-    found: dict[str, list[str]] = {"problems": [], "notes": [], "facts": []}
-    functions = list(_functions(config, found["problems"]))
-    _load_advantage(config, found["problems"])
-    reader = longest = None
-    said: list[str] = []
+def look(config: Config) -> Iterator[Finding]:
+    """Look at the user's functions, at the tokenizer, and with both at every row."""
+    problems: list[Finding] = []
+    functions = list(_functions(config, problems))
+    yield from problems
+    needs_roles = False
+    with contextlib.suppress(ConfigError):  # pipelinerl.preflight tells it
+        method = method_of(config)
+        yield from _advantage(method)
+        needs_roles = any(Need.ROLES in spec.needs for _, _, spec in specs_of(method))
+    reader = longest = stop_tokens = None
     if (config.model.path / "config.json").is_file():
         try:
             tokenizer = load_tokenizer(config.model.path)
             stop_tokens = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
-            said.append(str(stop_tokens))
-            found["notes"] += stop_tokens.warnings
-            reader = PromptBuilder(
-                encoder=TextEncoder(tokenizer, options=ChatOptions.of(config.data)), prompt_column=config.data.prompt_column
-            )
+            yield from (note("", warning) for warning in stop_tokens.warnings)
+            encoder = TextEncoder(tokenizer, options=ChatOptions.of(config.data))
+            reader = PromptBuilder(encoder=encoder, prompt_column=config.data.prompt_column)
             longest = longest_prompt(config)
         except ConfigError as error:
-            found["problems"].append(str(error))
+            yield fail("", str(error))
     sources = [config.data.source] if isinstance(config.data.source, str) else list(config.data.source or ())
-    for source in sources:
-        _look_at(source, config.data, config, found, functions=functions, reader=reader, longest=longest, must_fit=False)
+    sections = [config.data.model_copy(update={"source": source}) for source in sources]
     if (held_out := config.evaluation.source) is not None:
-        section = config.data.model_copy(update={"shuffle": False, "limit": config.evaluation.limit, "difficulty": None})
-        _look_at(held_out, section, config, found, functions=functions, reader=reader, longest=longest, must_fit=True)
-    found["facts"] += said
-    return found
+        rest = {"source": held_out, "shuffle": False, "limit": config.evaluation.limit, "difficulty": None}
+        sections.append(config.data.model_copy(update=rest))
+    for number, section in enumerate(sections):
+        key = "data.source" if number < len(sources) else "evaluation.source"
+        seen = _Source(
+            key=f"{key} {section.source}",
+            functions=functions,
+            reader=reader,
+            longest=longest,
+            has_roles=needs_roles,
+            teachers=tuple(config.reference.teachers) if key == "data.source" else (),
+            must_fit=key == "evaluation.source",
+        )
+        yield from _rows_of(section, seed=config.run.seed, seen=seen, key=key)
+    if stop_tokens is not None:
+        yield ok("", str(stop_tokens))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +98,13 @@ class _Function:
     """Raises `DataError` naming a parameter the row has no column for."""
 
 
-def _functions(config: Config, problems: list[str]) -> Iterator[_Function]:
+def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
     names = component_names([reward.function for reward in config.reward])
     for reward, name in zip(config.reward, names, strict=True):
         try:
             (loaded,) = load_rewards([Component(function=reward.function, name=name, options=reward.options)])
         except ConfigError as error:
-            problems.append(f"reward.function: {error}")
+            problems.append(fail("reward.function", str(error)))
             continue
 
         def arguments(call: Call, loaded: Any = loaded) -> object:
@@ -116,128 +116,90 @@ def _functions(config: Config, problems: list[str]) -> Iterator[_Function]:
             options = config.environment.options
             environment = load_environment(Component(function=function, name=function, options=options, is_environment=True))
         except ConfigError as error:
-            problems.append(f"environment.function: {error}")
+            problems.append(fail("environment.function", str(error)))
             return
         yield _Function(what=f"environment {function}", arguments=lambda call: environment.arguments(call, turns=[""], replies=[]))
 
 
-def _load_advantage(config: Config, problems: list[str]) -> None:
+def _advantage(method: Method) -> Iterator[Finding]:
     """An advantage of the user's runs in the orchestrator; the trainer loads their other rules, which may import torch, at its start."""
     try:
-        name = method_of(config).advantage.name
-    except ConfigError:  # said by whoever looks at the method
-        return
-    try:
-        if is_own(name):
-            load_own(name)
+        if is_own(method.advantage.name):
+            load_own(method.advantage.name)
     except ConfigError as error:
-        problems.append(f"algorithm.advantage: {error}")
+        yield fail("algorithm.advantage", str(error))
 
 
-def _look_at(
-    source: str,
-    section: DataSection,
-    config: Config,
-    found: dict[str, list[str]],
-    *,
-    functions: list[_Function],
-    reader: PromptBuilder | None,
-    longest: int | None,
-    must_fit: bool,
-) -> None:
-    """One source: all of its rows, or the first of one that may not end."""
-    key = "evaluation.source" if must_fit else "data.source"
+def _rows_of(section: DataSection, *, seed: int, seen: _Source, key: str) -> Iterator[Finding]:
+    """All rows of a source, or the first of one that may not end."""
     try:
-        rows = open_rows(section.model_copy(update={"source": source}), seed=config.run.seed)
-        look = _Look(
-            key=f"{key} {source}",
-            functions=functions,
-            reader=reader,
-            longest=longest,
-            has_roles=_needs_roles(config),
-            teachers=() if must_fit else tuple(config.reference.teachers),
-        )
+        rows = open_rows(section, seed=seed)
         is_table = isinstance(rows, Table)
-        num_rows = len(rows) if is_table else MAX_STREAMED
-        for number in _shown(range(num_rows), what=f"rows of {source}"):
+        for number in _shown(range(len(rows) if is_table else MAX_STREAMED), what=f"rows of {section.source}"):
             row = rows[number] if is_table else drawn[2] if (drawn := rows.draw(0, number)) is not None else None
             if row is None:
                 break
-            look.at(row, where=rows.where(number))
-        look.say(found, is_whole=is_table, must_fit=must_fit)
+            seen.look_at(row, where=rows.where(number))
+        yield from seen.findings(is_whole=is_table)
     except (ConfigError, DataError) as error:
-        found["problems"].append(f"{key}: {error}")
+        yield fail(key, str(error))
 
 
-def _needs_roles(config: Config) -> bool:
-    try:
-        method = method_of(config)
-    except ConfigError:  # said by whoever looks at the method
-        return False
-    return any(Need.ROLES in spec.needs for _, _, spec in specs_of(method))
-
-
-class _Look:
+@dataclasses.dataclass(kw_only=True)
+class _Source:
     """What was seen of one source."""
 
-    def __init__(
-        self,
-        *,
-        key: str,
-        functions: list[_Function],
-        reader: PromptBuilder | None,
-        longest: int | None,
-        has_roles: bool,
-        teachers: Sequence[str] = (),
-    ) -> None:
-        self._key = key
-        self._functions = functions
-        self._reader = reader
-        self._longest = longest
-        self._has_roles = has_roles
-        self._teachers = teachers
-        self._num_rows = 0
-        self._bad: dict[str, list[str]] = {}
-        """By kind: the rows, `NUM_SAID` of them with the problem, the others as empty texts."""
-        self._asked: dict[tuple[str, ...], list[str]] = {}
-        """By the columns of a row: what functions said of them."""
-        self._seen: set[str] = set()
-        """Characters of the prompts that were tokenised."""
-        self._lengths: list[int] = []
-        self._too_long: list[tuple[str, int]] = []
+    key: str
+    functions: list[_Function]
+    reader: PromptBuilder | None
+    longest: int | None
+    """Tokens of a prompt, at most."""
+    has_roles: bool
+    teachers: Sequence[str]
+    must_fit: bool
+    """No prompt may be passed over."""
+    num_rows: int = 0
+    bad: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """By kind: the rows, `NUM_SAID` of them with the problem, the others as empty texts."""
+    asked: dict[tuple[str, ...], list[str]] = dataclasses.field(default_factory=dict)
+    """By the columns of a row: what functions said of them."""
+    characters: set[str] = dataclasses.field(default_factory=set)
+    """Those of the prompts that were tokenised."""
+    lengths: list[int] = dataclasses.field(default_factory=list)
+    too_long: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
-    def at(self, row: Any, *, where: str) -> None:
+    def look_at(self, row: Any, *, where: str) -> None:
         """Look at a row."""
-        self._num_rows += 1
+        self.num_rows += 1
         columns: Mapping[str, Any] = row if isinstance(row, Mapping) else {}
-        if self._reader is not None:
+        if self.reader is not None:
             try:
-                columns = self._reader.columns(row, where=where)
-                value = row[self._reader.prompt_column]
-                self._measure(value, self._reader.text(row, where=where), where)
+                columns = self.reader.columns(row, where=where)
+                value = row[self.reader.prompt_column]
+                self._measure(value, self.reader.text(row, where=where), where)
             except DataError as error:
                 self._note("row", str(error))
         if not isinstance(row, Mapping):
             return
-        if self._has_roles and not isinstance(columns.get("role"), str):
+        if self.has_roles and not isinstance(columns.get("role"), str):
             self._note("role", f"{where}: column role is {columns.get('role')!r}, expected a text: the method has a baseline for each role")
-        if self._teachers and columns.get("teacher") not in self._teachers:
-            expected = f"one of {', '.join(self._teachers)} (reference.teachers)"
+        if self.teachers and columns.get("teacher") not in self.teachers:
+            expected = f"one of {', '.join(self.teachers)} (reference.teachers)"
             self._note("teacher", f"{where}: column teacher is {columns.get('teacher')!r}, expected {expected}")
         self._ask(columns, where)
 
     def _measure(self, value: Any, text: str, where: str) -> None:
-        assert self._reader is not None
-        new = set(text) - self._seen
-        might_not_fit = self._longest is not None and len(text.encode(errors="surrogatepass")) / BYTES_PER_TOKEN > self._longest
-        if text.strip() and not (new or might_not_fit or len(self._lengths) < NUM_MEASURED):
+        assert self.reader is not None
+        new = set(text) - self.characters
+        might_not_fit = self.longest is not None and len(text.encode(errors="surrogatepass")) / BYTES_PER_TOKEN > self.longest
+        if text.strip() and not (new or might_not_fit or len(self.lengths) < NUM_MEASURED):
             return
-        self._seen |= new
-        num_tokens = len(self._reader.token_ids(value, text, where=where))
-        if len(self._lengths) < NUM_MEASURED:
-            self._lengths.append(num_tokens)
-        if self._longest is not None and num_tokens > self._longest:
-            self._too_long.append((where, num_tokens))
+        self.characters |= new
+        num_tokens = len(self.reader.token_ids(value, text, where=where))
+        if len(self.lengths) < NUM_MEASURED:
+            self.lengths.append(num_tokens)
+        if self.longest is not None and num_tokens > self.longest:
+            self.too_long.append((where, num_tokens))
 
     def _ask(self, columns: Mapping[str, Any], where: str) -> None:
         """Ask every function for its arguments, once for rows alike."""
@@ -245,48 +207,53 @@ class _Look:
         kind = (
             (*sorted(columns), "reward_model.ground_truth") if isinstance(nested, Mapping) and "ground_truth" in nested else tuple(columns)
         )
-        if kind not in self._asked:
+        if kind not in self.asked:
             nothing = np.zeros(1, np.int32)
             call = Call(ticket_id=0, prompt="", completions=(nothing,), finishes=(Finish.STOP,), columns=dict(columns))
-            self._asked[kind] = []
-            for function in self._functions:
+            self.asked[kind] = []
+            for function in self.functions:
                 try:
                     function.arguments(call)
                 except DataError as error:
-                    self._asked[kind].append(f"{function.what} {error}")
-        for problem in self._asked[kind]:
+                    self.asked[kind].append(f"{function.what} {error}")
+        for problem in self.asked[kind]:
             self._note(problem, f"{problem} ({where})")
 
     def _note(self, kind: str, problem: str) -> None:
-        known = self._bad.setdefault(kind, [])
+        known = self.bad.setdefault(kind, [])
         known.append(problem if len(known) < NUM_SAID else "")
 
-    def say(self, found: dict[str, list[str]], *, is_whole: bool, must_fit: bool) -> None:
-        """Tell what was seen."""
-        for kind, rows in self._bad.items():
-            shown = rows[:NUM_SAID] if kind in ("row", "role") else rows[:1]
-            others = len(rows) - len(shown)
-            found["problems"] += shown
-            if others:
-                found["problems"][-1] += f"; and {others:,} more of {self._num_rows:,} rows of {self._key.partition(' ')[2]} alike"
-        if self._lengths:
-            lengths = np.array(self._lengths)
-            which = f"the first {len(lengths)}" if self._num_rows > len(lengths) else "all"
-            found["facts"].append(
-                f"{self._key}: {self._num_rows:,} rows{'' if is_whole else ' looked at, of a source without an end'}; prompts of"
-                f" {lengths.min():,} to {lengths.max():,} tokens, median {np.median(lengths):,.0f} ({which}); at most {self._longest:,} fit"
+    def findings(self, *, is_whole: bool) -> Iterator[Finding]:
+        """Tell what was seen; `is_whole`: of every row."""
+        of = f"{self.num_rows:,} rows of {self.key.partition(' ')[2]}"
+        for kind, rows in self.bad.items():
+            yield from bad_rows(rows, of=of, num_named=NUM_SAID if kind in ("row", "role") else 1)
+        if self.lengths:
+            lengths = np.array(self.lengths)
+            which = f"the first {len(lengths)}" if self.num_rows > len(lengths) else "all"
+            yield ok(
+                self.key,
+                f"{self.num_rows:,} rows{'' if is_whole else ' looked at, of a source without an end'}; prompts of {lengths.min():,} to"
+                f" {lengths.max():,} tokens, median {np.median(lengths):,.0f} ({which}); at most {self.longest:,} fit",
             )
-        if self._too_long:
-            where, num_tokens = self._too_long[0]
-            are_all = is_whole and len(self._too_long) == self._num_rows
-            longest = max(num for _, num in self._too_long)
-            fate = "no prompt is left" if are_all else "an evaluation passes over none of them" if must_fit else "they will be passed over"
-            text = (
-                f"{self._key}: {len(self._too_long):,} of {self._num_rows:,} prompts have more than the {self._longest:,} tokens that"
-                f" rollout.max_tokens leaves of the context and of batch.max_tokens, first {where} ({num_tokens:,}), longest {longest:,}:"
-                f" {fate}. Raise model.max_tokens and batch.max_tokens, or lower rollout.max_tokens."
+        if self.too_long:
+            where, num_tokens = self.too_long[0]
+            are_all = is_whole and len(self.too_long) == self.num_rows
+            fate = (
+                "no prompt is left"
+                if are_all
+                else "an evaluation passes over none of them"
+                if self.must_fit
+                else "they will be passed over"
             )
-            found["problems" if are_all or must_fit else "notes"].append(text)
+            yield Finding(
+                Level.FAIL if are_all or self.must_fit else Level.NOTE,
+                self.key,
+                f"{len(self.too_long):,} of {self.num_rows:,} prompts have more than the {self.longest:,} tokens that rollout.max_tokens"
+                f" leaves of the context and of batch.max_tokens, first {where} ({num_tokens:,}), longest"
+                f" {max(num for _, num in self.too_long):,}: {fate}",
+                "raise model.max_tokens and batch.max_tokens, or lower rollout.max_tokens",
+            )
 
 
 def _shown(numbers: range, *, what: str) -> Iterator[int]:
@@ -310,4 +277,4 @@ def _shown(numbers: range, *, what: str) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    main()
+    answer(look, module="orchestrator.preflight", description=__doc__)

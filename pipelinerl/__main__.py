@@ -259,12 +259,13 @@ def slurm(
     submit: Annotated[bool, typer.Option("--submit", help="hand it to sbatch; else the script is only written")] = False,
 ) -> None:
     """Make a run's Slurm job: a readable sbatch script that saves before the limit, requeues itself and goes on (section `slurm`)."""
-    from pipelinerl.preflight import refuse
+    from pipelinerl.findings import refuse
+    from pipelinerl.preflight import check as preflight
     from pipelinerl.slurm import submit as job
 
     settings = resolved(load(config_file, overrides=overrides or []))
     if submit:
-        refuse(settings, runs_here=False)
+        refuse(preflight(settings, runs_here=False))
     script = job.prepare(settings)
     console.print(f"script: {escape(str(script))}")
     if submit:
@@ -274,15 +275,12 @@ def slurm(
 @app.command()
 def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
     """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
-    from pipelinerl.doctor import Level, judge, look
+    from pipelinerl.doctor import judge, look
+    from pipelinerl.findings import Level, sentences, show
 
     findings = judge(look(folder))
-    for finding in findings:
-        colour = {Level.OK: "green", Level.NOTE: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}[finding.level]
-        console.print(f"[{colour}]{finding.level:<5}[/] {finding.what:<11} {escape(finding.found)}", highlight=False, soft_wrap=True)
-        if finding.do:
-            console.print(f"{'':<17} -> {escape(finding.do)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
+    show(findings, console, *Level)
+    raise typer.Exit(1 if sentences(findings, Level.FAIL) else 0)
 
 
 @app.command()
@@ -350,7 +348,8 @@ def _options(
 
 
 def _train(settings: Config, *, resume: str | None = None, takes_over: bool = False) -> None:
-    from pipelinerl.preflight import refuse
+    from pipelinerl.findings import Level, refuse, show
+    from pipelinerl.preflight import check as preflight
     from pipelinerl.tracking.beside import trackers
 
     earlier = resuming.find_run(settings, resume or None) if resume is not None else None
@@ -358,8 +357,8 @@ def _train(settings: Config, *, resume: str | None = None, takes_over: bool = Fa
         lease = None
         if earlier:  # before anything else is looked at: what another launcher holds is refused at once
             lease = at_end.enter_context(held(earlier.folder, takes_over=takes_over))
-        for note in refuse(settings).notes:
-            console.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
+        refuse(findings := preflight(settings))
+        show(findings, console, Level.NOTE, Level.WARN)
         run_folder = earlier.folder if earlier else launch.make_run_folder(settings)
         lease = lease or at_end.enter_context(held(run_folder))
         if earlier:
@@ -411,7 +410,8 @@ async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) 
 def _print_plan(settings: Config) -> None:
     """Print what would run, what it would take, and what is wrong with it. Raises `ConfigError` with all problems at once."""
     from pipelinerl.algorithms.listing import describe_run
-    from pipelinerl.preflight import check, say
+    from pipelinerl.findings import Level, refuse, show
+    from pipelinerl.preflight import check as preflight
     from pipelinerl.tracking.beside import command
 
     console.print_json(settings.model_dump_json())
@@ -424,11 +424,9 @@ def _print_plan(settings: Config) -> None:
     trackers = [launch.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
     for role in (*launch.roles_of(settings, run_folder), *trackers):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
-    found = check(settings, is_dry=True)
-    for line in (*found.facts, *(f"note: {note}" for note in found.notes)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if found.problems:
-        raise ConfigError(say(found.problems))
+    findings = preflight(settings, is_dry=True)
+    show(findings, console, Level.OK, Level.NOTE, Level.WARN)
+    refuse(findings)
     console.print("nothing is wrong that can be known without loading a model")
 
 

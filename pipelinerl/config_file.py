@@ -17,7 +17,7 @@ import pydantic
 
 from pipelinerl import checksum
 from pipelinerl.config import Config, Section
-from pipelinerl.contradictions import contradictions
+from pipelinerl.config.validation import contradictions
 from pipelinerl.errors import ConfigError
 from pipelinerl.schema import SCHEMA, refusal
 

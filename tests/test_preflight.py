@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config_file import parse
 from pipelinerl.errors import ConfigError
+from pipelinerl.findings import Finding, Level, collect, sentences
 from pipelinerl.inert import inert, refused
 from pipelinerl.preflight import check
 from tests.tiny_models import make_qwen2
@@ -66,10 +67,22 @@ def settings(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return make
 
 
+def failures(found: Iterable[Finding]) -> list[str]:
+    return sentences(found, Level.FAIL)
+
+
+def notes(found: Iterable[Finding]) -> list[str]:
+    return sentences(found, Level.NOTE)
+
+
+def facts(found: Iterable[Finding]) -> list[str]:
+    return sentences(found, Level.OK)
+
+
 def test_rows_that_are_right_are_counted(settings: Callable[..., Config]):
-    found = look(settings(rows=[{"prompt": "1" * size, "answer": "1"} for size in (3, 7, 5)]))
-    assert found["problems"] == found["notes"] == []
-    assert found["facts"] == [
+    found = collect(look(settings(rows=[{"prompt": "1" * size, "answer": "1"} for size in (3, 7, 5)])))
+    assert failures(found) == notes(found) == []
+    assert facts(found) == [
         "data.source rows.jsonl: 3 rows; prompts of 3 to 7 tokens, median 5 (all); at most 960 fit",
         "stop tokens: 2 '<eos>' (tokenizer, config.json, generation_config.json)",
     ]
@@ -80,19 +93,19 @@ def test_stop_tokens_that_disagree_are_told(settings: Callable[..., Config], mod
     shutil.copytree(model, folder)
     for name in ("config.json", "generation_config.json"):
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {"eos_token_id": 0}))
-    found = look(settings(model={"path": str(folder)}))
-    assert found["facts"][-1] == "stop tokens: 0 '<pad>' (config.json, generation_config.json); 2 '<eos>' (tokenizer)"
-    assert found["notes"][0].startswith("stop tokens disagree: 2 '<eos>' (tokenizer) is not named by config.json")
+    found = collect(look(settings(model={"path": str(folder)})))
+    assert facts(found)[-1] == "stop tokens: 0 '<pad>' (config.json, generation_config.json); 2 '<eos>' (tokenizer)"
+    assert notes(found)[0].startswith("stop tokens disagree: 2 '<eos>' (tokenizer) is not named by config.json")
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"eos_token_id": 10}))
-    assert "config.json names 10 as the end of sequence" in look(settings(model={"path": str(folder)}))["problems"][0]
+    assert "config.json names 10 as the end of sequence" in failures(look(settings(model={"path": str(folder)})))[0]
 
 
 def test_demonstrations_beside_rl_are_looked_at_too(settings: Callable[..., Config], tmp_path: Path):
     (tmp_path / "shown.jsonl").write_text(json.dumps({"prompt": "2+2=", "completion": "4"}) + "\n" + json.dumps({"prompt": "2+2="}))
     stream = {"source": "shown.jsonl", "coef": 0.1}
-    (problem,) = [one for one in check(settings(sft_stream=stream)).problems if "sft_stream" in one]
+    (problem,) = [one for one in failures(check(settings(sft_stream=stream))) if "sft_stream" in one]
     assert problem == "sft_stream.source: shown.jsonl, row 1: column 'completion' is None, expected text; it has prompt"
-    assert not [one for one in check(settings(sft_stream=stream | {"coef": 0})).problems if "sft_stream" in one], "off: nobody reads them"
+    assert not [one for one in failures(check(settings(sft_stream=stream | {"coef": 0}))) if "sft_stream" in one], "off: nobody reads them"
 
 
 def test_every_row_is_looked_at_not_only_the_first(settings: Callable[..., Config]):
@@ -101,7 +114,7 @@ def test_every_row_is_looked_at_not_only_the_first(settings: Callable[..., Confi
     rows[1991] = {"prompt": 3, "answer": "4"}
     rows[1993] = {"prompt": "", "answer": "4"}
     rows[1994] = {"prompt": [{"role": "user", "content": "no template"}], "answer": "4"}
-    problems = look(settings(rows=rows))["problems"]
+    problems = failures(look(settings(rows=rows)))
     assert len(problems) == 3
     assert problems[0] == "rows.jsonl:1991: no column 'prompt'; there are 'question', 'answer'. Set data.prompt_column."
     assert problems[1].startswith("rows.jsonl:1992: column 'prompt' is a int, expected text or a list of chat messages")
@@ -111,38 +124,38 @@ def test_every_row_is_looked_at_not_only_the_first(settings: Callable[..., Confi
 
 def test_prompts_that_leave_no_room_are_counted_and_the_first_is_named(settings: Callable[..., Config]):
     rows = [{"prompt": "1" * size, "answer": ""} for size in (5, 961, 960, 1000)]
-    (note,) = look(settings(rows=rows))["notes"]
-    assert note.startswith("data.source rows.jsonl: 2 of 4 prompts have more than the 960 tokens that rollout.max_tokens leaves")
-    assert "first rows.jsonl:2 (961), longest 1,000: they will be passed over." in note
-    found = look(settings(rows=rows[1:2]))
-    assert "no prompt is left" in found["problems"][0]
-    held_out = look(settings(rows=rows, evaluation={"source": "rows.jsonl"}))["problems"]
+    (told,) = notes(look(settings(rows=rows)))
+    assert told.startswith("data.source rows.jsonl: 2 of 4 prompts have more than the 960 tokens that rollout.max_tokens leaves")
+    assert "first rows.jsonl:2 (961), longest 1,000: they will be passed over; raise model.max_tokens" in told
+    found = collect(look(settings(rows=rows[1:2])))
+    assert "no prompt is left" in failures(found)[0]
+    held_out = failures(look(settings(rows=rows, evaluation={"source": "rows.jsonl"})))
     assert held_out[0].startswith("evaluation.source rows.jsonl: 2 of 4 prompts")
 
 
 def test_a_parameter_that_nothing_supplies_is_named_with_the_nearest_column(settings: Callable[..., Config]):
     functions = ("misspelt", "options", "many", "compute_score", "right")
     config = settings(reward=[{"function": f"rewards.py:{name}"} for name in functions])
-    problems = look(config)["problems"]
+    problems = failures(look(config))
     assert problems == [
         "reward rewards.py:misspelt needs answr (did you mean answer?), but the row has only the columns answer (rows.jsonl:1)",
         "reward rewards.py:options needs factor, but the row has only the columns answer (rows.jsonl:1)",
         "reward rewards.py:compute_score needs ground_truth, but the row has only the columns answer (rows.jsonl:1)",
     ]
     fitting = settings(reward=[{"function": "rewards.py:options", "options": {"factor": 2.0}}])
-    assert not look(fitting)["problems"]
+    assert not failures(look(fitting))
 
 
 def test_a_column_that_one_row_lacks_is_found_there(settings: Callable[..., Config]):
     rows: list[Any] = [{"prompt": "2+2=", "answer": "4"} for _ in range(500)] + [{"prompt": "2+2=", "other": "4"}]
-    (problem,) = look(settings(rows=rows))["problems"]
+    (problem,) = failures(look(settings(rows=rows)))
     assert problem == "reward rewards.py:right needs answer, but the row has only the columns other (rows.jsonl:501)"
 
 
 def test_an_environment_is_asked_as_rewards_are(settings: Callable[..., Config]):
-    (problem,) = look(settings(environment={"function": "rewards.py:reply"}))["problems"]
+    (problem,) = failures(look(settings(environment={"function": "rewards.py:reply"})))
     assert problem.startswith("environment rewards.py:reply needs secret, but the row has only the columns answer")
-    (missing,) = look(settings(environment={"function": "rewards.py:answer"}))["problems"]
+    (missing,) = failures(look(settings(environment={"function": "rewards.py:answer"})))
     assert missing.startswith("environment.function: rewards.py has no 'answer'")
 
 
@@ -151,24 +164,24 @@ def test_a_source_without_an_end_is_looked_at_in_part(settings: Callable[..., Co
         "import itertools\ndef rows():\n    for number in itertools.count():\n"
         "        yield {'prompt': str(number), 'answer': ''} | ({} if number < 40 else {'when': object()})\n"
     )
-    found = look(settings(data={"source": "endless.py:rows"}))
-    assert "column 'when' holds" in found["problems"][0]
-    assert "; and 957 more of 1,000 rows" in found["problems"][-1]
-    assert "1,000 rows looked at, of a source without an end" in found["facts"][0]
+    found = collect(look(settings(data={"source": "endless.py:rows"})))
+    assert "column 'when' holds" in failures(found)[0]
+    assert "; and 957 more of 1,000 rows" in failures(found)[-1]
+    assert "1,000 rows looked at, of a source without an end" in facts(found)[0]
 
 
 def test_roles_are_looked_for_where_the_method_needs_them(settings: Callable[..., Config]):
-    found = look(settings(algorithm={"name": "rae"}))
-    assert found["problems"] == ["rows.jsonl:1: column role is None, expected a text: the method has a baseline for each role"]
+    found = collect(look(settings(algorithm={"name": "rae"})))
+    assert failures(found) == ["rows.jsonl:1: column role is None, expected a text: the method has a baseline for each role"]
 
 
 def test_every_row_names_one_of_several_teachers(settings: Callable[..., Config]):
-    found = look(settings(algorithm={"name": "gkd"}, reference={"teachers": {"math": "model", "code": "model"}}))
-    assert found["problems"] == ["rows.jsonl:1: column teacher is None, expected one of math, code (reference.teachers)"]
+    found = collect(look(settings(algorithm={"name": "gkd"}, reference={"teachers": {"math": "model", "code": "model"}})))
+    assert failures(found) == ["rows.jsonl:1: column teacher is None, expected one of math, code (reference.teachers)"]
 
 
 def test_several_teachers_are_each_looked_for(settings: Callable[..., Config]):
-    problems = check(settings(reference={"teachers": {"math": "nope", "code": "model"}})).problems
+    problems = failures(check(settings(reference={"teachers": {"math": "nope", "code": "model"}})))
     assert problems[0].startswith("reference.teachers.math: no folder at nope")
     assert any(
         problem.startswith("reference.teachers.code is model, and algorithm grpo reads no reference or teacher") for problem in problems
@@ -179,7 +192,7 @@ def test_several_teachers_are_each_looked_for(settings: Callable[..., Config]):
 
 def test_models_beside_the_policy_are_looked_for_and_one_that_nobody_reads_is_told(settings: Callable[..., Config]):
     config = settings(reference={"path": "nope"}, critic={"path": "none"})
-    problems = check(config).problems
+    problems = failures(check(config))
     assert [problem.partition(" (looked")[0] for problem in problems[:2]] == [
         "reference.path: no folder at nope",
         "critic.path: no folder at none",
@@ -216,7 +229,7 @@ def test_a_damaged_weights_file_is_told_from_its_header(settings: Callable[..., 
         (copied / path.name).write_bytes(path.read_bytes())
     whole = (copied / "model.safetensors").read_bytes()
     (copied / "model.safetensors").write_bytes(whole[:-1000])
-    problems = check(settings(model={"path": str(copied)})).problems
+    problems = failures(check(settings(model={"path": str(copied)})))
     assert any("it was not copied whole" in problem for problem in problems)
 
 
@@ -238,24 +251,24 @@ def test_the_memory_bill_by_hand(settings: Callable[..., Config], model: Path):
 
 
 def test_adapters_that_travel_as_a_whole_model_are_told(settings: Callable[..., Config]):
-    (note,) = check(settings(lora={"rank": 4})).notes
-    assert note.startswith("lora.rank is 4, and each step publishes all ")
-    assert 'weights.adapters = "apart" sends adapters alone' in note
-    assert check(settings(lora={"rank": 4}, weights={"adapters": "apart"})).notes == []
+    (told,) = notes(check(settings(lora={"rank": 4})))
+    assert told.startswith("lora.rank: 4, and each step publishes all ")
+    assert 'weights.adapters = "apart" sends adapters alone' in told
+    assert notes(check(settings(lora={"rank": 4}, weights={"adapters": "apart"}))) == []
 
 
 def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_figures(settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pipelinerl.preflight.memory_bytes", lambda: 4 << 20)
-    problems = check(settings(engine={"kv_cache_bytes": 1 << 20})).problems
+    problems = failures(check(settings(engine={"kv_cache_bytes": 1 << 20})))
     assert problems[0].startswith("memory: the run takes ")
     assert "and this machine has 4.0 MiB" in problems[0]
 
 
 def test_the_estimate_is_told(settings: Callable[..., Config]):
-    facts = check(settings()).facts
-    assert facts[0] == ("KV cache: 512 bytes a token; 64.0 KiB for a sequence of 128 tokens, 512.0 KiB for the whole context of 1,024")
-    assert facts[1].startswith("  of each engine: 64.0 MiB (the least); 1023 such sequences fit, 127 of the whole context")
-    assert any(fact.startswith("disk: ") for fact in facts)
+    told = facts(check(settings()))
+    assert told[0] == ("KV cache: 512 bytes a token; 64.0 KiB for a sequence of 128 tokens, 512.0 KiB for the whole context of 1,024")
+    assert told[1].startswith("KV cache: of each engine: 64.0 MiB (the least); 1023 such sequences fit, 127 of the whole context")
+    assert any(fact.startswith("disk: ") for fact in told)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +330,7 @@ def test_a_dry_run_of_ten_thousand_rows_takes_seconds_and_no_torch(settings: Cal
     assert shown.returncode == 0, shown.stderr
     assert "10,000 rows; prompts of 4 to 6 tokens" in shown.stdout
     assert "nothing is wrong that can be known without loading a model" in shown.stdout
-    assert "KV cache: 512 bytes a token" in shown.stdout
+    assert "ok    KV cache    512 bytes a token" in shown.stdout
     assert _children_s() - before[1] < 6.0
 
 

@@ -22,6 +22,7 @@ from pipelinerl.algorithms.methods import resolve
 from pipelinerl.algorithms.own import CARRIED, load_own
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
+from pipelinerl.findings import Level, sentences
 from tests.algorithms.every_method import sample
 from tests.algorithms.rows import Seq, loss_and_gradient, method_of, pack
 from tests.algorithms.test_readme import block
@@ -231,7 +232,7 @@ def test_the_preflight_loads_an_advantage_and_names_what_it_cannot(rules: Any, t
     (tmp_path / "rewards.py").write_text("def one(completion):\n    return 1.0\n")
     reference = rules("import no_such\ndef f(rewards):\n    return rewards\n")
     tree = {"model": {"path": str(tmp_path)}, "data": {"source": "none.jsonl"}, "reward": [{"function": f"{tmp_path}/rewards.py:one"}]}
-    problems = look(Config.model_validate(tree | {"algorithm": {"overrides": {"advantage": reference}}}))["problems"]
+    problems = sentences(look(Config.model_validate(tree | {"algorithm": {"overrides": {"advantage": reference}}})), Level.FAIL)
     assert any("cannot be imported: ModuleNotFoundError: No module named 'no_such'" in problem for problem in problems)
 
 

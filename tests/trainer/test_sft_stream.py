@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import Config
 from pipelinerl.demo.sort_digits import make_model as make_demo_model
+from pipelinerl.findings import Level, collect, ok, sentences
 from pipelinerl.layout import Layout
 from pipelinerl.messages import StepSealed
 from tests.trainer.conductor import make_config
@@ -222,18 +223,16 @@ def test_a_run_reports_the_loss_of_its_demonstrations_and_lowers_it(folder: Path
 
 
 def test_the_preflight_reads_every_demonstration(folder: Path, tmp_path: Path) -> None:
-    assert look(_config(folder)) == {
-        "problems": [],
-        "facts": [f"sft_stream.source {folder / 'rows.jsonl'}: 7 rows of 4 to 12 tokens, median 8; each is trained 2.1 times"],
-    }
+    told = "7 rows of 4 to 12 tokens, median 8; each is trained 2.1 times"
+    assert collect(look(_config(folder))) == [ok(f"sft_stream.source {folder / 'rows.jsonl'}", told)]
     rows = [{"prompt": "1=", "completion": "2"}] * 20
     rows[3] = {"prompt": "1="}
     rows[5:9] = [{"prompt": "1=", "completion": "2" * 30}] * 4
     (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    problems = look(_config(folder, source=str(tmp_path / "bad.jsonl")))["problems"]
+    problems = sentences(collect(look(_config(folder, source=str(tmp_path / "bad.jsonl")))), Level.FAIL)
     assert len(problems) == 3
     assert problems[0].endswith("bad.jsonl, row 3: column 'completion' is None, expected text; it has prompt")
     assert "row 5: 2 tokens of prompt, 33 in all; expected at least one of prompt and at most 24 in all" in problems[1]
-    assert problems[2].endswith("; and 2 more of 20 rows are bad")
-    (gone,) = look(_config(folder, source="gone.jsonl"))["problems"]
+    assert problems[2].endswith("; and 2 more of 20 rows alike")
+    (gone,) = sentences(collect(look(_config(folder, source="gone.jsonl"))), Level.FAIL)
     assert gone.startswith("sft_stream.source gone.jsonl cannot be read: No such file or directory")

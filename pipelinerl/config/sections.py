@@ -1,8 +1,4 @@
-"""The run's settings: one section per part; a part is given its own section, never the whole.
-
-`pipelinerl.config_file` reads them. Derived values are computed once, by `Config.derived()`, and printed by `pipelinerl run --dry-run`.
-Imports neither torch nor vLLM, so a head node can check a config.
-"""
+"""The sections of a run's settings: every key with its type, bounds, default and meaning."""
 
 from __future__ import annotations
 
@@ -14,13 +10,8 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.alarms.names import Name
-from pipelinerl.contradictions import contradictions
+from pipelinerl.config.base import PositiveFloat, PositiveInt, Section, Unit
 from pipelinerl.layout import Layout, Schedule
-
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Unit = Annotated[float, Field(ge=0, le=1)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
 
 SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 """Minutes, hours:minutes:seconds or days-hours. TOML reads the first as a number and the second as a time of day; both are meant."""
@@ -35,10 +26,6 @@ class Mode(enum.StrEnum):
     """Batch n+1 is generated while batch n is trained; both wait for each other at the batch boundary."""
     SYNC = "sync"
     """Generate a batch, train on it, swap, repeat: one side always idles. The reference to measure against."""
-
-
-class Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -130,80 +117,6 @@ class EngineSection(Section):
     def num_stages(self) -> int:
         """Of its pipeline."""
         return int(self.options.get("pipeline_parallel_size", 1))
-
-
-class ScorerSection(Section):
-    slots: PositiveInt = Field(2, description="reward calls at once, each in a process of its own that can be killed")
-    deadline_s: PositiveFloat = Field(30.0, description="longest reward call; after it the process is killed and the outcome is timeout")
-    silent_after_s: PositiveFloat = Field(120.0, description="a scorer not heard of for so long ends the run")
-    variables: tuple[str, ...] = Field(
-        (),
-        description="names of environment variables that rewards and environments see beside PATH, HOME, LANG, PYTHON*, OMP_* and the like",
-    )
-
-
-class RewardSection(Section):
-    function: str = Field(description="`path:name`: a file or module and the function in it")
-    weight: float = Field(1.0, description="of this component in the reward")
-    per: Literal["sample", "group"] = Field("sample", description="group: called once for all siblings of a prompt, with lists")
-    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
-    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: the slots all functions share")
-    per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
-    retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
-    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
-
-
-class EnvironmentSection(Section):
-    function: str | None = Field(
-        None, description="`path:name` of a function that replies to what the model said, turn by turn; none: a rollout is one turn"
-    )
-    max_turns: Annotated[int, Field(ge=2)] = Field(8, description="turns of one rollout; rollout.max_tokens bounds all of them together")
-    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
-    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: scorer.slots")
-    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
-
-
-class EarlyStopSection(Section):
-    below: float | None = Field(
-        None, description="a step score under this flags a rollout while it is being written; none: none is stopped"
-    )
-    keep: Fraction = Field(0.2, description="probability with which a flagged rollout goes on; it then weighs 1 / keep in the loss")
-    min_steps: PositiveInt = Field(2, description="steps before which no score flags")
-    max_right: Fraction = Field(0.2, description="stopping ends where surely more than this part of flagged rollouts would have been right")
-
-
-class PrmJudgeSection(Section):
-    url: str | None = Field(
-        None, description="endpoint of a language model that judges each step, up to and with /v1, in place of prm.path"
-    )
-    model: str | None = Field(None, description="its name there")
-    concurrency: PositiveInt = Field(16, description="questions at once")
-    max_tokens: PositiveInt = Field(512, description="longest answer")
-    key_file: Path | None = Field(None, description="file with the endpoint's key")
-    extra: dict[str, Any] = Field({}, description="further fields of each request, as the endpoint takes them")
-
-
-class PrmSection(Section):
-    path: Path | None = Field(None, description="process reward model, a folder vLLM's pooling engines serve; none: steps have no scores")
-    convention: Literal["qwen2.5-math-prm", "math-shepherd", "token-classification", "sigmoid-head"] = Field(
-        "token-classification", description="what stands after a step, and how its row becomes a score"
-    )
-    tag: str | None = Field(None, description="what stands after a step; default: the convention's")
-    separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
-    judge: PrmJudgeSection = PrmJudgeSection()  # pyright: ignore[reportCallIssue]
-    stop: EarlyStopSection = EarlyStopSection()  # pyright: ignore[reportCallIssue]
-    max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
-    chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
-    max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")
-    deadline_s: PositiveFloat = Field(120.0, description="longest batch; after it the process is killed and started again")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
-    max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
-    options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
-
-    @property
-    def is_used(self) -> bool:
-        """A model, or a judge, scores steps."""
-        return self.path is not None or self.judge.url is not None
 
 
 class AlgorithmSection(Section):
@@ -418,75 +331,3 @@ class SftStreamSection(Section):
     coef: Annotated[float, Field(ge=0)] | None = Field(
         None, description="a step's loss is RL's plus coef times the mean negative log-likelihood per completion token of its rows; 0: off"
     )
-
-
-class Config(Section):
-    """Everything a run is told; see each section's fields."""
-
-    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
-    model: ModelSection
-    data: DataSection = DataSection()  # pyright: ignore[reportCallIssue]
-    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
-    engine: EngineSection = EngineSection()  # pyright: ignore[reportCallIssue]
-    scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
-    reward: tuple[RewardSection, ...] = ()
-    environment: EnvironmentSection = EnvironmentSection()  # pyright: ignore[reportCallIssue]
-    prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
-    algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
-    batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]
-    pipeline: PipelineSection = PipelineSection()  # pyright: ignore[reportCallIssue]
-    trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
-    reference: ReferenceSection = ReferenceSection()  # pyright: ignore[reportCallIssue]
-    critic: CriticSection = CriticSection()  # pyright: ignore[reportCallIssue]
-    lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
-    evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
-    weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
-    checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
-    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
-    slurm: SlurmSection = SlurmSection()  # pyright: ignore[reportCallIssue]
-    sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
-    sft_stream: SftStreamSection = SftStreamSection()  # pyright: ignore[reportCallIssue]
-
-    @pydantic.model_validator(mode="after")
-    def _fits_together(self) -> Config:
-        if problems := contradictions(dict(self)):
-            raise ValueError("\n".join(problems))
-        return self
-
-    @property
-    def max_running_rollouts(self) -> int:
-        """Rollouts in engines at once: enough to keep every engine full while finished ones are replaced."""
-        if self.pipeline.max_running is not None:
-            return self.pipeline.max_running
-        return self.engine.count * self.engine.max_running * 5 // 4
-
-    @property
-    def learning_rate(self) -> float:
-        """Peak of the policy's. Adapters want about ten times what all weights want (arXiv:2405.09673)."""
-        return self.trainer.learning_rate or (1e-5 if self.lora.rank else 1e-6)
-
-    @property
-    def sft_learning_rate(self) -> float:
-        """Peak of fine-tuning's, by the same rule."""
-        return self.sft.learning_rate or (2e-4 if self.lora.rank else 2e-5)
-
-    @property
-    def sft_output(self) -> Path:
-        """Folder of the fine-tuned model, which RL starts from where `model.path` names it."""
-        return self.sft.output or self.run.folder / f"{self.model.path.name}-sft"
-
-    @property
-    def compares_siblings(self) -> bool:
-        """True where a reward function compares the rollouts of a group."""
-        return any(reward.per == "group" for reward in self.reward)
-
-    def derived(self) -> dict[str, Any]:
-        """Values that follow from the settings, by the name they are printed under."""
-        samples = self.batch.groups_per_step * self.rollout.group_size
-        return {
-            "samples per step": samples,
-            "samples of the whole run": samples * self.trainer.steps,
-            "peak learning rate": self.learning_rate,
-            "rollouts in engines at once, at most": self.max_running_rollouts,
-            "groups admitted before the first step, at most": (self.pipeline.max_staleness + 1) * self.batch.groups_per_step,
-        }

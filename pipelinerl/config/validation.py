@@ -5,30 +5,26 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
+from pipelinerl.config.sections import (
+    AlgorithmSection,
+    BatchSection,
+    DataSection,
+    EngineSection,
+    EvaluationSection,
+    LoraSection,
+    ModelSection,
+    ReferenceSection,
+    RolloutSection,
+    SftSection,
+    SftStreamSection,
+    SlurmSection,
+    TrainerSection,
+    WeightsSection,
+)
 from pipelinerl.layout import Schedule, nearest, problems_of
-
-if TYPE_CHECKING:
-    from pipelinerl.config import (
-        AlgorithmSection,
-        BatchSection,
-        DataSection,
-        EngineSection,
-        EnvironmentSection,
-        EvaluationSection,
-        LoraSection,
-        ModelSection,
-        PrmSection,
-        ReferenceSection,
-        RewardSection,
-        RolloutSection,
-        SftSection,
-        SftStreamSection,
-        SlurmSection,
-        TrainerSection,
-        WeightsSection,
-    )
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
 """Last words of settings that must not be settings."""
@@ -74,6 +70,12 @@ def _dtype_can_be_trained(model: ModelSection) -> Iterator[str]:
         )
 
 
+def _free_tables(reward: tuple[RewardSection, ...], environment: EnvironmentSection, prm: PrmSection) -> dict[str, dict[str, Any]]:
+    """What scorers are told in words of their own, by key."""
+    tables = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
+    return tables | {"environment.options": environment.options, "prm.options": prm.options, "prm.judge.extra": prm.judge.extra}
+
+
 def _options_are_finite(
     engine: EngineSection,
     algorithm: AlgorithmSection,
@@ -81,9 +83,8 @@ def _options_are_finite(
     environment: EnvironmentSection,
     prm: PrmSection,
 ) -> Iterator[str]:
-    tables = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
-    tables |= {"engine.options": engine.options, "environment.options": environment.options, "prm.options": prm.options}
-    for key, value in (tables | {"prm.judge.extra": prm.judge.extra, "algorithm.overrides": algorithm.overrides}).items():
+    tables = {"engine.options": engine.options, "algorithm.overrides": algorithm.overrides}
+    for key, value in (tables | _free_tables(reward, environment, prm)).items():
         for path, number in _not_finite(key, value):
             yield f"{path} is {number}, expected a finite number: settings are kept as JSON, which has no such one."
 
@@ -97,25 +98,20 @@ def _not_finite(path: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _no_secrets(engine: EngineSection, algorithm: AlgorithmSection) -> Iterator[str]:
-    for part, options in (("engine.options", engine.options), ("algorithm.overrides", algorithm.overrides)):
-        for key in options:
-            if key.lower().rpartition("_")[2] in SECRET_WORDS:
-                yield (
-                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown. Leave it out, and set it in the"
-                    " environment."
-                )
+    tables = {"engine.options": engine.options, "algorithm.overrides": algorithm.overrides}
+    return _secrets(tables, do=". Leave it out, and set it in the environment.")
 
 
 def _no_secrets_for_scorers(reward: tuple[RewardSection, ...], environment: EnvironmentSection, prm: PrmSection) -> Iterator[str]:
-    options = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
-    options["environment.options"] = environment.options
-    for part, values in (options | {"prm.options": prm.options, "prm.judge.extra": prm.judge.extra}).items():
+    do = ", and a scorer's environment holds none. Put it in a file, and give the file's path under another name (the judge's is key_file)."
+    return _secrets(_free_tables(reward, environment, prm), do=do)
+
+
+def _secrets(tables: Mapping[str, Mapping[str, Any]], *, do: str) -> Iterator[str]:
+    for table, values in tables.items():
         for key in values:
             if key.lower().rpartition("_")[2] in SECRET_WORDS:
-                yield (
-                    f"{part}.{key} looks like a secret: settings are written to the run folder and shown, and a scorer's environment holds"
-                    " none. Put it in a file, and give the file's path under another name (the judge's is key_file)."
-                )
+                yield f"{table}.{key} looks like a secret: settings are written to the run folder and shown{do}"
 
 
 def _reference_can_be_offloaded(trainer: TrainerSection, reference: ReferenceSection) -> Iterator[str]:

@@ -1,0 +1,148 @@
+"""The run's settings: one section per part; a part is given its own section, never the whole.
+
+`pipelinerl.config_file` reads them, and `validation` compares the sections with each other. Derived values are computed once, by
+`Config.derived()`, and printed by `pipelinerl run --dry-run`. Imports neither torch nor vLLM, so a head node can check a config.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from pipelinerl.config.base import Section
+from pipelinerl.config.scoring import (
+    EnvironmentSection,
+    PrmJudgeSection,
+    PrmSection,
+    RewardSection,
+    ScorerSection,
+)
+from pipelinerl.config.sections import (
+    AlgorithmSection,
+    BatchSection,
+    CheckpointSection,
+    CriticSection,
+    DataSection,
+    EngineSection,
+    EvaluationSection,
+    LoraSection,
+    Mode,
+    ModelSection,
+    Offload,
+    PipelineSection,
+    ReferenceSection,
+    RolloutSection,
+    RunSection,
+    SftSection,
+    SftStreamSection,
+    SlurmSection,
+    TrackingSection,
+    TrainerSection,
+    WeightsSection,
+)
+from pipelinerl.config.validation import contradictions
+
+__all__ = [
+    "AlgorithmSection",
+    "BatchSection",
+    "CheckpointSection",
+    "Config",
+    "CriticSection",
+    "DataSection",
+    "EngineSection",
+    "EnvironmentSection",
+    "EvaluationSection",
+    "LoraSection",
+    "Mode",
+    "ModelSection",
+    "Offload",
+    "PipelineSection",
+    "PrmJudgeSection",
+    "PrmSection",
+    "ReferenceSection",
+    "RewardSection",
+    "RolloutSection",
+    "RunSection",
+    "ScorerSection",
+    "Section",
+    "SftSection",
+    "SftStreamSection",
+    "SlurmSection",
+    "TrackingSection",
+    "TrainerSection",
+    "WeightsSection",
+]
+
+
+class Config(Section):
+    """Everything a run is told; see each section's fields."""
+
+    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
+    model: ModelSection
+    data: DataSection = DataSection()  # pyright: ignore[reportCallIssue]
+    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
+    engine: EngineSection = EngineSection()  # pyright: ignore[reportCallIssue]
+    scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
+    reward: tuple[RewardSection, ...] = ()
+    environment: EnvironmentSection = EnvironmentSection()  # pyright: ignore[reportCallIssue]
+    prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
+    algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
+    batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]
+    pipeline: PipelineSection = PipelineSection()  # pyright: ignore[reportCallIssue]
+    trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
+    reference: ReferenceSection = ReferenceSection()  # pyright: ignore[reportCallIssue]
+    critic: CriticSection = CriticSection()  # pyright: ignore[reportCallIssue]
+    lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
+    evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
+    weights: WeightsSection = WeightsSection()  # pyright: ignore[reportCallIssue]
+    checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
+    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
+    slurm: SlurmSection = SlurmSection()  # pyright: ignore[reportCallIssue]
+    sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
+    sft_stream: SftStreamSection = SftStreamSection()  # pyright: ignore[reportCallIssue]
+
+    @pydantic.model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if problems := contradictions(dict(self)):
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def max_running_rollouts(self) -> int:
+        """Rollouts in engines at once: enough to keep every engine full while finished ones are replaced."""
+        if self.pipeline.max_running is not None:
+            return self.pipeline.max_running
+        return self.engine.count * self.engine.max_running * 5 // 4
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak of the policy's. Adapters want about ten times what all weights want (arXiv:2405.09673)."""
+        return self.trainer.learning_rate or (1e-5 if self.lora.rank else 1e-6)
+
+    @property
+    def sft_learning_rate(self) -> float:
+        """Peak of fine-tuning's, by the same rule."""
+        return self.sft.learning_rate or (2e-4 if self.lora.rank else 2e-5)
+
+    @property
+    def sft_output(self) -> Path:
+        """Folder of the fine-tuned model, which RL starts from where `model.path` names it."""
+        return self.sft.output or self.run.folder / f"{self.model.path.name}-sft"
+
+    @property
+    def compares_siblings(self) -> bool:
+        """True where a reward function compares the rollouts of a group."""
+        return any(reward.per == "group" for reward in self.reward)
+
+    def derived(self) -> dict[str, Any]:
+        """Values that follow from the settings, by the name they are printed under."""
+        samples = self.batch.groups_per_step * self.rollout.group_size
+        return {
+            "samples per step": samples,
+            "samples of the whole run": samples * self.trainer.steps,
+            "peak learning rate": self.learning_rate,
+            "rollouts in engines at once, at most": self.max_running_rollouts,
+            "groups admitted before the first step, at most": (self.pipeline.max_staleness + 1) * self.batch.groups_per_step,
+        }

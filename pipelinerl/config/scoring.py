@@ -1,0 +1,84 @@
+"""The sections of a run's settings that say how completions are scored: scorer, rewards, environment, process reward model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipelinerl.config.base import Fraction, PositiveFloat, PositiveInt, Section
+
+
+class ScorerSection(Section):
+    slots: PositiveInt = Field(2, description="reward calls at once, each in a process of its own that can be killed")
+    deadline_s: PositiveFloat = Field(30.0, description="longest reward call; after it the process is killed and the outcome is timeout")
+    silent_after_s: PositiveFloat = Field(120.0, description="a scorer not heard of for so long ends the run")
+    variables: tuple[str, ...] = Field(
+        (),
+        description="names of environment variables that rewards and environments see beside PATH, HOME, LANG, PYTHON*, OMP_* and the like",
+    )
+
+
+class RewardSection(Section):
+    function: str = Field(description="`path:name`: a file or module and the function in it")
+    weight: float = Field(1.0, description="of this component in the reward")
+    per: Literal["sample", "group"] = Field("sample", description="group: called once for all siblings of a prompt, with lists")
+    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
+    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: the slots all functions share")
+    per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
+    retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
+    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
+
+
+class EnvironmentSection(Section):
+    function: str | None = Field(
+        None, description="`path:name` of a function that replies to what the model said, turn by turn; none: a rollout is one turn"
+    )
+    max_turns: Annotated[int, Field(ge=2)] = Field(8, description="turns of one rollout; rollout.max_tokens bounds all of them together")
+    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
+    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: scorer.slots")
+    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
+
+
+class EarlyStopSection(Section):
+    below: float | None = Field(
+        None, description="a step score under this flags a rollout while it is being written; none: none is stopped"
+    )
+    keep: Fraction = Field(0.2, description="probability with which a flagged rollout goes on; it then weighs 1 / keep in the loss")
+    min_steps: PositiveInt = Field(2, description="steps before which no score flags")
+    max_right: Fraction = Field(0.2, description="stopping ends where surely more than this part of flagged rollouts would have been right")
+
+
+class PrmJudgeSection(Section):
+    url: str | None = Field(
+        None, description="endpoint of a language model that judges each step, up to and with /v1, in place of prm.path"
+    )
+    model: str | None = Field(None, description="its name there")
+    concurrency: PositiveInt = Field(16, description="questions at once")
+    max_tokens: PositiveInt = Field(512, description="longest answer")
+    key_file: Path | None = Field(None, description="file with the endpoint's key")
+    extra: dict[str, Any] = Field({}, description="further fields of each request, as the endpoint takes them")
+
+
+class PrmSection(Section):
+    path: Path | None = Field(None, description="process reward model, a folder vLLM's pooling engines serve; none: steps have no scores")
+    convention: Literal["qwen2.5-math-prm", "math-shepherd", "token-classification", "sigmoid-head"] = Field(
+        "token-classification", description="what stands after a step, and how its row becomes a score"
+    )
+    tag: str | None = Field(None, description="what stands after a step; default: the convention's")
+    separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
+    judge: PrmJudgeSection = PrmJudgeSection()  # pyright: ignore[reportCallIssue]
+    stop: EarlyStopSection = EarlyStopSection()  # pyright: ignore[reportCallIssue]
+    max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
+    chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
+    max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")
+    deadline_s: PositiveFloat = Field(120.0, description="longest batch; after it the process is killed and started again")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
+    max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
+    options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+
+    @property
+    def is_used(self) -> bool:
+        """A model, or a judge, scores steps."""
+        return self.path is not None or self.judge.url is not None
