@@ -31,8 +31,15 @@ def _folder_of_temporary_files() -> Iterator[None]:
     tempfile.tempdir = None  # what it is at first; what was there before this test may be what an engine of its module has set
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it."""
+    """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it.
+
+    Whole runs and real engines go one after the other, in one worker: two of them at once on two cores would miss their deadlines.
+    """
+    for item in items:
+        if item.get_closest_marker("vllm") or not {"e2e", "slurm"}.isdisjoint(item.path.parts):
+            item.add_marker(pytest.mark.xdist_group("whole runs"))
     marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("vllm", "gpu")}
     if marked["vllm"] and importlib.util.find_spec("vllm") is None:
         _skip(marked["vllm"], reason="needs vLLM, which is not installed here")

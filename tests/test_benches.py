@@ -18,6 +18,7 @@ def test_a_bench_finds_everything_it_imports(name: str) -> None:
     assert callable(importlib.import_module(f"scripts.bench.{name}").main)
 
 
+@pytest.mark.slow
 def test_a_bench_tells_its_options() -> None:
     told = subprocess.run(
         [sys.executable, str(ROOT / "scripts/bench/delta.py"), "--help"], capture_output=True, text=True, check=True

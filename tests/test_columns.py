@@ -112,6 +112,7 @@ _PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(_PLAIN)
 def test_plain_json_stays_as_it_is(value: Any) -> None:
     assert json_value(value) == value

@@ -24,6 +24,8 @@ from pipelinerl.process import read_config
 from pipelinerl.transport.curve import read_keys
 from tests import processes
 
+pytestmark = pytest.mark.process
+
 SLEEP = "import time; time.sleep(100)"
 LIVES = """
     import os, pathlib, time

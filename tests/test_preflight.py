@@ -24,6 +24,8 @@ from pipelinerl.inert import inert, refused
 from pipelinerl.preflight import check
 from tests.tiny_models import make_qwen2
 
+pytestmark = pytest.mark.process
+
 REWARDS = """
 def right(prompt, completion, answer):
     return float(completion == answer)

@@ -294,6 +294,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ROWS)
 @FOLDER
 @given(data=st.data())
@@ -307,6 +308,7 @@ def test_a_row_of_the_ledger(tmp_path: Path, ledger_bytes: bytes, what: str, dat
     resume(path)
 
 
+@pytest.mark.slow
 @FOLDER
 @given(data=st.data())
 def test_the_ledgers_file(tmp_path: Path, ledger_bytes: bytes, data: st.DataObject):

@@ -122,6 +122,7 @@ def test_a_segment_that_was_cut_off_on_the_disk_costs_its_rest_alone(tmp_path: P
 KILLED_AT = ("rename", "after rename", "replace", "after replace", "unlink")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", KILLED_AT)
 def test_whoever_is_killed_while_segments_change_loses_no_line(tmp_path: Path, moment: str):
     """A process is killed by SIGKILL at a moment of the change; another goes on in its journal."""
@@ -213,6 +214,7 @@ def test_what_cannot_be_decoded_stays_to_be_counted():
     assert thinned(damage) == damage
 
 
+@pytest.mark.slow
 def test_a_month_of_the_demos_pace_stays_under_four_gigabytes(tmp_path: Path):
     """1.8 steps a second for 30 days are 4.67 million steps. Bytes of a step as it ages are counted on journals like the demo's, and every
     process keeps two segments as they were written."""
@@ -221,6 +223,7 @@ def test_a_month_of_the_demos_pace_stays_under_four_gigabytes(tmp_path: Path):
     assert step_bytes > 200, "every step is still there"
 
 
+@pytest.mark.slow
 def test_reports_read_across_segments_and_show_the_same_run(tmp_path: Path):
     DemoJournals(tmp_path / "whole", num_steps=300).write()
     DemoJournals(tmp_path / "rotated", num_steps=300, segment_bytes=100_000).write()

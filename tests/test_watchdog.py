@@ -24,6 +24,8 @@ from pipelinerl.watch import LOOKS, guarded
 from tests.processes import PATIENCE_S, program
 from tests.sim.run import config, run
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 120.0
 STALLS: dict[str, tuple[type[Any], str, tuple[str, ...]]] = {
     "prompts": (Prompts, "run", ("dispatch waits for prompts since", "prompts has given 0 prompts; 0 wait to be taken by dispatch")),

@@ -86,6 +86,7 @@ def test_every_rule_has_a_form_in_plain_python() -> None:
         assert set(forms) == set(COLUMNS[column]), f"write the form of {set(COLUMNS[column]) ^ set(forms)} into reference.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_METHOD | EVERY_RULE)
 def test_loss_and_gradient_are_those_of_the_formula(name: str) -> None:
     """In value, and in the difference quotient of each log-probability, wherever the ratio stands."""

@@ -381,6 +381,7 @@ def test_all_problems_are_shown_at_once() -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_orchestrators_side_imports_without_torch() -> None:
     """The head node has none."""
     code = (

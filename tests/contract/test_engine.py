@@ -205,6 +205,7 @@ def reference(bench: Bench, *, max_tokens: int = 8) -> list[int]:
     return serve(bench.engine, request("reference", max_tokens=max_tokens))["reference"].token_ids
 
 
+@pytest.mark.slow
 def test_a_sequence_ends_at_its_longest_with_a_finite_logprob_for_every_token(bench: Bench):
     reply = serve(bench.engine, request("a", max_tokens=8, temperature=1.0))["a"]
     assert reply.finishes == [Finish.LENGTH]

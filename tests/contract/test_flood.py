@@ -99,6 +99,7 @@ def answer(link: ZmqLink, number: int) -> Cancel:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_strangers_take_no_descriptor_that_peers_or_files_need(tmp_path: Path):
     allow_open_files()  # of this process, which holds their other ends

@@ -36,6 +36,8 @@ from tests.contract.wires import (
 )
 from tests.sim.clock import simulate
 
+pytestmark = pytest.mark.process
+
 WEATHERS = {
     "lost": Weather(delay_s=0.01, drop_fraction=0.3, seed=1),
     "doubled": Weather(delay_s=0.01, repeat_fraction=0.5, seed=2),

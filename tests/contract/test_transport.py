@@ -93,6 +93,7 @@ def test_sending_to_somebody_who_never_connected_raises(on_wire: Callable[[Progr
     on_wire(program)
 
 
+@pytest.mark.slow
 def test_sending_to_somebody_who_has_left_raises_and_the_others_are_unharmed(on_wire: Callable[[Program], None]):
     async def program(wire: Wire) -> None:
         first, second = await connected(wire, 0, 1)
@@ -134,6 +135,7 @@ def test_what_was_sent_before_closing_arrives(on_wire: Callable[[Program], None]
     on_wire(program)
 
 
+@pytest.mark.slow
 def test_the_last_word_reaches_also_who_connects_after_it(on_wire: Callable[[Program], None]):
     async def program(wire: Wire) -> None:
         (there,) = await connected(wire, 0)

@@ -74,6 +74,7 @@ def drifters(engines: list[Engine]) -> list[Engine]:
     return engines
 
 
+@pytest.mark.slow
 def test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road: Road, engines: list[Engine]):
     previous = None
     for version in range(1, 7):
@@ -119,6 +120,7 @@ def claim_another_version(buffer: torch.Tensor, manifest: Manifest) -> Manifest:
     return Manifest(version=9, proofs=manifest.proofs, num_bytes=manifest.num_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tamper", "said"),
     [
@@ -250,6 +252,7 @@ def holds(engine: Engine, buffer: torch.Tensor) -> bool:
     return all(same_bits(engine.parameters[name].data, expected) for name, expected in views(buffer, LAYOUT).items())
 
 
+@pytest.mark.slow
 def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(road: Road, drifters: list[Engine]):
     """Engine 0 takes every policy; engine 1 every second or third, some of them twice; the baseline follows the slower one."""
     buffers = drifting(12)
@@ -275,6 +278,7 @@ def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(road: Road, 
     assert trainer.num_whole == 1
 
 
+@pytest.mark.slow
 def test_changes_over_another_base_are_refused_and_a_whole_policy_heals(road: Road, drifters: list[Engine]):
     buffers = drifting(4)
     trainer, (engine, stranger) = Trainer(road), drifters
@@ -308,6 +312,7 @@ def test_damaged_changes_are_refused_and_the_next_ones_still_fit(road: Road, dri
     assert holds(engine, buffers[3]), "policy 2 was never taken: policy 3 holds its changes too"
 
 
+@pytest.mark.slow
 def test_changes_fit_after_a_whole_policy_was_refused(road: Road, drifters: list[Engine]):
     """Its bytes had landed beside the model already: what lies there now is no policy to lay changes over."""
     buffers = drifting(5)

@@ -25,7 +25,7 @@ from pipelinerl.weights.base import views
 from pipelinerl.weights.commit import Flip
 from tests.contract.roads import LAYOUT, RECEIVERS, ROADS, Engine
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 CALLS = ("gloo", "nccl")
 """Roads on which the bytes are gone with the trainer."""
 

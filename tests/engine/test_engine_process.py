@@ -39,6 +39,8 @@ from pipelinerl.transport.zmq import ZmqHub
 from tests import processes
 from tests.keys import PEERS
 
+pytestmark = pytest.mark.process
+
 
 class Engines:
     """Two engines of a run and the orchestrator's end of their connections."""

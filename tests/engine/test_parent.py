@@ -7,11 +7,15 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from pipelinerl.config_file import parse
 from pipelinerl.messages import EngineReady, FromEngine, Stop
 from pipelinerl.transport.curve import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests import processes
+
+pytestmark = pytest.mark.process
 
 SETTINGS = {"model": {"path": "m", "max_tokens": 64}, "data": {"source": "d"}, "reward": [{"function": "a:b"}]}
 PARENT = """

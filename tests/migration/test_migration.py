@@ -117,6 +117,7 @@ def test_a_later_schema_is_refused_with_both_numbers(runs: Path, what: str):
         migrate(folder)
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_it_did(runs: Path):
     command = [sys.executable, "-m", "pipelinerl", "migrate", str(runs / "stopped")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout

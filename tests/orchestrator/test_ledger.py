@@ -476,6 +476,7 @@ def read_all(path: Path) -> str:
         return repr((said, revived, commits, kept, read_steps(ledger, first=2), read_snapshot(ledger)))
 
 
+@pytest.mark.slow
 def test_no_bit_of_a_ledger_flips_in_silence(path: Path):
     """One bit in each of 400 places of its pages in use: a resumed run or the checker finds it, or both read what was written."""
     busy_ledger(path)

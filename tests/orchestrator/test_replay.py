@@ -32,6 +32,8 @@ from tests.sim.peers import World
 from tests.sim.run import config, run
 from tests.tiny_models import make_tokenizer
 
+pytestmark = pytest.mark.process
+
 REWARDS = Path(__file__).parents[1] / "scorer" / "example_rewards.py"
 STOPPED = "stopped early"
 COMPLETIONS = (("a", "bbb"), ("cc", "dddd"), ("e", "e"), ("ff", STOPPED))

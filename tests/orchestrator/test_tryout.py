@@ -18,6 +18,8 @@ import pytest
 from orchestrator.tryout.__main__ import main
 from tests.tiny_models import make_tokenizer
 
+pytestmark = pytest.mark.process
+
 REWARDS = """
 import time
 

@@ -15,6 +15,7 @@ def _diagnose(folder: Path, plan: Plan, *, without: frozenset[str] = frozenset()
     return diagnose(read_tables(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "limiter"),
     [

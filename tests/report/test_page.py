@@ -273,6 +273,7 @@ def test_failures_of_functions_add_up_over_the_lives_of_a_run(tmp_path: Path) ->
     assert (row.count, row.t) == (7, 1.0)
 
 
+@pytest.mark.slow
 def test_twice_the_journal_costs_twice_the_work(tmp_path: Path) -> None:
     """Counted in calls, not in seconds: a machine that is busy does not change them."""
 

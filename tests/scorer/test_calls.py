@@ -21,6 +21,8 @@ from pipelinerl.scorer.sandbox import Sandbox, clean_environment
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
 from tests.scorer.conftest import descendants_of, is_alive
 
+pytestmark = pytest.mark.process
+
 
 def test_frames_cut_at_any_byte_come_out_whole_and_in_order() -> None:
     calls = [

@@ -15,6 +15,8 @@ from pipelinerl.scorer import code
 from pipelinerl.scorer.code import Isolation, NotIsolated, isolation, passes_tests, run_python
 from tests.scorer.conftest import processes_with
 
+pytestmark = pytest.mark.process
+
 DOUBLE = "def double(x):\n    return 2 * x\n"
 
 

@@ -18,6 +18,8 @@ import pytest
 from pipelinerl.scorer import code
 from pipelinerl.scorer.code import DISK_BYTES, MAX_PROCESSES, Isolation
 
+pytestmark = pytest.mark.process
+
 NOBODY = 65534
 DRIVER = """
 import importlib.util, json, sys, dataclasses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pipelinerl.function_errors import FunctionError
 from pipelinerl.messages import FunctionFailed, FunctionKind, Outcome
 from pipelinerl.scorer.failures import AGAIN_AFTER_S, AGAIN_AT, MAX_CAUSES, Failures
@@ -34,6 +36,7 @@ def test_first_failure_of_a_cause_is_told_at_once_whole_and_said_in_the_log() ->
     assert told.news() == []
 
 
+@pytest.mark.slow
 def test_a_million_failures_of_one_cause_are_one_traceback_and_an_account_a_second() -> None:
     told, accounts = Told(), []
     for number in range(1_000_000):

@@ -19,6 +19,8 @@ from pipelinerl.messages import GroupScored, Outcome, Scored, ScoreGroup, Scorer
 from pipelinerl.scorer.gate import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from tests.scorer.conftest import Scorer, descendants_of, score
 
+pytestmark = pytest.mark.process
+
 Start = Callable[..., Scorer]
 BUILTIN = "pipelinerl.scorer.builtin"
 

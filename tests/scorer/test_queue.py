@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from pipelinerl.scorer.queue import AHEAD_S, MAX_AHEAD, OVERRUN_S, Queue
 from tests.scorer.conftest import score
 
+pytestmark = pytest.mark.process
+
 FAST_S = AHEAD_S / 4.5
 """At this speed four calls are handed ahead."""
 

@@ -29,6 +29,8 @@ from tests.scorer.conftest import (
     stop,
 )
 
+pytestmark = pytest.mark.process
+
 DEADLINE_S = 3.0
 """Of calls that hang. Under a smaller one an ordinary call beside them that the machine holds up for a second or two looks like one."""
 MARKER = f"marker-{uuid.uuid4()}"

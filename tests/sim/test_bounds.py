@@ -137,6 +137,7 @@ def test_rewards_wait_for_their_steps_as_there_is_room_in_step_scores(tmp_path: 
     assert levels["step scores"].num_items > 1
 
 
+@pytest.mark.slow
 def test_no_episode_begins_while_those_between_two_turns_take_too_much(tmp_path: Path, levels: Levels) -> None:
     """Those under way have their next turns all the same: no more of them than were in engines when the bound was reached."""
     settings = bounded(**EPISODES, scorer={"slots": 64})
@@ -150,6 +151,7 @@ def test_no_episode_begins_while_those_between_two_turns_take_too_much(tmp_path:
 # --- all of them -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["streaming", "one_step_off", "sync"])
 @pytest.mark.parametrize("parts", [PRM, EPISODES], ids=["step scores and comparisons", "episodes and comparisons"])
 def test_nothing_stands_still_where_every_item_is_larger_than_the_bound(
@@ -162,6 +164,7 @@ def test_nothing_stands_still_where_every_item_is_larger_than_the_bound(
     assert {name for name in ("scores", "comparisons", "step scores") if name in levels and levels[name].num_items > 1} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("parts", [PRM, EPISODES], ids=["step scores and comparisons", "episodes and comparisons"])
 def test_tiny_bounds_lose_nothing_whoever_is_killed(tmp_path: Path, parts: dict[str, dict[str, Any]], seed: int) -> None:

@@ -44,6 +44,7 @@ def test_figures_of_every_reward_function_stand_in_the_journal(tmp_path: Path) -
     assert scorer["functions"]["reward"]["p95_s"] == 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults", [Faults(seed=1, scorer_s=0.7), Faults(seed=2, engine_s=5.0, scorer_s=3.0, trainer_s=6.0, orchestrator_s=4.0)]
 )

@@ -50,6 +50,7 @@ def credit(survivors: Survivors):
     return mean_baseline(survivors)
 
 
+@pytest.mark.slow
 def test_engines_write_other_episodes_while_an_environment_takes_its_time(tmp_path: Path) -> None:
     def seconds(reply_s: float) -> float:
         settings = episodes(engine={"count": 1, "max_running": 16}, pipeline={"max_staleness": 8}, scorer={"slots": 64})
@@ -63,6 +64,7 @@ def test_engines_write_other_episodes_while_an_environment_takes_its_time(tmp_pa
     assert seconds(0.5) < 1.2 * seconds(0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["streaming", "one_step_off", "sync"])
 def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path, mode: str) -> None:
     replied: dict[str, list[int]] = collections.defaultdict(list)
@@ -104,6 +106,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", KILLS)
 def test_episodes_survive_whoever_is_killed_and_an_environment_that_hangs_fails_its_rollout_alone(tmp_path: Path, who: str) -> None:
     settings = episodes(algorithm={"name": "gigpo"}, trainer={"steps": 16})
@@ -127,6 +130,7 @@ def test_episodes_survive_whoever_is_killed_and_an_environment_that_hangs_fails_
     assert who != "engine" or went_on, "an engine that dies takes one turn with it, not the turns before"
 
 
+@pytest.mark.slow
 def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(tmp_path: Path) -> None:
     """Engines refuse policies, and are then given no new turns; engine 1 is slow to take one, so it is often the older."""
 

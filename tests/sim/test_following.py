@@ -54,6 +54,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", KILLS)
 def test_step_scores_survive_whoever_is_killed_and_count_once(tmp_path: Path, who: str) -> None:
     world = World(token_s=1e-3)
@@ -136,6 +137,7 @@ def stopping(*, below: float, keep: float, group_size: int = 4, name: str = "rlo
     return followed(prm=prm, algorithm=algorithm, rollout={"group_size": group_size}, trainer={"steps": 12})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "faults"),
     [

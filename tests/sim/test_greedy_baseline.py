@@ -78,6 +78,7 @@ def test_the_greedy_sibling_alone_is_sampled_at_temperature_0_by_the_engine_of_t
 EVERYBODY = {"engine_s": 5.0, "scorer_s": 5.0, "trainer_s": 6.0, "orchestrator_s": 8.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"batch": "whiten_tokens"}], ids=["as they come", "whole steps"])
 def test_every_sample_has_the_baseline_of_its_own_group_whoever_is_killed(tmp_path: Path, overrides: dict[str, str]) -> None:
     settings = remax(algorithm={"name": "remax", "overrides": overrides}, trainer={"steps": 20})

@@ -76,6 +76,7 @@ def refused(simulated: Simulated) -> dict[str, int]:
     return [line for line in simulated.lines if line["kind"] == "status"][-1]["refused"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(8))
 def test_what_an_engine_cannot_have_sampled_fails_the_attempt_and_what_was_sent_is_what_was_refused(tmp_path: Path, number: int):
     """Said beside the truth: what follows a lie about an attempt is fenced, and the attempt asked of another engine."""
@@ -93,6 +94,7 @@ def test_what_an_engine_cannot_have_sampled_fails_the_attempt_and_what_was_sent_
     assert refused(simulated) == sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "lie"),
     [

@@ -59,6 +59,7 @@ def rescored(member: ScoredTrajectory, reward: float) -> ScoredTrajectory:
 # --- what holds ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_calm_run_trains_every_step_whole_and_breaks_no_promise(tmp_path: Path, mode: str):
     simulated = run(config(pipeline={"mode": mode, "max_staleness": 4}), folder=tmp_path)
@@ -76,11 +77,13 @@ def test_a_calm_run_trains_every_step_whole_and_breaks_no_promise(tmp_path: Path
     assert len(simulated.ending.pauses_s) == 2 * 10, "both engines took every policy"
 
 
+@pytest.mark.slow
 def test_generation_hides_behind_training_only_where_the_mode_lets_it(tmp_path: Path):
     seconds = {mode: run(config(pipeline={"mode": mode}), folder=tmp_path / mode).seconds for mode in MODES}
     assert seconds["streaming"] < 0.9 * seconds["one_step_off"] < 0.9 * 1.01 * seconds["sync"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("weather", ["calm", "storm"])
 def test_no_token_is_older_than_the_bound_and_the_bound_is_used(tmp_path: Path, max_staleness: int, weather: str):
@@ -129,6 +132,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("faults", FAULTS)
 def test_faults_cost_rollouts_and_time_and_break_no_promise(tmp_path: Path, mode: str, faults: str):
@@ -222,6 +226,7 @@ def signal_only_in_the_sibling_that_fails(group_id: int, sibling: int) -> float:
 ADVERSARIES = [same_for_siblings, one_group_in_fifty_has_signal, no_signal_for_a_long_while, signal_only_in_the_sibling_that_fails]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reward", ADVERSARIES, ids=lambda reward: reward.__name__)
 def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path, mode: str, reward: Callable[[int, int], float]):
@@ -312,6 +317,7 @@ def test_a_rule_over_the_whole_step_breaks_no_promise_and_holds_rows_until_their
 # --- withholding stale tokens ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_withholding_trains_groups_that_would_be_dropped_for_their_oldest_token(tmp_path: Path):
     """Small batches beside long rollouts: now and then a group is overtaken, and its first tokens are over the bound, its last are not."""
     settings = config(
@@ -436,6 +442,7 @@ def test_a_run_that_is_stopped_ends_everything_in_flight_and_tells_everyone(tmp_
 HELD_OUT = tuple(Prompt(prompt_id=f"held:{n}", text="", token_ids=np.arange(3 + n, 9 + n, dtype=np.int32)) for n in range(12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at_s", [1.0, 1.3, 1.7, 2.0, 2.6, 3.1])
 def test_what_a_stopped_trainer_goes_on_to_finish_is_booked_published_and_evaluated(tmp_path: Path, stop_at_s: float):
     """What is printed is what the checkpoint holds: the trainer may take a step that it has begun after the run was stopped."""
@@ -477,6 +484,7 @@ def test_a_trainer_that_does_not_answer_a_stop_is_waited_for_and_then_left(tmp_p
     assert "waited 40 s for trainer to save what it has trained" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weather", ["calm", "storm"])
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_evaluations_cover_the_first_and_the_last_policy_and_stay_out_of_the_accounts(tmp_path: Path, every: int, weather: str):
@@ -513,12 +521,14 @@ def test_peers_may_take_their_whole_deadline_to_start(tmp_path: Path):
     assert simulated.seconds > 500.0
 
 
+@pytest.mark.slow
 def test_rollouts_that_take_longer_than_the_watchdogs_limit_are_no_stall(tmp_path: Path):
     """A token every 15 s for an engine: 64 of them last 960 s, and nothing else happens meanwhile."""
     simulated = run(config(trainer={"steps": 2}), folder=tmp_path, world=World(step_s=15.0, mean_tokens=10**6))
     assert simulated.problems() == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_takes_longer_than_the_watchdogs_limit_is_no_stall(tmp_path: Path):
     simulated = run(config(trainer={"steps": 2}), folder=tmp_path, held_out=HELD_OUT * 10, world=World(step_s=5.0, mean_tokens=10**6))
     assert simulated.problems() == []
@@ -654,6 +664,7 @@ MISBEHAVIOUR: dict[str, tuple[dict[str, Any], type[PipelineError], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MISBEHAVIOUR)
 def test_a_run_that_cannot_go_on_ends_and_names_the_reason(tmp_path: Path, what: str):
     """Within two hours of simulated time, whatever the peer still says; a hang would be a `TimeoutError`."""

@@ -34,6 +34,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", KILLS)
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_or_trained_twice_whoever_is_killed(tmp_path: Path, who: str, seed: int):
@@ -77,6 +78,7 @@ def test_steps_since_the_checkpoint_are_trained_again_from_the_same_rows(tmp_pat
     assert set(survived.trial.restarts) == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_trainer_that_finds_its_checkpoint_damaged_goes_on_from_the_one_before(tmp_path: Path, seed: int):
     """The steps in between are undone and trained again from the very same rows, and the checker knows of it."""

@@ -19,6 +19,8 @@ from pipelinerl.slurm.placement import nodes_of, roles_on
 from pipelinerl.slurm.script import OWNED, render
 from pipelinerl.slurm.submit import prepare
 
+pytestmark = pytest.mark.process
+
 TEMPLATES = Path(__file__).parents[2] / "scripts" / "slurm"
 ROLES = ["orchestrator", "engines", "scorer-0", "trainer"]
 

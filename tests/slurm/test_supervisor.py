@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from pipelinerl.config_file import parse
 from pipelinerl.slurm import AGAIN
 from pipelinerl.slurm.submit import prepare
 from tests.processes import PATIENCE_S, program
+
+pytestmark = pytest.mark.process
 
 LEAVES = """
     import asyncio, os, pathlib, signal, sys, time

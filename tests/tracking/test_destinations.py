@@ -24,7 +24,7 @@ from tests.report.synthetic import Plan, write_run
 from tests.tiny_models import make_tokenizer
 from tests.tracking.wandb_file import history
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 TREE = {"model": {"path": "m"}, "data": {"source": "p.jsonl"}, "reward": [{"function": "r:f"}]}
 

@@ -87,6 +87,7 @@ def names(run_folder: Path) -> list[str]:
     return sorted(path.name for path in (run_folder / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_after_a_restart_are_those_without_it_bit_by_bit(folders: dict[str, Path], tmp_path: Path, dtype: str) -> None:
     straight = Trainer(folders["qwen3"], tmp_path / "straight", dtype=dtype)
@@ -207,6 +208,7 @@ def flipped(content: bytes, place: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     [("__0_0.distcp", "flipped"), ("__0_0.distcp", "cut"), (".metadata", "flipped"), (".metadata", "gone"), ("manifest.json", "flipped")],
@@ -386,6 +388,7 @@ def test_a_trainer_whose_run_was_taken_over_names_no_checkpoint(folders: dict[st
         Trainer(folders["qwen2"], tmp_path, fence=fence_of(tmp_path, {EPOCH: "5"}))
 
 
+@pytest.mark.slow
 def test_a_trainers_process_whose_run_was_taken_over_ends_before_it_touches_anything(folders: dict[str, Path], tmp_path: Path) -> None:
     """As its launcher starts it, with the epoch in its environment."""
     (tmp_path / "checkpoints" / "step-000003.draft").mkdir(parents=True)

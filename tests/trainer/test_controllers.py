@@ -169,6 +169,7 @@ def _disagree(replicas: Replicas) -> float:
     return float(controllers.state()["coefficients"]["entropy"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_two_ranks_follow_what_one_follows_and_have_one_coefficient(folders: dict[str, Path], teacher: Path, tmp_path: Path) -> None:
     job = functools.partial(_train, folder=folders["qwen3"], teacher=teacher)

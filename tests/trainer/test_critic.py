@@ -88,6 +88,7 @@ def _gae(rewards: np.ndarray, values: np.ndarray, lam: float) -> np.ndarray:
     return np.array([sum(lam**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "vapo", "turn_gae"])
 @pytest.mark.parametrize("split", [[10], [4, 0, 6]])
 def test_both_models_get_the_gradients_of_their_formulas_however_the_step_is_packed(
@@ -222,6 +223,7 @@ def _of_layout(replicas: Replicas, *, folder: Path, method: str = "ppo") -> dict
     return {"metrics": told, "weights": weights}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_three_models_on_two_ranks_train_what_they_train_on_one(folders: dict[str, Path], tmp_path: Path) -> None:
     """A value model in every kind of layout, tensor and expert parallelism in `test_four_ranks`; an implicit process reward model where its

@@ -56,6 +56,7 @@ def _by_definition(folder: Path, teacher: Path, samples: Samples, *, mix: float)
     return float(total.detach()), {name: weight.grad for name, weight in student.named_parameters() if weight.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("split", [[9], [1, 8], [3, 0, 6]])
 def test_a_step_has_the_gradient_of_the_definition(folders: dict[str, Path], teacher: Path, mix: float, split: list[int]) -> None:
@@ -136,6 +137,7 @@ def _train(replicas: Replicas, *, folder: Path, teacher: Path) -> dict[str, Any]
     return {"numbers": {name: numbers[name] for name in chosen}, "weights": {name: one.clone() for name, one in model.tensors().items()}}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 @pytest.mark.parametrize("layouts", [LAYOUTS, WIDER], ids=["two ranks", "four ranks"])
 def test_every_layout_trains_what_one_rank_trains(

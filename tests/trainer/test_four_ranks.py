@@ -19,6 +19,8 @@ from trainer.parallel import Replicas
 from trainer.sharding import _cut_experts, _cut_matrices
 from trainer.stages import stage_of_weights
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_four_ranks_train_what_one_trains(folders: dict[str, Path], tmp_path: Path) -> None:

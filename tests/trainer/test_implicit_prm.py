@@ -48,6 +48,7 @@ def _gradient(model: Model) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [[12], [4, 0, 8]])
 def test_policy_and_process_reward_model_get_the_gradients_of_their_formulas(
     folders: dict[str, Path], other: Path, split: list[int]

@@ -21,7 +21,10 @@ from trainer import head, torch_engine
 from trainer.parallel import Replicas
 from trainer.sharding import local
 
-pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time"),
+]
 
 NUM_STEPS = 2
 METHODS: dict[str, dict[str, Any]] = {

@@ -29,6 +29,8 @@ from trainer.__main__ import main
 from trainer.feed import Feed
 from trainer.loop import train
 
+pytestmark = pytest.mark.process
+
 Start = Callable[[Config, Path], Awaitable[int]]
 
 

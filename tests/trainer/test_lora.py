@@ -123,6 +123,7 @@ def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in (model.tensors() | model.adapter_state()).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_adapters_on_two_ranks_train_what_they_train_on_one(folders: dict[str, Path], tmp_path: Path) -> None:
     """Cut matrices: the adapters of q_proj and v_proj by what comes out of them, those of o_proj by what goes in."""

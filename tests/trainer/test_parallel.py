@@ -21,6 +21,8 @@ from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, m
 from trainer.loop import train
 from trainer.parallel import Replicas
 
+pytestmark = pytest.mark.process
+
 Samples = list[dict[str, np.ndarray]]
 
 

@@ -96,6 +96,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
         publisher.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ["files", "shared_memory"])
 def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_one_before_serves_on(
     road: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

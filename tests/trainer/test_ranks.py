@@ -64,6 +64,7 @@ def test_a_parent_that_is_told_to_end_ends_its_ranks(tmp_path: Path):
     assert not any(map(processes.is_alive, ranks))
 
 
+@pytest.mark.slow
 def test_ranks_that_meet_open_no_store_and_listen_on_loopback_alone(tmp_path: Path):
     """What is left is gloo's: one listener for each of a rank's groups."""
     job = """

@@ -14,6 +14,8 @@ from pipelinerl.transport.curve import make_keys
 from tests import processes
 from tests.listeners import listeners_of, tree_of
 
+pytestmark = pytest.mark.process
+
 STARTS = """
     import os, pathlib
     os.environ["PYTHONPATH"] = folder

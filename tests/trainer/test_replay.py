@@ -98,6 +98,7 @@ def test_a_row_is_trained_by_its_record_however_it_is_packed(folders: dict[str, 
             assert torch.allclose(weight, expected["weights"][name], atol=2e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_every_layout_replays_alike(folders: dict[str, Path], tmp_path: Path) -> None:
     """Also where several rows go through a layer before the first comes back to it, and it is computed again then."""

@@ -22,6 +22,8 @@ from trainer.parallel import Replicas
 from trainer.portable import state_of
 from trainer.step import Step
 
+pytestmark = pytest.mark.process
+
 CHAINS = {
     # Experts packed in pairs and cut by tensor parallelism, shared out, sharded by place, in stages.
     "qwen3_moe": [

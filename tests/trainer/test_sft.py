@@ -102,6 +102,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_an_interrupted_fine_tuning_goes_on_where_it_was_bit_by_bit(demo_model: Path, tmp_path: Path) -> None:
     def config(name: str, **sft: Any) -> Config:
         config = _config(demo_model, tmp_path / name, steps=6, **sft)
@@ -124,6 +125,7 @@ def test_an_interrupted_fine_tuning_goes_on_where_it_was_bit_by_bit(demo_model: 
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".checkpoints"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}], ids=["copies", "pipeline"])
 def test_two_ranks_fine_tune_as_one(demo_model: Path, tmp_path: Path, parallel: dict[str, int]) -> None:
     config = _config(demo_model, tmp_path / "one", steps=3)

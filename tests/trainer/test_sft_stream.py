@@ -196,6 +196,7 @@ def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, Any]:
     return {"metrics": told, "weights": {name: tensor.clone() for name, tensor in model.state()}}
 
 
+@pytest.mark.slow
 def test_two_ranks_in_any_layout_train_what_one_trains(folder: Path, tmp_path: Path) -> None:
     job = functools.partial(_of_layout, folder=folder)
     kinds: list[dict[str, int]] = [{}, {"shard": 2}, {"context": 2}, {"pipeline": 2}]

@@ -28,7 +28,10 @@ from trainer.publication import Publication
 from trainer.publish import Publisher
 from trainer.spread_weights import SpreadWeights
 
-pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time"),
+]
 
 
 ADAPTERS = Adapters(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), seed=1)

@@ -117,6 +117,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time")
 def test_every_layout_trains_what_one_rank_trains(folders: dict[str, Path], two: tuple[Path, Path], tmp_path: Path) -> None:
     """In the layout of shards, one replica has rows of one teacher while the other has rows of both."""

@@ -19,6 +19,8 @@ from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.view.server import View
 from tests.report.synthetic import Plan, write_run
 
+pytestmark = pytest.mark.process
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 

@@ -61,6 +61,7 @@ def test_what_a_dead_run_left_is_removed_and_other_files_are_not(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_the_policy_before(tmp_path: Path):
     """The system refuses to let a file grow, in a process of its own, at the second policy."""
     program = f"""

@@ -60,6 +60,7 @@ def follow(moves: list[Move], source: list[dict[str, np.ndarray]], target: list[
         target[move.target][move.name][move.target_slices] = source[move.source][move.name][move.source_slices]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", GRIDS, ids=str)
 def test_every_layout_of_an_engine_is_fed_from_every_layout_of_a_trainer_bit_for_bit(trainer: Grid):
     source = held(trainer)
