@@ -26,7 +26,6 @@ from pipelinerl.lease import Lease, held
 app = typer.Typer(
     name="pipelinerl",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     help="""Streaming RL post-training of language models: prompts flow into vLLM, rewards and training run beside it, and new weights
 are swapped in between forward passes.

@@ -143,6 +143,13 @@ def test_the_version_prints():
     assert pipelinerl("--version").stdout == f"pipelinerl {__version__}\n"
 
 
+def test_a_shell_completes_the_commands():
+    typed = {"_PIPELINERL_COMPLETE": "complete_bash", "COMP_WORDS": "pipelinerl re", "COMP_CWORD": "1"}  # what bash asks with
+    program = Path(sys.executable).with_name("pipelinerl")
+    shown = subprocess.run([program], env={**os.environ, **typed}, capture_output=True, text=True, check=True)
+    assert sorted(shown.stdout.split()) == ["replay", "report"]
+
+
 def test_a_disk_that_is_full_is_said_so_in_one_line(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def full(*words: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/runs/demo/config.json")
