@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from orchestrator.rows import Table, open_rows
 from orchestrator.sources import PromptBuilder, longest_prompt
+from pipelinerl.algorithms.declare import load_rule
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.methods import method_of
-from pipelinerl.algorithms.own import is_own, load_own
+from pipelinerl.algorithms.own import is_own
 from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, DataSection
 from pipelinerl.errors import ConfigError, DataError
@@ -125,7 +126,7 @@ def _advantage(method: Method) -> Iterator[Finding]:
     """An advantage of the user's runs in the orchestrator; the trainer loads their other rules, which may import torch, at its start."""
     try:
         if is_own(method.advantage.name):
-            load_own(method.advantage.name)
+            load_rule(method.advantage.name)
     except ConfigError as error:
         yield fail("algorithm.advantage", str(error))
 

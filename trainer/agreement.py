@@ -13,7 +13,7 @@ import torch
 
 from pipelinerl.algorithms.loss import TokenColumns
 from pipelinerl.algorithms.loss.columns import log_difference
-from pipelinerl.algorithms.loss.kl import k3
+from pipelinerl.algorithms.loss.kl import estimate_k3
 from pipelinerl.errors import MismatchError
 from pipelinerl.messages import EngineMismatch, MicroBatch
 from pipelinerl.mismatch import MismatchRule
@@ -53,7 +53,7 @@ class ByEngine:
         of_known = torch.from_numpy(known.astype(np.float64)).to(self._sums.device)
         counts = torch.stack((of_known, torch.zeros_like(of_known), torch.zeros_like(of_known)), dim=1)
         self._sums.index_add_(0, engine_ids, counts)
-        values = k3(log_difference(columns.logprobs.detach(), columns.behaviour_logprobs)).double()
+        values = estimate_k3(log_difference(columns.logprobs.detach(), columns.behaviour_logprobs)).double()
         inside = of_known[columns.sequence_ids]
         of_tokens = torch.stack((torch.zeros_like(inside), inside, torch.where(inside > 0, values, 0.0)), dim=1)
         self._sums.index_add_(0, engine_ids[columns.sequence_ids], of_tokens)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pipelinerl.algorithms.loss.own import check_own_rules
+from pipelinerl.algorithms.loss.call import check_own_rules
 from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import specs_of

@@ -1,8 +1,10 @@
 """The mathematics of reinforcement learning here: advantages, objectives, corrections, staleness. Pure functions and one table.
 
+A rule is a function under a decorator (`declare`), a method a choice of rules (`methods`).
+
 Orchestrator side, numpy only, importable without torch:
     methods          METHODS, the table; `resolve(name, overrides)` gives the one `Method` a run uses
-    rules, method    the parts a row is made of, each with defaults, source and needs; refusals says what does not combine
+    declare, rules   the rules a row is made of, each declared at its function; refusals says what does not combine
     credit/          the two calls of the orchestrator: `group_advantages` when a group closes, `step_advantages` when a batch is cut;
                      in it, a file for each kind of advantage
     staleness        how old tokens are, and which of them may still train

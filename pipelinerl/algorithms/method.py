@@ -118,45 +118,6 @@ NONE = Rule(name="none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuleSpec:
-    """What is known of a rule before it is chosen: formula, source, options with their published defaults, demands on the run."""
-
-    formula: str
-    source: str = ""
-    options: Mapping[str, Option] = field(default_factory=dict)
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Allowed values of the options that are words."""
-    needs: frozenset[Need] = frozenset()
-    needs_if: Mapping[str, Need] = field(default_factory=dict)
-    """Need that holds only while the option of this name is not zero."""
-    min_group: int = 1
-    """Fewest scored siblings for which the rule means anything."""
-    level: str = "token"
-    """What a weight, a mask or a batch rule decides about at once: "token", or "sequence" (also segments)."""
-    proximal: frozenset[str] = frozenset()
-    """Proximal policies under which the rule means what its name says; empty: any."""
-    aggregations: frozenset[Aggregation] = frozenset()
-    """Aggregations under which the rule means what its name says; empty: any."""
-    on_trainer: bool = False
-    """An advantage rule whose inputs exist only in the trainer, once the step is whole."""
-    per_token: bool = False
-    """An advantage rule that gives each token a number of its own, not one to the whole sequence."""
-    allows_stopped: bool = False
-    """An advantage rule that stays unbiased where siblings were stopped early by a coin, and the others weigh more."""
-    reads_advantages: bool = True
-    """False for an objective that brings its own signal."""
-    is_own: bool = False
-    """It is a function of the user's, see `own`: its options are bound by nothing but their kind."""
-    is_linear: bool = False
-    """An objective that is linear in the advantage, so that an expectation over advantages passes through it."""
-
-    @property
-    def compares_proximal(self) -> bool:
-        """Whether the rule measures how far pi is from the proximal policy, and does nothing where the two are one."""
-        return "recomputed" in self.proximal and "current" not in self.proximal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One training method: a rule for every column, resolved, nothing left to default."""
 

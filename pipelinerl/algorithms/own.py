@@ -11,14 +11,15 @@ the token trains; an advantage [N] float, or a list of N arrays [P]. T is at lea
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pipelinerl.algorithms.method import Need, Option, RuleSpec
+from pipelinerl.algorithms.declare import MOVED, UNLIKE_ENGINE, RuleSpec, read_function
+from pipelinerl.algorithms.method import Need
 from pipelinerl.errors import ConfigError
 from pipelinerl.plugin import load_plugin, nearest
 
@@ -75,60 +76,36 @@ def is_own(name: str) -> bool:
 
 
 @functools.cache
-def signature_of(reference: str) -> tuple[tuple[str, ...], dict[str, Option], str]:
-    """(parameters, options with their defaults, first line of the docstring) of `path:name`, whose file is not run.
-
-    An option without a default, or with the default None, is to be stated. Raises `ConfigError` where there is no such function, and for
-    one that takes anything, or whose defaults are no plain values.
-    """
-    path, _, name = reference.rpartition(":")
-    functions = {node.name: node for node in _tree(path, reference).body if isinstance(node, ast.FunctionDef)}
-    if name not in functions:
-        has = ", ".join(functions) or "no function"
-        raise ConfigError(f"{path} defines no function {name!r}{nearest(name, functions)}; it has {has}. A rule is a `def` of the file.")
-    found = functions[name]
-    arguments = found.args
-    if (anything := arguments.vararg or arguments.kwarg) is not None:
-        raise ConfigError(f"{reference} takes anything by *{anything.arg}: name what it reads, and after a bare * its options")
-    options: dict[str, Option] = {}
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        options[argument.arg] = None if default is None else _plain(default, option=argument.arg, reference=reference)
-    parameters = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
-    return parameters, options, (ast.get_docstring(found) or "").split("\n")[0]
-
-
-@functools.cache
 def spec_of_own(column: str, reference: str) -> RuleSpec:
     """What is known of a user's function before it is called. Raises `ConfigError` naming what it asks for and nothing carries."""
     carried = CARRIED.get(column)
     if carried is None:
         raise ConfigError(f"algorithm.{column}: {reference!r} is a function, and only {', '.join(CARRIED)} take one.")
-    parameters, options, says = signature_of(reference)
-    for parameter in parameters:
+    spec = read_function(_function(reference), RuleSpec(column=column, name=reference, source=reference, reference=reference, is_own=True))
+    for parameter in spec.parameters:
         if parameter not in carried:
             raise ConfigError(
                 f"algorithm.{column}: {reference} asks for {parameter}{nearest(parameter, carried)}, which nothing carries to a function of"
                 f" this column. It may ask for {', '.join(carried)}; options of its own stand after a bare *, with a default."
             )
-    needs = {need for parameter in parameters if (need := carried[parameter].need) is not None}
-    moved = column == "objective" and COMPARES & set(parameters)
-    weighs = column == "weight" and "rho" in parameters
-    proximal = {"engine", "recomputed", "loglinear"} if moved else {"current", "recomputed", "loglinear"} if weighs else set()
-    return RuleSpec(
-        formula=says or "a function of the user's",
-        source=reference,
-        options=options,
-        needs=frozenset(needs),
-        proximal=frozenset(proximal),
-        reads_advantages=column != "objective" or "advantages" in parameters,
-        is_own=True,
+    moved = column == "objective" and COMPARES & set(spec.parameters)
+    weighs = column == "weight" and "rho" in spec.parameters
+    return dataclasses.replace(
+        spec,
+        formula=spec.formula or "a function of the user's",
+        needs=frozenset(need for parameter in spec.parameters if (need := carried[parameter].need) is not None),
+        proximal=MOVED if moved else UNLIKE_ENGINE if weighs else frozenset(),
+        reads_advantages=column != "objective" or "advantages" in spec.parameters,
     )
 
 
-@functools.cache
-def load_own(reference: str) -> Any:
-    """The function itself; its file is run, once."""
-    return load_plugin(reference)
+def _function(reference: str) -> ast.FunctionDef:
+    path, _, name = reference.rpartition(":")
+    functions = {node.name: node for node in _tree(path, reference).body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        has = ", ".join(functions) or "no function"
+        raise ConfigError(f"{path} defines no function {name!r}{nearest(name, functions)}; it has {has}. A rule is a `def` of the file.")
+    return functions[name]
 
 
 def _tree(path: str, reference: str) -> ast.Module:
@@ -149,13 +126,3 @@ def _tree(path: str, reference: str) -> ast.Module:
         return ast.parse(file.read_text())
     except SyntaxError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-def _plain(default: ast.expr, *, option: str, reference: str) -> Option:
-    try:
-        value = ast.literal_eval(default)
-    except ValueError:
-        value = ast
-    if value is None or isinstance(value, float | int | bool | str):
-        return value
-    raise ConfigError(f"{reference}: option {option} has the default {ast.unparse(default)}, expected a number, text, true or false")

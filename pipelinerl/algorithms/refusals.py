@@ -99,8 +99,7 @@ def _unstated_options(method: Method, run: RunFacts) -> Iterator[str]:
 
 def _missing_needs(method: Method, run: RunFacts) -> Iterator[str]:
     for column, rule, spec in specs_of(method):
-        needs = spec.needs | {need for option, need in spec.needs_if.items() if rule.options[option]}
-        for need in sorted(needs - run.offers):
+        for need in sorted(spec.needs_with(rule.options) - run.offers):
             yield f"{column} {rule.name} needs {need.value}, which this run does not offer: {_HOW_TO_OFFER[need]}."
 
 

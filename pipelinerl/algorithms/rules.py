@@ -1,6 +1,7 @@
 """All rules by column: look one up, fill in its options, derive what a method needs.
 
-`spec_of` is the one place where a rule's name is looked up: in the tables, or, for `path:name`, in a file of the user's (`own`).
+`spec_of` is the one place where a rule's name is looked up: among those declared here (`declare`), or, for `path:name`, in a file of the
+user's (`own`).
 
 An override of a column is a rule's name ("rloo"), or a table of options ({"cap": 4}), which changes options of the rule the row
 already has, or both ({"name": "icepop", "high": 4}). Columns that hold several rules take a list of these.
@@ -13,25 +14,38 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipelinerl.algorithms import orchestrator_rules, trainer_rules
-from pipelinerl.algorithms.method import MASK_ORDERS, RULE_COLUMNS, TUPLE_COLUMNS, Aggregation, Method, Need, Option, Rule, RuleSpec
+from pipelinerl.algorithms.declare import RuleSpec, declared_in
+from pipelinerl.algorithms.method import MASK_ORDERS, RULE_COLUMNS, TUPLE_COLUMNS, Aggregation, Method, Need, Option, Rule
 from pipelinerl.algorithms.own import is_own, spec_of_own
 from pipelinerl.errors import ConfigError
 from pipelinerl.plugin import nearest
 
-COLUMNS: dict[str, dict[str, RuleSpec]] = {
-    "shaping": orchestrator_rules.SHAPING,
-    "group_filter": orchestrator_rules.GROUP_FILTER,
-    "advantage": orchestrator_rules.ADVANTAGE,
-    "batch": orchestrator_rules.BATCH,
-    "objective": trainer_rules.OBJECTIVE,
-    "proximal": trainer_rules.PROXIMAL,
-    "weight": trainer_rules.WEIGHT,
-    "masks": trainer_rules.MASK,
-    "kl": trainer_rules.KL,
-    "auxiliary": trainer_rules.AUXILIARY,
-    "critic": trainer_rules.CRITIC,
+_MODULES = (
+    *("credit.shaping", "credit.selection", "credit.advantage", "credit.roulette", "credit.role_baseline", "credit.token_advantage"),
+    *("credit.step_credit", "credit.value_advantage", "credit.optimal_baseline", "credit.prime", "credit.batch_rule"),
+    *("loss.objective", "loss.correction", "loss.mask", "loss.kl", "loss.auxiliary", "loss.critic"),
+)
+"""Where rules are declared: those of the orchestrator, with numpy, and those of the trainer, with torch."""
+
+_NOTHING = {
+    "group_filter": "every group trains",
+    "batch": "advantages as they are",
+    "weight": "1",
+    "kl": "0",
+    "critic": "no second model",
 }
+"""By column, what the rule "none" means, which has no function."""
+
+
+def _declared() -> dict[str, dict[str, RuleSpec]]:
+    specs = [RuleSpec(column=column, name="none", formula=formula) for column, formula in _NOTHING.items()]
+    specs += [spec for module in _MODULES for spec in declared_in(module)]
+    return {column: {spec.name: spec for spec in specs if spec.column == column} for column in _ORDER}
+
+
+_ORDER = ("shaping", "group_filter", "advantage", "batch", "objective", "proximal", "weight", "masks", "kl", "auxiliary", "critic")
+COLUMNS: dict[str, dict[str, RuleSpec]] = _declared()
+"""Every rule by column and name, in the order in which they act."""
 
 _WORDS = ("aggregation", "mask_order")
 
@@ -83,8 +97,7 @@ def needs_of(method: Method) -> frozenset[Need]:
     """Everything the rules of a method read beyond what every run has."""
     needs: set[Need] = set()
     for _, rule, spec in specs_of(method):
-        needs |= spec.needs
-        needs |= {need for option, need in spec.needs_if.items() if rule.options[option]}
+        needs |= spec.needs_with(rule.options)
     if spec_of("advantage", method.advantage.name).on_trainer or Need.TOKEN_KL in needs:  # see `makes_advantages_in_trainer`
         needs = needs - {Need.WHOLE_BATCH} | {Need.WHOLE_STEP}
     return frozenset(needs)
@@ -145,7 +158,7 @@ def _checked(path: str, option: str, value: Any, spec: RuleSpec) -> Option:
     default = spec.options[option]
     if option in spec.choices:
         if value not in spec.choices[option]:
-            raise ConfigError(f"{path}: got {value!r}, expected one of {', '.join(spec.choices[option])}.")
+            raise ConfigError(f"{path}: got {value!r}, expected one of {', '.join(map(str, spec.choices[option]))}.")
         return value
     if isinstance(default, bool) or isinstance(value, bool):
         if isinstance(default, bool) and isinstance(value, bool):

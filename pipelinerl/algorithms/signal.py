@@ -8,14 +8,9 @@ forward pass still measures how far trainer and engine agree.
 from __future__ import annotations
 
 from pipelinerl.algorithms.method import Method
-from pipelinerl.algorithms.rules import makes_advantages_in_trainer
+from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer
 
-SCALES_WITH_ADVANTAGE = frozenset(
-    {
-        "clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "prime_rl", "ipo", "topr", "topr_token", "gpg", "reinforce_is",
-        "clip_cov", "vespo",
-    }
-)  # fmt: skip
+SCALES_WITH_ADVANTAGE = frozenset(name for name, spec in COLUMNS["objective"].items() if spec.reads_advantages and not spec.has_own_term)
 """Objectives that are a product with the token's advantage, so that a sequence without any has no gradient. A user's own is never
 among them: nobody knows what it does."""
 

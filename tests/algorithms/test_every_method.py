@@ -25,7 +25,6 @@ from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.loss.step_statistics import uniform_draws
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import METHODS
-from pipelinerl.algorithms.orchestrator_rules import ADVANTAGE
 from pipelinerl.algorithms.rules import COLUMNS
 from tests.algorithms import reference
 from tests.algorithms.every_method import EVERY_METHOD, EVERY_RULE, sample
@@ -157,6 +156,7 @@ def test_the_gradient_jumps_where_the_formula_says_and_there_is_that_of_one_side
 
 # --- the orchestrator's side: advantages ----------------------------------------------------------------------------------------
 
+ADVANTAGE = COLUMNS["advantage"]
 ORCHESTRATOR_ROWS = [name for name, method in EVERY_METHOD.items() if not ADVANTAGE[method.advantage.name].on_trainer and name in METHODS]
 
 

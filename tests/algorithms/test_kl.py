@@ -7,13 +7,16 @@ import math
 import pytest
 import torch
 
-from pipelinerl.algorithms.loss import kl
+from pipelinerl.algorithms.loss import TokenColumns, kl
+from pipelinerl.algorithms.loss.correction import terms_of
+from pipelinerl.algorithms.method import Rule
+from pipelinerl.algorithms.rules import rule_from
 from tests.algorithms.rows import DIVERGES, Seq, loss_and_gradient, method_of
 
 
 @pytest.mark.parametrize(("d", "expected"), [(0.1, 0.0051709), (-0.1, 0.0048374), (1.0, 0.7182818), (-1.0, 0.3678794), (0.0, 0.0)])
 def test_k3_by_hand(d: float, expected: float) -> None:
-    assert float(kl.k3(torch.tensor(d, dtype=torch.float64))) == pytest.approx(expected, abs=1e-7)
+    assert float(kl.estimate_k3(torch.tensor(d, dtype=torch.float64))) == pytest.approx(expected, abs=1e-7)
 
 
 def with_reference(logprob: float, reference: float, *, old: float | None = None) -> Seq:
@@ -53,7 +56,17 @@ def expected_gradient(kind: str, logits: torch.Tensor, reference: torch.Tensor) 
     """E over tokens of the policy of the gradient of the penalty, enumerated."""
     leaf = logits.clone().requires_grad_(True)
     logprobs = leaf.log_softmax(0)
-    penalties = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}[kind](reference - logprobs)
+    columns = TokenColumns(
+        logprobs=logprobs,
+        behaviour_logprobs=logprobs.detach(),
+        reference_logprobs=reference,
+        advantages=torch.zeros(3),
+        trains=torch.ones(3, dtype=torch.bool),
+        versions=torch.zeros(3, dtype=torch.int32),
+        sequence_ids=torch.zeros(3, dtype=torch.int64),
+        trained_version=0,
+    )
+    penalties = kl.penalty(terms_of(columns, proximal=Rule(name="engine")), rule=rule_from("kl", {"name": kind, "beta": 1.0}))
     (logprobs.detach().exp() * penalties).sum().backward()
     assert leaf.grad is not None
     return leaf.grad

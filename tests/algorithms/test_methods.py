@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.algorithms import credit, orchestrator_rules
+from pipelinerl.algorithms import declare
+from pipelinerl.algorithms.declare import load_rule
 from pipelinerl.algorithms.listing import render_rules, render_table, table_rows
-from pipelinerl.algorithms.loss import correction as correction_module
-from pipelinerl.algorithms.loss import mask as mask_module
-from pipelinerl.algorithms.loss import objective
 from pipelinerl.algorithms.method import Aggregation, Method, Need, Rule
 from pipelinerl.algorithms.methods import METHODS, resolve
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
@@ -209,14 +210,25 @@ def test_refuses_to_withhold_only_tokens_older_than_the_run_lets_train() -> None
     assert METHODS["grpo"].withhold_bound is None
 
 
-def test_every_name_in_the_tables_has_its_function() -> None:
-    assert set(objective.OBJECTIVES) == set(COLUMNS["objective"])
-    assert set(correction_module._WEIGHTS) == set(COLUMNS["weight"])
-    assert set(mask_module._MASKS) == set(COLUMNS["masks"])
-    assert set(credit._ADVANTAGE) | {"rae"} == set(orchestrator_rules.ADVANTAGE)
-    assert set(credit._BATCH) | {"none"} == set(COLUMNS["batch"])
-    assert set(credit._SHAPING) == set(COLUMNS["shaping"])
-    assert set(credit._FILTER) | {"none"} == set(COLUMNS["group_filter"])
+@pytest.mark.parametrize("column", COLUMNS)
+def test_what_is_read_of_a_rules_source_is_what_its_function_takes(column: str) -> None:
+    """The defaults, too: a run's config holds what was read, and the function is called with it."""
+    for spec in COLUMNS[column].values():
+        if not spec.reference:
+            assert spec.name == "none"
+            continue
+        parameters = inspect.signature(load_rule(spec.reference)).parameters
+        assert parameters.keys() == {*spec.parameters} | spec.options.keys() - spec.caller_options.keys(), f"{column} {spec.name}"
+        for option in spec.options.keys() - spec.caller_options.keys():
+            default = parameters[option].default
+            assert spec.options[option] == (None if default is inspect.Parameter.empty else default), f"{column} {spec.name} {option}"
+
+
+def test_every_decorated_function_is_found() -> None:
+    """A file that declares rules and is not read would hide them."""
+    files = Path(declare.__file__).parent.glob("*/*.py")
+    found = sum(len(re.findall(rf"(?m)^@({'|'.join(declare.DECORATORS)})\(", file.read_text())) for file in files)
+    assert found == sum(bool(spec.reference) for table in COLUMNS.values() for spec in table.values())
 
 
 @pytest.mark.parametrize("name", METHODS)

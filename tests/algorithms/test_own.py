@@ -15,11 +15,12 @@ import torch
 from orchestrator.preflight import look
 from pipelinerl.algorithms.credit import group_advantages
 from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.declare import load_rule
 from pipelinerl.algorithms.listing import render_rules
 from pipelinerl.algorithms.loss import policy_loss
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.methods import resolve
-from pipelinerl.algorithms.own import CARRIED, load_own
+from pipelinerl.algorithms.own import CARRIED
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.findings import Level, sentences
@@ -99,7 +100,7 @@ def test_whatever_the_contract_carries_arrives_in_the_shape_it_says(column: str,
     reference = rules(f"SEEN = {{}}\ndef f({names}):\n    SEEN.update(locals())\n    return {result}\n")
     method = with_rule(column, reference)
     policy_loss(pack(sample(2)), method=method).loss.backward()
-    seen = load_own(reference).__globals__["SEEN"]
+    seen = load_rule(reference).__globals__["SEEN"]
     columns = pack(sample(2))
     for name in CARRIED[column]:
         if name == "sequences":

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from pipelinerl.algorithms.loss import measure_step, policy_loss
-from pipelinerl.algorithms.loss.objective import OBJECTIVES
 from pipelinerl.algorithms.method import Method, Need, Rule
-from pipelinerl.algorithms.rules import makes_advantages_in_trainer
+from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer
 from pipelinerl.algorithms.signal import SCALES_WITH_ADVANTAGE, gradient_needs_advantage
 from tests.algorithms.every_method import EVERY_METHOD, EVERY_RULE, sample
 from tests.algorithms.rows import changed, method_of, pack
@@ -39,7 +38,7 @@ def test_what_is_said_to_need_an_advantage_has_no_gradient_without_one(name: str
         assert _moves(method), "its backward pass could be saved"
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", COLUMNS["objective"])
 def test_every_objective_is_on_the_right_side(name: str) -> None:
     assert (name in SCALES_WITH_ADVANTAGE) != (name in OF_THEIR_OWN), "say whether it is a product with the advantage"
     needs_engine = {"dppo_kl": {"threshold": 0.02}, "ipo": {"threshold": 0.1}, "kimi": {"tau": 0.5}, "dro": {"beta": 0.5}}

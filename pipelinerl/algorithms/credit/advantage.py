@@ -4,7 +4,8 @@ A `ScoredGroup` holds only siblings whose score is ok. A sibling that failed is 
 rejected later is present, because its reward still belongs to the baseline. Estimators that compare siblings give zeros for a group of
 one: without a sibling there is no baseline, and the raw reward is not an advantage.
 
-Legend: `N` scored siblings, `P` response positions of one sibling (tool tokens included), `K` reward components or steps.
+Legend: `R` reward, mean_g and std_g over the scored siblings of one prompt, L trained tokens, `N` scored siblings, `P` response positions
+of one sibling (tool tokens included), `K` reward components or steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -124,51 +128,71 @@ def normalised(rewards: Float64, *, eps: float, ddof: int) -> Float64:
     return centred(rewards) if len(rewards) < 2 else centred(rewards) / (rewards.std(ddof=ddof) + eps)
 
 
+@advantage(name="none")
 def zero(group: ScoredGroup) -> Float64:
-    """No advantage: the objective brings its own signal."""
+    """A = 0: the objective brings its own signal"""
     return np.zeros_like(group.rewards)
 
 
-def grpo(group: ScoredGroup, *, eps: float, ddof: int) -> Float64:
-    """(R - mean) / (std + eps), arXiv:2402.03300."""
+@advantage(source="DeepSeekMath arXiv:2402.03300", min_group=2)
+def grpo(group: ScoredGroup, *, eps: float = 1e-6, ddof: int = 1) -> Float64:
+    """(R - mean_g) / (std_g + eps)"""
     return normalised(group.rewards, eps=eps, ddof=ddof)
 
 
+@advantage(source="Dr.GRPO arXiv:2503.20783", min_group=2)
 def dr_grpo(group: ScoredGroup) -> Float64:
-    """R - mean, arXiv:2503.20783: no division, so easy and hard prompts are not amplified."""
+    """R - mean_g
+
+    Nothing is divided, so easy and hard prompts are not amplified.
+    """
     return centred(group.rewards)
 
 
-def rloo(group: ScoredGroup, *, divide_by_std: bool, eps: float, ddof: int) -> Float64:
-    """R - mean of the other siblings, arXiv:2402.14740. `n` is the number of scored siblings."""
+@advantage(source="arXiv:2402.14740; PipelineRL divide_advantage_by_std", min_group=2)
+def rloo(group: ScoredGroup, *, divide_by_std: bool = False, eps: float = 1e-6, ddof: int = 1) -> Float64:
+    """R - mean of the other siblings [/ (std_g + eps)]"""
     n = len(group.rewards)
     advantages = centred(group.rewards) * (n / max(n - 1, 1))
     return advantages / (group.rewards.std(ddof=ddof) + eps) if divide_by_std and n > 1 else advantages
 
 
+@advantage(source="ReMax arXiv:2310.10505", needs={Need.GREEDY_REWARD})
 def remax(group: ScoredGroup) -> Float64:
-    """R - R(greedy), arXiv:2310.10505."""
+    """R - R(greedy)"""
     return group.rewards - float(group.required("greedy_reward"))
 
 
+@advantage(source="OPO arXiv:2505.23585", min_group=2)
 def opo(group: ScoredGroup) -> Float64:
-    """R - length-weighted mean, arXiv:2505.23585. Zeros where no sibling has a token."""
+    """R - sum(L R) / sum(L)
+
+    Zeros where no sibling has a token.
+    """
     total = int(group.lengths.sum())
     if total == 0 or len(group.rewards) < 2:
         return np.zeros_like(group.rewards)
     return group.rewards - float(group.lengths @ group.rewards) / total
 
 
-def gdpo(group: ScoredGroup, *, eps: float, ddof: int) -> Float64:
-    """Normalise each component inside the group, then weigh and sum. The whitening over the step is a batch rule."""
+@advantage(source="GDPO, NeMo-RL", needs={Need.COMPONENTS}, min_group=2)
+def gdpo(group: ScoredGroup, *, eps: float = 1e-6, ddof: int = 1) -> Float64:
+    """sum_k weight_k (R_k - mean_g) / (std_g + eps)
+
+    The whitening over the step is a batch rule.
+    """
     components: Float64 = group.required("components")
     weights = np.ones(components.shape[1]) if group.component_weights is None else group.component_weights
     columns = [weights[k] * normalised(components[:, k], eps=eps, ddof=ddof) for k in range(components.shape[1])]
     return sum(columns, start=np.zeros_like(group.rewards))
 
 
+@advantage(source="verl grpo_passk, which also divides by the group's std unless norm_adv_by_std_in_grpo is false", min_group=2)
 def passk(group: ScoredGroup) -> Float64:
-    """The best sibling gets its lead over the second best; the others 0. A tie gives zeros."""
+    """best sibling: R_max - R_second; the others 0
+
+    A tie gives zeros.
+    """
     advantages = np.zeros_like(group.rewards)
     if len(group.rewards) > 1:
         order = np.argsort(group.rewards, kind="stable")
@@ -176,10 +200,11 @@ def passk(group: ScoredGroup) -> Float64:
     return advantages
 
 
-def maxrl(group: ScoredGroup, *, eps: float) -> Float64:
-    """(R - mean) / (mean + eps). All-zero rewards give zeros.
+@advantage(source="prime-rl max_rl; eps as for grpo", min_group=2)
+def maxrl(group: ScoredGroup, *, eps: float = 1e-6) -> Float64:
+    """(R - mean_g) / (mean_g + eps), R >= 0
 
-    Raises `ValueError` for a negative reward: where the mean is below 0, every sign would turn.
+    All-zero rewards give zeros. Raises `ValueError` for a negative reward: where the mean is below 0, every sign would turn.
     """
     if len(group.rewards) and group.rewards.min() < 0:
         raise ValueError(

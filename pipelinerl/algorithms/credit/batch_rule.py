@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, Mask, ScoredGroup
+from pipelinerl.algorithms.declare import batch
 
 Credit = Float64 | list[Float64]
 """Advantages of one group: [N], or N arrays [P]."""
@@ -54,30 +55,46 @@ def whiten(values: Float64, *, moments: Moments, eps: float) -> Float64:
     return (values - moments.mean) / np.sqrt(moments.variance + eps)
 
 
-def whiten_tokens(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, eps: float) -> list[Credit]:
-    """Whiten over trained tokens: a sequence's number counts once per trained token. Positions that do not train stay 0."""
+@batch(source="verl")
+def whiten_tokens(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, eps: float = 1e-8) -> list[Credit]:
+    """(A - mean) / sqrt(var + eps) over the trained tokens of the step
+
+    A sequence's number counts once per trained token. Positions that do not train stay 0.
+    """
     pairs = list(zip(credits, groups, strict=True))
     total = sum((_token_moments(credit, group) for credit, group in pairs), start=Moments())
     return [_mapped(credit, group.masks(), lambda values: whiten(values, moments=total, eps=eps)) for credit, group in pairs]
 
 
-def whiten_sequences(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, eps: float) -> list[Credit]:
-    """Whiten over sequences, each counted once. Raises `ValueError` for per-token advantages."""
+@batch(source="GDPO, NeMo-RL", level="sequence")
+def whiten_sequences(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, eps: float = 1e-8) -> list[Credit]:
+    """(A - mean) / sqrt(var + eps) over the sequences of the step
+
+    Raises `ValueError` for per-token advantages.
+    """
     if any(isinstance(credit, list) for credit in credits):
         raise ValueError("whiten_sequences: got per-token advantages, expected one per sequence; use whiten_tokens")
     total = sum((Moments.of(np.asarray(credit)) for credit in credits), start=Moments())
     return [whiten(np.asarray(credit), moments=total, eps=eps) for credit in credits]
 
 
-def std_of_rewards(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, eps: float, ddof: int) -> list[Credit]:
-    """Over the standard deviation of all rewards of the step: no group's own spread is amplified. Zeros where all rewards are equal."""
+@batch(source="TRL scale_rewards='batch', with advantage dr_grpo")
+def std_of_rewards(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, eps: float = 1e-4, ddof: int = 1) -> list[Credit]:
+    """A / (std of the rewards of the step + eps)
+
+    No group's own spread is amplified. Zeros where all rewards are equal.
+    """
     rewards = np.concatenate([group.rewards for group in groups] or [np.zeros(0)])
     spread = float(rewards.std(ddof=ddof)) if len(rewards) > ddof else 0.0
     return [_mapped(credit, group.masks(), lambda values: values / (spread + eps)) for credit, group in zip(credits, groups, strict=True)]
 
 
+@batch(source="GPG arXiv:2504.02546")
 def gpg_alpha(credits: Sequence[Credit], groups: Sequence[ScoredGroup]) -> list[Credit]:
-    """Times groups / groups with a nonzero advantage (arXiv:2504.02546): groups without signal do not shrink a step; zero stays zero."""
+    """A * groups / groups with a nonzero advantage
+
+    Groups without signal do not shrink a step; zero stays zero.
+    """
     with_signal = sum(any(np.any(part) for part in (credit if isinstance(credit, list) else [credit])) for credit in credits)
     alpha = len(credits) / with_signal if with_signal else 0.0
     return [_mapped(credit, group.masks(), lambda values: alpha * values) for credit, group in zip(credits, groups, strict=True)]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 
 def energy(probabilities: Float64, *, square_sums: Float64, importance: Float64) -> Float64:
@@ -17,11 +19,17 @@ def energy(probabilities: Float64, *, square_sums: Float64, importance: Float64)
     return importance**2 * (1.0 - 2.0 * probabilities + square_sums)
 
 
-def otb(group: ScoredGroup, *, handle_zero_tail: bool) -> list[Float64]:
-    """N arrays [P]: R - B_t with B_t = sum_i R_i W_it / sum_i W_it over the siblings that have a token at t, W the energies up to it.
+@advantage(
+    source="verl optimal_token_baseline with handle_zero_tail=False; its default True is handle_zero_tail here",
+    needs={Need.SQUARE_SUM, Need.OLD_LOGPROBS, Need.WHOLE_STEP},
+    min_group=2,
+)
+def otb(group: ScoredGroup, *, handle_zero_tail: bool = False) -> list[Float64]:
+    """R - sum_i R W / sum_i W per position, W_t = sum_{j<=t} w_j^2 (1 - 2 pi_j + sum_v pi_v^2), w the row's weight
 
-    Where no energy is left (all siblings certain of their token) there is no gradient either, and the advantage is 0. A position that one
-    sibling alone reaches is its own baseline: 0; with `handle_zero_tail` it has no baseline, and the advantage is R (verl's default).
+    The sums are over the siblings that have a token at t. Where no energy is left (all siblings certain of their token) there is no
+    gradient either, and the advantage is 0. A position that one sibling alone reaches is its own baseline: 0; with `handle_zero_tail` it
+    has no baseline, and the advantage is R (verl's default).
     """
     weights = [np.cumsum(row) for row in group.required("energies")]
     total, weighted = np.zeros((2, max((len(row) for row in weights), default=0)))

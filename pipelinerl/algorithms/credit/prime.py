@@ -12,6 +12,8 @@ import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
 from pipelinerl.algorithms.credit.step_credit import following_sum
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 
 def process_rewards(log_ratios: Sequence[Float64], *, beta: float) -> list[Float64]:
@@ -24,11 +26,12 @@ def process_rewards(log_ratios: Sequence[Float64], *, beta: float) -> list[Float
     return [row / (scale + 1e-6) for row in rewards]
 
 
-def prime(group: ScoredGroup, *, process_coef: float, outcome_coef: float) -> list[Float64]:
-    """N arrays [P]: reverse cumulative sums of leave-one-out process rewards and, at the last token, leave-one-out outcome.
+@advantage(source="PRIME arXiv:2502.01456", needs={Need.IMPLICIT_PRM, Need.CORRECT, Need.WHOLE_STEP}, min_group=2)
+def prime(group: ScoredGroup, *, process_coef: float = 5.0, outcome_coef: float = 5.0) -> list[Float64]:
+    """returns(process_coef RLOO(p) + outcome_coef RLOO(correct)), p = beta (log phi - log ref) / its largest |return|
 
-    The process baseline of a sequence is the mean over its siblings of their mean token reward, times n/(n-1) as for RLOO. Whitening over
-    the step comes after. A group of one gives zeros.
+    The outcome enters at the last token. The process baseline of a sequence is the mean over its siblings of their mean token reward, times
+    n/(n-1) as for RLOO. Whitening over the step comes after. A group of one gives zeros.
     """
     rewards: tuple[Float64, ...] = group.required("process_rewards")
     correct = np.asarray(group.required("correct"), np.float64)

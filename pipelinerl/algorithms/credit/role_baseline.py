@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 
 class RoleBaselines:
@@ -34,3 +36,18 @@ class RoleBaselines:
     def state(self) -> dict[str, float]:
         """Mean by role, to be given to the next instance as `state`."""
         return dict(self._means)
+
+
+@advantage(
+    source="SPIRAL arXiv:2506.24119, prime-rl rae; the decay as SPIRAL's code, role_baseline_ema_gamma",
+    needs={Need.ROLES},
+    has_memory=True,
+)
+def rae(group: ScoredGroup, baselines: RoleBaselines | None, *, decay: float = 0.95) -> Float64:
+    """R - b[role]; b <- decay b + (1 - decay) R
+
+    Raises `ValueError` without `baselines`, which hold the decay.
+    """
+    if baselines is None:
+        raise ValueError("advantage rae: got no baselines; keep one RoleBaselines per run, snapshot it, and pass it")
+    return baselines.advantages(group)

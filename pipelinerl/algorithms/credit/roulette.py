@@ -9,13 +9,17 @@ from __future__ import annotations
 import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 
+@advantage(source="this project", needs={Need.PREDICTIONS}, min_group=2, allows_stopped=True)
 def rloo_doubly_robust(group: ScoredGroup) -> Float64:
-    """[N] reward - mean of the siblings' doubly robust values, 0 for a group of one. The weight is left to the loss, where it enters once.
+    """R - mean of the others' s + w (R - s): leave-one-out under an unbiased early stop
 
-    A stopped rollout's reward is not read; its prediction stands in for it. The baseline leaves the rollout itself out: with a mean that
-    includes it, its coin enters twice, and the estimate is biased.
+    0 for a group of one. The weight w of the rollout itself is left to the loss, where it enters once; s is what was predicted. A stopped
+    rollout's reward is not read; its prediction stands in for it. The baseline leaves the rollout itself out: with a mean that includes it,
+    its coin enters twice, and the estimate is biased.
     """
     predicted, weights = group.required("predictions"), group.required("sample_weights")
     own = np.where(weights > 0.0, group.rewards, predicted)

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, Int64, ScoredGroup
+from pipelinerl.algorithms.declare import shaping
+from pipelinerl.algorithms.method import Need
 
 
 def overlong_penalties(lengths: Int64, *, max_tokens: float, buffer_tokens: float, factor: float) -> Float64:
@@ -15,13 +17,15 @@ def overlong_penalties(lengths: Int64, *, max_tokens: float, buffer_tokens: floa
     return -factor * np.clip(excess, 0.0, 1.0).astype(np.float64)
 
 
-def overlong_penalty(group: ScoredGroup, *, max_tokens: float, buffer_tokens: float, factor: float) -> ScoredGroup:
-    """The group with overlong penalties added to its rewards."""
+@shaping(source="DAPO arXiv:2503.14476 (20480, 4096)")
+def overlong_penalty(group: ScoredGroup, *, max_tokens: float, buffer_tokens: float, factor: float = 1.0) -> ScoredGroup:
+    """R += factor * min(0, -(L - (max_tokens - buffer_tokens)) / buffer_tokens), not below -factor"""
     penalties = overlong_penalties(group.lengths, max_tokens=max_tokens, buffer_tokens=buffer_tokens, factor=factor)
     return dataclasses.replace(group, rewards=group.rewards + penalties)
 
 
+@shaping(source="PipelineRL", needs={Need.TOKEN_KL})
 def minus_token_kl(group: ScoredGroup, *, coef: float) -> ScoredGroup:
-    """The group with coef * sum_t (log mu - log ref) taken from each reward."""
+    """R -= coef * sum_t (log mu - log ref)"""
     sums = [float(kl[trains].sum()) for kl, trains in zip(group.required("token_kl"), group.masks(), strict=True)]
     return dataclasses.replace(group, rewards=group.rewards - coef * np.array(sums, dtype=np.float64))

@@ -7,11 +7,14 @@ own coefficients. Legend as in `advantage`: `N` siblings, `P` positions, `K` ste
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, Int64, ScoredGroup, StepScores, centred, normalised
 from pipelinerl.algorithms.credit.token_advantage import spread
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 
 def differences(scores: Float64) -> Float64:
@@ -34,14 +37,16 @@ def following_sum(values: Float64, *, gamma: float = 1.0) -> Float64:
     return sums
 
 
-def step_difference(group: ScoredGroup, *, process_coef: float, outcome_coef: float) -> list[Float64]:
-    """Credit of a step is the rise of the score over it, + the centred outcome on every token."""
+@advantage(source="potential-based shaping", needs={Need.STEP_SCORES}, min_group=2)
+def step_difference(group: ScoredGroup, *, process_coef: float = 1.0, outcome_coef: float = 1.0) -> list[Float64]:
+    """step k: process_coef (s_k - s_{k-1}) + outcome_coef (R - mean_g)"""
     outcome = outcome_coef * centred(group.rewards)
     return _per_token(group, lambda sibling, steps: process_coef * differences(steps.scores), outcome=outcome)
 
 
-def step_min(group: ScoredGroup, *, process_coef: float, outcome_coef: float) -> list[Float64]:
-    """Credit of a step is the worst score still to come, centred over the pooled steps of the group, + the centred outcome."""
+@advantage(source="PURE arXiv:2504.15275", needs={Need.STEP_SCORES}, min_group=2)
+def step_min(group: ScoredGroup, *, process_coef: float = 1.0, outcome_coef: float = 1.0) -> list[Float64]:
+    """step k: process_coef (min_{j>=k} s_j - mean over pooled steps) + outcome_coef (R - mean_g)"""
     steps: tuple[StepScores, ...] = group.required("steps")
     minima = [future_minimum(sibling.scores) for sibling in steps]
     pooled = np.concatenate(minima) if minima else np.zeros(0)
@@ -50,8 +55,9 @@ def step_min(group: ScoredGroup, *, process_coef: float, outcome_coef: float) ->
     return _per_token(group, lambda sibling, _: process_coef * (minima[sibling] - baseline), outcome=outcome)
 
 
-def step_grpo(group: ScoredGroup, *, pool: str, eps: float, ddof: int) -> list[Float64]:
-    """Process supervision of DeepSeekMath (arXiv:2402.03300, 4.1.3): normalise the scores, credit a step with itself and all that follow.
+@advantage(source="DeepSeekMath arXiv:2402.03300 section 4.1.3", needs={Need.STEP_SCORES}, min_group=2)
+def step_grpo(group: ScoredGroup, *, pool: Literal["steps", "position"] = "steps", eps: float = 1e-6, ddof: int = 1) -> list[Float64]:
+    """sum over this and the following steps of (s - mean) / (std + eps), statistics pooled over the group
 
     `pool` "steps" takes statistics over every step of every sibling; "position" over the k-th steps only, for siblings whose steps
     correspond. Step counts differ between siblings, so the two differ.
@@ -62,13 +68,21 @@ def step_grpo(group: ScoredGroup, *, pool: str, eps: float, ddof: int) -> list[F
     return _per_token(group, lambda sibling, _: following_sum(scores[sibling]))
 
 
-def step_reinforce(group: ScoredGroup, *, gamma: float) -> list[Float64]:
-    """Discounted return per step (ROLL), without a baseline."""
+@advantage(source="ROLL", needs={Need.STEP_SCORES}, allows_stopped=True)
+def step_reinforce(group: ScoredGroup, *, gamma: float = 1.0) -> list[Float64]:
+    """step k: sum_{j>=k} gamma^(j-k) s_j"""
     return _per_token(group, lambda _, steps: following_sum(steps.scores, gamma=gamma))
 
 
-def gigpo(group: ScoredGroup, *, weight: float, gamma: float, divide_by_std: bool, eps: float, ddof: int) -> list[Float64]:
-    """Group-in-group (arXiv:2505.10978): episode advantage + weight * advantage among the steps that left equal states.
+@advantage(
+    source="GiGPO arXiv:2505.10978, constants as its code, whose default mode divides by no std: divide_by_std = false",
+    needs={Need.ANCHORS},
+    min_group=2,
+)
+def gigpo(
+    group: ScoredGroup, *, weight: float = 1.0, gamma: float = 0.95, divide_by_std: bool = True, eps: float = 1e-6, ddof: int = 1
+) -> list[Float64]:
+    """(R - mean_g)/(std_g + eps) + weight * the same over R discounted by the turns to come, from equal anchor states
 
     A state that only one step left has no baseline and adds nothing.
     """

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from pipelinerl.algorithms.credit.advantage import Float64, Int64, Mask, ScoredGroup
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 
 def gae(rewards: Float64, *, values: Float64, trains: Mask, gamma: float, lam: float) -> Float64:
@@ -74,7 +76,8 @@ def token_rewards(group: ScoredGroup, *, kl_coef: float) -> list[Float64]:
     return rows
 
 
-def reinforce_pp(group: ScoredGroup, *, gamma: float, kl_coef: float) -> list[Float64]:
-    """N arrays [P]: returns of a per-token KL penalty with the outcome at the last trained token (arXiv:2501.03262)."""
+@advantage(source="REINFORCE++ arXiv:2501.03262", needs_if={"kl_coef": Need.TOKEN_KL})
+def reinforce_pp(group: ScoredGroup, *, gamma: float = 1.0, kl_coef: float = 0.001) -> list[Float64]:
+    """A_t = sum_{k>=t} gamma^(k-t) r_k; r = -kl_coef (log mu - log ref), + R at the last token"""
     rewards = token_rewards(group, kl_coef=kl_coef)
     return [discounted_returns(row, trains=trains, gamma=gamma) for row, trains in zip(rewards, group.masks(), strict=True)]

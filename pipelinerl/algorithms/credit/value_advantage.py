@@ -13,13 +13,16 @@ import numpy as np
 from pipelinerl.algorithms.credit import token_advantage
 from pipelinerl.algorithms.credit.advantage import Float64, Int64, Mask, ScoredGroup
 from pipelinerl.algorithms.credit.token_advantage import spread, token_rewards
+from pipelinerl.algorithms.declare import advantage
+from pipelinerl.algorithms.method import Need
 
 _Row = tuple[Float64, Float64, Mask]
 """Rewards, values and mask of one sibling, each [P]."""
 
 
-def gae(group: ScoredGroup, *, gamma: float, lam: float, kl_coef: float) -> list[Float64]:
-    """Generalised advantage estimates (arXiv:1506.02438)."""
+@advantage(source="arXiv:1506.02438", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL})
+def gae(group: ScoredGroup, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0) -> list[Float64]:
+    """A_t = delta_t + gamma lam A_{t+1}, carried through masked tokens"""
     return [token_advantage.gae(r, values=v, trains=trains, gamma=gamma, lam=lam) for r, v, trains in _rows(group, kl_coef=kl_coef)]
 
 
@@ -29,8 +32,9 @@ def gae_returns(group: ScoredGroup, *, gamma: float, lam: float, kl_coef: float)
     return [advantages + values for advantages, values in pairs]
 
 
-def vapo_gae(group: ScoredGroup, *, gamma: float, alpha: float, kl_coef: float) -> list[Float64]:
-    """GAE with a lambda that grows with the length of the sequence (VAPO, arXiv:2504.05118)."""
+@advantage(source="VAPO arXiv:2504.05118", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL})
+def vapo_gae(group: ScoredGroup, *, gamma: float = 1.0, alpha: float = 0.05, kl_coef: float = 0.0) -> list[Float64]:
+    """GAE with lam = 1 - 1/(alpha L); returns with lam 1"""
     return [
         token_advantage.vapo_gae(r, values=v, trains=trains, gamma=gamma, alpha=alpha)[0] for r, v, trains in _rows(group, kl_coef=kl_coef)
     ]
@@ -43,8 +47,12 @@ def vapo_returns(group: ScoredGroup, *, gamma: float, alpha: float, kl_coef: flo
     ]
 
 
-def turn_gae(group: ScoredGroup, *, gamma: float, lam: float, kl_coef: float) -> list[Float64]:
-    """GAE from turn to turn; a turn's reward is the sum over its tokens, its value that of its first trained one (AReaL)."""
+@advantage(source="AReaL", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL})
+def turn_gae(group: ScoredGroup, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0) -> list[Float64]:
+    """GAE over turn boundaries, constant inside a turn, whose value is that of its first token
+
+    A turn's reward is the sum over its tokens; its first token is its first trained one.
+    """
     credits = []
     for row, ends in zip(_rows(group, kl_coef=kl_coef), group.required("turns"), strict=True):
         rewards, values = _per_turn(row, ends=ends)

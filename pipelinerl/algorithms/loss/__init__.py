@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from pipelinerl.algorithms.loss import kl as kl_penalty
-from pipelinerl.algorithms.loss.columns import StepStatistics, Terms, TokenColumns, log_difference
+from pipelinerl.algorithms.loss.auxiliary import faded
+from pipelinerl.algorithms.loss.call import call_rule
+from pipelinerl.algorithms.loss.columns import StepStatistics, Terms, TokenColumns
 from pipelinerl.algorithms.loss.correction import importance_weights, is_normalized, terms_of
 from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.loss.meters import Meters, finish_meters, measure, merge_meters, reduces_by_maximum
 from pipelinerl.algorithms.loss.objective import objective_loss
-from pipelinerl.algorithms.loss.own import call_own
 from pipelinerl.algorithms.loss.step_statistics import measure_step
 from pipelinerl.algorithms.method import Aggregation, Method, Rule
-from pipelinerl.algorithms.own import is_own
-from pipelinerl.errors import ConfigError
 
 __all__ = [
     "LossSums",
@@ -63,8 +62,8 @@ def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatis
     parts = {"objective": _product(weights, *keeps.values()) * objective.values}
     penalties = None if method.kl.name == "none" else kl_penalty.penalty(terms, rule=method.kl)
     if penalties is not None:
-        parts["kl"] = _faded(method.kl, "beta", step=columns.trained_version) * penalties
-    parts |= {rule.name: _auxiliary(terms, rule=rule) for rule in method.auxiliary}
+        parts["kl"] = _beta(method.kl, step=columns.trained_version) * penalties
+    parts |= {rule.name: call_rule(rule, terms, column="auxiliary") for rule in method.auxiliary}
     sums = {name: torch.where(columns.trains, factor * values, 0).sum() for name, values in parts.items()}
     with torch.no_grad():
         meters = measure(terms, weights=weights, clipped=objective.clipped, keeps=keeps)
@@ -118,34 +117,12 @@ def _factor(terms: Terms, *, aggregation: Aggregation) -> Tensor:
     return terms.sequences.spread(per_sequence)
 
 
-def _auxiliary(terms: Terms, *, rule: Rule) -> Tensor:
-    if is_own(rule.name):
-        return call_own(rule, terms, column="auxiliary")
-    match rule.name:
-        case "entropy_bonus":
-            return -_faded(rule, "coef", step=terms.columns.trained_version) * terms.column("entropy")
-        case "squared_log_ratio":
-            return _number(rule, "tau") * log_difference(terms.logprobs, terms.behaviour).square()
-        case "positive_nll":
-            correct = terms.sequences.spread(terms.columns.required("correct").to(terms.logprobs.dtype))
-            return -_number(rule, "coef") * terms.known.positive_scale * correct * terms.logprobs
-        case _:
-            raise ConfigError(f"auxiliary term {rule.name!r} has no function in the loss; add it beside its row in trainer_rules")
-
-
 def _product(first: Tensor, *keeps: Tensor) -> Tensor:
     for keep in keeps:
         first = first * keep
     return first
 
 
-def _faded(rule: Rule, option: str, *, step: int) -> float:
-    """The coefficient at a step: on a straight line from `option` to `final`, which it has from step `fade_steps` on; 0 steps: constant."""
-    start, steps = _number(rule, option), _number(rule, "fade_steps")
-    return start + min(1.0, step / steps) * (_number(rule, "final") - start) if steps else start
-
-
-def _number(rule: Rule, option: str) -> float:
-    value = rule.options[option]
-    assert isinstance(value, int | float), f"{rule} was not resolved"
-    return float(value)
+def _beta(rule: Rule, *, step: int) -> float:
+    start, final, steps = (float(rule.options[option] or 0.0) for option in ("beta", "final", "fade_steps"))
+    return faded(start, final=final, fade_steps=steps, step=step)

@@ -6,11 +6,11 @@ Weights are detached and formed over trained tokens only. With proximal "engine"
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from pipelinerl.algorithms.declare import proximal, weight
+from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.columns import (
     LOG_LIMIT,
     Segments,
@@ -22,16 +22,16 @@ from pipelinerl.algorithms.loss.columns import (
     runs_of,
     sequences_of,
 )
-from pipelinerl.algorithms.loss.own import call_own
-from pipelinerl.algorithms.method import Rule
+from pipelinerl.algorithms.method import Need, Rule
 from pipelinerl.algorithms.own import is_own
+from pipelinerl.algorithms.rules import spec_of
 
 
 def terms_of(columns: TokenColumns, *, proximal: Rule, statistics: StepStatistics | None = None) -> Terms:
     """Mask, upcast and compare the row's log-probabilities against the proximal policy. Raises `ConfigError` for a missing column."""
     logprobs = masked(columns.logprobs, columns.trains)
     behaviour = masked(columns.behaviour_logprobs.detach(), columns.trains, like=logprobs)
-    prox = _proximal_logprobs(columns, logprobs=logprobs.detach(), behaviour=behaviour, rule=proximal)
+    prox = spec_of("proximal", proximal.name).call(columns, logprobs.detach(), behaviour, options=proximal.options)
     anchor = logprobs.detach() if proximal.name == "engine" else prox
     return Terms(
         columns=columns,
@@ -61,8 +61,7 @@ def loglinear_logprobs(current: Tensor, *, behaviour: Tensor, versions: Tensor, 
 
 def importance_weights(terms: Terms, *, rule: Rule) -> Tensor:
     """[T] detached weight of each token; 0 where a masking weight (MIS, IcePop) rejects it. Nothing is divided by a batch's mean."""
-    options = {name: value for name, value in rule.options.items() if name != "batch_normalize"}
-    return call_own(rule, terms, column="weight") if is_own(rule.name) else _WEIGHTS[rule.name](terms, **options)
+    return torch.ones_like(terms.log_rho) if rule.name == "none" else call_rule(rule, terms, column="weight")
 
 
 def is_normalized(rule: Rule) -> bool:
@@ -70,65 +69,76 @@ def is_normalized(rule: Rule) -> bool:
     return not is_own(rule.name) and bool(rule.options.get("batch_normalize"))
 
 
-def _proximal_logprobs(columns: TokenColumns, *, logprobs: Tensor, behaviour: Tensor, rule: Rule) -> Tensor:
-    match rule.name:
-        case "current":
-            return logprobs
-        case "engine":
-            return behaviour
-        case "recomputed":
-            return masked(columns.required("old_logprobs").detach(), columns.trains, like=logprobs)
-        case _:
-            current = columns.trained_version
-            versions = torch.where(columns.trains, columns.versions, current)
-            lag = int(rule.options["prox_lag"] or 0)
-            prox = current - lag
-            return loglinear_logprobs(logprobs, behaviour=behaviour, versions=versions, prox_version=prox, current_version=current)
+@proximal(source="this project")
+def current(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor) -> Tensor:
+    """sg[pi]: for objectives that clip nothing; weights and masks see pi / mu"""
+    return logprobs
 
 
-def _none(terms: Terms) -> Tensor:
-    return torch.ones_like(terms.log_rho)
+@proximal(source="verl; AReaL arXiv:2505.24298", needs={Need.OLD_LOGPROBS})
+def recomputed(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor) -> Tensor:
+    """the policy at the start of the step; with one pass over a step that is pi itself"""
+    return masked(columns.required("old_logprobs").detach(), columns.trains, like=logprobs)
 
 
-def _tis_token(terms: Terms, *, cap: float, floor: float) -> Tensor:
+@proximal(source="verl bypass mode; TRL AsyncGRPO; prime-rl")
+def engine(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor) -> Tensor:
+    """mu itself: the ratio is pi / mu and carries the whole correction (two policies; no importance weight)"""
+    return behaviour
+
+
+@proximal(source="AReaL prox_approx", needs={Need.TOKEN_VERSIONS})
+def loglinear(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor, *, prox_lag: int = 1) -> Tensor:
+    """log mu + a (log pi - log mu), a = (v_prox - v_behave) / (v_theta - v_behave), v_prox = v_theta - prox_lag"""
+    newest = columns.trained_version
+    versions = torch.where(columns.trains, columns.versions, newest)
+    return loglinear_logprobs(logprobs, behaviour=behaviour, versions=versions, prox_version=newest - int(prox_lag), current_version=newest)
+
+
+@weight(source="verl, slime (tis_clip_low), OAT")
+def tis_token(terms: Terms, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
+    """min(rho, cap), at least floor; with batch_normalize over its mean over the step (verl)
+
+    With a floor, tokens that the policy has all but given up keep so much of their gradient.
+    """
     return terms.rho.clamp(floor, cap)
 
 
-def _tis_sequence(terms: Terms, *, cap: float, floor: float) -> Tensor:
+@weight(source="SkyRL, verl", level="sequence")
+def tis_sequence(terms: Terms, *, cap: float = 5.0, floor: float = 0.0) -> Tensor:
+    """min(prod_t rho, cap), at least floor; with batch_normalize over its mean over the step (verl)"""
     return _product(terms).clamp(floor, cap)
 
 
-def _tis_geometric(terms: Terms, *, cap: float, floor: float) -> Tensor:
+@weight(source="ROLL", level="sequence")
+def tis_geometric(terms: Terms, *, cap: float = 1.2, floor: float = 0.0) -> Tensor:
+    """min(exp(mean_t log rho), cap), at least floor; with batch_normalize over its mean over the step (verl)"""
     return _geometric(terms, terms.sequences).clamp(floor, cap)
 
 
-def _tis_segment(terms: Terms, *, cap: float) -> Tensor:
+@weight(source="ROLL", level="sequence", caller_options={}, needs_if={})
+def tis_segment(terms: Terms, *, cap: float = 1.2) -> Tensor:
+    """min(exp(mean log rho over an unbroken run of trained tokens), cap)"""
     return _geometric(terms, runs_of(terms.columns).restricted(terms.sequences.trains)).clamp(max=cap)
 
 
-def _mis_token(terms: Terms, *, cap: float) -> Tensor:
+@weight(source="MIS; cap as TRL")
+def mis_token(terms: Terms, *, cap: float = 3.0) -> Tensor:
+    """rho where rho <= cap, else 0; with batch_normalize over its mean over the step (verl)"""
     return torch.where(terms.rho <= cap, terms.rho, 0)
 
 
-def _mis_sequence(terms: Terms, *, cap: float) -> Tensor:
+@weight(source="MIS; cap as TRL", level="sequence")
+def mis_sequence(terms: Terms, *, cap: float = 3.0) -> Tensor:
+    """prod_t rho where <= cap, else 0; with batch_normalize over its mean over the step (verl)"""
     product = _product(terms)
     return torch.where(product <= cap, product, 0)
 
 
-def _icepop(terms: Terms, *, low: float, high: float) -> Tensor:
+@weight(source="IcePop")
+def icepop(terms: Terms, *, low: float = 0.5, high: float = 5.0) -> Tensor:
+    """rho where low <= rho <= high, else 0; with batch_normalize over its mean over the step (verl)"""
     return torch.where((terms.rho >= low) & (terms.rho <= high), terms.rho, 0)
-
-
-_WEIGHTS: dict[str, Callable[..., Tensor]] = {
-    "none": _none,
-    "tis_token": _tis_token,
-    "tis_sequence": _tis_sequence,
-    "tis_geometric": _tis_geometric,
-    "tis_segment": _tis_segment,
-    "mis_token": _mis_token,
-    "mis_sequence": _mis_sequence,
-    "icepop": _icepop,
-}
 
 
 def _product(terms: Terms) -> Tensor:

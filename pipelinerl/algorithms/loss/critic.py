@@ -9,13 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipelinerl.algorithms.declare import critic
 from pipelinerl.algorithms.loss.columns import Segments, masked
+from pipelinerl.algorithms.method import Need
 
 
-def clipped_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, trains: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Sum over trained tokens of 0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2), and the number of clipped ones.
+@critic(name="clipped", source="PPO arXiv:1707.06347; verl cliprange_value", needs={Need.CRITIC})
+def clipped_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, trains: Tensor, clip: float = 0.5) -> tuple[Tensor, Tensor]:
+    """0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)
 
-    The maximum, not the minimum: clipping may only make the loss larger, never hide an error (verl). All inputs [T].
+    Gives the sum over trained tokens, and the number of clipped ones. The maximum, not the minimum: clipping may only make the loss
+    larger, never hide an error (verl). All inputs [T].
     """
     value = masked(values, trains)
     old, target = masked(old_values.detach(), trains, like=value), masked(returns.detach(), trains, like=value)
@@ -24,19 +28,29 @@ def clipped_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, t
     return 0.5 * torch.maximum(plain, cut).sum(), (cut > plain).sum()
 
 
-def huber_value_loss(values: Tensor, *, returns: Tensor, trains: Tensor, delta: float) -> tuple[Tensor, Tensor]:
-    """Sum over trained tokens of the Huber loss of V - G, and the number of those beyond `delta`, where its slope stays. All inputs [T]."""
+@critic(name="huber", source="Huber 1964", needs={Need.CRITIC})
+def huber_value_loss(values: Tensor, *, returns: Tensor, trains: Tensor, delta: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(V - G)^2 / 2 while |V - G| <= delta, else delta (|V - G| - delta / 2): an outlier pulls no harder than delta
+
+    Gives the sum over trained tokens, and the number of those beyond `delta`. All inputs [T].
+    """
     value = masked(values, trains)
     target = masked(returns.detach(), trains, like=value)
     return F.huber_loss(value, target, reduction="sum", delta=delta), ((value - target).abs() > delta).sum()
 
 
+@critic(
+    name="implicit_prm",
+    source="PRIME arXiv:2502.01456",
+    needs={Need.IMPLICIT_PRM, Need.REFERENCE_LOGPROBS, Need.CORRECT},
+)
 def implicit_prm_loss(
-    logprobs: Tensor, *, reference_logprobs: Tensor, correct: Tensor, sequences: Segments, beta: float
+    logprobs: Tensor, *, reference_logprobs: Tensor, correct: Tensor, sequences: Segments, beta: float = 0.05
 ) -> tuple[Tensor, Tensor]:
-    """Sum over sequences of BCE(sigmoid(beta sum_t (log phi - log ref)), correct) (PRIME, arXiv:2502.01456), and how many it tells rightly.
+    """BCE(sigmoid(beta sum_t (log phi - log ref)), correct), mean over sequences
 
-    `logprobs` [T] of phi with gradient, `reference_logprobs` [T], `correct` [N]. Divide by the number of sequences.
+    Gives the sum over sequences, and how many it tells rightly. `logprobs` [T] of phi with gradient, `reference_logprobs` [T],
+    `correct` [N]. Divide by the number of sequences.
     """
     trained = masked(logprobs, sequences.trains)
     log_ratio = trained - masked(reference_logprobs.detach(), sequences.trains, like=trained)

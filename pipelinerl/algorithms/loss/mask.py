@@ -7,120 +7,147 @@ high, which matters wherever low is not 1/high.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pipelinerl.algorithms.declare import mask
+from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT, Segments, Terms
-from pipelinerl.algorithms.loss.kl import k3
-from pipelinerl.algorithms.loss.own import call_own
+from pipelinerl.algorithms.loss.kl import estimate_k3
 from pipelinerl.algorithms.loss.probability import binary_kl
 from pipelinerl.algorithms.loss.step_statistics import second_moments
-from pipelinerl.algorithms.method import Rule
-from pipelinerl.algorithms.own import is_own
+from pipelinerl.algorithms.method import Need, Rule
 
 
 def keep_mask(terms: Terms, *, rule: Rule) -> Tensor:
     """[T] bool, true where the rule lets the token train; meaningless where the token does not train anyway."""
-    return call_own(rule, terms, column="masks") if is_own(rule.name) else _MASKS[rule.name](terms, **rule.options)
+    return call_rule(rule, terms, column="masks")
 
 
-def _outlier_band(terms: Terms, *, low: float, high: float) -> Tensor:
+@mask(source="SkyRL")
+def outlier_band(terms: Terms, *, low: float = 1e-4, high: float = 100.0) -> Tensor:
+    """keep low <= rho <= high"""
     return _inside(terms.rho, low=low, high=high)
 
 
-def _probability_band(terms: Terms, *, high: float) -> Tensor:
+@mask(source="ROLL")
+def ratio_band(terms: Terms, *, low: float = 0.8, high: float = 1.2) -> Tensor:
+    """keep low <= rho <= high"""
+    return _inside(terms.rho, low=low, high=high)
+
+
+@mask(source="ROLL")
+def probability_band(terms: Terms, *, high: float = 0.2) -> Tensor:
+    """keep |prox - mu| <= high"""
     return (_anchor(terms).exp() - terms.behaviour.exp()).abs() <= high
 
 
-def _kpop(terms: Terms, *, high: float) -> Tensor:
+@mask(source="AReaL")
+def kpop(terms: Terms, *, high: float = 2.0) -> Tensor:
+    """keep max(binary KL(prox, mu), binary KL(mu, prox)) <= high"""
     anchor = _anchor(terms)
     return torch.maximum(binary_kl(anchor, terms.behaviour), binary_kl(terms.behaviour, anchor)) <= high
 
 
-def _geo_rs(terms: Terms, *, low: float, high: float) -> Tensor:
-    return _reject_sequence(terms, metric="k1", over="mean", low=low, high=high)
+@mask(source="SkyRL; NeMo-RL 0.999, 1.002", level="sequence")
+def geo_rs(terms: Terms, *, low: float = 0.99, high: float = 1.01) -> Tensor:
+    """keep sequence while low <= exp(mean_t log rho) <= high"""
+    return reject_sequence(terms, metric="k1", over="mean", low=low, high=high)
 
 
-def _k3_rs(terms: Terms, *, high: float) -> Tensor:
-    return _reject_sequence(terms, metric="k3", over="mean", low=0.0, high=high)
+@mask(source="verl rollout correction, preset bypass_ppo_clip_k3_rs", level="sequence")
+def k3_rs(terms: Terms, *, high: float = 0.01) -> Tensor:
+    """keep sequence while mean_t(rho - 1 - log rho) <= high"""
+    return reject_sequence(terms, metric="k3", over="mean", low=0.0, high=high)
 
 
-def _product_band(terms: Terms, *, low: float, high: float) -> Tensor:
-    return _reject_sequence(terms, metric="k1", over="sum", low=low, high=high)
+@mask(source="SkyRL", level="sequence")
+def product_band(terms: Terms, *, low: float = 0.5, high: float = 2.0) -> Tensor:
+    """keep sequence while low <= prod_t rho <= high"""
+    return reject_sequence(terms, metric="k1", over="sum", low=low, high=high)
 
 
-def _veto(terms: Terms, *, low: float) -> Tensor:
+@mask(source="verl before 0.9, whose option rollout_token_veto_threshold 0.9.1 has no more", level="sequence")
+def veto(terms: Terms, *, low: float = 1e-4) -> Tensor:
+    """drop sequence when any rho < low"""
     return _by_sequence(terms, terms.sequences.maximum(-terms.rho) <= -low)
 
 
-def _reject_token(terms: Terms, *, metric: str, low: float, high: float) -> Tensor:
+@mask(source="verl rollout correction")
+def reject_token(
+    terms: Terms, *, metric: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "ratio", low: float = 0.0, high: float
+) -> Tensor:
+    """keep low <= metric(rho) <= high; k1 is tested as rho itself"""
     return _inside(terms.rho if metric == "k1" else _metric(terms, metric), low=low, high=high)
 
 
-def _reject_sequence(terms: Terms, *, metric: str, over: str, low: float, high: float) -> Tensor:
+@mask(source="verl rollout correction", level="sequence")
+def reject_sequence(
+    terms: Terms,
+    *,
+    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "k3",
+    over: Literal["mean", "sum", "max"] = "mean",
+    low: float = 0.0,
+    high: float,
+) -> Tensor:
+    """keep sequence while low <= metric over its tokens <= high; k1 is tested as the geometric mean of rho"""
     values = terms.log_rho if metric == "k1" else _metric(terms, metric)
     pooled = _pool(terms.sequences, values, over=over)
     return _by_sequence(terms, _inside(pooled.clamp(-LOG_LIMIT, LOG_LIMIT).exp() if metric == "k1" else pooled, low=low, high=high))
 
 
-def _opsm(terms: Terms, *, delta: float) -> Tensor:
+@mask(source="DeepSeek-V3.2 arXiv:2512.02556; delta as slime and MILES", level="sequence", proximal={"engine", "recomputed", "loglinear"})
+def opsm(terms: Terms, *, delta: float = 1e-4) -> Tensor:
+    """drop sequence where A<0 and mean_t(log prox - log pi) > delta"""
     drift = terms.sequences.mean(-terms.log_ratio.detach())
     bad = terms.sequences.mean(terms.advantages) < 0
     return _by_sequence(terms, ~(bad & (drift > delta)))
 
 
-def _vaco_tv(terms: Terms, *, delta: float) -> Tensor:
+@mask(source="open-instruct")
+def vaco_tv(terms: Terms, *, delta: float) -> Tensor:
+    """drop where mean_t|rho - 1| > delta over the sequence and sign(log rho) A > 0"""
     drifted = terms.sequences.mean((terms.rho - 1).abs()) > delta
     return ~(terms.sequences.spread(drifted) & (terms.log_rho * terms.advantages > 0))
 
 
-def _m2po(terms: Terms, *, tau: float) -> Tensor:
+@mask(source="M2PO arXiv:2510.01161; tau as in the paper's runs, by Trinity-RFT's m2_threshold", needs={Need.WHOLE_STEP, Need.OLD_LOGPROBS})
+def m2po(terms: Terms, *, tau: float = 0.04) -> Tensor:
+    """drop the largest (log rho)^2 of the step until the mean of the rest < tau"""
     return second_moments(terms.columns) <= terms.known.m2po_threshold
 
 
-def _top_entropy(terms: Terms, *, fraction: float) -> Tensor:
+@mask(source="80/20 rule arXiv:2506.01939; TRL top_entropy_quantile", needs={Need.ENTROPY, Need.WHOLE_STEP})
+def top_entropy(terms: Terms, *, fraction: float = 0.2) -> Tensor:
+    """keep the `fraction` of the step's tokens with the largest entropy"""
     return terms.column("entropy").detach().float() >= terms.known.entropy_threshold
 
 
-def _tv_gate(terms: Terms, *, high: float) -> Tensor:
+@mask(source="TRPO arXiv:1502.05477 bounds by TV; estimated from samples of mu", level="sequence")
+def tv_gate(terms: Terms, *, high: float) -> Tensor:
+    """keep sequence while mean_t |rho - 1| / 2 <= high, an estimate of TV(prox, mu)"""
     return _by_sequence(terms, terms.sequences.mean((terms.rho - 1).abs()) / 2 <= high)
 
 
-def _overlong(terms: Terms) -> Tensor:
+@mask(source="DAPO arXiv:2503.14476 overlong filtering", needs={Need.TRUNCATED}, level="sequence")
+def overlong(terms: Terms) -> Tensor:
+    """drop sequences cut off at their longest length; the reward still counts in the baseline"""
     return _by_sequence(terms, ~terms.columns.required("truncated"))
 
 
-def _version_withhold(terms: Terms, *, bound: int) -> Tensor:
+@mask(source="prime-rl#2960", needs={Need.TOKEN_VERSIONS})
+def version_withhold(terms: Terms, *, bound: int) -> Tensor:
+    """drop tokens with staleness > bound, and their group only where none is younger; the reward still counts in the baseline"""
     return terms.columns.trained_version - terms.columns.versions <= bound
 
 
-def _partial_rollout(terms: Terms) -> Tensor:
+@mask(source="slime mask-offpolicy-in-partial-rollout", needs={Need.TOKEN_VERSIONS})
+def partial_rollout(terms: Terms) -> Tensor:
+    """drop tokens older than the newest version of their sequence"""
     versions = terms.columns.versions.to(terms.logprobs.dtype)
     return versions >= terms.sequences.spread(terms.sequences.maximum(versions))
-
-
-_MASKS: dict[str, Callable[..., Tensor]] = {
-    "outlier_band": _outlier_band,
-    "ratio_band": _outlier_band,
-    "probability_band": _probability_band,
-    "kpop": _kpop,
-    "geo_rs": _geo_rs,
-    "k3_rs": _k3_rs,
-    "product_band": _product_band,
-    "veto": _veto,
-    "reject_token": _reject_token,
-    "reject_sequence": _reject_sequence,
-    "opsm": _opsm,
-    "vaco_tv": _vaco_tv,
-    "m2po": _m2po,
-    "top_entropy": _top_entropy,
-    "tv_gate": _tv_gate,
-    "overlong": _overlong,
-    "version_withhold": _version_withhold,
-    "partial_rollout": _partial_rollout,
-}
 
 
 def _anchor(terms: Terms) -> Tensor:
@@ -144,7 +171,7 @@ def _metric(terms: Terms, metric: str) -> Tensor:
         case "k2":
             return terms.log_rho.square() / 2
         case "k3":
-            return k3(terms.log_rho).clamp(min=0)
+            return estimate_k3(terms.log_rho).clamp(min=0)
         case _:
             return binary_kl(terms.behaviour, _anchor(terms)).clamp(min=0)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.algorithms.loss.columns import Terms, log_difference
-from pipelinerl.algorithms.loss.kl import k3
+from pipelinerl.algorithms.loss.kl import estimate_k3
 
 Meters = dict[str, Tensor]
 
@@ -51,7 +51,7 @@ def measure(terms: Terms, *, weights: Tensor, clipped: Tensor, keeps: Mapping[st
         "ratio": ratio,
         "ppo_kl": -terms.log_ratio.detach(),
         "mismatch_k1": -to_engine,
-        "mismatch_k3": k3(to_engine),
+        "mismatch_k3": estimate_k3(to_engine),
         "importance": importance,
         "importance_square": importance.square(),
         "weight": weights,
@@ -67,7 +67,7 @@ def measure(terms: Terms, *, weights: Tensor, clipped: Tensor, keeps: Mapping[st
         sums["divergence"] = terms.column("divergence").detach()
     if terms.columns.reference_logprobs is not None:
         to_reference = log_difference(terms.column("reference_logprobs"), terms.logprobs.detach())
-        sums |= {"reference_k1": -to_reference, "reference_k3": k3(to_reference)}
+        sums |= {"reference_k1": -to_reference, "reference_k3": estimate_k3(to_reference)}
     meters = {f"{name}_sum": _sum(values, trains) for name, values in sums.items()}
     meters |= {name: _maximum(values, trains) for name, values in maxima.items()}
     present = (terms.sequences.sum(ones) > 0).to(ones.dtype)
@@ -152,9 +152,9 @@ def _version_meters(terms: Terms, to_engine: Tensor) -> Meters:
         "staleness_max": _maximum(age, sampled),
         "fresh_sum": fresh.sum().to(gap.dtype),
         "logprob_gap_sum": _sum(gap, fresh),
-        "fresh_k3_sum": _sum(k3(to_engine), fresh),
+        "fresh_k3_sum": _sum(estimate_k3(to_engine), fresh),
         "kept_sum": kept.sum().to(gap.dtype),
-        "kept_k3_sum": _sum(k3(to_engine), kept),
+        "kept_k3_sum": _sum(estimate_k3(to_engine), kept),
         "logprob_gap_max": _maximum(gap, fresh),
         "logprob_gap_p99_max": _high_quantile(gap, fresh),
     }

@@ -1,36 +1,41 @@
-"""Calls a user's loss, term, weight or mask with what its parameters name, and checks what comes back. See `pipelinerl.algorithms.own`.
+"""Calls the function of a loss, term, weight or mask, and checks what comes back from one of the user's, see `algorithms.own`.
 
 `T` tokens of the row, `N` sequences.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from pipelinerl.algorithms.declare import load_rule
 from pipelinerl.algorithms.loss.columns import Terms
 from pipelinerl.algorithms.method import Method, Rule
-from pipelinerl.algorithms.own import is_own, load_own, signature_of
-from pipelinerl.algorithms.rules import specs_of
+from pipelinerl.algorithms.rules import spec_of, specs_of
 from pipelinerl.errors import ConfigError
 
 
-def call_own(rule: Rule, terms: Terms, *, column: str) -> Tensor:
-    """[T] what the function gives: float, or bool for a mask. A row without a token is not shown to it.
+def call_rule(rule: Rule, terms: Terms, *, column: str) -> Any:
+    """What the function of a rule gives: [T] float, or bool for a mask; a `Loss` for an objective of ours.
 
-    Raises `ConfigError` for another shape or dtype, and, with its cause, where the function raises.
+    A function of the user's gets what its parameters name, and is not shown a row without a token. Raises `ConfigError` where it gives
+    another shape or dtype, and, with its cause, where it raises.
     """
-    function = load_own(rule.name)
+    spec = spec_of(column, rule.name)
+    if not spec.is_own:
+        return spec.call(terms, options=rule.options)
+    load_rule(spec.reference)
     if not len(terms.trains):
         return terms.trains if column == "masks" else terms.logprobs
-    parameters, _, _ = signature_of(rule.name)
     takes_gradient = column in ("objective", "auxiliary")
-    given = [_carried(terms, parameter) for parameter in parameters]
+    given = [_carried(terms, parameter) for parameter in spec.parameters]
     if not takes_gradient:
         given = [value.detach() if isinstance(value, Tensor) else value for value in given]
     try:
         with torch.set_grad_enabled(takes_gradient and torch.is_grad_enabled()):
-            values = function(*given, **rule.options)
+            values = spec.call(*given, options=rule.options)
     except Exception as error:  # a user's function may raise anything; it becomes a named error with its cause
         raise ConfigError(f"algorithm.{column}: {rule.name} raised {type(error).__name__}: {error}") from error
     return _checked(values, rule, terms, column=column)
@@ -38,9 +43,9 @@ def call_own(rule: Rule, terms: Terms, *, column: str) -> Tensor:
 
 def check_own_rules(method: Method) -> None:
     """Load every function of the user's that the trainer calls, so that what cannot be imported is known before the first row."""
-    for column, rule, _ in specs_of(method):
-        if is_own(rule.name) and column != "advantage":
-            load_own(rule.name)
+    for column, _, spec in specs_of(method):
+        if spec.is_own and column != "advantage":
+            load_rule(spec.reference)
 
 
 def _carried(terms: Terms, name: str) -> object:
