@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from pipelinerl.errors import ConfigError
 from trainer.context import gather
-from trainer.row import Block
+from trainer.packed_row import Block
 
 NAME = "pipelinerl_packed"
 SHORT = 32

@@ -8,7 +8,7 @@ import torch
 from pipelinerl.algorithms.loss import TokenColumns
 from pipelinerl.messages import MicroBatch
 from trainer.engine import Outputs
-from trainer.row import Row
+from trainer.packed_row import Row
 
 
 def columns_of(

@@ -15,7 +15,7 @@ from pipelinerl.algorithms.loss.meters import Meters
 from pipelinerl.messages import StepSealed
 from trainer.credit import Held
 from trainer.optimizer import Update
-from trainer.row import Row
+from trainer.packed_row import Row
 from trainer.torch_engine import TorchEngine
 
 Report = Callable[[Meters], None]

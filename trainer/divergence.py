@@ -10,7 +10,6 @@ Legend: `K` tokens, `H` and `G` hidden sizes of model and teacher, `V` words of 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,18 +19,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from trainer import head
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherStates:
-    """What a frozen teacher's distributions over a row are made of."""
-
-    hidden: torch.Tensor
-    """[M, G], of the tokens that predict those it judges."""
-    head: torch.Tensor
-    """[V, G], its output embedding."""
-    places: torch.Tensor | None = None
-    """[M] int64, which of the row's `sources` these are; None: all of them, in order."""
+from trainer.packed_row import TeacherStates
 
 
 def divergences(

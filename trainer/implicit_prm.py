@@ -15,7 +15,7 @@ from trainer.credit import Held
 from trainer.critic import Report
 from trainer.engine import Outputs
 from trainer.optimizer import Update
-from trainer.row import Row
+from trainer.packed_row import Row
 from trainer.torch_engine import TorchEngine
 
 

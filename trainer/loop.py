@@ -37,11 +37,11 @@ from trainer.controllers import Controllers
 from trainer.feed import Feed
 from trainer.in_hand import InHand, left_behind
 from trainer.lineage import Lineage
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publication import Publication
 from trainer.publish import Publisher
-from trainer.row import Row
 from trainer.spread_weights import SpreadWeights
 from trainer.step import Step
 from trainer.waves import Wave, Waves

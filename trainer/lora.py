@@ -12,12 +12,10 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor, Replicate
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
@@ -82,19 +80,6 @@ def add_adapters(module: torch.nn.Module, adapters: Adapters) -> None:
 def adapted(module: torch.nn.Module) -> dict[str, LoraLinear]:
     """The layers with an adapter, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear)}
-
-
-def cut_alike(module: torch.nn.Module) -> None:
-    """After tensor parallelism has cut the matrices, and their adapters as if they were such: cut A and B as W x and B (A x) ask for.
-
-    Where W is cut by outputs, so is B, and every rank has all of A; where it is cut by inputs, so is A, and every rank has all of B.
-    """
-    for layer in adapted(module).values():
-        weight: Any = layer.weight
-        if isinstance(weight, DTensor):
-            name = "lora_A" if weight.placements[0].is_shard(0) else "lora_B"
-            part: Any = getattr(layer, name)
-            setattr(layer, name, torch.nn.Parameter(part.detach().redistribute(placements=[Replicate()])))
 
 
 def is_adapter(name: str) -> bool:

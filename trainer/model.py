@@ -23,13 +23,13 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
 from trainer import attention
 from trainer.context import gather_outputs
-from trainer.divergence import TeacherStates, divergences
+from trainer.divergence import divergences
 from trainer.head import linear_logprobs
 from trainer.lora import Adapters, adapted, add_adapters, is_adapter
+from trainer.packed_row import Row, TeacherStates
 from trainer.parallel import Replicas
 from trainer.pipeline import Pipeline
 from trainer.replay import Replay
-from trainer.row import Row
 from trainer.sharding import Holding, check_head, local, spread
 from trainer.stages import stage_of_weights
 

@@ -22,8 +22,8 @@ from pipelinerl.layout import Layout
 from pipelinerl.transport.rendezvous import RendezvousClient
 from pipelinerl.weights.rendezvous_store import RendezvousStore
 from trainer.objects import refuse_foreign_objects
+from trainer.packed_row import Part
 from trainer.ranks import SCHEME, STORE, token_of
-from trainer.row import Part
 
 
 class Replicas:

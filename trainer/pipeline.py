@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from pipelinerl.errors import PipelineError
 from pipelinerl.layout import Schedule
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
-from trainer.row import Row
 
 _SCHEDULES = {
     Schedule.ONE_FORWARD_ONE_BACKWARD: "1F1B",

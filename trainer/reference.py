@@ -10,8 +10,9 @@ import torch
 
 from trainer.lora import switched_off
 from trainer.model import Model
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
-from trainer.row import Row, empty_row
+from trainer.row import empty_row
 
 
 class Reference:

@@ -26,53 +26,7 @@ import torch
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Int32, Mask
 from pipelinerl.routes import Table, unknown
-from trainer.divergence import TeacherStates
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Pieces of one shape, side by side: `num` of them, each of `length` tokens, from position `start` of the layout."""
-
-    start: int
-    num: int
-    length: int
-    trunk_length: int
-    """Tokens each piece sees before its own; 0 for a piece that starts a sample."""
-    trunk: torch.Tensor | None
-    """[num * trunk_length] int64, where those tokens are in the layouts of all ranks that share the row, joined; None without a trunk."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A packed row as the model takes it, or one rank's part of it."""
-
-    token_ids: torch.Tensor
-    """[I] int64."""
-    positions: torch.Tensor
-    """[I] int64, position of each token within its own sample."""
-    blocks: tuple[Block, ...]
-    targets: torch.Tensor
-    """[J] int64, ids of the tokens with a loss, in the order of the packed row."""
-    sources: torch.Tensor
-    """[J] int64, position in the layout of the token before each target: the target's log-probability is computed from its output."""
-    trained: torch.Tensor
-    """[K] int64, position of each token with a loss in the packed row, to pick its other columns."""
-    routes: torch.Tensor | None = None
-    """[I, layers, k] int16, the experts each token was sent to in the engine, -1 where that is not known; None where nothing is."""
-    judges: torch.Tensor | None = None
-    """[K] int64, which of several teachers judges each token; None where there are not several."""
-    teachers: tuple[TeacherStates, ...] = ()
-    """What the model's distributions are compared with; none where they are not."""
-    order: torch.Tensor | None = None
-    """[K] int64, where each is among the targets of all ranks that share the row, joined; None for a whole row, where J is K."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Which part of every row is this rank's."""
-
-    index: int = 0
-    num: int = 1
+from trainer.packed_row import WHOLE, Block, Part, Row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +59,7 @@ def arrange(
     lengths: Int32,
     names: Sequence[str],
     device: torch.device | str = "cpu",
-    part: Part = Part(),
+    part: Part = WHOLE,
     routes: Table | None = None,
 ) -> Row | None:
     """Lay out a packed row of samples of these `lengths`, or a part of it; None where no token of the whole row has a loss.
@@ -148,7 +102,7 @@ def arrange(
     )
 
 
-def empty_row(device: torch.device | str = "cpu", *, part: Part = Part()) -> Row:
+def empty_row(device: torch.device | str = "cpu", *, part: Part = WHOLE) -> Row:
     """One token and nothing to learn from it: the pass of a rank that has no row while others, who meet it in the middle, have one."""
     zero, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     block = Block(start=0, num=1, length=1, trunk_length=0, trunk=None)

@@ -10,8 +10,9 @@ import torch
 from pipelinerl.packing import Packing
 from trainer.demonstrations import Demonstration
 from trainer.engine import Engine, Outputs
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
-from trainer.row import Row, arrange
+from trainer.row import arrange
 
 
 class SftRows:

@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_expert_parallelism, apply_tensor_parallelism
 
 from pipelinerl.errors import ConfigError
-from trainer.lora import cut_alike
 from trainer.parallel import Replicas
 from trainer.stages import Elsewhere, has_tied_embeddings, keep_stage
 
@@ -129,12 +128,25 @@ def _cut_matrices(module: PreTrainedModel, *, replicas: Replicas, cuts_experts: 
     plan = {name: style for name, style in plan.items() if name not in norms} | {names[embedding]: _BY_WORDS}
     mesh = replicas.mesh("tensor")
     apply_tensor_parallelism(module, mesh, plan)
-    cut_alike(module)
+    _cut_adapters(module)
     if isinstance(head, torch.nn.Linear):  # a value model has none
         ALL_PARALLEL_STYLES["colwise"].shard_param(head, "weight", mesh)  # its product is taken by `trainer.head`
         head.weight = embedding.weight if is_tied else head.weight
     wanted = re.compile("|".join(re.escape(name).replace(r"\*", r"\d+") + r"\.\w+" for name in norms) or r"(?!)")
     return {name for name, _ in module.named_parameters() if wanted.fullmatch(name)}
+
+
+def _cut_adapters(module: torch.nn.Module) -> None:
+    """Cut adapters (`lora_A`, `lora_B`) as W x and B (A x) ask for, after the plan has cut both as if they were W.
+
+    Where W is cut by outputs, so is B, and every rank has all of A; where it is cut by inputs, so is A, and every rank has all of B.
+    """
+    for layer in module.modules():
+        weight: Any = getattr(layer, "weight", None)
+        if isinstance(weight, DTensor) and hasattr(layer, "lora_A"):
+            name = "lora_A" if weight.placements[0].is_shard(0) else "lora_B"
+            part: Any = getattr(layer, name)
+            setattr(layer, name, torch.nn.Parameter(part.detach().redistribute(placements=[Replicate()])))
 
 
 def _cut_experts(module: PreTrainedModel, *, replicas: Replicas) -> tuple[str, ...]:

@@ -40,9 +40,10 @@ from trainer.controllers import Controllers
 from trainer.credit import Held, credited
 from trainer.critic import Critic, finish_critic_meters
 from trainer.engine import Engine, Outputs
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
 from trainer.reference import Reference
-from trainer.row import Row, arrange
+from trainer.row import arrange
 from trainer.sft_stream import SftStream
 from trainer.split import split_by_gradient, without_samples
 from trainer.teachers import Teachers

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
 from trainer.reference import Reference
-from trainer.row import Row
 
 
 class Teachers:

@@ -13,8 +13,9 @@ import torch
 
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Update
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
-from trainer.row import Row, empty_row
+from trainer.row import empty_row
 
 ROWS_PER_RANK = 4
 """Rows of one pass through a pipeline, for each of its p ranks: of m p rows, the plain schedule waits for (p - 1) / (m p + p - 1) of the

@@ -24,8 +24,8 @@ from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import MicroBatch, StepSealed, Stop
 from pipelinerl.transport.codec import Decoder, encode
 from trainer.feed import Feed
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
-from trainer.row import Row
 from trainer.split import without_samples
 
 READY_AHEAD = 1

@@ -56,10 +56,10 @@ from trainer.lineage import Lineage
 from trainer.loop import Loop
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
 from trainer.phases import Phases
 from trainer.publication import Publication
-from trainer.row import Row
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves

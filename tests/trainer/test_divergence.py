@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from trainer import head
-from trainer.divergence import TeacherStates, divergences, linear_divergence
+from trainer.divergence import divergences, linear_divergence
+from trainer.packed_row import TeacherStates
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "algorithms/golden/trl_losses.json").read_text())["divergences"]
 K, H, G, V = 11, 6, 4, 13

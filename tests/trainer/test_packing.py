@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.errors import ConfigError
 from tests.trainer.tiny import FAMILIES, make_folder, make_model, make_sample, packed_logprobs
 from trainer.attention import packed_attention
-from trainer.row import Block, arrange
+from trainer.packed_row import Block
+from trainer.row import arrange
 
 Samples = list[dict[str, np.ndarray]]
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import DataError
-from trainer.row import Part, Row, arrange
+from trainer.packed_row import Part, Row
+from trainer.row import arrange
 
 
 def _arrange(samples: list[tuple[list[int], list[int]]], *, part: Part | None = None) -> Row | None:

@@ -20,8 +20,8 @@ from tests.keys import PEERS
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_sample
 from trainer.feed import Feed
+from trainer.packed_row import Row
 from trainer.parallel import Replicas
-from trainer.row import Row
 from trainer.split import split_by_gradient
 from trainer.waves import READY_AHEAD, Wave, Waves
 
