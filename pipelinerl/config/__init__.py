@@ -11,69 +11,34 @@ from typing import Any
 
 import pydantic
 
-from pipelinerl.config.base import Section
-from pipelinerl.config.scoring import (
-    EnvironmentSection,
-    PrmJudgeSection,
-    PrmSection,
-    RewardSection,
-    ScorerSection,
-)
-from pipelinerl.config.sections import (
-    AlgorithmSection,
-    BatchSection,
-    CheckpointSection,
-    CriticSection,
-    DataSection,
-    EngineSection,
-    EvaluationSection,
-    LoraSection,
-    Mode,
-    ModelSection,
-    Offload,
-    PipelineSection,
-    ReferenceSection,
-    RolloutSection,
-    RunSection,
-    SftSection,
-    SftStreamSection,
-    SlurmSection,
-    TrackingSection,
-    TrainerSection,
-    WeightsSection,
-)
+from pipelinerl.config.base import Section as Section
+from pipelinerl.config.scoring import EnvironmentSection as EnvironmentSection
+from pipelinerl.config.scoring import PrmJudgeSection as PrmJudgeSection
+from pipelinerl.config.scoring import PrmSection as PrmSection
+from pipelinerl.config.scoring import RewardSection as RewardSection
+from pipelinerl.config.scoring import ScorerSection as ScorerSection
+from pipelinerl.config.sections import AlgorithmSection as AlgorithmSection
+from pipelinerl.config.sections import BatchSection as BatchSection
+from pipelinerl.config.sections import CheckpointSection as CheckpointSection
+from pipelinerl.config.sections import CriticSection as CriticSection
+from pipelinerl.config.sections import DataSection as DataSection
+from pipelinerl.config.sections import EngineSection as EngineSection
+from pipelinerl.config.sections import EvaluationSection as EvaluationSection
+from pipelinerl.config.sections import LoraSection as LoraSection
+from pipelinerl.config.sections import Mode as Mode
+from pipelinerl.config.sections import ModelSection as ModelSection
+from pipelinerl.config.sections import Offload as Offload
+from pipelinerl.config.sections import PipelineSection as PipelineSection
+from pipelinerl.config.sections import ReferenceSection as ReferenceSection
+from pipelinerl.config.sections import RolloutSection as RolloutSection
+from pipelinerl.config.sections import RunSection as RunSection
+from pipelinerl.config.sections import SftSection as SftSection
+from pipelinerl.config.sections import SftStreamSection as SftStreamSection
+from pipelinerl.config.sections import SlurmSection as SlurmSection
+from pipelinerl.config.sections import TrackingSection as TrackingSection
+from pipelinerl.config.sections import TrainerSection as TrainerSection
+from pipelinerl.config.sections import WeightsSection as WeightsSection
 from pipelinerl.config.validation import contradictions
-
-__all__ = [
-    "AlgorithmSection",
-    "BatchSection",
-    "CheckpointSection",
-    "Config",
-    "CriticSection",
-    "DataSection",
-    "EngineSection",
-    "EnvironmentSection",
-    "EvaluationSection",
-    "LoraSection",
-    "Mode",
-    "ModelSection",
-    "Offload",
-    "PipelineSection",
-    "PrmJudgeSection",
-    "PrmSection",
-    "ReferenceSection",
-    "RewardSection",
-    "RolloutSection",
-    "RunSection",
-    "ScorerSection",
-    "Section",
-    "SftSection",
-    "SftStreamSection",
-    "SlurmSection",
-    "TrackingSection",
-    "TrainerSection",
-    "WeightsSection",
-]
 
 
 class Config(Section):

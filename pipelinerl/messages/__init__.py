@@ -1,0 +1,95 @@
+"""Every message and every value that flows through the pipeline, in flow order.
+
+    Prompt -> Generate -> Completion -> Trajectory -> ScoredTrajectory -> Group -> Sample -> MicroBatch -> StepSealed -> PolicyPublished
+
+All are frozen; each later one contains, or is computed from, the earlier; none is edited. Tagged by class name on the wire, so a
+reordered or unknown field never decodes without a word. Token columns are numpy arrays, carried as raw bytes. Columns of one length
+are checked on construction, hence also when they come off the wire: a `ValueError` there becomes a `WireError` in the codec. Texts, tuples
+and dictionaries have a greatest length, checked off the wire, before any of it is made; only a prompt's columns are free, in size and depth
+bounded as a whole.
+
+A module for each conversation; `base` says what they share. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from pipelinerl.messages.base import MAX_DEPTH as MAX_DEPTH
+from pipelinerl.messages.base import Alive as Alive
+from pipelinerl.messages.base import Failed as Failed
+from pipelinerl.messages.base import Figures as Figures
+from pipelinerl.messages.base import Float32 as Float32
+from pipelinerl.messages.base import Id as Id
+from pipelinerl.messages.base import Int32 as Int32
+from pipelinerl.messages.base import Mask as Mask
+from pipelinerl.messages.base import Message as Message
+from pipelinerl.messages.base import Outcome as Outcome
+from pipelinerl.messages.base import Prompt as Prompt
+from pipelinerl.messages.base import Starting as Starting
+from pipelinerl.messages.base import Stop as Stop
+from pipelinerl.messages.base import Text as Text
+from pipelinerl.messages.base import Unread as Unread
+from pipelinerl.messages.base import check_depth as check_depth
+from pipelinerl.messages.base import check_lengths as check_lengths
+from pipelinerl.messages.engine import Adopt as Adopt
+from pipelinerl.messages.engine import Attempts as Attempts
+from pipelinerl.messages.engine import Cancel as Cancel
+from pipelinerl.messages.engine import Completion as Completion
+from pipelinerl.messages.engine import EngineLoad as EngineLoad
+from pipelinerl.messages.engine import EngineReady as EngineReady
+from pipelinerl.messages.engine import Finish as Finish
+from pipelinerl.messages.engine import FromEngine as FromEngine
+from pipelinerl.messages.engine import Generate as Generate
+from pipelinerl.messages.engine import Roads as Roads
+from pipelinerl.messages.engine import Routes as Routes
+from pipelinerl.messages.engine import Sampling as Sampling
+from pipelinerl.messages.engine import StageWeights as StageWeights
+from pipelinerl.messages.engine import Tensor as Tensor
+from pipelinerl.messages.engine import ToEngine as ToEngine
+from pipelinerl.messages.engine import Tokens as Tokens
+from pipelinerl.messages.engine import WeightsCommitted as WeightsCommitted
+from pipelinerl.messages.engine import WeightsRefused as WeightsRefused
+from pipelinerl.messages.engine import WeightsStaged as WeightsStaged
+from pipelinerl.messages.prm import PrmLoad as PrmLoad
+from pipelinerl.messages.prm import PrmReady as PrmReady
+from pipelinerl.messages.prm import StepsScored as StepsScored
+from pipelinerl.messages.prm import TraceTokens as TraceTokens
+from pipelinerl.messages.rollouts import UNSAMPLED as UNSAMPLED
+from pipelinerl.messages.rollouts import Fate as Fate
+from pipelinerl.messages.rollouts import Flag as Flag
+from pipelinerl.messages.rollouts import Group as Group
+from pipelinerl.messages.rollouts import Sample as Sample
+from pipelinerl.messages.rollouts import ScoredTrajectory as ScoredTrajectory
+from pipelinerl.messages.rollouts import TraceScores as TraceScores
+from pipelinerl.messages.rollouts import Trajectory as Trajectory
+from pipelinerl.messages.scorer import FromScorer as FromScorer
+from pipelinerl.messages.scorer import FunctionFailed as FunctionFailed
+from pipelinerl.messages.scorer import FunctionKind as FunctionKind
+from pipelinerl.messages.scorer import FunctionLoad as FunctionLoad
+from pipelinerl.messages.scorer import GroupScored as GroupScored
+from pipelinerl.messages.scorer import Heard as Heard
+from pipelinerl.messages.scorer import Replied as Replied
+from pipelinerl.messages.scorer import Reply as Reply
+from pipelinerl.messages.scorer import Score as Score
+from pipelinerl.messages.scorer import Scored as Scored
+from pipelinerl.messages.scorer import ScoreGroup as ScoreGroup
+from pipelinerl.messages.scorer import ScorerLoad as ScorerLoad
+from pipelinerl.messages.scorer import ScorerReady as ScorerReady
+from pipelinerl.messages.scorer import ToScorer as ToScorer
+from pipelinerl.messages.scorer import Turns as Turns
+from pipelinerl.messages.trainer import CheckpointFailed as CheckpointFailed
+from pipelinerl.messages.trainer import CheckpointSaved as CheckpointSaved
+from pipelinerl.messages.trainer import Damage as Damage
+from pipelinerl.messages.trainer import EndTraining as EndTraining
+from pipelinerl.messages.trainer import EngineMismatch as EngineMismatch
+from pipelinerl.messages.trainer import FromTrainer as FromTrainer
+from pipelinerl.messages.trainer import LayoutFixed as LayoutFixed
+from pipelinerl.messages.trainer import MicroBatch as MicroBatch
+from pipelinerl.messages.trainer import PolicyHeld as PolicyHeld
+from pipelinerl.messages.trainer import PolicyPublished as PolicyPublished
+from pipelinerl.messages.trainer import SlotReleased as SlotReleased
+from pipelinerl.messages.trainer import StepDone as StepDone
+from pipelinerl.messages.trainer import StepSealed as StepSealed
+from pipelinerl.messages.trainer import TakeMicroBatch as TakeMicroBatch
+from pipelinerl.messages.trainer import ToTrainer as ToTrainer
+from pipelinerl.messages.trainer import TrainerReady as TrainerReady
+from pipelinerl.messages.trainer import TrainingEnded as TrainingEnded

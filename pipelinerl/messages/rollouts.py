@@ -1,0 +1,170 @@
+"""What a rollout becomes inside the orchestrator, from its finished trajectory to the samples that train."""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import numpy as np
+
+from pipelinerl.messages.base import Float32, Id, Int32, Mask, Message, Outcome, Prompt, Text, check_lengths
+from pipelinerl.messages.engine import Finish, Recomputed, Routes
+from pipelinerl.messages.scorer import Scored, Turns
+
+UNSAMPLED = -1
+"""Version of a token that no policy sampled: prompt tokens, tool output, padding."""
+
+
+class Fate(enum.StrEnum):
+    """How an admitted rollout ended: exactly one of these."""
+
+    TRAINED = "trained"
+    """Its gradient is in the policy of a completed step."""
+    FILTERED = "filtered"
+    """A rule set it aside on purpose, for example a group whose rewards are all equal."""
+    STALE = "stale"
+    """Its oldest token was older than the staleness bound when its batch was cut."""
+    FAILED = "failed"
+    """It has no usable score: the engine or a reward function failed."""
+    CANCELLED = "cancelled"
+    """The run ended, or it was withdrawn, before it was trained."""
+
+
+class Trajectory(Message, frozen=True):
+    """A finished rollout: the whole token sequence as the engine saw and sampled it."""
+
+    rollout_id: Id
+    group_id: int
+    sibling: int
+    """0 .. group size - 1; the group size for a greedy one."""
+    attempt: int
+    prompt: Prompt
+    token_ids: Int32
+    """[L] int32, prompt included."""
+    trains: Mask
+    """[L] bool, true where the policy sampled the token."""
+    logprobs: Float32
+    """[L] float32, natural log under the policy that sampled; 0.0 where `trains` is false."""
+    versions: Int32
+    """[L] int32, version that sampled the token; `UNSAMPLED` where `trains` is false."""
+    finish: Finish
+    error: Text = ""
+    engine_id: int = -1
+    admitted_at: float = 0.0
+    """Seconds on the run's clock."""
+    finished_at: float = 0.0
+    """Seconds on the run's clock."""
+    routes: Routes | None = None
+    """[L - 1] rows; as in `Completion`."""
+    turns: Turns | None = None
+    """None in a run without an environment, and where nothing was sampled."""
+    outcome: Outcome = Outcome.OK
+    """Of its environment; with another than `OK`, `finish` is `ERROR` and the rollout fails as that."""
+    recomputed: Recomputed = ()
+    """As in `Completion`: of the tokens after the prompt."""
+    is_greedy: bool = False
+    """Sampled at temperature 0 beside its siblings, only for its reward, which is their baseline: it never trains."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "token_ids", "trains", "logprobs", "versions")
+        if self.routes is not None and self.routes.num_rows != len(self.token_ids) - 1:
+            rows, expected = self.routes.num_rows, len(self.token_ids) - 1
+            raise ValueError(f"Trajectory {self.rollout_id}: routes of {rows} tokens, expected {expected}, all but the last")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its token columns: ids, mask, log-probabilities, versions, and where a mixture sent each token, which is most of it."""
+        return 13 * self.num_tokens + (0 if self.routes is None else self.routes.experts.nbytes)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.trains))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest sampled token; None where nothing was sampled."""
+        sampled = self.versions[self.trains]
+        return int(sampled.min()) if len(sampled) else None
+
+
+class TraceScores(Message, frozen=True):
+    """What a process reward model said of a trajectory."""
+
+    ends: Int32
+    """[K] int32, position of each step's last token among the tokens after the prompt; rises."""
+    scores: Float32
+    """[K] float32, finite."""
+    version: Id
+    """Of the process reward model."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "ends", "scores")
+
+
+class Flag(Message, frozen=True):
+    """A process reward model found a rollout hopeless while it was being written, and a coin decided whether it went on."""
+
+    step: int
+    """Index of the step that flagged it."""
+    predicted: float
+    """That step's score: what is expected of the rollout's reward, known before the coin fell."""
+    probability: float
+    """Of going on; above 0."""
+    stops: bool
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.probability <= 1.0 or not math.isfinite(self.predicted):
+            raise ValueError(f"Flag: probability {self.probability}, predicted {self.predicted}; expected one in (0, 1], and finite")
+
+    @property
+    def weight(self) -> float:
+        """Of the rollout in every sum: 0 where it stops, else 1 / probability, so that its mean over the coin is 1."""
+        return 0.0 if self.stops else 1.0 / self.probability
+
+
+class ScoredTrajectory(Message, frozen=True):
+    """A trajectory and what the scoring stage says of it."""
+
+    trajectory: Trajectory
+    score: Scored
+    steps: TraceScores | None = None
+    """None in a run without a process reward model, and where it could not score the trace; of a stopped one, those up to the stop."""
+    flag: Flag | None = None
+    """None where no coin fell: then it went on with probability 1."""
+
+    @property
+    def weight(self) -> float:
+        """In every sum over rollouts that were started."""
+        return 1.0 if self.flag is None else self.flag.weight
+
+
+class Group(Message, frozen=True):
+    """The sibling rollouts of one prompt, all finished and all scored (whatever the outcome)."""
+
+    group_id: int
+    members: tuple[ScoredTrajectory, ...]
+
+
+class Sample(Message, frozen=True):
+    """One training row: a trajectory with an advantage for each token."""
+
+    trajectory: Trajectory
+    reward: float
+    advantages: Float32
+    """[L] float32; 0.0 where the trajectory does not train."""
+    weight: float = 1.0
+    """Multiplies whatever it adds to the loss: 1 / the probability with which it was not stopped early."""
+
+    def __post_init__(self) -> None:
+        if len(self.advantages) != self.trajectory.num_tokens:
+            got, expected = len(self.advantages), self.trajectory.num_tokens
+            raise ValueError(f"Sample {self.trajectory.rollout_id}: {got} advantages for {expected} tokens; expected one for each")
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return self.trajectory.num_tokens
