@@ -1,13 +1,12 @@
-"""The report of a run: its journals -> one self-contained HTML page, readable without a script, a server or a network.
+"""The report of a run: its journals -> one self-contained HTML page, which opens offline; without scripts it shows numbers for its plots.
 
 reading    journals -> typed tables (`rows` says what a row is), as a stream
 headline   the numbers at the top
 measures   where every part's time went; arithmetic: the same in rows to check; diagnosis: which part limits, what to change
-figures    plots; timeline: lanes; panels: what both are set in; svg: what they are drawn with
-comparison runs side by side, on a page of their own
+figures    what each plot shows; plots: lines, dots and bars as data; timeline: lanes; listings: tables as data
+page       all of it in `templates`, with the plot library of `assets`; comparison: runs side by side, on a page of their own
 samples    `sample` lines as text
 state      the same journals folded line by line, for the live view
-markup     tables as HTML; style: the style sheet; page: all of it together
 """
 
 from __future__ import annotations

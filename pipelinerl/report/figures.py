@@ -1,4 +1,4 @@
-"""The report's plots, each from the tables to markup. A plot whose numbers were not recorded becomes a sentence that says so."""
+"""The report's figures of one run, as data: what each shows and where its numbers come from."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 
 from pipelinerl.report import counters
 from pipelinerl.report.headline import staleness_by_age
-from pipelinerl.report.panels import by_step, figure, missing, over_time, start_of_axis, time_unit
+from pipelinerl.report.plots import COLOURS, Figure, Line, Point, by_step, over_time
 from pipelinerl.report.reading import Tables
-from pipelinerl.report.rows import StatusRow, StepRow
-from pipelinerl.report.svg import Plot, Point, bar_chart
+from pipelinerl.report.rows import StatusRow, StepRow, SwapRow
 from pipelinerl.report.units import milliseconds, percent, plural, quantity, whole
 
 RATE_POINTS = 150
@@ -24,6 +23,8 @@ WIDE = 20.0
 """Longest over shortest pause from which a logarithmic scale tells more than a linear one."""
 MAX_BARS = 16
 """Ages drawn one by one; older ones share the last bar."""
+MAX_DOTS = 600
+"""Swaps drawn. More would hide each other; fewer would hide a rare long one."""
 
 METERS = (
     ("mismatch_kl_fresh", "KL between engine and trainer, same version", "nats"),
@@ -51,220 +52,180 @@ DROPPED = "_dropped_fraction"
 """End of the name of a metric that says which part of the tokens one mask dropped."""
 
 
-def reward_over_time(tables: Tables) -> str:
+def figures(tables: Tables) -> dict[str, list[Figure]]:
+    """Every figure, by the section of the page in which it stands."""
+    return {
+        "reward": [reward_over_time(tables), reward_over_samples(tables), *components(tables)],
+        "throughput": [throughput(tables), sequences(tables)],
+        "staleness": [staleness_histogram(tables), staleness_over_time(tables)],
+        "swaps": [pause_per_swap(tables), staging_per_swap(tables)],
+        "trainer": meters(tables),
+        "length": lengths(tables),
+        "queues": [queues(tables), groups(tables), *memory(tables)],
+    }
+
+
+def reward_over_time(tables: Tables) -> Figure:
     """Reward of every step, and of every evaluation, against the time since the run began."""
-    unit_s, unit = time_unit(tables.duration_s)
-    return _reward(
-        tables,
-        title="Reward over time",
-        x_of_step=lambda number: tables.since_start(tables.steps[number].t) / unit_s,
-        x_of_evaluation=lambda t: tables.since_start(t) / unit_s,
-        x_label=f"{unit} since the run began",
-        x_from=start_of_axis(tables),
-    )
+    lines = _reward(tables, x_of_step=lambda number: tables.steps[number].t, x_of_evaluation=lambda t: t)
+    return over_time(tables, "Reward over time", "mean reward", *lines)
 
 
-def reward_over_samples(tables: Tables) -> str:
+def reward_over_samples(tables: Tables) -> Figure:
     """The same against samples trained so far: what the data was worth, whatever the machine."""
-    so_far: list[float] = []
-    for step in tables.steps:
-        so_far.append((so_far[-1] if so_far else 0.0) + (step.num_samples or 0.0))
-
+    so_far = list(itertools.accumulate(step.num_samples or 0.0 for step in tables.steps))
     ends = list(itertools.accumulate((step.t for step in tables.steps), max))  # in order, also where a clock went back
 
     def samples_at(t: float) -> float:
         num_done = bisect.bisect_right(ends, t)
         return so_far[num_done - 1] if num_done else 0.0
 
-    return _reward(
-        tables, title="Reward over samples", x_of_step=so_far.__getitem__, x_of_evaluation=samples_at, x_label="samples trained", x_from=0.0
+    lines = _reward(tables, x_of_step=so_far.__getitem__, x_of_evaluation=samples_at)
+    return Figure(title="Reward over samples", lines=lines, x_label="samples trained", y_label="mean reward", x_from=0.0)
+
+
+def components(tables: Tables) -> list[Figure]:
+    """Mean of every reward function over the steps; nothing where there is only one."""
+    names = list(dict.fromkeys(name for step in tables.steps for name in step.components))
+    if len(names) < 2:
+        return []
+    series = [(name, colour, _component(name)) for name, colour in zip(names, COLOURS, strict=False)]
+    left_out = f"; {len(names) - len(series)} more not drawn" if len(names) > len(series) else ""
+    return [by_step(tables, "Reward by component", "before weighting" + left_out, *series)]
+
+
+def throughput(tables: Tables) -> Figure:
+    """Tokens per second generated and trained, over the run."""
+    trained = [(step.t, step.num_trained_tokens) for step in tables.steps if step.num_trained_tokens is not None]
+    so_far = list(zip((t for t, _ in trained), itertools.accumulate(tokens for _, tokens in trained), strict=True))
+    return over_time(
+        tables,
+        "Tokens per second",
+        "tokens/s",
+        Line(name="generated", colour="engine", points=generated_rate(tables)),
+        Line(name="trained, per step", colour="train", points=counters.rate_points(so_far, num_points=RATE_POINTS)),
+        from_zero=True,
     )
 
 
-def staleness_histogram(tables: Tables) -> str:
+def generated_rate(tables: Tables) -> list[Point]:
+    """Tokens generated per second at moments in Unix seconds."""
+    return counters.rate_points(_gauge(tables, lambda row: row.generated_tokens), num_points=RATE_POINTS, shortest_s=RATE_SHORTEST_S)
+
+
+def sequences(tables: Tables) -> Figure:
+    """Sequences decoded at once, summed over the engines."""
+    points = _gauge(tables, lambda row: counters.total(engine.num_running for engine in row.engines))
+    line = Line(name="decoding", colour="engine", points=points)
+    return over_time(tables, "Sequences decoded at once, all engines", "sequences", line, from_zero=True)
+
+
+def staleness_histogram(tables: Tables) -> Figure:
     """Trained tokens by age."""
     ages = staleness_by_age(tables)
     num_tokens = sum(ages.values())
-    if not num_tokens:
-        return figure("Staleness of trained tokens", missing("Ages of tokens"))
-    shown = {age: tokens for age, tokens in ages.items() if age < MAX_BARS - 1}
-    older = num_tokens - sum(shown.values())
-    bars = [(str(age), tokens, percent(tokens / num_tokens)) for age, tokens in shown.items()]
-    if older:
-        bars.append((f"≥ {MAX_BARS - 1}", older, percent(older / num_tokens)))
+    bars = {str(age): tokens for age, tokens in ages.items() if age < MAX_BARS - 1} if num_tokens else {}
+    if older := num_tokens - sum(bars.values()):
+        bars[f"≥ {MAX_BARS - 1}"] = older
     bound = tables.setting("pipeline", "max_staleness")
     note = f"{whole(num_tokens)} tokens" + (
         f"; the bound is {bound} versions for the oldest token of a sample" if bound is not None else ""
     )
-    drawn = bar_chart(bars, label="Tokens by age in versions", x_label="age in versions when trained", y_label="tokens", css="c-engine")
-    return figure("Staleness of trained tokens", drawn, note=note)
+    says = [percent(tokens / num_tokens) for tokens in bars.values()]
+    line = Line(name="tokens", colour="engine", points=list(enumerate(bars.values())), style="bars", says=says)
+    title, x_label = "Staleness of trained tokens", "age in versions when trained"
+    return Figure(title=title, lines=[line], x_label=x_label, y_label="tokens", note=note, from_zero=True, names=list(bars))
 
 
-def staleness_over_time(tables: Tables) -> str:
+def staleness_over_time(tables: Tables) -> Figure:
     """Mean and oldest age of the tokens of every step."""
     return by_step(
         tables,
-        title="Staleness per step",
-        y_label="versions",
-        series=(
-            ("mean over tokens", "c-engine", lambda row: row.staleness_mean),
-            ("of it in flight, while sampled", "c-score", lambda row: row.staleness_in_flight_mean),
-            ("of it in queue, after it", "c-train", lambda row: row.staleness_in_queue_mean),
-            ("oldest token", "c-swap", lambda row: row.staleness_max),
-            ("youngest token", "c-wait", lambda row: row.staleness_min),
-        ),
-        y_from_zero=True,
+        "Staleness per step",
+        "versions",
+        ("mean over tokens", "engine", lambda row: row.staleness_mean),
+        ("of it in flight, while sampled", "score", lambda row: row.staleness_in_flight_mean),
+        ("of it in queue, after it", "train", lambda row: row.staleness_in_queue_mean),
+        ("oldest token", "swap", lambda row: row.staleness_max),
+        ("youngest token", "wait", lambda row: row.staleness_min),
+        from_zero=True,
     )
 
 
-def pause_per_swap(tables: Tables) -> str:
+def pause_per_swap(tables: Tables) -> Figure:
     """How long each swap kept an engine from its next forward pass, with the median and the 99th percentile."""
-    swaps = [(tables.since_start(swap.t), 1000 * swap.pause_s, swap) for swap in tables.swaps if swap.pause_s is not None]
-    if not swaps:
-        return figure("Pause per swap", missing("Swaps"))
-    unit_s, unit = time_unit(tables.duration_s)
-    points = [(t / unit_s, pause_ms) for t, pause_ms, _ in swaps]
-    pauses = [pause_ms for _, pause_ms in points]
-    p50, p99 = counters.quantile(pauses, 0.5) or 0.0, counters.quantile(pauses, 0.99) or 0.0
-    is_wide = max(pauses) >= WIDE * max(min(pauses), 1e-3)
-    plot = Plot(
-        label="Pause of each swap",
-        x_values=[start_of_axis(tables), *(x for x, _ in points)],
-        y_values=pauses,
-        x_label=f"{unit} since the run began",
-        y_label="milliseconds",
-        y_from_zero=not is_wide,
-        y_is_log=is_wide,
-        right=104,
-    )
-    stride = -(-len(points) // 600)
-    names = [f"engine {swap.engine_id}, version {whole(swap.version)}: {milliseconds(swap.pause_s)}" for _, _, swap in swaps]
-    plot.dots(points[::stride], css="c-engine", titles=names[::stride], radius=2.6)
-    plot.rule(p50, text=f"p50 {quantity(p50)} ms", css="c-train")
-    plot.rule(p99, text=f"p99 {quantity(p99)} ms", css="c-swap")
-    note = f"{plural(len(points), 'swap')}" + (f", one in {stride} drawn" if stride > 1 else "")
-    if num_recomputed := sum(swap.num_recomputed_tokens or 0 for _, _, swap in swaps):
+    swaps = [swap for swap in tables.swaps if swap.pause_s is not None]
+    stride = max(1, -(-len(swaps) // MAX_DOTS))
+    lines = [_dots(swaps[::stride], lambda swap: 1000 * (swap.pause_s or 0.0), lambda swap: milliseconds(swap.pause_s), colour="engine")]
+    pauses = [1000 * (swap.pause_s or 0.0) for swap in swaps]
+    for name, q, colour in (("p50", 0.5, "train"), ("p99", 0.99, "swap")):
+        if (pause_ms := counters.quantile(pauses, q)) is not None:
+            ends = [(swaps[0].t, pause_ms), (swaps[-1].t, pause_ms)]
+            lines.append(Line(name=f"{name} {quantity(pause_ms)} ms", colour=colour, points=ends, style="rule"))
+    note = plural(len(swaps), "swap") + (f", one in {stride} drawn" if stride > 1 else "")
+    if num_recomputed := sum(swap.num_recomputed_tokens or 0 for swap in swaps):
         note += f"; they dropped the KV cache of {whole(num_recomputed)} tokens, to be computed again"
-    return figure("Pause per swap", plot.svg(), note=note)
+    is_wide = bool(pauses) and max(pauses) >= WIDE * max(min(pauses), 1e-3)
+    return over_time(tables, "Pause per swap", "milliseconds", *lines, note=note, from_zero=not is_wide, is_log=is_wide)
 
 
-def staging_per_swap(tables: Tables) -> str:
+def staging_per_swap(tables: Tables) -> Figure:
     """How long each version took to arrive while decoding went on."""
-    points = [(tables.since_start(swap.t), swap.stage_s) for swap in tables.swaps if swap.stage_s is not None]
-    if not points:
-        return figure("Staging per swap", missing("Staging times"))
-    unit_s, unit = time_unit(tables.duration_s)
-    plot = Plot(
-        label="Staging time of each swap",
-        x_values=[start_of_axis(tables), *(t / unit_s for t, _ in points)],
-        y_values=[stage_s for _, stage_s in points],
-        x_label=f"{unit} since the run began",
-        y_label="seconds",
-        y_from_zero=True,
-    )
-    plot.dots([(t / unit_s, stage_s) for t, stage_s in points[:: -(-len(points) // 600)]], css="c-score", radius=2.6)
-    return figure("Staging per swap", plot.svg(), note="decoding goes on meanwhile")
+    swaps = [swap for swap in tables.swaps if swap.stage_s is not None]
+    stride = max(1, -(-len(swaps) // MAX_DOTS))
+    dots = _dots(swaps[::stride], lambda swap: swap.stage_s or 0.0, lambda swap: milliseconds(swap.stage_s), colour="score")
+    return over_time(tables, "Staging per swap", "seconds", dots, note="decoding goes on meanwhile", from_zero=True)
 
 
-def meters(tables: Tables) -> str:
-    """The trainer's meters as small multiples, each mask's among them; a meter that no step recorded is left out."""
-    drawn, limit = [], tables.setting("trainer", "max_mismatch_kl")
+def meters(tables: Tables) -> list[Figure]:
+    """The trainer's meters, each mask's among them; a meter that no step recorded is left out."""
+    found, limit = [], tables.setting("trainer", "max_mismatch_kl")
     masks = dict.fromkeys(name for step in tables.steps for name in step.trainer if name.endswith(DROPPED))
     dropped = tuple((name, f"tokens dropped by {name.removesuffix(DROPPED)}", "part of one") for name in masks)
     for name, title, unit in (*METERS, *dropped):
         points = [(float(step.step), step.trainer[name]) for step in tables.steps if name in step.trainer]
         if points:
-            plot = Plot(
-                label=title,
-                x_values=[x for x, _ in points],
-                y_values=[y for _, y in points],
-                x_label="step",
-                x_is_whole=True,
-                y_label=unit,
-                width=350,
-                height=170,
-            )
-            plot.line(points, css="c-train")
             alarm = f"; above {limit:g} the run ends" if name == "mismatch_kl_fresh" and isinstance(limit, float) else ""
-            drawn.append(figure(title, plot.svg(), note=f"last {quantity(points[-1][1])}{alarm}"))
-    return "".join(drawn) or missing("Trainer metrics")
+            note = f"last {quantity(points[-1][1])}{alarm}"
+            found.append(Figure(title=title, lines=[Line(name="", colour="train", points=points)], y_label=unit, note=note))
+    return found
 
 
-def lengths(tables: Tables) -> str:
+def lengths(tables: Tables) -> list[Figure]:
     """Tokens per sample, and the part of them that was cut off."""
-    tokens = by_step(
-        tables,
-        title="Length of a sample",
-        y_label="tokens, mean",
-        series=(("", "c-engine", lambda row: row.length_mean),),
-        y_from_zero=True,
-    )
+    tokens = by_step(tables, "Length of a sample", "tokens, mean", ("", "engine", lambda row: row.length_mean), from_zero=True)
     cut = by_step(
         tables,
-        title="Truncated and uninformative",
-        y_label="part of one",
-        series=(
-            ("samples cut off at the longest length", "c-swap", lambda row: row.truncated_fraction),
-            ("groups whose rewards are all equal", "c-warm", lambda row: row.zero_variance_fraction),
-        ),
-        y_from_zero=True,
+        "Truncated and uninformative",
+        "part of one",
+        ("samples cut off at the longest length", "swap", lambda row: row.truncated_fraction),
+        ("groups whose rewards are all equal", "warm", lambda row: row.zero_variance_fraction),
+        from_zero=True,
     )
-    return tokens + cut
+    return [tokens, cut]
 
 
-def components(tables: Tables) -> str:
-    """Mean of every reward function over the steps; nothing where there is only one."""
-    names = list(dict.fromkeys(name for step in tables.steps for name in step.components))
-    if len(names) < 2:
-        return ""
-    colours = ("c-engine", "c-score", "c-train", "c-warm", "c-swap")
-    series = tuple((name, colours[at % len(colours)], _component(name)) for at, name in enumerate(names[: len(colours)]))
-    left_out = f"; {len(names) - len(series)} more not drawn" if len(names) > len(series) else ""
-    return by_step(tables, title="Reward by component", y_label="before weighting" + left_out, series=series)
-
-
-def throughput(tables: Tables) -> str:
-    """Tokens per second generated and trained, over the run."""
-    generated = [(row.t, row.generated_tokens) for row in tables.statuses if row.generated_tokens is not None]
-    trained = [(step.t, step.num_trained_tokens) for step in tables.steps if step.num_trained_tokens is not None]
-    so_far = list(zip((t for t, _ in trained), itertools.accumulate(tokens for _, tokens in trained), strict=True))
-    series = (
-        ("generated", "c-engine", counters.rate_points(generated, num_points=RATE_POINTS, shortest_s=RATE_SHORTEST_S)),
-        ("trained, per step", "c-train", counters.rate_points(so_far, num_points=RATE_POINTS)),
-    )
-    return over_time(tables, title="Tokens per second", y_label="tokens/s", series=series)
-
-
-def groups(tables: Tables) -> str:
-    """Groups in engines."""
-    series = (("running", "c-engine", [(row.t, row.groups_running) for row in tables.statuses if row.groups_running is not None]),)
-    return over_time(tables, title="Groups in flight", y_label="groups", series=series)
-
-
-def queues(tables: Tables) -> str:
+def queues(tables: Tables) -> Figure:
     """How full every queue was."""
     names = list(dict.fromkeys(name for row in tables.statuses for name in row.queues))
-    colours = ("c-score", "c-engine", "c-train", "c-warm", "c-swap")
-    series = tuple((name, colours[at % len(colours)], _queue_items(tables, name)) for at, name in enumerate(names))
-    return over_time(tables, title="Queues", y_label="items waiting", series=series)
+    lines = [
+        Line(name=name, colour=colour, points=_gauge(tables, _queue_items(name)))
+        for name, colour in zip(names, itertools.cycle(("score", "engine", "train", "warm", "swap")), strict=False)
+    ]
+    return over_time(tables, "Queues", "items waiting", *lines, from_zero=True)
 
 
-def memory(tables: Tables) -> str:
-    """Memory of the orchestrator, which bounded queues keep flat."""
-    points = [(row.t, row.memory_bytes / 2**20) for row in tables.statuses if row.memory_bytes is not None]
-    if not points:
-        return ""
-    return over_time(tables, title="Memory of the orchestrator", y_label="MiB", series=(("resident", "c-warm", points),))
+def groups(tables: Tables) -> Figure:
+    """Groups in engines."""
+    line = Line(name="running", colour="engine", points=_gauge(tables, lambda row: row.groups_running))
+    return over_time(tables, "Groups in flight", "groups", line, from_zero=True)
 
 
-def sequences(tables: Tables) -> str:
-    """Sequences decoded at once, summed over the engines."""
-
-    def running(row: StatusRow) -> float | None:
-        return counters.total(engine.num_running for engine in row.engines)
-
-    series = (("decoding", "c-engine", [(row.t, value) for row in tables.statuses if (value := running(row)) is not None]),)
-    return over_time(tables, title="Sequences decoded at once, all engines", y_label="sequences", series=series)
+def memory(tables: Tables) -> list[Figure]:
+    """Memory of the orchestrator, which bounded queues keep flat; nothing where it was not recorded."""
+    points = [(t, resident / 2**20) for t, resident in _gauge(tables, lambda row: row.memory_bytes)]
+    line = Line(name="resident", colour="warm", points=points)
+    return [over_time(tables, "Memory of the orchestrator", "MiB", line, from_zero=True)] if points else []
 
 
 def rolling_mean(points: Sequence[Point], *, width: int) -> list[Point]:
@@ -273,39 +234,29 @@ def rolling_mean(points: Sequence[Point], *, width: int) -> list[Point]:
     return [(x, float(sums[at + 1] - sums[max(0, at + 1 - width)]) / min(width, at + 1)) for at, (x, _) in enumerate(points)]
 
 
-def _reward(
-    tables: Tables, *, title: str, x_of_step: Callable[[int], float], x_of_evaluation: Callable[[float], float], x_label: str, x_from: float
-) -> str:
+def _reward(tables: Tables, *, x_of_step: Callable[[int], float], x_of_evaluation: Callable[[float], float]) -> list[Line]:
     points = [(x_of_step(number), step.reward_mean) for number, step in enumerate(tables.steps) if step.reward_mean is not None]
-    held_out = [(x_of_evaluation(row.t), row.reward_mean, row) for row in tables.evaluations if row.reward_mean is not None]
-    if not points and not held_out:
-        return figure(title, missing("Rewards"))
+    held_out = [(x_of_evaluation(row.t), row.reward_mean, row.version) for row in tables.evaluations if row.reward_mean is not None]
     width = max(1, len(points) // 20)
-    plot = Plot(
-        label=title,
-        x_values=[x_from, *(x for x, _ in points), *(x for x, _, _ in held_out)],
-        y_values=[*(y for _, y in points), *(y for _, y, _ in held_out)],
-        x_label=x_label,
-        y_label="mean reward",
-        height=270,
-    )
-    plot.line(points, css="c-train faint" if width > 1 else "c-train")
-    legend = [("training, every step", "c-train faint" if width > 1 else "c-train")]
+    lines = [Line(name="training, every step", colour="train", points=points, style="faint" if width > 1 else "line")]
     if width > 1:
-        plot.line(rolling_mean(points, width=width), css="c-train")
-        legend.append((f"mean of the last {width} steps", "c-train"))
-    if held_out:
-        names = [f"held-out, version {whole(row.version)}: {quantity(value)}" for _, value, row in held_out]
-        plot.line([(x, y) for x, y, _ in held_out], css="c-score")
-        plot.dots([(x, y) for x, y, _ in held_out], css="c-score", titles=names, radius=4.5)
-        legend.append(("held-out", "c-score"))
-    return figure(title, plot.svg(), legend=legend)
+        lines.append(Line(name=f"mean of the last {width} steps", colour="train", points=rolling_mean(points, width=width)))
+    says = [f"version {whole(version)}: {quantity(reward)}" for _, reward, version in held_out]
+    return [*lines, Line(name="held-out", colour="score", points=[(x, reward) for x, reward, _ in held_out], says=says)]
+
+
+def _dots(swaps: Sequence[SwapRow], y_of: Callable[[SwapRow], float], words_of: Callable[[SwapRow], str], *, colour: str) -> Line:
+    says = [f"engine {swap.engine_id}, version {whole(swap.version)}: {words_of(swap)}" for swap in swaps]
+    return Line(name="swaps", colour=colour, points=[(swap.t, y_of(swap)) for swap in swaps], style="dots", says=says)
+
+
+def _gauge(tables: Tables, value_of: Callable[[StatusRow], float | None]) -> list[Point]:
+    return [(row.t, value) for row in tables.statuses if (value := value_of(row)) is not None]
 
 
 def _component(name: str) -> Callable[[StepRow], float | None]:
     return lambda row: row.components.get(name)
 
 
-def _queue_items(tables: Tables, name: str) -> list[Point]:
-    found = [(row.t, row.queues[name].items) for row in tables.statuses if name in row.queues]
-    return [(t, items) for t, items in found if items is not None]
+def _queue_items(name: str) -> Callable[[StatusRow], float | None]:
+    return lambda row: row.queues[name].items if name in row.queues else None

@@ -2,22 +2,24 @@
 
 Above it the whole run in thin bands, with the stretch marked. What the picture is for: lanes of engines and trainer filled at the same
 time are the overlap the pipeline exists for, and a swap (a tick) that leaves no gap in its lane is a swap without a pause.
+
+The plot library has no lanes, so `templates/parts.html` sets them as SVG, as wide as the window: x in percent, y in pixels.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.report.panels import figure, missing, time_unit
+from pipelinerl.report.plots import time_unit
 from pipelinerl.report.reading import Tables, read_spans
 from pipelinerl.report.rows import Span
-from pipelinerl.report.svg import Scale, canvas, pixels, scale_of, tag, tick_words, words
 from pipelinerl.report.units import percent
 
 SHORTEST_S = 10.0
@@ -28,34 +30,77 @@ MAX_SLOTS = 6
 """Scoring lanes drawn one by one; the rest is named in a note."""
 NUM_BINS = 240
 """Bins of the overview: about four pixels each."""
-WIDTH, LEFT, RIGHT = 1060, 108, 14
-NARROW = 380
-"""Width of the same pictures on a phone, where the wide ones would be cut off or too small to read."""
-LABEL = 26
-"""Pixels that a version's label takes."""
+LANE, PITCH, BAND = 16, 24, 26
+"""Pixels of a lane, from one lane to the next, and of a band of the overview."""
+
+WIDTHS = {"first": 260.0, "wide": 920.0}
+"""Pixels of a picture on a phone and on a page of full width."""
 
 WORKING = {"engine": ("forward",), "scorer": ("score",), "trainer": ("forward_backward", "optimizer", "publish")}
 """Span names that count as work, by kind of lane."""
 COLOURS = {
-    "forward": "c-engine",
-    "score": "c-score",
-    "forward_backward": "c-train",
-    "optimizer": "c-train-dark",
-    "publish": "c-warm",
-    "wait": "c-wait",
-    "swap": "c-swap",
+    "forward": "engine",
+    "score": "score",
+    "forward_backward": "train",
+    "optimizer": "train-dark",
+    "publish": "warm",
+    "wait": "wait",
+    "swap": "swap",
 }
 LEGEND = (
-    ("engine in forward passes", "c-engine"),
-    ("reward call", "c-score"),
-    ("forward and backward", "c-train"),
-    ("optimizer", "c-train-dark"),
-    ("writes the policy", "c-warm"),
-    ("trainer waits", "c-wait"),
-    ("swap of an engine's weights", "c-swap"),
+    ("engine in forward passes", "engine"),
+    ("reward call", "score"),
+    ("forward and backward", "train"),
+    ("optimizer", "train-dark"),
+    ("writes the policy", "warm"),
+    ("trainer waits", "wait"),
+    ("swap of an engine's weights", "swap"),
 )
 
 Interval = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One bar of a picture."""
+
+    name: str
+    y: int
+    height: int
+    shapes: Sequence[tuple[str, str]]
+    """(colour, SVG path), x from 0 to 1000 over the width, y from 0 to 1 over the height."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """An upright line and the words beside it."""
+
+    x: float
+    """Percent of the width."""
+    y: tuple[int, int]
+    """Pixels."""
+    css: str
+    title: str = ""
+    """Words that show when the pointer rests on the line."""
+    words: str = ""
+    place: str = "first"
+    """`first` to show the words on every screen, `wide` on a wide one only, where a narrow one has no room; empty: nowhere."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Picture:
+    """Lanes below each other over one time axis."""
+
+    title: str
+    note: str
+    lanes: list[Lane]
+    marks: list[Mark]
+    base: int
+    """Pixels from the top to the axis."""
+    x_label: str
+    legend: Sequence[tuple[str, str]] = ()
+    frame: tuple[float, float] | None = None
+    """Start and width of the stretch drawn elsewhere, percent."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -75,29 +120,13 @@ class Activity:
     """Every lane of the run, by kind."""
 
 
-def timeline(tables: Tables) -> str:
-    """The overview and the stretch, as figures."""
+def timeline(tables: Tables) -> list[Picture]:
+    """The stretch and the overview; nothing where no span was recorded."""
     shown = choose_stretch(tables)
     if shown is None:
-        return figure("Timeline", missing("Spans"))
+        return []
     activity = read_activity(tables, shown)
-    if not activity.known:
-        return figure("Timeline", missing("Spans"))
-    length_s = shown[1] - shown[0]
-    zoom = figure(
-        f"{length_s:.0f} seconds from the {_place(tables, shown)} of the run"
-        if length_s < activity.end - activity.start
-        else "The whole run",
-        _both(lambda width: _lanes(tables, activity, width=width)),
-        note=_overlap_note(activity),
-        legend=LEGEND,
-    )
-    overview = figure(
-        "The whole run",
-        _both(lambda width: _overview(tables, activity, width=width)),
-        note="from the first token on: part of the time at work, by kind; the frame marks the seconds drawn above",
-    )
-    return zoom + overview
+    return [_lanes(tables, activity), _overview(tables, activity)] if activity.known else []
 
 
 def choose_stretch(tables: Tables) -> Interval | None:
@@ -113,11 +142,6 @@ def choose_stretch(tables: Tables) -> Interval | None:
     start = max(tables.worked_from or tables.began, tables.whole_from, middle - length_s / 2)
     start = max(tables.worked_from or tables.began, min(start, tables.ended - length_s))
     return start, min(start + length_s, tables.ended)
-
-
-def _both(draw: Callable[[int], str]) -> str:
-    """A picture as wide as the page, and one as wide as a phone; the style sheet shows the one that fits."""
-    return tag("div", draw(WIDTH), css="wide") + tag("div", draw(NARROW), css="narrow", aria_hidden="true")
 
 
 def _place(tables: Tables, shown: Interval) -> str:
@@ -177,104 +201,103 @@ def _overlap_note(activity: Activity) -> str:
     return ", ".join(f"{name} {percent(part / length_s)}" for name, part in zip(names, parts, strict=True)) + " of these seconds"
 
 
-def _lanes(tables: Tables, activity: Activity, *, width: int) -> str:
+def _lanes(tables: Tables, activity: Activity) -> Picture:
     low, high = activity.shown
     slots = _in_order(activity.known.get("scorer", ()))
     names = [*_in_order(activity.known.get("engine", ())), *slots[:MAX_SLOTS], *_in_order(activity.known.get("trainer", ()))]
-    top, thick = 20, 16
-    x = Scale(low=low, high=high, start=LEFT, end=width - RIGHT)
-    body, y = [], float(top)
-    for name in names:
-        y += 10 if name.startswith("engine") else 6  # above an engine's lane stand the versions it changes to
-        body.append(tag("rect", x=x.start, y=y, width=x.end - x.start, height=thick, css="lane"))
-        body.append(tag("text", words(_lane_words(name)), x=LEFT - 8, y=y + 12, css="tick end"))
-        body.append(_spans(activity.lanes.get(name, ()), x, y=y, thick=thick))
-        body.append(_swap_ticks(tables, name, x, y=y, thick=thick))
-        y += thick
-    base = round(y) + 7
-    body.insert(0, _step_marks(tables, x, top=top, base=base))
-    body.append(_time_axis(tables, x, base=base))
+    lanes, marks = [], []
+    for number, (name, words) in enumerate(zip(names, _lane_words(names), strict=True)):
+        y = 20 + PITCH * number + 8
+        spans = activity.lanes.get(name, ())
+        lanes.append(Lane(name=words, y=y, height=LANE, shapes=_span_shapes(spans, low=low, high=high)))
+        marks += _swap_marks(tables, name, low=low, high=high, y=y)
+    base = 20 + PITCH * len(names) + 8
+    done = [(100 * (step.t - low) / (high - low), f"step {step.step} done") for step in tables.steps if low <= step.t <= high]
+    marks = [Mark(x=x, y=(16, base), css="step", words=words, place=place) for x, words, place in _with_room(done, pixels=92)] + marks
+    note = _overlap_note(activity)
     if len(slots) > MAX_SLOTS:
-        body.append(tag("text", words(f"{len(slots) - MAX_SLOTS} more scoring slots not drawn"), x=LEFT, y=base + 34, css="label"))
-    return canvas("".join(body), width=width, height=base + 40, label="Lanes of engines, scoring and trainer over a stretch of the run")
+        note += f"{'; ' if note else ''}{len(slots) - MAX_SLOTS} more scoring slots not drawn"
+    length_s = high - low
+    is_part = length_s < activity.end - activity.start
+    return Picture(
+        title=f"{length_s:.0f} seconds from the {_place(tables, activity.shown)} of the run" if is_part else "The whole run",
+        note=note,
+        lanes=lanes,
+        marks=[*marks, *_ticks(tables, low, high, base=base)],
+        base=base,
+        x_label="seconds since the run began",
+        legend=LEGEND,
+    )
 
 
-def _spans(spans: Sequence[Span], x: Scale, *, y: float, thick: float) -> str:
-    """One path per colour; spans less than half a pixel apart are drawn as one."""
-    half_pixel_s = 0.5 * (x.high - x.low) / (x.end - x.start)
-    drawn = []
-    for name, colour in COLOURS.items():
-        intervals = [(max(span.start, x.low), min(span.end, x.high) + half_pixel_s) for span in spans if span.name == name]
-        boxes = [
-            f"M{pixels(x(start))} {pixels(y)}H{pixels(max(x(end - half_pixel_s), x(start) + 0.5))}v{pixels(thick)}H{pixels(x(start))}z"
-            for start, end in union(intervals)
-        ]
-        if boxes:
-            drawn.append(tag("path", d="".join(boxes), css=f"area {colour}"))
-    return "".join(drawn)
-
-
-def _swap_ticks(tables: Tables, lane: str, x: Scale, *, y: float, thick: float) -> str:
-    ticks, free_from = [], 0.0
-    for swap in tables.swaps:
-        if lane == f"engine-{swap.engine_id}" and x.low <= swap.t <= x.high:
-            at = x(swap.t)
-            version = "" if swap.version is None else f"v{swap.version:.0f}"
-            title = tag("title", words(f"{lane} changed to {version}"))
-            ticks.append(tag("line", x1=at, x2=at, y1=y, y2=y + thick, css="halo"))
-            ticks.append(tag("line", title, x1=at, x2=at, y1=y - 4, y2=y + thick + 3, css="swap c-swap"))
-            is_near_end = at > x.end - 24
-            label_x = at + (-3 if is_near_end else 3)
-            if label_x - LABEL * is_near_end < free_from:
-                continue
-            free_from = label_x + LABEL * (not is_near_end)
-            ticks.append(tag("text", words(version), x=label_x, y=y - 1, css=f"tiny c-swap{' end' if is_near_end else ''}"))
-    return "".join(ticks)
-
-
-def _step_marks(tables: Tables, x: Scale, *, top: float, base: float) -> str:
-    marks, free_from = [], 0.0
-    for step in tables.steps:
-        if x.low <= step.t <= x.high:
-            at = x(step.t)
-            marks.append(tag("line", x1=at, x2=at, y1=top - 4, y2=base, css="mark"))
-            if at >= free_from and at < x.end - 46:
-                marks.append(tag("text", words(f"step {step.step} done"), x=at, y=12, css="tick middle"))
-                free_from = at + 84
-    return "".join(marks)
-
-
-def _overview(tables: Tables, activity: Activity, *, width: int) -> str:
-    x = Scale(low=activity.start, high=activity.end, start=LEFT, end=width - RIGHT)
+def _overview(tables: Tables, activity: Activity) -> Picture:
     bin_s = (activity.end - activity.start) / NUM_BINS
-    body, top, thick, pitch = [], 8, 26, 34
-    kinds = [kind for kind in WORKING if kind in activity.bins]
-    for number, kind in enumerate(kinds):
-        y = top + pitch * number
+    lanes = []
+    for number, kind in enumerate(kind for kind in WORKING if kind in activity.bins):
         parts = np.minimum(1.0, activity.bins[kind] / (bin_s * max(1, len(activity.known[kind]))))
-        edges = [pixels(x(activity.start + (at + 0.5) * bin_s)) + "," + pixels(y + thick * (1 - part)) for at, part in enumerate(parts)]
-        corners = f"{pixels(x.start)},{y + thick} {' '.join(edges)} {pixels(x.end)},{y + thick}"
-        body.append(tag("rect", x=x.start, y=y, width=x.end - x.start, height=thick, css="lane"))
-        body.append(tag("polygon", points=corners, css=f"area {COLOURS[WORKING[kind][0]]}"))
+        edges = "".join(f"L{1000 * (at + 0.5) / NUM_BINS:.1f} {1 - part:.3f}" for at, part in enumerate(parts))
         name = {"engine": "engines", "scorer": "scoring", "trainer": "trainer"}[kind]
-        body.append(tag("text", words(f"{name} {percent(float(parts.mean()))}"), x=LEFT - 8, y=y + 17, css="tick end"))
-    base = top + pitch * len(kinds)
-    low, high = (x(moment) for moment in activity.shown)
-    body.append(tag("rect", x=low, y=top - 4, width=max(2.0, high - low), height=base - top + 2, css="frame"))
-    body.append(_time_axis(tables, x, base=base, unit=time_unit(tables.duration_s)))
-    return canvas("".join(body), width=width, height=base + 40, label="Work of engines, scoring and trainer over the whole run")
+        shape = (COLOURS[WORKING[kind][0]], f"M0 1{edges}L1000 1z")
+        lanes.append(Lane(name=f"{name} {percent(float(parts.mean()))}", y=8 + 34 * number, height=BAND, shapes=[shape]))
+    base = 8 + 34 * len(lanes)
+    unit_s, unit = time_unit(tables.duration_s)
+    length_s = activity.end - activity.start
+    low, high = ((moment - activity.start) / length_s for moment in activity.shown)
+    return Picture(
+        title="The whole run",
+        note="from the first token on: part of the time at work, by kind; the frame marks the seconds drawn above",
+        lanes=lanes,
+        marks=_ticks(tables, activity.start, activity.end, base=base, unit_s=unit_s),
+        base=base,
+        x_label=f"{unit} since the run began",
+        frame=(100 * low, max(0.2, 100 * (high - low))),
+    )
 
 
-def _time_axis(tables: Tables, x: Scale, *, base: float, unit: tuple[float, str] = (1.0, "seconds")) -> str:
-    axis = scale_of([tables.since_start(moment) / unit[0] for moment in (x.low, x.high)], start=x.start, end=x.end, is_tight=True)
-    ticks = axis.ticks(max(3, round((x.end - x.start) / 95)))
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    body = [tag("line", x1=x.start, x2=x.end, y1=base, y2=base, css="axis")]
-    for value in ticks:
-        body.append(tag("line", x1=axis(value), x2=axis(value), y1=base, y2=base + 4, css="axis"))
-        body.append(tag("text", words(tick_words(value, step=step)), x=axis(value), y=base + 17, css="tick middle"))
-    body.append(tag("text", f"{unit[1]} since the run began", x=x.end, y=base + 34, css="label end"))
-    return "".join(body)
+def _span_shapes(spans: Sequence[Span], *, low: float, high: float) -> list[tuple[str, str]]:
+    """One path per colour; spans less than half a thousandth of the width apart are drawn as one."""
+    gap_s, shapes = 0.0005 * (high - low), []
+    for name, colour in COLOURS.items():
+        intervals = union((max(span.start, low), min(span.end, high) + gap_s) for span in spans if span.name == name)
+        edges = [(1000 * (start - low) / (high - low), 1000 * (end - gap_s - low) / (high - low)) for start, end in intervals]
+        if edges:
+            shapes.append((colour, "".join(f"M{start:.1f} 0H{max(end, start + 0.5):.1f}V1H{start:.1f}z" for start, end in edges)))
+    return shapes
+
+
+def _swap_marks(tables: Tables, lane: str, *, low: float, high: float, y: int) -> list[Mark]:
+    swaps = [swap for swap in tables.swaps if lane == f"engine-{swap.engine_id}" and low <= swap.t <= high]
+    versions = [(100 * (swap.t - low) / (high - low), "" if swap.version is None else f"v{swap.version:.0f}") for swap in swaps]
+    return [
+        Mark(x=x, y=(y - 4, y + LANE + 3), css="swap", title=f"{lane} changed to {version}", words=version, place=place)
+        for x, version, place in _with_room(versions, pixels=30)
+    ]
+
+
+def _with_room(labels: Iterable[tuple[float, str]], *, pixels: float) -> list[tuple[float, str, str]]:
+    """(percent, words, place) for labels of about `pixels` each: which of them fit beside each other on a wide and on a narrow screen."""
+    placed, free_from = [], dict.fromkeys(WIDTHS, 0.0)
+    for x, words in labels:
+        room = {screen: 100 * pixels / width for screen, width in WIDTHS.items()}
+        fits = [screen for screen in WIDTHS if free_from[screen] <= x <= 100 - room[screen] / 2]
+        place = "" if "wide" not in fits else fits[0]
+        free_from |= {screen: x + room[screen] for screen in fits if place}
+        placed.append((x, words, place))
+    return placed
+
+
+def _ticks(tables: Tables, low: float, high: float, *, base: int, unit_s: float = 1.0) -> list[Mark]:
+    first, last = (tables.since_start(moment) / unit_s for moment in (low, high))
+    at = [(100 * (value - first) / (last - first), f"{value:g}") for value in round_values(first, last, count=10)]
+    return [Mark(x=x, y=(base, base + 4), css="tick", words=words, place=place) for x, words, place in _with_room(at, pixels=50)]
+
+
+def round_values(low: float, high: float, *, count: int) -> list[float]:
+    """At most about `count` round numbers from `low` to `high`, evenly spaced."""
+    raw = (high - low) / count or 1.0
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= raw * (1 - 1e-9))
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _fill(bins: npt.NDArray[np.float64], span: Span, *, start: float, end: float) -> None:
@@ -292,5 +315,8 @@ def _in_order(lanes: Iterable[str]) -> list[str]:
     return sorted(lanes, key=lambda lane: [int(part) for part in re.findall(r"\d+", lane)])
 
 
-def _lane_words(lane: str) -> str:
-    return lane.replace("-", " ").replace("/", ", ")
+def _lane_words(lanes: Sequence[str]) -> list[str]:
+    """`scorer 0, slot 1`; with what stands between where that does not tell two lanes apart."""
+    parts = [lane.replace("-", " ").split("/") for lane in lanes]
+    short = [", ".join(dict.fromkeys((each[0], each[-1]))) for each in parts]
+    return short if len(set(short)) == len(short) else [", ".join(each) for each in parts]

@@ -20,6 +20,8 @@ class Page(HTMLParser):
         """Text within every element that has an id."""
         self.rows: dict[str, list[list[str]]] = {}
         """Cells of the rows of every table that has an id."""
+        self.unseen: list[tuple[str, str]] = []
+        """("script" or "style", text) of what is not shown as words."""
         self._open: list[tuple[str, str | None]] = []
         self.feed(text)
         self.close()
@@ -48,6 +50,9 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         data = data.replace(NO_BREAK_SPACE, " ")
+        if self._open and self._open[-1][0] in ("script", "style"):
+            self.unseen.append((self._open[-1][0], data))
+            return
         for _, name in self._open:
             if name is not None:
                 self.by_id[name] += data

@@ -1,12 +1,13 @@
 """The timeline: what overlaps, which seconds are shown, where swaps are marked."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.report.reading import Tables, read_tables
-from pipelinerl.report.timeline import choose_stretch, common_s, read_activity, timeline, union
+from pipelinerl.report.reading import Tables, read_spans, read_tables
+from pipelinerl.report.timeline import choose_stretch, common_s, read_activity, round_values, timeline, union
 from tests.report.synthetic import BEGAN, Plan, write_run
 
 
@@ -20,7 +21,7 @@ def test_common_seconds_are_counted_once() -> None:
 
 
 def _shares(folder: Path) -> list[float]:
-    found = re.search(r"decodes ([\d.]+).%, the trainer works ([\d.]+).%, both at once ([\d.]+).%", timeline(read_tables(folder)))
+    found = re.search(r"decodes ([\d.]+).%, the trainer works ([\d.]+).%, both at once ([\d.]+).%", timeline(read_tables(folder))[0].note)
     assert found is not None
     return [float(share) for share in found.groups()]
 
@@ -78,14 +79,47 @@ def test_every_swap_within_the_stretch_has_its_tick(tmp_path: Path) -> None:
     stretch = choose_stretch(tables)
     assert stretch is not None
     within = [line for line in lines if line["kind"] == "swap" and stretch[0] <= line["t"] <= stretch[1]]
-    drawn = timeline(tables)
+    marks = [mark for mark in timeline(tables)[0].marks if mark.css == "swap"]
     assert len(within) > 4
-    wide, narrow = drawn.split('class="narrow"')[:2]
-    assert [part.count('class="swap c-swap"') for part in (wide, narrow)] == [len(within)] * 2, "as wide as a page, and as a phone"
-    assert ['viewBox="0 0 1060' in wide, 'viewBox="0 0 380' in narrow] == [True, True]
-    assert f"engine-1 changed to v{within[0]['version']}" in drawn
+    assert len(marks) == len(within)
+    expected = [100 * (line["t"] - stretch[0]) / (stretch[1] - stretch[0]) for line in within]
+    assert sorted(mark.x for mark in marks) == pytest.approx(sorted(expected))
+    assert f"engine-1 changed to v{within[0]['version']}" in [mark.title for mark in marks]
+
+
+def test_a_span_is_drawn_where_it_was(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(takes_turns=True, mode="sync"))
+    tables = read_tables(tmp_path / "run")
+    stretch = choose_stretch(tables)
+    assert stretch is not None
+    picture = timeline(tables)[0]
+    lane = next(lane for lane in picture.lanes if lane.name == "engine 0")
+    ((colour, path),) = [shape for shape in lane.shapes if shape[0] == "engine"]
+    drawn = re.findall(r"M([\d.]+) 0H([\d.]+)V1H[\d.]+z", path)
+    spans = [span for span in read_spans(tables.folder) if span.lane == "engine-0" and stretch[0] < span.start and span.end < stretch[1]]
+    worked = union((span.start, span.end) for span in spans)
+    share = 1000 / (stretch[1] - stretch[0])
+    inner = [(float(start), float(end)) for start, end in drawn if float(start) > 0 and float(end) < 1000]
+    assert len(inner) == len(worked)
+    assert [edge for pair in inner for edge in pair] == pytest.approx([share * (t - stretch[0]) for pair in worked for t in pair], abs=0.06)
+    assert colour == "engine"
+
+
+def test_words_have_room_beside_each_other_on_a_wide_screen_and_on_a_phone(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(generate_s=0.3, train_s=0.2, score_s=0.1))
+    for picture in timeline(read_tables(tmp_path / "run")):
+        for css, pixels in (("step", 84), ("tick", 50)):
+            for width, places in ((920, ("first", "wide")), (260, ("first",))):
+                at = sorted(mark.x for mark in picture.marks if mark.css == css and mark.place in places)
+                assert all((after - before) * width / 100 >= pixels - 1e-6 for before, after in itertools.pairwise(at))
+    assert {mark.place for mark in timeline(read_tables(tmp_path / "run"))[0].marks if mark.css == "step"} == {"first", "wide", ""}
 
 
 def test_scoring_slots_that_are_not_drawn_are_counted(tmp_path: Path) -> None:
     write_run(tmp_path / "run", Plan(num_slots=9))
-    assert "3 more scoring slots not drawn" in timeline(read_tables(tmp_path / "run"))
+    assert timeline(read_tables(tmp_path / "run"))[0].note.endswith("3 more scoring slots not drawn")
+
+
+def test_values_of_a_time_axis_are_round_and_lie_within() -> None:
+    assert round_values(0.0, 53.0, count=5) == [0, 20, 40]
+    assert round_values(0.12, 0.83, count=4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
