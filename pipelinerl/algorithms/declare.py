@@ -55,6 +55,10 @@ class RuleSpec:
     """An advantage rule that stays unbiased where siblings were stopped early by a coin, and the others weigh more."""
     has_memory: bool = False
     """An advantage rule that gives other numbers when it is asked once more."""
+    divides_by_mean: bool = False
+    """An advantage rule that divides by the mean reward, which must not be below 0."""
+    reads_mu: bool = False
+    """It sees how far the trainer's policy is from the engine's by more than the proximal policy: a weight, most masks."""
     reads_advantages: bool = True
     """False for an objective that brings its own signal."""
     has_own_term: bool = False
@@ -119,13 +123,14 @@ weight = partial(
     RuleSpec,
     column="weight",
     proximal=UNLIKE_ENGINE,
+    reads_mu=True,
     caller_options={"batch_normalize": False},
     needs_if={"batch_normalize": Need.WHOLE_STEP},
 )
 """`(terms) -> [T]`, detached. `batch_normalize` divides the weights by their mean over the step, so that it is 1: over all trained tokens,
 or, for weights of whole sequences, over these; of all rows and ranks, at the policy that the step begins with, before any mask (verl
 rollout_is_batch_normalize)."""
-mask = partial(RuleSpec, column="masks")
+mask = partial(RuleSpec, column="masks", reads_mu=True)
 """`(terms) -> [T] bool`, true where the token is kept."""
 kl = partial(
     RuleSpec,

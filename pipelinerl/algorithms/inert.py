@@ -24,13 +24,6 @@ _LOWER_WIDTH = ("clip", "cispo", "clip_cov")
 """Objectives whose ratio is bounded from below by 1 - clip_low."""
 _OF_TARGET = ("horizon", "delta", "min_coef", "max_coef")
 """Options that say how a coefficient follows its target."""
-_READS_MU = frozenset(
-    {
-        *("outlier_band", "ratio_band", "probability_band", "kpop", "geo_rs", "k3_rs", "product_band", "veto", "reject_token"),
-        *("reject_sequence", "vaco_tv", "m2po", "squared_log_ratio"),
-    }
-)
-"""Masks and terms that see how far the trainer's policy is from the engine's."""
 
 
 def inert_parts(method: Method, *, run: RunFacts) -> list[str]:
@@ -44,7 +37,7 @@ def _fresh(method: Method, run: RunFacts) -> Iterator[str]:
     if run.max_staleness != 0 or run.updates_per_batch > 1:
         return
     for column, rule, spec in specs_of(method):
-        if spec.compares_proximal or spec.proximal == {"engine"} or (column == "weight" and rule.name != "none") or rule.name in _READS_MU:
+        if spec.compares_proximal or spec.proximal == {"engine"} or spec.reads_mu:
             yield (
                 f"{rule.name} inert: with a staleness bound of 0 and one pass, pi is the policy that sampled, and {column} {rule.name} sees"
                 " rounding alone"

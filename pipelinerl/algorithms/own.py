@@ -95,6 +95,7 @@ def spec_of_own(column: str, reference: str) -> RuleSpec:
         formula=spec.formula or "a function of the user's",
         needs=frozenset(need for parameter in spec.parameters if (need := carried[parameter].need) is not None),
         proximal=MOVED if moved else UNLIKE_ENGINE if weighs else frozenset(),
+        reads_mu=column == "weight",
         reads_advantages=column != "objective" or "advantages" in spec.parameters,
     )
 

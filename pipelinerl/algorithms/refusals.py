@@ -1,17 +1,18 @@
 """Combinations that are refused before a run starts, because they would train on something else than their names say.
 
-Each check is one generator function of (method, run) that yields sentences; `problems_of` collects them all, so that a user sees every
-problem at once.
+What one rule demands is declared at its function (`declare`) and held against the run here; the other checks are about rules that do not
+go together. Each is a generator function that yields sentences; `problems_of` collects them all, so that a user sees every problem at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipelinerl.algorithms.controllers import MAX_ERROR, controlled_entropy, controlled_kl
-from pipelinerl.algorithms.method import CRITICS, ORCHESTRATOR_KNOWS, Aggregation, Method, Need, Option, Rule
-from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, spec_of, specs_of
+from pipelinerl.algorithms.method import CRITICS, ORCHESTRATOR_KNOWS, Aggregation, Method, Need, Option
+from pipelinerl.algorithms.rules import COLUMNS, Chosen, makes_advantages_in_trainer, spec_of, specs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,57 +33,28 @@ class RunFacts:
     """A reward function compares the rollouts of a group."""
 
 
-_HOW_TO_OFFER: dict[Need, str] = {
-    Need.COMPONENTS: "give the run several reward functions",
-    Need.GREEDY_REWARD: "let the orchestrator add one greedy rollout to every group, or choose rloo",
+_REMEDIES: dict[Need, str] = {
     Need.STEP_SCORES: "name a process reward model (prm.path, or prm.judge)",
     Need.ANCHORS: "gigpo compares turns that left equal states of an episode of several turns, and a rollout here is one turn, whose only"
     " state is the prompt, among whose siblings it would be grpo; set environment.function, or choose grpo or, with a process reward model,"
     " step_grpo",
-    Need.ROLES: "give every prompt's row a column role; or choose rloo",
     Need.PREDICTIONS: "switch unbiased early stopping on (prm.stop.below), or choose rloo",
-    Need.CORRECT: "use a reward function that reports correctness",
     Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
     Need.REFERENCE_LOGPROBS: "set reference.path, to model.path for the policy the run starts from or to a teacher's folder, or kl to none",
     Need.DIVERGENCE: "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output"
     " embeddings; or choose opd, or kl k3, which read the sampled tokens alone",
-    Need.OLD_LOGPROBS: "let the trainer run a forward pass before each step, or set proximal to current or engine",
-    Need.TOKEN_VERSIONS: "use an engine that tags every token with its version",
-    Need.ENTROPY: "let the trainer compute entropies",
-    Need.SQUARE_SUM: "let the trainer reduce over the full vocabulary, or choose rloo",
-    Need.CRITIC: "give the trainer a critic, or choose a group advantage such as grpo",
-    Need.IMPLICIT_PRM: "train an implicit process reward model beside the policy",
-    Need.WHOLE_BATCH: "let the orchestrator deliver a step only once all its groups are in",
-    Need.WHOLE_STEP: "let the trainer hold a step's rows until it is sealed; training then no longer hides inside generation",
 }
-
-
+"""What supplies a need that some runs lack; all others are met in every run (`methods.facts_of`)."""
 _WAYS_OUT = " Set proximal to engine and weight to none, or, to keep the weight, objective to gpg, which has no trust region."
-
 _JUDGED = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process rewards"}
 
 
 def problems_of(method: Method, *, run: RunFacts) -> list[str]:
     """One sentence per reason to refuse the method in this run; empty when it may start."""
-    checks = (
-        _unstated_options,
-        _missing_needs,
-        _small_group,
-        _wrong_proximal,
-        _first_pass_only,
-        _unordered_masks,
-        _normalized,
-        _aggregation,
-        _unread,
-        _unlike,
-        _controlled,
-        _bounds,
-        _made_in_trainer,
-        _withheld,
-        _stopped,
-        _compared,
-    )
-    return [problem for check in checks for problem in check(method, run)]
+    of_rules = (_unstated, _missing, _small_group, _wrong_proximal, _first_pass_only, _aggregation, _bounds, _stopped_rule)
+    of_methods = (_unordered_masks, _normalized, _unread, _unlike, _controlled, _made_in_trainer, _withheld, _stopped, _compared)
+    found = [problem for check in of_rules for chosen in specs_of(method) for problem in check(chosen, method, run)]
+    return found + [problem for check in of_methods for problem in check(method, run)]
 
 
 def needs_several_passes(method: Method) -> bool:
@@ -90,60 +62,76 @@ def needs_several_passes(method: Method) -> bool:
     return method.proximal.name == "recomputed" and any(spec.compares_proximal for _, _, spec in specs_of(method))
 
 
-def _unstated_options(method: Method, run: RunFacts) -> Iterator[str]:
-    for column, rule, _ in specs_of(method):
-        for option, value in rule.options.items():
-            if value is None:
-                yield f"{column} {rule.name} has no default for {option}: got nothing, expected a number. Set algorithm.{column}.{option}."
+def _unstated(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    for option, value in chosen.rule.options.items():
+        if value is None:
+            yield f"{chosen} has no default for {option}: got nothing, expected a number. Set algorithm.{chosen.column}.{option}."
 
 
-def _missing_needs(method: Method, run: RunFacts) -> Iterator[str]:
-    for column, rule, spec in specs_of(method):
-        for need in sorted(spec.needs_with(rule.options) - run.offers):
-            yield f"{column} {rule.name} needs {need.value}, which this run does not offer: {_HOW_TO_OFFER[need]}."
+def _missing(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    for need in sorted(chosen.spec.needs_with(chosen.rule.options) - run.offers):
+        remedy = f": {_REMEDIES[need]}" if need in _REMEDIES else ""
+        yield f"{chosen} needs {need.value}, which this run does not offer{remedy}."
 
 
-def _small_group(method: Method, run: RunFacts) -> Iterator[str]:
-    for column, rule, spec in specs_of(method):
-        if run.group_size < spec.min_group:
-            yield (
-                f"{column} {rule.name} compares siblings: got group size {run.group_size}, expected at least {spec.min_group}."
-                " Raise the group size, or choose remax or reinforce_pp."
-            )
+def _small_group(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    if run.group_size < chosen.spec.min_group:
+        yield (
+            f"{chosen} compares siblings: got group size {run.group_size}, expected at least {chosen.spec.min_group}."
+            " Raise the group size, or choose remax or reinforce_pp."
+        )
 
 
-def _wrong_proximal(method: Method, run: RunFacts) -> Iterator[str]:
-    proximal = method.proximal.name
-    for column, rule, spec in specs_of(method):
-        if not spec.proximal or proximal in spec.proximal:
-            continue
-        expected = f"got proximal {proximal!r}, expected {' or '.join(sorted(spec.proximal))}"
-        if column == "weight":
-            yield (
-                f"weight {rule.name} with proximal 'engine' would count pi/mu twice, since the ratio already is pi/mu: {expected}."
-                " Set weight to none, or use another proximal policy."
-            )
-        elif proximal == "current":
-            yield (
-                f"{column} {rule.name} compares pi with the proximal policy, and 'current' makes them equal: it would never act;"
-                f" {expected}."
-                f"{_WAYS_OUT if column == 'objective' else ''}"
-            )
-        else:
-            yield f"{column} {rule.name} is defined against another proximal policy: {expected}."
-
-
-def _first_pass_only(method: Method, run: RunFacts) -> Iterator[str]:
-    """The policy at the start of a step is the one being trained until its first update, so in a single pass nothing has moved."""
-    if method.proximal.name != "recomputed" or run.updates_per_batch > 1:
+def _wrong_proximal(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    proximal, wanted = method.proximal.name, chosen.spec.proximal
+    if not wanted or proximal in wanted:
         return
-    for column, rule, spec in specs_of(method):
-        if spec.compares_proximal:
-            yield (
-                f"{column} {rule.name} compares pi with the policy at the start of the step, and in a single pass over a step the two are"
-                " one: it would never act. Set trainer.passes to 2 or more, or algorithm.overrides.proximal to 'engine' (weight none) or"
-                " 'loglinear'."
-            )
+    expected = f"got proximal {proximal!r}, expected {' or '.join(sorted(wanted))}"
+    if chosen.column == "weight":
+        yield (
+            f"{chosen} with proximal 'engine' would count pi/mu twice, since the ratio already is pi/mu: {expected}."
+            " Set weight to none, or use another proximal policy."
+        )
+    elif proximal == "current":
+        ways_out = _WAYS_OUT if chosen.column == "objective" else ""
+        yield f"{chosen} compares pi with the proximal policy, and 'current' makes them equal: it would never act; {expected}.{ways_out}"
+    else:
+        yield f"{chosen} is defined against another proximal policy: {expected}."
+
+
+def _first_pass_only(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    """The policy at the start of a step is the one being trained until its first update, so in a single pass nothing has moved."""
+    if method.proximal.name == "recomputed" and run.updates_per_batch == 1 and chosen.spec.compares_proximal:
+        yield (
+            f"{chosen} compares pi with the policy at the start of the step, and in a single pass over a step the two are one: it would"
+            " never act. Set trainer.passes to 2 or more, or algorithm.overrides.proximal to 'engine' (weight none) or 'loglinear'."
+        )
+
+
+def _aggregation(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    wanted = chosen.spec.aggregations
+    if wanted and method.aggregation not in wanted:
+        yield f"{chosen}: got aggregation {method.aggregation.value!r}, expected {' or '.join(sorted(wanted))}."
+
+
+def _bounds(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    options = chosen.rule.options
+    low, high, dual_clip = (_number(options.get(option)) for option in ("low", "high", "dual_clip"))
+    if low is not None and high is not None and low >= high:
+        yield f"{chosen} keeps nothing: got low {options['low']} and high {options['high']}, expected low below high."
+    if chosen.column == "objective" and dual_clip is not None and 0 < dual_clip <= 1:
+        yield f"{chosen}: got dual_clip {dual_clip}, expected 0 (off) or more than 1. The usual value is 3."
+
+
+def _stopped_rule(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
+    """Whatever compares rollouts by who was not stopped makes the estimate depend on the coins."""
+    if run.stops_early and chosen.column == "advantage" and not chosen.spec.allows_stopped:
+        yield (
+            f"prm.stop.below stops siblings early, and {chosen} would compare the others only: the estimate would be biased."
+            " Choose rloo_doubly_robust (algorithm rloo_early_stop) or step_reinforce."
+        )
+    if run.stops_early and chosen.column in ("group_filter", "batch") and chosen.rule.name != "none":
+        yield f"prm.stop.below stops siblings early, and {chosen} would judge by the others only. Set {chosen.column} to none."
 
 
 def _unordered_masks(method: Method, run: RunFacts) -> Iterator[str]:
@@ -161,13 +149,6 @@ def _normalized(method: Method, run: RunFacts) -> Iterator[str]:
             f"weight {method.weight.name} with batch_normalize is divided by the mean of all weights of the step: got mask_order"
             " 'before_weight', expected 'after_weight' (masks then reject what was weighed)."
         )
-
-
-def _aggregation(method: Method, run: RunFacts) -> Iterator[str]:
-    for column, rule, spec in specs_of(method):
-        if spec.aggregations and method.aggregation not in spec.aggregations:
-            allowed = " or ".join(sorted(Aggregation(mode).value for mode in spec.aggregations))
-            yield f"{column} {rule.name}: got aggregation {method.aggregation.value!r}, expected {allowed}."
 
 
 def _unread(method: Method, run: RunFacts) -> Iterator[str]:
@@ -196,11 +177,13 @@ def _unlike(method: Method, run: RunFacts) -> Iterator[str]:
             f"batch {method.batch.name} counts one advantage per sequence, and advantage {method.advantage.name} gives one per token."
             " Choose whiten_tokens."
         )
-    if method.advantage.name == "rae" and method.batch.name != "none":
-        yield f"batch {method.batch.name} asks for advantages once more, and rae's baselines have moved by then. Set batch to none."
-    if method.advantage.name == "maxrl" and method.shaping:
+    advantage = method.advantage.name
+    if specs["advantage"].has_memory and method.batch.name != "none":
+        yield f"batch {method.batch.name} asks for advantages once more, and {advantage}'s baselines have moved by then. Set batch to none."
+    if specs["advantage"].divides_by_mean and method.shaping:
         names = ", ".join(rule.name for rule in method.shaping)
-        yield f"advantage maxrl divides by the mean reward, which shaping can push below 0: got {names}, expected none. Choose dr_grpo."
+        divides = f"advantage {advantage} divides by the mean reward, which shaping can push below 0"
+        yield f"{divides}: got {names}, expected none. Choose dr_grpo."
 
 
 def _controlled(method: Method, run: RunFacts) -> Iterator[str]:
@@ -214,7 +197,7 @@ def _controlled(method: Method, run: RunFacts) -> Iterator[str]:
             )
     if kl is not None and run.samples_per_step is not None:
         least, horizon = MAX_ERROR * run.samples_per_step, kl.options["horizon"]
-        if _is_number(horizon) and float(horizon) <= least:  # pyright: ignore[reportArgumentType]
+        if (_number(horizon) or math.inf) <= least:
             yield (
                 f"kl {kl.name}: one step of {run.samples_per_step} sequences could take all of beta away: got horizon {horizon}, expected"
                 f" more than {least:g}. The usual value is 10000."
@@ -229,14 +212,6 @@ def _controlled(method: Method, run: RunFacts) -> Iterator[str]:
 def _in_order(values: Sequence[Option]) -> bool:
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     return len(numbers) < len(values) or numbers == sorted(numbers)
-
-
-def _bounds(method: Method, run: RunFacts) -> Iterator[str]:
-    for column, rule, _ in specs_of(method):
-        low, high = rule.options.get("low"), rule.options.get("high")
-        if _is_number(low) and _is_number(high) and low >= high:  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
-            yield f"{column} {rule.name} keeps nothing: got low {low} and high {high}, expected low below high."
-    yield from _dual_clip(method.objective)
 
 
 def _made_in_trainer(method: Method, run: RunFacts) -> Iterator[str]:
@@ -260,17 +235,9 @@ def _withheld(method: Method, run: RunFacts) -> Iterator[str]:
 
 
 def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
-    """Whatever compares rollouts by who was not stopped, or divides by them, makes the estimate depend on the coins."""
+    """Whatever measures or divides by those who were not stopped makes the estimate depend on the coins, too."""
     if not run.stops_early:
         return
-    for column, rule, spec in specs_of(method):
-        if column == "advantage" and not spec.allows_stopped:
-            yield (
-                f"prm.stop.below stops siblings early, and advantage {rule.name} would compare the others only: the estimate would be"
-                " biased. Choose rloo_doubly_robust (algorithm rloo_early_stop) or step_reinforce."
-            )
-        if column in ("group_filter", "batch") and rule.name != "none":
-            yield f"prm.stop.below stops siblings early, and {column} {rule.name} would judge by the others only. Set {column} to none."
     if Need.WHOLE_STEP in method.needs:
         yield "prm.stop.below stops rollouts early, and this method measures whole steps, by those that were not stopped. Choose another."
     objective, advantage = spec_of("objective", method.objective.name), spec_of("advantage", method.advantage.name)
@@ -295,11 +262,6 @@ def _compared(method: Method, run: RunFacts) -> Iterator[str]:
         )
 
 
-def _dual_clip(objective: Rule) -> Iterator[str]:
-    bound = objective.options.get("dual_clip", 0.0)
-    if _is_number(bound) and 0 < float(bound) <= 1:  # pyright: ignore[reportArgumentType]
-        yield f"objective {objective.name}: got dual_clip {bound}, expected 0 (off) or more than 1. The usual value is 3."
-
-
-def _is_number(value: Option) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(value: Option) -> float | None:
+    """The option's value where it is a number; one of the user's may be a word, and one may be unstated."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

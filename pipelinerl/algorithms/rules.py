@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from pipelinerl.algorithms.declare import RuleSpec, declared_in
 from pipelinerl.algorithms.method import MASK_ORDERS, RULE_COLUMNS, TUPLE_COLUMNS, Aggregation, Method, Need, Option, Rule
@@ -83,14 +83,22 @@ def spec_of(column: str, name: str) -> RuleSpec:
     return table[name]
 
 
-def specs_of(method: Method) -> Iterable[tuple[str, Rule, RuleSpec]]:
+class Chosen(NamedTuple):
+    """A rule of a method; as text "objective clip"."""
+
+    column: str
+    rule: Rule
+    spec: RuleSpec
+
+    def __str__(self) -> str:
+        return f"{self.column} {self.rule.name}"
+
+
+def specs_of(method: Method) -> Iterator[Chosen]:
     """Every rule of a method with its column and its spec."""
-    for column in RULE_COLUMNS:
-        rule = getattr(method, column)
-        yield column, rule, spec_of(column, rule.name)
-    for column in TUPLE_COLUMNS:
-        for rule in getattr(method, column):
-            yield column, rule, spec_of(column, rule.name)
+    rules = [(column, getattr(method, column)) for column in RULE_COLUMNS]
+    rules += [(column, rule) for column in TUPLE_COLUMNS for rule in getattr(method, column)]
+    return (Chosen(column, rule, spec_of(column, rule.name)) for column, rule in rules)
 
 
 def needs_of(method: Method) -> frozenset[Need]:

@@ -10,12 +10,15 @@ from typer.testing import CliRunner
 from pipelinerl.__main__ import app
 from pipelinerl.algorithms.inert import inert_parts
 from pipelinerl.algorithms.listing import describe_run
+from pipelinerl.algorithms.loss import measure_step
+from pipelinerl.algorithms.loss.correction import terms_of
+from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.methods import METHODS
 from pipelinerl.algorithms.refusals import RunFacts, needs_several_passes
-from pipelinerl.algorithms.rules import with_columns
+from pipelinerl.algorithms.rules import COLUMNS, with_columns
 from pipelinerl.config_file import parse
-from tests.algorithms.every_method import filled
-from tests.algorithms.rows import EVERYTHING
+from tests.algorithms.every_method import filled, sample
+from tests.algorithms.rows import EVERYTHING, changed, method_of, pack
 
 
 def lines_of(name: str, overrides: dict[str, Any] | None = None, *, max_staleness: int = 4, updates_per_batch: int = 1) -> list[str]:
@@ -79,6 +82,21 @@ def test_without_staleness_and_with_one_pass_corrections_see_rounding_alone(name
     assert any(line.startswith(told) for line in lines_of(name, max_staleness=0))
     assert not any(line.startswith(told) for line in lines_of(name, max_staleness=1))
     assert not any(line.startswith(told) for line in lines_of(name, max_staleness=0, updates_per_batch=2))
+
+
+@pytest.mark.parametrize("name", COLUMNS["masks"])
+def test_a_mask_says_whether_it_looks_at_the_engines_probabilities(name: str) -> None:
+    """By what it keeps where the engine's are the policy's, and where they are far from them to both sides."""
+    mask = {"name": name} | ({"low": 0.5} if name == "veto" else {})  # no probability of these cases is a ten-thousandth of another
+    method = method_of("grpo", **filled(with_columns(METHODS["grpo"], {"proximal": "recomputed", "masks": mask})))
+    kept = []
+    for drift in (0.0, 6.0):
+        row = [changed(seq, behaviour=[min(-1e-3, x + drift * (-1) ** t) for t, x in enumerate(seq.old)]) for seq in sample(3)]
+        columns = pack(row)
+        statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
+        terms = terms_of(columns, proximal=method.proximal, statistics=statistics)
+        kept.append(keep_mask(terms, rule=method.masks[0])[columns.trains].tolist())
+    assert (kept[0] != kept[1]) == COLUMNS["masks"][name].reads_mu
 
 
 CONFIG = """

@@ -160,6 +160,9 @@ def test_an_unknown_option_names_the_nearest_and_a_wrong_kind_what_was_expected(
         with_rule("objective", {"name": reference, "widht": 0.3})
     with pytest.raises(ConfigError, match="got 'wide', expected a number"):
         with_rule("objective", {"name": reference, "width": "wide"})
+    words = rules("def f(ratio, advantages, *, how: Literal['sum', 'mean'] = 'sum'): ...\n")
+    with pytest.raises(ConfigError, match="how: got 'max', expected one of sum, mean"):
+        with_rule("objective", {"name": words, "how": "max"})
     method = with_rule("objective", {"name": reference, "how": "mean", "slope": -3.0})
     assert method.objective.options == {"width": 0.2, "how": "mean", "slope": -3.0}
     assert Method.from_dict(method.to_dict()) == method

@@ -200,7 +200,7 @@ def passk(group: ScoredGroup) -> Float64:
     return advantages
 
 
-@advantage(source="prime-rl max_rl; eps as for grpo", min_group=2)
+@advantage(source="prime-rl max_rl; eps as for grpo", min_group=2, divides_by_mean=True)
 def maxrl(group: ScoredGroup, *, eps: float = 1e-6) -> Float64:
     """(R - mean_g) / (mean_g + eps), R >= 0
 

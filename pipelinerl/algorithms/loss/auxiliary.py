@@ -28,7 +28,7 @@ def entropy_bonus(
     return -faded(coef, final=final, fade_steps=fade_steps, step=terms.columns.trained_version) * terms.column("entropy")
 
 
-@auxiliary(source="prime-rl")
+@auxiliary(source="prime-rl", reads_mu=True)
 def squared_log_ratio(terms: Terms, *, tau: float = 1e-3) -> Tensor:
     """+ tau (log pi - log mu)^2, over all tokens"""
     return tau * log_difference(terms.logprobs, terms.behaviour).square()

@@ -98,7 +98,12 @@ def reject_sequence(
     return _by_sequence(terms, _inside(pooled.clamp(-LOG_LIMIT, LOG_LIMIT).exp() if metric == "k1" else pooled, low=low, high=high))
 
 
-@mask(source="DeepSeek-V3.2 arXiv:2512.02556; delta as slime and MILES", level="sequence", proximal={"engine", "recomputed", "loglinear"})
+@mask(
+    source="DeepSeek-V3.2 arXiv:2512.02556; delta as slime and MILES",
+    level="sequence",
+    proximal={"engine", "recomputed", "loglinear"},
+    reads_mu=False,
+)
 def opsm(terms: Terms, *, delta: float = 1e-4) -> Tensor:
     """drop sequence where A<0 and mean_t(log prox - log pi) > delta"""
     drift = terms.sequences.mean(-terms.log_ratio.detach())
@@ -119,7 +124,7 @@ def m2po(terms: Terms, *, tau: float = 0.04) -> Tensor:
     return second_moments(terms.columns) <= terms.known.m2po_threshold
 
 
-@mask(source="80/20 rule arXiv:2506.01939; TRL top_entropy_quantile", needs={Need.ENTROPY, Need.WHOLE_STEP})
+@mask(source="80/20 rule arXiv:2506.01939; TRL top_entropy_quantile", needs={Need.ENTROPY, Need.WHOLE_STEP}, reads_mu=False)
 def top_entropy(terms: Terms, *, fraction: float = 0.2) -> Tensor:
     """keep the `fraction` of the step's tokens with the largest entropy"""
     return terms.column("entropy").detach().float() >= terms.known.entropy_threshold
@@ -131,19 +136,19 @@ def tv_gate(terms: Terms, *, high: float) -> Tensor:
     return _by_sequence(terms, terms.sequences.mean((terms.rho - 1).abs()) / 2 <= high)
 
 
-@mask(source="DAPO arXiv:2503.14476 overlong filtering", needs={Need.TRUNCATED}, level="sequence")
+@mask(source="DAPO arXiv:2503.14476 overlong filtering", needs={Need.TRUNCATED}, level="sequence", reads_mu=False)
 def overlong(terms: Terms) -> Tensor:
     """drop sequences cut off at their longest length; the reward still counts in the baseline"""
     return _by_sequence(terms, ~terms.columns.required("truncated"))
 
 
-@mask(source="prime-rl#2960", needs={Need.TOKEN_VERSIONS})
+@mask(source="prime-rl#2960", needs={Need.TOKEN_VERSIONS}, reads_mu=False)
 def version_withhold(terms: Terms, *, bound: int) -> Tensor:
     """drop tokens with staleness > bound, and their group only where none is younger; the reward still counts in the baseline"""
     return terms.columns.trained_version - terms.columns.versions <= bound
 
 
-@mask(source="slime mask-offpolicy-in-partial-rollout", needs={Need.TOKEN_VERSIONS})
+@mask(source="slime mask-offpolicy-in-partial-rollout", needs={Need.TOKEN_VERSIONS}, reads_mu=False)
 def partial_rollout(terms: Terms) -> Tensor:
     """drop tokens older than the newest version of their sequence"""
     versions = terms.columns.versions.to(terms.logprobs.dtype)
