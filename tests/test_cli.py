@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from pipelinerl import __version__
@@ -117,6 +118,7 @@ def test_a_tracker_that_is_unknown_is_told_before_anything_is_sent(config: Path,
 )
 def test_resume_takes_the_name_of_a_run_or_none(words: list[str], resume: str | None):
     command = get_command(app)
+    assert isinstance(command, TyperGroup)
     context = command.commands["run"].make_context("run", words)
     assert context.params["resume"] == resume
     assert str(context.params["config_file"]) == "my.toml"

@@ -547,7 +547,7 @@ def test_a_run_is_four_command_lines_with_the_orchestrator_first(tmp_path: Path)
 
 
 def test_the_only_rank_of_a_trainer_is_started_by_itself(tmp_path: Path):
-    alone = settings(tmp_path).model_copy(update={"trainer": TrainerSection(ranks=1)})
+    alone = settings(tmp_path).model_copy(update={"trainer": TrainerSection.model_validate({"ranks": 1})})
     assert roles_of(alone, tmp_path)[3].command[1:] == ("-m", "trainer", "--run-folder", str(tmp_path))
 
 

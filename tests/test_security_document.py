@@ -20,7 +20,9 @@ def test_the_document_names_what_the_tests_see_and_nothing_else():
 
 
 def test_each_of_them_is_seen_by_a_test():
-    (listed,) = [mark for mark in test_listeners.test_every_listener_of_a_run_is_authenticated_private_or_named.pytestmark if mark.args]
+    (listed,) = [
+        mark for mark in vars(test_listeners.test_every_listener_of_a_run_is_authenticated_private_or_named)["pytestmark"] if mark.args
+    ]
     assert set().union(*(case.values[1] for case in listed.args[1])) == set(SOCKETS)
     for test in filter(None, ELSEWHERE.values()):
         path, _, name = test.partition("::")

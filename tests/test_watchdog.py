@@ -1,5 +1,7 @@
 """A stall in each of the six stages: the watchdog names stage, peer and sample, shows all stacks, and ends the process with exit code 1."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import asyncio

@@ -54,7 +54,7 @@ def test_the_entropy_coefficient_is_that_of_trl_step_after_step() -> None:
 def test_the_kl_that_is_measured_is_the_mean_over_sequences_of_the_mean_over_their_tokens(kind: str) -> None:
     """As verl measures it, by the estimator at hand and before beta: two tokens of one sequence count as much as one of another."""
     method = method_of("grpo", kl={"name": kind, "beta": 0.3})
-    row = {"behaviour": [-1.0] * 2, "advantages": [0.0] * 2}
+    row: dict[str, Any] = {"behaviour": [-1.0] * 2, "advantages": [0.0] * 2}
     rows = [
         Seq(logprobs=[-1.0, -1.0], reference=[-1.2, -1.6], **row),
         Seq(logprobs=[-1.0], behaviour=[-1.0], reference=[-2.0], advantages=[0.0]),

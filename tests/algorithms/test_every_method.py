@@ -181,7 +181,7 @@ def group_of(rewards: Sequence[float], *, seed: int = 0, empty: int | None = Non
 
 
 def reordered(group: ScoredGroup, order: Sequence[int]) -> ScoredGroup:
-    def taken(name: str, value: object) -> object:
+    def taken(name: str, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(value[index] for index in order)
         return value[list(order)] if isinstance(value, np.ndarray) and name != "component_weights" else value

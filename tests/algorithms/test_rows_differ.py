@@ -51,7 +51,7 @@ class LaggedStep:
         self.num_positions = sum(flat)
         self.sequence_ids = np.repeat(np.arange(len(flat)), flat)
         self.trains = self.generator.uniform(size=self.num_positions) > 0.2
-        starts = np.cumsum(flat) - flat
+        starts: np.ndarray = np.cumsum(flat) - flat
         self.trains[starts] = True
         self.versions = np.concatenate([np.sort(self.generator.integers(2, TRAINED_VERSION + 1, size)) for size in flat])
         self.logprobs = -self.generator.uniform(0.05, 3.0, self.num_positions)

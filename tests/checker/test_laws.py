@@ -257,12 +257,13 @@ def test_a_broken_promise_is_found_and_named(what: str):
 
 
 def test_a_checkpoint_is_held_against_the_history():
-    for changes, expected in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"commit": "other:9"}, "names commit other:9"),
         ({"num_samples": 3}, "was trained on"),
         ({"samples": "0" * 16}, "was trained on"),
         ({"missing": ("__0_0.distcp",)}, "lacks __0_0.distcp"),
-    ):
+    )
+    for changes, expected in cases:
         (problem,) = judge(good(), checkpoint(good(), **changes)).problems
         assert expected in problem
 

@@ -99,7 +99,7 @@ def _serve(line: socket.socket, queued: queue.Queue[tuple[Any, torch.Tensor, thr
     with line, contextlib.suppress(OSError):
         while (work := queued.get()) is not None:
             call, part, done = work
-            call(memoryview(part.numpy()))
+            call(part.numpy().data)
             done.set()
 
 

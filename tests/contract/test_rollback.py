@@ -1,5 +1,7 @@
 """A rollback, from the trainer's publisher over the orchestrator's rule to engines that take real bytes: what comes late is harmless."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import concurrent.futures
@@ -8,6 +10,7 @@ import dataclasses
 import random
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,8 +164,8 @@ def repeat_late(
 ) -> None:
     """Deliver every message from before the rollback once more, in another order."""
     held, slots = run.swaps.held_by_all(), run.swaps.take_free_slots()
-    late = [("told", one) for one in told] + [("announced", one) for one in announced] + [("heard", one) for one in heard]
-    late += [("held", version) for version in (None, 3, 5)]
+    late: list[tuple[str, Any]] = [("told", one) for one in told]
+    late += [("announced", one) for one in announced] + [("heard", one) for one in heard] + [("held", version) for version in (None, 3, 5)]
     chance.shuffle(late)
     for kind, one in late:
         match kind, one:

@@ -178,7 +178,7 @@ def keep_the_contract(engine: VllmEngine, folder: Path) -> None:
     """What every road promises, of adapters alone. Two engines of the contract are one and the same here."""
     from tests.contract import test_weights as contract
 
-    taker = Taker(intake=engine)
+    taker: Any = Taker(intake=engine)
     cases = (
         lambda road: contract.test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road, [taker]),
         lambda road: contract.test_an_engine_may_skip_policies_and_load_the_newest_late(road, [taker, taker]),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,7 +260,7 @@ def test_a_model_that_vllm_cannot_serve_ends_the_run_in_vllms_own_words(tmp_path
     assert not processes_of(newest_run(settings, "unserved"))
 
 
-def _save_qwen3(folder: Path, described: dict[str, object]) -> None:
+def _save_qwen3(folder: Path, described: dict[str, Any]) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     Qwen3ForCausalLM(Qwen3Config(**described)).save_pretrained(folder)

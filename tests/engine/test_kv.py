@@ -119,14 +119,20 @@ def test_a_model_of_8192_positions_is_served_on_a_cpu_and_vllm_counts_as_we_do(t
     from tests.real_engine import vllm_engine
     from tests.tiny_models import make_tokenizer
 
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # with 4 layers in float32, 16 KiB a token
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "max_position_embeddings": 8192}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # with 4 layers in float32, 16 KiB a token
+    sizes: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 8192,
+    }
     Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, eos_token_id=2, bos_token_id=1, pad_token_id=0)).save_pretrained(tmp_path)
     make_tokenizer(tmp_path)
     expected = plan_kv(
-        ModelSection(path=tmp_path, dtype="float32"),
-        EngineSection(),
-        RolloutSection(),
+        ModelSection.model_validate({"path": tmp_path, "dtype": "float32"}),
+        EngineSection.model_validate({}),
+        RolloutSection.model_validate({}),
         memory_bytes=24 * GIB,
         on_cpu=True,
     )
@@ -136,4 +142,5 @@ def test_a_model_of_8192_positions_is_served_on_a_cpu_and_vllm_counts_as_we_do(t
         assert engine.limits.max_model_tokens == 8192
         cache = engine._llm.vllm_config.cache_config  # pyright: ignore[reportPrivateUsage]
         assert cache.block_size == expected.block_tokens
+        assert expected.cache_bytes is not None
         assert cache.num_gpu_blocks == expected.cache_bytes // (expected.block_tokens * expected.token_bytes)

@@ -66,7 +66,7 @@ def test_the_end_is_where_vllm_puts_it(folder: Path, finder: Finder) -> None:
         prompt = [chance.randrange(33, 90) for _ in range(4)]
         token_ids = [chance.choice(likely) if chance.random() < 0.9 else chance.randrange(len(tokenizer)) for _ in range(20)]
         params = SamplingParams(stop=list(STOP), include_stop_str_in_output=True, skip_special_tokens=False)
-        fields = dict.fromkeys(EngineCoreRequest.__struct_fields__)
+        fields: dict[str, Any] = dict.fromkeys(EngineCoreRequest.__struct_fields__)
         request: Any = EngineCoreRequest(**fields | {"request_id": "0", "prompt_token_ids": prompt, "sampling_params": params})
         theirs = FastIncrementalDetokenizer(tokenizer, request)
         ended = next((number for number, one in enumerate(token_ids, 1) if theirs.update([one], False) is not None), None)

@@ -15,7 +15,12 @@ from pipelinerl.config import RewardSection
 from pipelinerl.errors import DataError
 from tests.orchestrator import handmade
 
-ONE_REWARD = (RewardSection(function="rewards.py:right", weight=1.0),)
+
+def weighed(function: str, weight: float) -> RewardSection:
+    return RewardSection.model_validate({"function": function, "weight": weight})
+
+
+ONE_REWARD = (weighed("rewards.py:right", 1.0),)
 
 
 def members(rewards: list[float], *, lengths: list[int] | None = None, components: list[dict[str, float]] | None = None):
@@ -81,7 +86,10 @@ def test_a_rule_over_the_step_sees_every_group_as_if_they_were_one_table() -> No
 
 def test_components_of_one_name_from_two_files_are_told_apart_as_the_scorer_does() -> None:
     """The scorer names them by their whole reference then; see `scorer.calls.component_names`."""
-    rewards = (RewardSection(function="a.py:right", weight=1.0), RewardSection(function="b.py:right", weight=2.0))
+    rewards = (
+        weighed("a.py:right", 1.0),
+        weighed("b.py:right", 2.0),
+    )
     credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
     columns = credit(members([1.0, 2.0], components=[{"a.py:right": 1.0, "b.py:right": 0.0}, {"a.py:right": 0.0, "b.py:right": 1.0}]))
     assert not isinstance(columns, SetAside)
@@ -89,7 +97,10 @@ def test_components_of_one_name_from_two_files_are_told_apart_as_the_scorer_does
 
 
 def test_a_component_that_does_not_apply_to_a_sibling_compares_none_of_them() -> None:
-    rewards = (RewardSection(function="r.py:right", weight=1.0), RewardSection(function="r.py:short", weight=2.0))
+    rewards = (
+        weighed("r.py:right", 1.0),
+        weighed("r.py:short", 2.0),
+    )
     credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
     columns = credit(members([1.0, 0.0], components=[{"right": 1.0}, {"right": 0.0, "short": 5.0}]))
     assert not isinstance(columns, SetAside)
@@ -101,7 +112,10 @@ def test_a_component_that_does_not_apply_to_a_sibling_compares_none_of_them() ->
 
 def test_components_reach_a_method_that_reads_them_with_their_weights():
     """gdpo: each component normalised in the group, then weighed: right differs (+-0.70711), short differs the other way, weight 2."""
-    rewards = (RewardSection(function="rewards.py:right", weight=1.0), RewardSection(function="rewards.py:short", weight=2.0))
+    rewards = (
+        weighed("rewards.py:right", 1.0),
+        weighed("rewards.py:short", 2.0),
+    )
     credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
     columns = credit(members([1.0, 2.0], components=[{"short": 0.0, "right": 1.0}, {"right": 0.0, "short": 1.0}]))
     assert not isinstance(columns, SetAside)

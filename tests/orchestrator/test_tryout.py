@@ -88,7 +88,7 @@ def tried(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
         with pytest.raises(SystemExit) as end:
             main(["my.toml", *words])
-        return Shown(int(end.value.code or 0), *capfd.readouterr())
+        return Shown(int(end.value.code or 0), *map(str, capfd.readouterr()))
 
     return run
 

@@ -196,7 +196,7 @@ def test_what_stops_learning_is_named_with_its_figure_and_what_to_change(tmp_pat
 def test_a_machine_that_is_full_is_not_told_to_start_more(tmp_path: Path) -> None:
     # One engine and one rank on two cores; on sixteen cores, or with four devices, there is room.
     slow_trainer, slow_engine = Plan(train_s=2.0, num_engines=1), Plan(num_engines=1)
-    full = {"machine": {"cores": 2, "devices": 0}}
+    full: dict[str, object] = {"machine": {"cores": 2, "devices": 0}}
     assert _changed(tmp_path / "a", slow_trainer, run=full).advice.startswith(
         "The machine's 2 cores are taken by 1 engine and 1 trainer rank"
     )

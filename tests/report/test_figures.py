@@ -1,6 +1,7 @@
 """Single figures: what a reader takes off them is what the journal says."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def histogram_rows(step: StepRow) -> list[tuple[str, ...]]:
 
 
 def test_staleness_is_drawn_with_its_parts_and_its_extremes() -> None:
-    ages = {"mean": 1.5, "min": 0.0, "max": 3.0, "in_flight_mean": 1.2, "in_queue_mean": 0.3}
+    ages: dict[str, Any] = {"mean": 1.5, "min": 0.0, "max": 3.0, "in_flight_mean": 1.2, "in_queue_mean": 0.3}
     steps = tuple(StepRow(t=1.0 + number, step=number, **{f"staleness_{name}": age for name, age in ages.items()}) for number in range(2))
     rows = figures.staleness_over_time(Tables(folder=Path(), steps=steps)).summary()
     assert [row[0].split(",")[0] for row in rows] == [

@@ -66,7 +66,7 @@ def test_only_what_is_known_to_be_harmless_or_named_is_passed_on() -> None:
         "https_proxy": "http://proxy:80",
     }
     kept |= {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
-    secrets = dict.fromkeys(
+    secrets: dict[str, str] = dict.fromkeys(
         (
             *("WANDB_API_KEY", "WANDB_ENTITY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SESSION_TOKEN", "AWS_PROFILE", "my_secret"),
             *("DB_PASSWORD", "PGPASSFILE", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "AZURE_TENANT", "openai_api_key"),

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -73,9 +73,9 @@ class Attacked:
         for path in (self.folder, self.slot, *self.folder.rglob("*")):
             if os.getuid() == 0:
                 os.chown(path, user, user)
-        self._identity = {"user": user, "group": user, "extra_groups": []} if os.getuid() == 0 and user else {}
+        self._identity: dict[str, Any] = {"user": user, "group": user, "extra_groups": []} if os.getuid() == 0 and user else {}
         self._python = python
-        self.beside = subprocess.Popen([python, "-c", "input()"], stdin=subprocess.PIPE, **self._identity)
+        self.beside = subprocess.Popen([python, "-c", "input()"], stdin=subprocess.PIPE, text=False, **self._identity)
 
     def run(self, program: str, under: Isolation) -> dict[str, Any]:
         command = [self._python, "-c", DRIVER, str(self.folder / "code.py"), program, str(under)]
@@ -92,7 +92,7 @@ class Attacked:
         return set(self.run(program, under)["output"].splitlines())
 
     def close(self) -> None:
-        self.beside.communicate(b"\n")
+        self.beside.communicate(cast("Any", b"\n"))
         self.slot.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -41,7 +41,7 @@ class ByHand:
                 break
             num_cached += self._block
         self._cached |= {(salt, tuple(token_ids[:end])) for end in range(self._block, len(token_ids) + 1, self._block)}
-        return (np.cumsum(token_ids, dtype=np.float32)[:, None] / 1000 - 1)[num_cached:]
+        return (np.cumsum(token_ids, dtype=np.float32)[:, None] / np.float32(1000) - np.float32(1))[num_cached:].astype(np.float32)
 
 
 def by_words(token_ids: Sequence[int]) -> str:

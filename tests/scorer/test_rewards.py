@@ -22,7 +22,7 @@ from pipelinerl.scorer.rewards import ERROR_CHARACTERS, Reward, Scoring, Shape, 
 COLUMNS: dict[str, Any] = {"answer": "42", "level": 3}
 
 
-def run(*functions: Callable[..., Any], columns: dict[str, Any] = COLUMNS, chat: tuple[dict[str, Any], ...] = ()) -> Result:
+def run(*functions: Any, columns: dict[str, Any] = COLUMNS, chat: tuple[dict[str, Any], ...] = ()) -> Result:
     """Score the completion "abc" of the prompt "what?" with these functions."""
     rewards = [inspect_reward(function, reference=f"file.py:f{index}") for index, function in enumerate(functions)]
     with contextlib.closing(scoring(*rewards)) as score:

@@ -89,7 +89,7 @@ class Prompts:
     """Endless seeded prompts of 4 to 12 tokens."""
 
     def __init__(self, seed: int) -> None:
-        self.position = (0, 0)
+        self.position: tuple[int, int] = (0, 0)
         self.resting: dict[int, Rest] = {}
         self.heard: list[tuple[str, float]] = []
         """Measured success rates."""

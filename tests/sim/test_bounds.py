@@ -70,7 +70,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
     return found
 
 
-def bounded(*, queue_bytes: int = BOUND, **sections: dict[str, Any]) -> Config:
+def bounded(*, queue_bytes: int = BOUND, **sections: Any) -> Config:
     """Few rollouts in engines, many more that the staleness bound would let them write."""
     bounds = {"max_staleness": 8, "queue_bytes": queue_bytes}
     pipeline = bounds | sections.pop("pipeline", {})
@@ -85,8 +85,8 @@ def comparing(settings: Config) -> Config:
     return settings.model_copy(update={"reward": rewards})
 
 
-PRM = {"prm": {"path": "unused", "chunk_tokens": 3}}
-EPISODES = {"environment": {"function": "unused:reply", "max_turns": 4}}
+PRM: dict[str, Any] = {"prm": {"path": "unused", "chunk_tokens": 3}}
+EPISODES: dict[str, Any] = {"environment": {"function": "unused:reply", "max_turns": 4}}
 
 
 def waited(simulated: Simulated) -> set[str]:
@@ -199,7 +199,7 @@ async def mixture(link: MemoryLink, **options: Any) -> None:
             message = msgspec.structs.replace(message, routes=routes_of(table))
         send(message)
 
-    link.send = told
+    vars(link).update(send=told)
     await peers.engine(link, **options)
 
 

@@ -77,7 +77,7 @@ def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path
                 replied[message.episode_id].append(message.turn)
             send(message)
 
-        link.send = said
+        vars(link).update(send=said)
         await peers.scorer(link, **options)
 
     held_out, settings = Prompts(seed=9), episodes(pipeline={"mode": mode})
@@ -158,7 +158,7 @@ def test_answers_that_come_twice_and_late_are_to_their_own_turn(tmp_path: Path) 
             if type(message).__name__ in ("Completion", "Replied"):
                 asyncio.get_running_loop().call_later(0.1, send, message)
 
-        link.send = repeat
+        vars(link).update(send=repeat)
         return link
 
     async def engine(link: MemoryLink, **options: Any) -> None:

@@ -55,7 +55,7 @@ def test_the_greedy_sibling_alone_is_sampled_at_temperature_0_by_the_engine_of_t
         async def waited() -> Any:
             return note(await wait())
 
-        link.receive, link.wait = lambda timeout: note(receive(timeout)), waited
+        vars(link).update(receive=lambda timeout: note(receive(timeout)), wait=waited)
         await peers.engine(link, engine_id=engine_id, **options)
 
     settings = remax(trainer={"steps": 4})
@@ -75,7 +75,7 @@ def test_the_greedy_sibling_alone_is_sampled_at_temperature_0_by_the_engine_of_t
     assert 0.0 <= line["greedy_reward_mean"] <= 1.0
 
 
-EVERYBODY = {"engine_s": 5.0, "scorer_s": 5.0, "trainer_s": 6.0, "orchestrator_s": 8.0}
+EVERYBODY: dict[str, Any] = {"engine_s": 5.0, "scorer_s": 5.0, "trainer_s": 6.0, "orchestrator_s": 8.0}
 
 
 @pytest.mark.slow

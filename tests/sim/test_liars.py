@@ -66,7 +66,7 @@ def liar(
                 if lie is None or also:
                     send(message)
 
-        link.send = say
+        vars(link).update(send=say)
         await peers.engine(link, engine_id=engine_id, **options)
 
     return engine
@@ -203,7 +203,7 @@ def test_who_says_with_a_scorers_key_that_it_has_failed_ends_no_run(tmp_path: Pa
             if isinstance(message, Scored):
                 send(Failed(error="ConfigError: so they say"))
 
-        link.send = say
+        vars(link).update(send=say)
         await peers.scorer(link, **options)
 
     simulated = run(config(trainer={"steps": 4}), folder=tmp_path, cast=Cast(scorer=scorer))
@@ -228,7 +228,7 @@ def test_a_score_that_does_not_add_up_is_asked_for_again(tmp_path: Path):
                 message = change(message, reward=1e6)
             send(message)
 
-        link.send = say
+        vars(link).update(send=say)
         await peers.scorer(link, **options)
 
     simulated = run(config(trainer={"steps": 4}), folder=tmp_path, cast=Cast(scorer=scorer))

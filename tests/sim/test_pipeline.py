@@ -194,7 +194,7 @@ def test_training_and_evaluations_ask_for_the_same_stop_tokens(tmp_path: Path):
         async def waited() -> Any:
             return note(await wait())
 
-        link.receive, link.wait = lambda timeout: note(receive(timeout)), waited
+        vars(link).update(receive=lambda timeout: note(receive(timeout)), wait=waited)
         await peers.engine(link, **options)
 
     simulated = run(
@@ -232,7 +232,7 @@ ADVERSARIES = [same_for_siblings, one_group_in_fifty_has_signal, no_signal_for_a
 def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path, mode: str, reward: Callable[[int, int], float]):
     """DAPO's filter with its budget of ten batches: steps of eight groups, whatever the rewards, and nothing hangs or fails."""
     method = resolve("dapo", {}, group_size=4)
-    credit = MethodCredit(method, (RewardSection(function="unused:reward"),))
+    credit = MethodCredit(method, (RewardSection.model_validate({"function": "unused:reward"}),))
 
     def adversarial(survivors: Survivors):
         if reward is signal_only_in_the_sibling_that_fails and len(survivors) == 4:
@@ -263,7 +263,7 @@ def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path,
 
 def test_a_step_with_signal_enough_lets_nothing_through(tmp_path: Path):
     method = resolve("dapo", {}, group_size=4)
-    credit = MethodCredit(method, (RewardSection(function="unused:reward"),))
+    credit = MethodCredit(method, (RewardSection.model_validate({"function": "unused:reward"}),))
     simulated = run(config(), folder=tmp_path, credit=credit, step_rules=credit.step_rules())
     assert simulated.problems() == []
     lines = [line for line in simulated.lines if line["kind"] == "step"]
@@ -278,7 +278,7 @@ def test_a_step_with_signal_enough_lets_nothing_through(tmp_path: Path):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rule_over_the_whole_step_breaks_no_promise_and_holds_rows_until_their_step_closes(tmp_path: Path, mode: str):
     method = resolve("reinforce_pp_baseline", {}, group_size=4)
-    credit = MethodCredit(method, (RewardSection(function="unused:reward"),))
+    credit = MethodCredit(method, (RewardSection.model_validate({"function": "unused:reward"}),))
     seen: list[int] = []
     rows: list[MicroBatch] = []
 

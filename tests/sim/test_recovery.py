@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def check(survived: Survived, *, num_steps: int, groups_per_step: int = 8) -> No
     assert survived.disk.version == num_steps
 
 
-KILLS = {
+KILLS: dict[str, dict[str, Any]] = {
     "engine": {"engine_s": 3.0},
     "scorer": {"scorer_s": 1.0},
     "trainer": {"trainer_s": 3.0},

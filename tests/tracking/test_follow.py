@@ -29,14 +29,12 @@ class Memory:
         self.tables: list[list[ShownSample]] = []
         self.breaks_at = breaks_at
         self.num_opened = 0
+        self.first_line = 0
         self.ends: list[bool] = []
 
-    @property
-    def first_line(self) -> int:
-        return self.points[-1].line + 1 if self.points else 0
-
-    def open(self, _: Line) -> Memory:
+    def open(self, run: Line) -> Memory:
         self.num_opened += 1
+        self.first_line = self.points[-1].line + 1 if self.points else 0
         return self
 
     def take(self, point: Point) -> None:

@@ -15,7 +15,7 @@ def records(path: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     for data in _chunks(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]  # made when it is imported
         record.ParseFromString(data)
         yield record
 

@@ -22,8 +22,8 @@ from pipelinerl.messages import (
     CheckpointSaved,
     EndTraining,
     Failed,
-    FromTrainer,
     LayoutFixed,
+    Message,
     MicroBatch,
     PolicyPublished,
     SlotReleased,
@@ -117,7 +117,7 @@ class Conductor:
                 if replica == self.starved:
                     await asyncio.sleep(0.5)  # the others go as far as they can before they hear of it
 
-    def _handle(self, peer: str, message: FromTrainer) -> None:
+    def _handle(self, peer: str, message: Message) -> None:
         match message:
             case TrainerReady():
                 assert (f"trainer-{message.replica}", message.num_replicas) == (peer, self.num_replicas)

@@ -1,5 +1,7 @@
 """Runs a function on several ranks, real processes with real collectives, for one layout after the other in the same processes."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import functools
@@ -34,7 +36,9 @@ class Ranks:
         self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         all_forked = torch.multiprocessing.get_context("fork").Event()
         begin = functools.partial(_begin, function=function, args=args, size=size, port=self._store.port, all_forked=all_forked)
-        self._ranks = torch.multiprocessing.start_processes(begin, nprocs=size, join=False, start_method="fork")
+        ranks = torch.multiprocessing.start_processes(begin, nprocs=size, join=False, start_method="fork")
+        assert ranks is not None
+        self._ranks = ranks
         all_forked.set()
 
     def join(self) -> None:

@@ -230,7 +230,7 @@ def test_three_models_on_two_ranks_train_what_they_train_on_one(folders: dict[st
     rows are dealt out, and where layers are."""
     jobs = {method: functools.partial(_of_layout, folder=folders["qwen3_moe"], method=method) for method in ("ppo", "prime")}
     expected = {method: job(Replicas(ranks=1, deadline_s=60)) for method, job in jobs.items()}
-    kinds: list[dict[str, int]] = [{}, {"shard": 2}, {"context": 2}, {"pipeline": 2}]
+    kinds: list[dict[str, Any]] = [{}, {"shard": 2}, {"context": 2}, {"pipeline": 2}]
     cases = [("ppo", Layout(ranks=2, **sizes)) for sizes in kinds] + [("prime", Layout(ranks=2)), ("prime", Layout(ranks=2, pipeline=2))]
     found = run_jobs([(layout, jobs[method]) for method, layout in cases], tmp_path)
     for (method, layout), ranks in zip(cases, found, strict=True):

@@ -28,7 +28,7 @@ from trainer.row import arrange
 THETA = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64)
 REFERENCE = torch.tensor([0.1, 0.2, -0.5], dtype=torch.float64)
 TRACES = list(itertools.product((0, 1), repeat=3))
-REWARD = dict(zip(TRACES, (0.0, 1.0, 1.0, 0.5, 0.0, 0.25, 0.0, 1.0), strict=True))
+REWARD: dict[tuple[int, ...], float] = dict(zip(TRACES, (0.0, 1.0, 1.0, 0.5, 0.0, 0.25, 0.0, 1.0), strict=True))
 PREDICTED = 0.2
 PROMPT = Prompt(prompt_id="0:0", text="", token_ids=np.array([9], np.int32))
 METHOD = resolve(
@@ -81,7 +81,7 @@ def rollouts(epsilon: float, sibling: int) -> Iterator[tuple[ScoredTrajectory, f
 
 def gradient(group: Group, *, divides_by_survivors: bool = False) -> torch.Tensor:
     """[3] of the step that the group makes."""
-    credit = MethodCredit(METHOD, (RewardSection(function="rewards.py:right"),))
+    credit = MethodCredit(METHOD, (RewardSection.model_validate({"function": "rewards.py:right"}),))
     verdict = BatchCut(groups_per_step=1, max_staleness=0, min_survivors=2, credit=credit).take(group)
     assert verdict.closes_step
     if not verdict.samples:

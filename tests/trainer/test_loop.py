@@ -137,7 +137,7 @@ def test_a_run_with_a_critic_and_a_reference_saves_both_models_it_trained(folder
     assert "grad_norm" not in first
     assert last["grad_norm"] > 0
     assert last["reference_kl_k3"] > 0
-    assert make_model(tmp_path / "critic", gives_values=True).module.score.weight.any()
+    assert dict(make_model(tmp_path / "critic", gives_values=True).module.named_parameters())["score.weight"].any()
 
 
 def test_two_rows_are_asked_for_ahead_and_none_twice(folders: dict[str, Path], tmp_path: Path) -> None:

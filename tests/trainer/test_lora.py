@@ -129,7 +129,8 @@ def test_adapters_on_two_ranks_train_what_they_train_on_one(folders: dict[str, P
     """Cut matrices: the adapters of q_proj and v_proj by what comes out of them, those of o_proj by what goes in."""
     job = functools.partial(_of_layout, folder=folders["qwen3_moe"])
     expected = job(Replicas(ranks=1, deadline_s=60))
-    layouts = [Layout(ranks=2), *(Layout(ranks=2, **{kind: 2}) for kind in ("shard", "context", "expert", "tensor", "pipeline"))]
+    kinds: list[dict[str, Any]] = [{kind: 2} for kind in ("shard", "context", "expert", "tensor", "pipeline")]
+    layouts = [Layout(ranks=2), *(Layout(ranks=2, **kind) for kind in kinds)]
     for layout, ranks in zip(layouts, run_jobs([(layout, job) for layout in layouts], tmp_path), strict=True):
         for weights in ranks:
             assert weights.keys() == expected.keys()

@@ -22,7 +22,7 @@ def test_recomputing_changes_what_is_kept_and_nothing_else(folders: dict[str, Pa
     for recomputes in (False, True):
         model = make_model(folders[family], recomputes=recomputes)
         passes: list[str] = []
-        model.module.base_model.layers[0].input_layernorm.register_forward_hook(lambda *_, seen=passes: seen.append("pass"))
+        model.module.get_submodule("model.layers.0.input_layernorm").register_forward_hook(lambda *_, seen=passes: seen.append("pass"))
         packed_logprobs(model, _samples()).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
         num_passes.append(len(passes))

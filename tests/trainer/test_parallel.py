@@ -1,5 +1,7 @@
 """Two replicas train as one: real processes, real collectives."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 import asyncio
 from pathlib import Path
 from typing import Any

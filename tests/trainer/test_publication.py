@@ -67,7 +67,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
         return item
 
     waves: Any = SimpleNamespace(take=take, busy_with="")
-    published: list[PolicyPublished] = []
+    published: list[Any] = []
     try:
         with (
             contextlib.closing(Journal(tmp_path, "trainer-0")) as journal,

@@ -104,7 +104,8 @@ def test_every_layout_replays_alike(folders: dict[str, Path], tmp_path: Path) ->
     """Also where several rows go through a layer before the first comes back to it, and it is computed again then."""
     job = functools.partial(_train, folder=folders["qwen3_moe"])
     expected = job(Replicas(ranks=1, deadline_s=60))
-    layouts = [Layout(ranks=2), *(Layout(ranks=2, **{kind: 2}) for kind in ("shard", "tensor", "context", "expert", "pipeline"))]
+    kinds: list[dict[str, Any]] = [{kind: 2} for kind in ("shard", "tensor", "context", "expert", "pipeline")]
+    layouts = [Layout(ranks=2), *(Layout(ranks=2, **kind) for kind in kinds)]
     jobs = [(layout, job) for layout in layouts] + [(layouts[-1], functools.partial(job, recomputes=True))]
     for ranks in run_jobs(jobs, tmp_path):
         for rank in ranks:

@@ -51,7 +51,8 @@ def _config(folder: Path, **stream: Any) -> Config:
 def _step(folder: Path, *, is_streamed: bool = True, replicas: Replicas | None = None, **options: Any) -> tuple[Step, Optimizer, Any]:
     """A step whose rows of demonstrations have 24 tokens, with its optimizer and its model."""
     replicas = replicas or Replicas(ranks=1, deadline_s=60)
-    model = make_model(folder, replicas=replicas, **({"divergence_mix": 0.5} if options.get("method") == "gkd" else {}))
+    mix: dict[str, Any] = {"divergence_mix": 0.5} if options.get("method") == "gkd" else {}
+    model = make_model(folder, replicas=replicas, **mix)
     step, optimizer = make_step(model, replicas=replicas, **options)
     if is_streamed:
         found = Demonstrations(_config(folder), beside_rl=True)
@@ -74,7 +75,11 @@ def _sft_gradient(folder: Path, *, step: int = 0) -> tuple[torch.Tensor, float, 
         losses += torch.nn.functional.cross_entropy(logits, tokens[num_prompt:], reduction="none").unbind()
     mean = torch.stack(losses).mean()
     mean.backward()
-    return torch.cat([parameter.grad.flatten() for parameter in module.parameters()]), mean.item(), len(losses)
+    return (
+        torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None]),
+        mean.item(),
+        len(losses),
+    )
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -199,7 +204,7 @@ def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_in_any_layout_train_what_one_trains(folder: Path, tmp_path: Path) -> None:
     job = functools.partial(_of_layout, folder=folder)
-    kinds: list[dict[str, int]] = [{}, {"shard": 2}, {"context": 2}, {"pipeline": 2}]
+    kinds: list[dict[str, Any]] = [{}, {"shard": 2}, {"context": 2}, {"pipeline": 2}]
     layouts = [Layout(ranks=2, **sizes) for sizes in kinds]
     found = run_jobs([(layout, job) for layout in layouts], tmp_path)
     expected = job(Replicas(ranks=1, deadline_s=60))

@@ -1,5 +1,7 @@
 """A model spread over ranks is published bit for bit as one that is not, and no rank gathers what it need not."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,7 @@
 """One optimizer step: what is summed, what it is divided by, and what ends the run."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 from pathlib import Path
 from typing import Any
 

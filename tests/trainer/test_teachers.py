@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -39,7 +40,7 @@ def samples_of_both() -> Samples:
 def batch_of(samples: Samples, **options: Any) -> MicroBatch:
     teachers = np.array([sample["teacher"] for sample in samples], np.int32)
     plain = make_batch(samples, **options)
-    return MicroBatch(**{name: getattr(plain, name) for name in plain.__struct_fields__} | {"teachers": teachers})
+    return msgspec.structs.replace(plain, teachers=teachers)
 
 
 def make_teachers(two: tuple[Path, Path], replicas: Replicas) -> Teachers:

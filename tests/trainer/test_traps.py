@@ -66,7 +66,7 @@ def test_a_model_that_would_keep_a_cache_is_told_not_to(folders: dict[str, Path]
     model = make_model(folders["qwen3"])
     assert model.module.config.use_cache
     seen: list[object] = []
-    layer = model.module.base_model.layers[0]
+    layer = model.module.get_submodule("model.layers.0")
     layer.register_forward_pre_hook(lambda _, args, options: seen.append(options["past_key_values"]), with_kwargs=True)
     generator = np.random.default_rng(0)
     first, second = (make_sample(generator, prompt=3, completion=4) for _ in range(2))

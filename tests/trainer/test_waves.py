@@ -1,5 +1,7 @@
 """The loop finds its next row ready; what a rank takes off the wire, the others of its replica get as it came."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import asyncio

@@ -45,14 +45,15 @@ _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_int
 
 def make_folder(folder: Path, *, family: str, seed: int = 0, **overrides: Any) -> Path:
     """Write a random model of `family` without a tokenizer. Grouped heads in all; Qwen3 has tied embeddings, Qwen3-MoE four experts."""
-    configs: dict[str, PretrainedConfig] = {
-        "llama": LlamaConfig(**_SIZES | overrides),
-        "qwen2": Qwen2Config(**_SIZES | overrides),
-        "qwen3": Qwen3Config(**_SIZES | {"head_dim": 16, "tie_word_embeddings": True} | overrides),
-        "qwen3_moe": Qwen3MoeConfig(**_SIZES | _EXPERTS | {"head_dim": 16} | overrides),
+    kinds: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+        "llama": (LlamaConfig, {}),
+        "qwen2": (Qwen2Config, {}),
+        "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+        "qwen3_moe": (Qwen3MoeConfig, _EXPERTS | {"head_dim": 16}),
     }
+    kind, own = kinds[family]
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(configs[family], dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(kind(**_SIZES | own | overrides), dtype=torch.float32).save_pretrained(folder)
     return folder
 
 
@@ -79,7 +80,7 @@ def make_sample(generator: np.random.Generator, *, prompt: int, completion: int)
 def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index: int = 0, first_id: int = 0) -> MicroBatch:
     """Lay samples end to end; without samples this is a zero-loss row."""
     dtypes = {"token_ids": np.int32, "trains": np.bool_, "logprobs": np.float32, "versions": np.int32, "advantages": np.float32}
-    columns = {
+    columns: dict[str, Any] = {
         name: np.concatenate([np.zeros(0, dtype), *(sample[name] for sample in samples)]).astype(dtype) for name, dtype in dtypes.items()
     }
     return MicroBatch(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -38,7 +38,7 @@ def store_of(server: RendezvousServer) -> RendezvousStore:
 
 def everything(store: dist.Store) -> list[Any]:
     """What a store says to each question that it may be asked."""
-    said: list[Any] = [store.check(["a"]), store.set("a", "text"), store.get("a"), store.set("b", b"\0\xff"), store.get("b")]
+    said: list[Any] = [store.check(["a"]), store.set("a", "text"), store.get("a"), store.set("b", cast("str", b"\0\xff")), store.get("b")]
     said += [store.check(["a", "b"]), store.check(["a", "c"]), store.wait(["a", "b"]), store.wait(["a"], timedelta(seconds=5))]
     said += [store.add("n", 3), store.add("n", -5), store.get("n"), store.delete_key("n"), store.delete_key("n"), store.add("n", 1)]
     said += [store.compare_set("a", "text", "new"), store.compare_set("a", "text", "newer"), store.get("a")]

@@ -36,14 +36,14 @@ def test_adapters_travel_alone_where_that_is_cheaper_and_the_reason_is_said(
 
 def test_a_number_of_versions_that_is_set_is_taken():
     weights = WeightsSection(adapters="apart", adapter_versions=1)  # pyright: ignore[reportCallIssue]
-    shape, _ = choose_adapters(LoraSection(rank=8, alpha=4.0), weights, max_staleness=4)
+    shape, _ = choose_adapters(LoraSection.model_validate({"rank": 8, "alpha": 4.0}), weights, max_staleness=4)
     assert shape is not None
     assert shape.num_versions == 1
 
 
 def test_an_engine_with_a_pipeline_gets_adapters_merged():
     shape, choices = choose_adapters(
-        LoraSection(rank=8, alpha=4.0),
+        LoraSection.model_validate({"rank": 8, "alpha": 4.0}),
         WeightsSection(),  # pyright: ignore[reportCallIssue]
         max_staleness=4,
         is_pipelined=True,

@@ -1,5 +1,7 @@
 """What the trainer sends of a policy, for engines at any version since the baseline."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 import pytest
 import torch
 

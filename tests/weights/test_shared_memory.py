@@ -169,7 +169,7 @@ def vllm_buffer(folder: Path, *, age_s: float, name: str = "vllm_dist_0f-tp:0-[0
     """A file as the ranks of vLLM's engines on CPUs leave them."""
     path = folder / name
     path.write_bytes(bytes(1 << 16))
-    os.utime(path, (time.time() - age_s,) * 2)
+    os.utime(path, (at := time.time() - age_s, at))
     return path
 
 

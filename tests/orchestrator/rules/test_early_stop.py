@@ -22,7 +22,7 @@ from pipelinerl.messages import Flag
 THETA = np.array([0.3, -0.4, 0.8])
 ONE = 1 / (1 + np.exp(-THETA))
 TRACES = list(itertools.product((0, 1), repeat=3))
-REWARD = dict(zip(TRACES, (0.0, 1.0, 1.0, 0.5, 0.0, 0.25, 0.0, 1.0), strict=True))
+REWARD: dict[tuple[int, ...], float] = dict(zip(TRACES, (0.0, 1.0, 1.0, 0.5, 0.0, 0.25, 0.0, 1.0), strict=True))
 NUM_TOKENS = 3
 UNREAD = 1e6
 """Reward of a stopped rollout: a number that would show, were it read."""

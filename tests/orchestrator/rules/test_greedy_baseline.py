@@ -14,7 +14,7 @@ from pipelinerl.config import RewardSection
 from pipelinerl.messages import Fate, Group, Outcome
 from tests.orchestrator import handmade
 
-ONE_REWARD = (RewardSection(function="rewards.py:right", weight=1.0),)
+ONE_REWARD = (RewardSection.model_validate({"function": "rewards.py:right", "weight": 1.0}),)
 
 
 def remax(*, group_size: int = 2, max_staleness: int = 2, **overrides: str) -> BatchCut:

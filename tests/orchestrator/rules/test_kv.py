@@ -38,6 +38,7 @@ def test_where_nothing_is_kept_any_more_something_is_kept_again_in_time():
     for _ in range(250):
         policy.measured(kl=0.0, square=0.0, num_tokens=0)
     assert policy.lag == pytest.approx(before / DOUBT**125)
+    assert policy.lag is not None
     assert policy.lag > 1.0
 
 

@@ -114,7 +114,8 @@ def test_a_scorer_has_some_slots_and_a_trainer_no_version_after_the_last_step():
 @pytest.mark.parametrize(("name", "value"), [("busy_s", math.nan), ("idle_s", math.inf), ("num_tokens", -1), ("kv_used", -0.5)])
 def test_gauges_are_finite_and_from_zero(name: str, value: float):
     assert gauges(load(kv_used=0.5)) is None
-    lie = gauges(load(**{name: value}))
+    changed: dict[str, Any] = {name: value}
+    lie = gauges(load(**changed))
     assert lie is not None
     assert name in lie.words
 
