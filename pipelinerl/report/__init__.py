@@ -11,10 +11,9 @@ state      the same journals folded line by line, for the live view
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from pipelinerl.report.page import page
+from pipelinerl.report.page import page, write_whole
 from pipelinerl.report.reading import has_journal, read_tables
 
 __all__ = ["write_report"]
@@ -25,9 +24,4 @@ def write_report(run_folder: Path) -> Path:
 
     Raises `DataError` where the folder holds no journal.
     """
-    has_journal(run_folder)
-    path = run_folder / "report.html"
-    unfinished = path.with_suffix(f".{os.getpid()}.html")
-    unfinished.write_text(page(read_tables(run_folder)), encoding="utf-8")
-    unfinished.replace(path)
-    return path
+    return write_whole(run_folder / "report.html", page(read_tables(has_journal(run_folder))))

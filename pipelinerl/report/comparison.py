@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from pipelinerl.report.diagnosis import Diagnosis, diagnose
 from pipelinerl.report.figures import generated_rate, rolling_mean
 from pipelinerl.report.headline import Headline, headline
 from pipelinerl.report.listings import Cell, Table, flat, written
-from pipelinerl.report.page import render
+from pipelinerl.report.page import render, write_whole
 from pipelinerl.report.plots import COLOURS, Figure, Line, Point, time_unit
 from pipelinerl.report.reading import Tables, has_journal, read_tables
 from pipelinerl.report.units import NOT_RECORDED, duration, milliseconds, percent, quantity, whole
@@ -42,12 +41,7 @@ def write_comparison(run_folders: Sequence[Path], *, path: Path) -> Path:
     """Write the page. Raises `DataError` for fewer than two runs, too many, or a folder without a journal."""
     if not 2 <= len(run_folders) <= len(COLOURS):
         raise DataError(f"{len(run_folders)} runs named; a comparison is of two to {len(COLOURS)}")
-    for folder in run_folders:
-        has_journal(folder)
-    unfinished = path.with_suffix(f".{os.getpid()}.html")
-    unfinished.write_text(comparison([read_tables(folder) for folder in run_folders]), encoding="utf-8")
-    unfinished.replace(path)
-    return path
+    return write_whole(path, comparison([read_tables(folder) for folder in map(has_journal, run_folders)]))
 
 
 def comparison(all_tables: Sequence[Tables]) -> str:

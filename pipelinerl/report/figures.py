@@ -156,16 +156,18 @@ def pause_per_swap(tables: Tables) -> Figure:
     """How long each swap kept an engine from its next forward pass, with the median and the 99th percentile."""
     swaps = [swap for swap in tables.swaps if swap.pause_s is not None]
     stride = max(1, -(-len(swaps) // MAX_DOTS))
-    lines = [_dots(swaps[::stride], lambda swap: 1000 * (swap.pause_s or 0.0), lambda swap: milliseconds(swap.pause_s), colour="engine")]
     pauses = [1000 * (swap.pause_s or 0.0) for swap in swaps]
+    is_wide = bool(pauses) and max(pauses) >= WIDE * max(min(pauses), 1e-3)
+    lowest = min((pause for pause in pauses if pause > 0), default=0.0) if is_wide else 0.0  # a pause of 0 has no logarithm
+    dots = _dots(swaps[::stride], lambda swap: max(lowest, 1000 * (swap.pause_s or 0.0)), lambda swap: swap.pause_s, colour="engine")
+    lines = [dots]
     for name, q, colour in (("p50", 0.5, "train"), ("p99", 0.99, "swap")):
         if (pause_ms := counters.quantile(pauses, q)) is not None:
-            ends = [(swaps[0].t, pause_ms), (swaps[-1].t, pause_ms)]
+            ends = [(swap.t, max(lowest, pause_ms)) for swap in (swaps[0], swaps[-1])]
             lines.append(Line(name=f"{name} {quantity(pause_ms)} ms", colour=colour, points=ends, style="rule"))
     note = plural(len(swaps), "swap") + (f", one in {stride} drawn" if stride > 1 else "")
     if num_recomputed := sum(swap.num_recomputed_tokens or 0 for swap in swaps):
         note += f"; they dropped the KV cache of {whole(num_recomputed)} tokens, to be computed again"
-    is_wide = bool(pauses) and max(pauses) >= WIDE * max(min(pauses), 1e-3)
     return over_time(tables, "Pause per swap", "milliseconds", *lines, note=note, from_zero=not is_wide, is_log=is_wide)
 
 
@@ -173,7 +175,7 @@ def staging_per_swap(tables: Tables) -> Figure:
     """How long each version took to arrive while decoding went on."""
     swaps = [swap for swap in tables.swaps if swap.stage_s is not None]
     stride = max(1, -(-len(swaps) // MAX_DOTS))
-    dots = _dots(swaps[::stride], lambda swap: swap.stage_s or 0.0, lambda swap: milliseconds(swap.stage_s), colour="score")
+    dots = _dots(swaps[::stride], lambda swap: swap.stage_s or 0.0, lambda swap: swap.stage_s, colour="score")
     return over_time(tables, "Staging per swap", "seconds", dots, note="decoding goes on meanwhile", from_zero=True)
 
 
@@ -245,8 +247,8 @@ def _reward(tables: Tables, *, x_of_step: Callable[[int], float], x_of_evaluatio
     return [*lines, Line(name="held-out", colour="score", points=[(x, reward) for x, reward, _ in held_out], says=says)]
 
 
-def _dots(swaps: Sequence[SwapRow], y_of: Callable[[SwapRow], float], words_of: Callable[[SwapRow], str], *, colour: str) -> Line:
-    says = [f"engine {swap.engine_id}, version {whole(swap.version)}: {words_of(swap)}" for swap in swaps]
+def _dots(swaps: Sequence[SwapRow], y_of: Callable[[SwapRow], float], took_s: Callable[[SwapRow], float | None], *, colour: str) -> Line:
+    says = [f"engine {swap.engine_id}, version {whole(swap.version)}: {milliseconds(took_s(swap))}" for swap in swaps]
     return Line(name="swaps", colour=colour, points=[(swap.t, y_of(swap)) for swap in swaps], style="dots", says=says)
 
 

@@ -10,6 +10,7 @@ import base64
 import datetime
 import functools
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,13 @@ def render(template: str, **values: Any) -> str:
     allowed = " ".join(_digest(script) for script in scripts)
     policy = f"default-src 'none'; script-src {allowed}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
     return environment.get_template(template).render(policy=policy, scripts=map(Markup, scripts), style=Markup(style), **values)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a page, whole or not at all, and return its path."""
+    unfinished = path.with_suffix(f".{os.getpid()}.html")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(path)
 
 
 @functools.cache

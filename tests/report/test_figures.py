@@ -40,6 +40,14 @@ def test_pauses_of_very_different_length_get_a_logarithmic_scale() -> None:
     assert not figures.pause_per_swap(Tables(folder=Path(), began=0.0, ended=2.0, swaps=swaps[:1])).is_log
 
 
+def test_a_pause_of_zero_lies_on_the_border_of_a_logarithmic_scale_and_says_what_it_is() -> None:
+    swaps = tuple(SwapRow(t=float(number), engine_id=0, pause_s=pause) for number, pause in enumerate((0.0, 0.001, 0.2)))
+    figure = figures.pause_per_swap(Tables(folder=Path(), began=0.0, ended=3.0, swaps=swaps))
+    assert figure.is_log
+    assert [y for _, y in figure.lines[0].points] == pytest.approx([1.0, 1.0, 200.0])
+    assert figure.lines[0].says[0].replace("\N{NO-BREAK SPACE}", " ").endswith(": 0 ms")
+
+
 def test_many_swaps_are_thinned_and_the_figure_says_so() -> None:
     swaps = tuple(SwapRow(t=float(number), engine_id=0, pause_s=0.001) for number in range(1500))
     figure = figures.pause_per_swap(Tables(folder=Path(), began=0.0, ended=1500.0, swaps=swaps))

@@ -27,13 +27,6 @@ function series(line) {
   return options;
 }
 
-function valueRange(figure, low, high) {
-  if (figure.zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
-  const isFlat = high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high), 1e-3);
-  const room = isFlat ? 0.1 * Math.abs(high) || 1 : 0.06 * (high - low);
-  return [figure.zero && low >= 0 ? low : low - room, high + room * (figure.names.length ? 2.5 : 1)];
-}
-
 function nearest(u, at, where) {
   const values = u.data[at];
   for (let away = 0; away < values.length; away++) for (const each of [where - away, where + away]) if (values[each] != null) return each;
@@ -83,17 +76,22 @@ function draw(box) {
     ...(bars.length && { splits: () => bars.map((_, at) => at) }), ...(figure.whole && { incrs: WHOLE }),
   };
   const yAxis = {
-    ...axis, size: 52, gap: 6, space: box.closest(".small") ? 24 : 34, grid: { stroke: () => colour("grid"), width: 1 }, ticks: { show: false },
+    ...axis, gap: 6, size: (u, values) => Math.max(52, 14 + 6.5 * Math.max(0, ...(values || []).map((words) => words.length))),
+    space: box.closest(".small") ? 24 : 34, grid: { stroke: () => colour("grid"), width: 1 }, ticks: { show: false },
     values: figure.log ? (u, values) => values.map((value) => (value === null ? "" : number(value))) : written,
   };
+  const first = data[0][0], last = data[0].at(-1), from = Math.min(figure.from ?? first, first);
   const xRange = (u, low, high) => {
-    const from = Math.min(figure.from ?? low, low);
-    return bars.length ? [-0.5, bars.length - 0.5] : high > from ? [from, high] : [from - 1, from + 1];
+    if (bars.length) return [-0.5, bars.length - 0.5];
+    if (from === last) return [from - 1, from + 1];
+    return low <= first && high >= last ? [from, last] : [low, high];  // the whole, or the stretch that was dragged over
   };
+  const room = { pad: bars.length ? 0.15 : 0.06, soft: 0, mode: figure.zero ? 1 : 0 };  // mode 1: zero belongs to the scale
+  const yRange = (u, low, high) => (low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, { min: room, max: room }));
   const plot = new uPlot({
     ...size(), padding: [8, 14, 0, 0], legend: { show: false }, pxAlign: 0,
     series: [{}, ...lines.map(series)],
-    scales: { x: { time: false, range: xRange }, y: figure.log ? { distr: 3 } : { range: (u, low, high) => valueRange(figure, low, high) } },
+    scales: { x: { time: false, range: xRange }, y: figure.log ? { distr: 3 } : { range: yRange } },
     axes: [xAxis, yAxis],
     cursor: { y: false, drag: { x: !bars.length, y: false }, dataIdx: nearest, points: { size: 7 } },
     hooks: { setCursor: [showTip], draw: bars.length ? [writeAboveBars] : [] },
