@@ -40,7 +40,7 @@ class File:
 class Manifest:
     """What a checkpoint says of itself."""
 
-    schema: int
+    schema: int = SCHEMA
     version: int
     """Steps whose gradients it holds."""
     commit: str
@@ -178,11 +178,6 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def manifest_of(**about: Any) -> Manifest:
-    """A manifest of the present schema."""
-    return Manifest(schema=SCHEMA, **about)
 
 
 def _version_of(path: Path) -> int:

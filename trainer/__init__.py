@@ -5,12 +5,12 @@ feed, waves    the connection to the orchestrator, and what every rank gets of i
 step           raw loss sums of a step and the update; `columns` is its view of a row, `agreement` its check against the engine
 engine         what the step asks of the machinery below: five methods
 torch_engine   that machinery on plain torch: `model` and `optimizer`, spread over ranks by `sharding`
-row, attention how a packed row is laid out and attended to: samples never see each other, shared prompts are computed once
+packed_row     a packed row; `row` lays it out, `attention` attends: samples never see each other, shared prompts are computed once
 reference, critic, credit   models beside the policy, and the advantages that need them
 build          what a rank is made of, from the config
 head, context  log-probabilities without a table of all logits; what ranks that share a row tell each other
 parallel       the ranks, and which of them share what
-publish        weights to the engines; `spread_weights` where no rank has all of them
-checkpoint     the model as a Hugging Face folder
+weights        policies for the engines: `publisher` writes, `async_publisher` says when, `sharded_weights` where no rank has the whole
+checkpoint     `checkpoints` to go on from, and the model as a Hugging Face folder (`model_folder`)
 sft            supervised fine-tuning with the same parts (`supervised`, `demonstrations`); `sft_stream` is some of it in every RL step
 """

@@ -16,7 +16,7 @@ from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, Offload
 from pipelinerl.errors import ConfigError
 from pipelinerl.tokenizer import load_tokenizer
-from trainer import portable
+from trainer.checkpoint import portable
 from trainer.controllers import Controllers
 from trainer.critic import Critic, ValueCritic
 from trainer.demonstrations import Demonstrations
@@ -138,7 +138,7 @@ def critic_of(trained: Trained, *, method: Method, replicas: Replicas) -> Critic
 
 
 def state_of(policy: Trained, critic: Trained | None = None) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of a checkpoint, see `trainer.portable`. `Optimizer.round` is due once they are loaded."""
+    """The tensors of a checkpoint, see `trainer.checkpoint.portable`. `Optimizer.round` is due once they are loaded."""
     state = portable.state_of(policy.model, policy.optimizer)
     if critic is None:
         return state

@@ -18,9 +18,9 @@ from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.process import read_config
 from trainer.build import adapters_of
-from trainer.checkpoint import refuse_to_replace, save_adapter, save_model
+from trainer.checkpoint.model_folder import refuse_to_replace, save_adapter, save_model
+from trainer.checkpoint.portable import portable
 from trainer.model import Model
-from trainer.portable import portable
 
 
 def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool = False) -> int:

@@ -34,8 +34,8 @@ from pipelinerl.messages import (
     TrainingEnded,
 )
 from pipelinerl.transport.base import Link
-from trainer.publish import Publisher
 from trainer.standing import Standing
+from trainer.weights.publisher import Publisher
 
 PULLS_AHEAD = 2
 """Rows asked for or not yet taken. 1 would leave the trainer idle for a round trip after every row; more holds rows back from nothing."""

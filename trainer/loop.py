@@ -31,8 +31,8 @@ from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.receivers import device_roads
 from pipelinerl.weights.slots import machine
 from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
-from trainer.checkpoint import save_adapter, save_model
-from trainer.checkpoints import Checkpoints
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.model_folder import save_adapter, save_model
 from trainer.controllers import Controllers
 from trainer.feed import Feed
 from trainer.in_hand import InHand, left_behind
@@ -40,11 +40,11 @@ from trainer.lineage import Lineage
 from trainer.packed_row import Row
 from trainer.parallel import Replicas
 from trainer.phases import Phases
-from trainer.publication import Publication
-from trainer.publish import Publisher
-from trainer.spread_weights import SpreadWeights
 from trainer.step import Step
 from trainer.waves import Wave, Waves
+from trainer.weights.async_publisher import AsyncPublisher
+from trainer.weights.publisher import Publisher
+from trainer.weights.sharded_weights import ShardedWeights
 
 
 def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambda: None) -> None:
@@ -73,19 +73,19 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first, controllers=controllers)
-    spread = SpreadWeights(policy.model, replicas=replicas) if policy.model.is_spread else None
-    trained_apart = policy.model.adapters if spread is None else policy.model.described_adapters
+    sharded = ShardedWeights(policy.model, replicas=replicas) if policy.model.is_sharded else None
+    adapters = policy.model.adapters if sharded is None else policy.model.described_adapters
     publisher = None
     if replicas.rank == 0:
         publisher = Publisher(
-            policy.model.tensors if spread is None else spread.described,
+            policy.model.tensors if sharded is None else sharded.described,
             tied_names=policy.model.tied_names(),
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
             sends_changes=config.weights.delta,
-            write=None if spread is None else spread.lead,
-            adapters=trained_apart if config.lora.rank else None,
+            write=None if sharded is None else sharded.lead,
+            adapters=adapters if config.lora.rank else None,
         )
 
     def checkpoint(version: int, commit: str) -> None:
@@ -127,7 +127,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         loop = Loop(
             waves=waves,
             step=step,
-            publication=at_end.enter_context(Publication(publisher, spread=spread, send=send)),
+            async_publisher=at_end.enter_context(AsyncPublisher(publisher, sharded=sharded, send=send)),
             send=send,
             phases=Phases(journal, waves=waves),
             lineage=lineage,
@@ -156,7 +156,7 @@ class Loop:
 
     waves: Waves
     step: Step
-    publication: Publication
+    async_publisher: AsyncPublisher
     send: Callable[[StepDone | CheckpointSaved | CheckpointFailed | TrainingEnded], None]
     """To the orchestrator, where this rank publishes; elsewhere it does nothing."""
     phases: Phases
@@ -174,7 +174,7 @@ class Loop:
         Returns the last version.
         """
         if first:
-            self.publication.begin(first)  # no engine can have it: who starts here is not who trained it
+            self.async_publisher.begin(first)  # no engine can have it: who starts here is not who trained it
         commit, version = "", first
         for number in range(first, num_steps):
             sealed = self._add_rows()
@@ -183,7 +183,7 @@ class Loop:
                     self.checkpoint(number, commit)
                 break
             with self.phases("publish"):
-                self.publication.wait()
+                self.async_publisher.wait()
             with self.phases("forward_backward"):
                 self.step.train_held(sealed)
             with self.phases("optimizer"):
@@ -192,7 +192,7 @@ class Loop:
             commit = sealed.commit
             version = number + 1
             self._finish_step(number, metrics, is_due=(number + 1) % self.checkpoint_every == 0 or number + 1 == num_steps, commit=commit)
-        self.publication.wait(is_last=True)
+        self.async_publisher.wait(is_last=True)
         return version
 
     def tell_news(self) -> None:
@@ -205,10 +205,10 @@ class Loop:
 
     def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:
         """Publish before a checkpoint: engines wait for the one, and nobody for the other. Both count among the next step's seconds."""
-        seconds = self.phases.finish_step(num_tokens=metrics["num_tokens"]) | self.publication.take_metrics()
+        seconds = self.phases.finish_step(num_tokens=metrics["num_tokens"]) | self.async_publisher.take_metrics()
         self.send(StepDone(step=number, metrics=metrics | seconds, engines=self.step.engines))
         with self.phases("publish"):
-            self.publication.begin(number + 1)
+            self.async_publisher.begin(number + 1)
         if is_due:
             with self.phases("checkpoint"):
                 self.checkpoint(number + 1, commit)

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.adapters import published_name
 
 _TENSORS = (".lora_A", ".lora_B")
 
@@ -98,26 +94,6 @@ def switched_off(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_on = True
-
-
-def write_adapter(tensors: dict[str, torch.Tensor], folder: Path, *, adapters: Adapters, base: Path) -> None:
-    """Write a folder that PEFT and vLLM load over the model in `base`; `tensors` are the whole A and B by this module's names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = {published_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(adapters.targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
 
 def _last(name: str) -> str:

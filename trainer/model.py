@@ -70,7 +70,7 @@ class Model:
         self.dtype = getattr(torch, dtype)
         self.device = device
         self.temperature = temperature
-        self.is_spread = layout.ranks > layout.copies
+        self.is_sharded = layout.ranks > layout.copies
         """True where no rank holds all the weights."""
         self.writes = replicas.rank == 0
         """True on the rank that writes the model down."""

@@ -22,14 +22,14 @@ from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.layout import check_layout
 from pipelinerl.messages import CheckpointFailed
 from trainer.build import adapters_of
-from trainer.checkpoint import refuse_to_replace, save_model
-from trainer.checkpoints import Checkpoints
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.model_folder import refuse_to_replace, save_model
+from trainer.checkpoint.portable import state_of
 from trainer.demonstrations import Demonstration, Demonstrations
 from trainer.engine import Outputs
 from trainer.model import Model
 from trainer.optimizer import Optimizer, Schedule, Update
 from trainer.parallel import Replicas
-from trainer.portable import state_of
 from trainer.sft_rows import SftRows
 from trainer.torch_engine import TorchEngine
 

@@ -21,7 +21,7 @@ from typing import Any
 from orchestrator.state.ledger import RUN_ENDED, count_death
 from orchestrator.state.store import PAGE_BYTES, create, writing
 from pipelinerl import checksum
-from pipelinerl.checkpoint_folder import MANIFEST, File, manifest_of, write_manifest
+from pipelinerl.checkpoint_folder import MANIFEST, File, Manifest, write_manifest
 from pipelinerl.config_file import load_run, write_run
 from pipelinerl.errors import LedgerError, PipelineError
 from pipelinerl.schema import OLDEST_MIGRATED, SCHEMA, refusal
@@ -68,7 +68,7 @@ def _migrate_checkpoint(folder: Path, *, say: Callable[[str], None]) -> None:
             raise LedgerError(f"{folder / name} has {found} bytes, expected {size}: remove {folder}, or restore it")
     content["files"] = {name: File(bytes=size, xxh3=checksum.of_file(folder / name)) for name, size in content["files"].items()}
     (folder / MANIFEST).rename(draft := folder / f"{MANIFEST}.schema-2")
-    write_manifest(folder, manifest_of(**content))
+    write_manifest(folder, Manifest(**content))
     draft.unlink()
     say(f"{folder.name}: checksums of {len(content['files'])} files")
 

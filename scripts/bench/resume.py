@@ -24,7 +24,7 @@ import numpy as np
 
 from orchestrator.state.ledger import Ledger, facts_of
 from orchestrator.state.snapshot import Snapshot, commit_of, read_snapshot
-from pipelinerl.checkpoint_folder import manifest_of, name_of, write_manifest
+from pipelinerl.checkpoint_folder import Manifest, name_of, write_manifest
 from pipelinerl.messages import UNSAMPLED, Fate, Finish, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 from scripts.bench import harness
 
@@ -112,7 +112,7 @@ def _write_checkpoint(run_folder: Path, path: Path, *, version: int) -> None:
         commit = commit_of(ledger, version - 1) or ""
     folder = run_folder / "checkpoints" / name_of(version)
     folder.mkdir(parents=True)
-    manifest = manifest_of(version=version, commit=commit, num_samples=len(names), samples=f"{digest:016x}", files={})
+    manifest = Manifest(version=version, commit=commit, num_samples=len(names), samples=f"{digest:016x}", files={})
     write_manifest(folder, manifest)
 
 

@@ -59,10 +59,10 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.packed_row import Row
 from trainer.parallel import Replicas
 from trainer.phases import Phases
-from trainer.publication import Publication
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
 from trainer.waves import Waves
+from trainer.weights.async_publisher import AsyncPublisher
 
 FOLDER = Path("runs/bench-trainer")
 VOCABULARY = 4096
@@ -172,7 +172,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
             silent_after_s=60,
         ) as feed,
         Waves(feed, replicas=replicas, lay_out=lay_out, split=step.split) as waves,
-        Publication(None, spread=None, send=lambda policy: None) as publication,
+        AsyncPublisher(None, sharded=None, send=lambda policy: None) as async_publisher,
     ):
         phases = Phases(Journal(run_folder, "trainer-0"), waves=waves)
         while waves._ready.empty():  # the first row has to be made and sent; every later one could be there
@@ -181,7 +181,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
         loop = Loop(
             waves=waves,
             step=step,
-            publication=publication,
+            async_publisher=async_publisher,
             send=seen.append,
             phases=phases,
             lineage=Lineage(),

@@ -153,7 +153,7 @@ class Rehearsal:
     def _write(self, draft: Path) -> None:
         draft.mkdir()
         (draft / "weights").write_bytes(content := os.urandom(64))
-        manifest = checkpoint_folder.manifest_of(
+        manifest = checkpoint_folder.Manifest(
             version=self._version,
             commit=self._commit,
             num_samples=self._num_samples,

@@ -22,7 +22,7 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Message, PolicyPublished, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from tests.contract.roads import LAYOUT, Engine, same_bits, tensors
-from trainer.publish import Publisher
+from trainer.weights.publisher import Publisher
 
 
 class Taking(FakeEngine):

@@ -82,7 +82,7 @@ def refuse(engine: VllmEngine, loop: EngineLoop, weights: Weights) -> None:
 
 def take_changes(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, folder: Path, road: str) -> None:
     """Have it take a policy over a road whole, and then, as changes, one of which a few of the weights differ: `weights` at last."""
-    from trainer.publish import Publisher
+    from trainer.weights.publisher import Publisher
 
     publisher = Publisher(
         lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, address="127.0.0.1", sends_changes=True

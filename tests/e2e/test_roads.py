@@ -18,7 +18,7 @@ from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWei
 if TYPE_CHECKING:
     import torch
 
-    from trainer.publish import Publisher
+    from trainer.weights.publisher import Publisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -62,7 +62,7 @@ def take(loop: EngineLoop, publisher: Publisher, version: int) -> int:
 def swapped(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit: str) -> Iterator[tuple[EngineLoop, Publisher]]:
     from pipelinerl.config import WeightsSection
     from tests import real_engine
-    from trainer.publish import Publisher
+    from trainer.weights.publisher import Publisher
 
     section = WeightsSection(commit=commit, delta=True)  # pyright: ignore
     with real_engine.vllm_engine(folder, dtype="bfloat16", weights=section, policies=folder / "weights") as engine:

@@ -25,7 +25,7 @@ from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.state.ledger import Ledger
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.laws import Trial, try_history
-from pipelinerl.checkpoint_folder import manifest_of, name_of, set_aside, set_aside_before, write_manifest
+from pipelinerl.checkpoint_folder import Manifest, name_of, set_aside, set_aside_before, write_manifest
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -105,7 +105,7 @@ class Disk:
         folder = self.folder / "checkpoints" / name_of(version)
         folder.mkdir(parents=True)
         about = {"version": version, "commit": commit, "num_samples": len(samples), "samples": f"{total % 2**64:016x}", "files": {}}
-        write_manifest(folder, manifest_of(**about))
+        write_manifest(folder, Manifest(**about))
         before = [one for one in self.whole if one[0] < version][1 - KEPT :]
         self.whole = [*before, (version, commit, trained)]
 

@@ -28,12 +28,12 @@ from pipelinerl.messages import CheckpointFailed, CheckpointSaved
 from tests.test_lease import of_another_machine
 from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
-from trainer.checkpoints import Checkpoints
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.portable import state_of
 from trainer.export import export
 from trainer.lineage import Lineage
 from trainer.model import Model
 from trainer.optimizer import Optimizer
-from trainer.portable import state_of
 
 NUM_STEPS = 6
 

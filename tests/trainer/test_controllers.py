@@ -17,10 +17,10 @@ from pipelinerl.layout import Layout
 from pipelinerl.messages import MicroBatch, StepSealed
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step
-from trainer.checkpoints import Checkpoints
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.portable import state_of
 from trainer.controllers import Controllers
 from trainer.parallel import Replicas
-from trainer.portable import state_of
 
 OVERRIDES: dict[str, Any] = {
     "kl": {"name": "k1", "beta": 0.3, "target": 1.0, "horizon": 20},

@@ -17,9 +17,9 @@ from pipelinerl.layout import Layout, Schedule
 from pipelinerl.messages import CheckpointSaved
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step
-from trainer.checkpoints import Checkpoints
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.portable import state_of
 from trainer.parallel import Replicas
-from trainer.portable import state_of
 from trainer.step import Step
 
 pytestmark = pytest.mark.process

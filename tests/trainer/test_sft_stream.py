@@ -21,10 +21,10 @@ from tests.trainer.conductor import make_config
 from tests.trainer.ranks import run_jobs
 from tests.trainer.test_loop import _in_this_process, _run
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
+from trainer.checkpoint.portable import state_of
 from trainer.demonstrations import Demonstrations
 from trainer.optimizer import Optimizer
 from trainer.parallel import Replicas
-from trainer.portable import state_of
 from trainer.preflight import look
 from trainer.sft_stream import SftStream
 from trainer.step import Step

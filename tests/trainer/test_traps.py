@@ -48,7 +48,7 @@ TRAPS = {
         "test_resharding:test_a_checkpoint_is_read_in_any_layout"
     ),
     "a checkpoint written beside training on training's own group never ends": "test_resharding:test_a_checkpoint_is_read_in_any_layout",
-    "experts fused by transformers have other names than engines load": "test_publish:test_published_bytes_are_the_models_tensors_by_name",
+    "experts fused by transformers have other names than engines load": "test_publisher:test_published_bytes_are_the_model_by_name",
     "an update smaller than bfloat16 can express is lost": "test_step:test_updates_smaller_than_bfloat16_are_not_lost",
     "gradients of many rows added up in bfloat16 lose the small ones": "test_step:test_gradients_of_many_bfloat16_rows_add_up_in_float32",
     "zero bubble adds up gradients in the model's dtype": "test_traps:test_zero_bubble_is_for_float32",

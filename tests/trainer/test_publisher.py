@@ -16,7 +16,7 @@ from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from tests.trainer.tiny import FAMILIES, make_model
 from trainer.lora import Adapters
 from trainer.model import Model
-from trainer.publish import Publisher
+from trainer.weights.publisher import Publisher
 
 
 def _publisher(model: Model, run_folder: Path, *, deadline_s: float = 10.0) -> Publisher:
@@ -38,7 +38,7 @@ def _fetch(policy: PolicyPublished, layout: tuple[Tensor, ...]) -> Arrival:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_published_bytes_are_the_models_tensors_by_name(folders: dict[str, Path], tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_published_bytes_are_the_model_by_name(folders: dict[str, Path], tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     model = make_model(folders[family])
     tensors = {name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()}
     layout = _fused_layout(tensors, dtype=dtype)

@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from pipelinerl.errors import ConfigError
 from pipelinerl.stop_tokens import stop_tokens_of
-from trainer.lora import Adapters, write_adapter
+from pipelinerl.weights.adapters import published_name
+from trainer.lora import Adapters
 from trainer.model import Model
 
 _WRITTEN_BY_MODEL = {".safetensors", ".bin", ".pt", ".pth"}
@@ -64,7 +67,26 @@ def _name_stop_tokens(path: Path, stop_token_ids: Sequence[int]) -> None:
 
 
 def save_adapter(model: Model, folder: Path, *, adapters: Adapters, source: Path) -> None:
-    """Save the present adapters alone, to be loaded over the model in `source`. Every rank that holds a part calls this."""
+    """Save the present adapters alone, as a folder that PEFT and vLLM load over the model in `source`.
+
+    Every rank that holds a part calls this; the first one writes.
+    """
     tensors = model.adapter_state()
-    if model.writes:
-        write_adapter(tensors, folder, adapters=adapters, base=source)
+    if not model.writes:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {published_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapters.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -32,7 +32,7 @@ from pipelinerl.checkpoint_folder import Manifest, check_files, complete, name_o
 from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved, Damage
 from pipelinerl.tracking.identity import ids_of
-from trainer.checkpoint_writer import HashingWriter
+from trainer.checkpoint.hashing_writer import HashingWriter
 from trainer.objects import gathered
 
 OPTIONAL_PARTS = frozenset({"coefficients"})
@@ -94,7 +94,8 @@ class Checkpoints:
 
         Newer ones that are damaged are set aside and told. Raises `ConfigError` for one that does not fit this model.
         """
-        for name in reversed(self._agreed([path.name for path in complete(self._folder)])):
+        names = self._of_every_rank([path.name for path in complete(self._folder)])[0]  # a shared file system shows others theirs later
+        for name in reversed(names):
             folder = self._folder / name
             manifest, damage = self._verify(folder)
             if manifest is not None and not damage:
@@ -115,11 +116,8 @@ class Checkpoints:
         """The oldest version that a trainer may still start from."""
         return checkpoint_folder.oldest_kept(self._folder, keep=self._keep)
 
-    def _agreed(self, names: list[str]) -> list[str]:
-        """The names that the first rank sees: on a shared file system others may see them later."""
-        if not self._is_alone:
-            return gathered(names, group=self._group)[0]
-        return names
+    def _of_every_rank(self, value: Any) -> list[Any]:
+        return [value] if self._is_alone else gathered(value, group=self._group)
 
     def _verify(self, folder: Path) -> tuple[Manifest | None, str]:
         """Read this rank's share of a checkpoint's files; return its manifest, and what any rank found wrong with it."""
@@ -131,9 +129,7 @@ class Checkpoints:
             damage = str(error)
         except ConfigError as error:
             refused = str(error)
-        found: list[Any] = [(damage, refused)]
-        if not self._is_alone:
-            found = gathered([damage, refused], group=self._group)
+        found = self._of_every_rank([damage, refused])
         if reasons := [reason for _, reason in found if reason]:
             raise ConfigError(reasons[0])
         return manifest, next((reason for reason, _ in found if reason), "")
@@ -193,9 +189,7 @@ class Checkpoints:
 
     def _publish(self, saving: _Saving) -> tuple[int, int]:
         """Complete the draft and give it its name. Then remove what is older than needed; return (bytes, oldest version that is left)."""
-        manifest = checkpoint_folder.manifest_of(
-            **saving.manifest, files=dict(sorted(saving.writer.files.items())), trackers=ids_of(self._folder.parent)
-        )
+        manifest = Manifest(**saving.manifest, files=dict(sorted(saving.writer.files.items())), trackers=ids_of(self._folder.parent))
         checkpoint_folder.write_manifest(saving.draft, manifest)
         self._fence()
         saving.draft.rename(saving.draft.with_suffix(""))

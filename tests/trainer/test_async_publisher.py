@@ -25,9 +25,9 @@ from trainer.in_hand import InHand
 from trainer.lineage import Lineage
 from trainer.loop import Loop
 from trainer.phases import Phases
-from trainer.publication import Publication
-from trainer.publish import Publisher
 from trainer.waves import Wave, WavePart
+from trainer.weights.async_publisher import AsyncPublisher
+from trainer.weights.publisher import Publisher
 
 
 def _wave(batch: MicroBatch) -> Wave:
@@ -71,12 +71,12 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
     try:
         with (
             contextlib.closing(Journal(tmp_path, "trainer-0")) as journal,
-            Publication(publisher, spread=None, send=published.append) as publication,
+            AsyncPublisher(publisher, sharded=None, send=published.append) as async_publisher,
         ):
             loop = Loop(
                 waves=waves,
                 step=step,
-                publication=publication,
+                async_publisher=async_publisher,
                 send=told,
                 phases=Phases(journal, waves=waves),
                 lineage=Lineage(),
@@ -109,7 +109,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
     published: list[PolicyPublished] = []
     done: list[StepDone] = []
     with small_disk(tmp_path / "weights", size_bytes=5 * num_bytes(layout)) as disk:
-        monkeypatch.setattr("trainer.publish.SharedMemory", functools.partial(SharedMemory, folder=disk))
+        monkeypatch.setattr("trainer.weights.publisher.SharedMemory", functools.partial(SharedMemory, folder=disk))
         receiver = FilesReceiver(disk) if road == "files" else SharedMemoryReceiver(folder=disk)
         publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
         publisher.fix_layout(layout, num_engines=4, road=road)
@@ -122,7 +122,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
                 time.sleep(0.01)
 
         def has_no_room() -> bool:
-            return publication._no_room_since is not None
+            return async_publisher._no_room_since is not None
 
         def first_is_served() -> bool:
             fetched = receiver.fetch(
@@ -163,12 +163,12 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
         with (
             contextlib.closing(Journal(tmp_path, "trainer-0")) as journal,
             contextlib.closing(publisher),
-            Publication(publisher, spread=None, send=published.append) as publication,  # pyright: ignore[reportArgumentType]
+            AsyncPublisher(publisher, sharded=None, send=published.append) as async_publisher,  # pyright: ignore[reportArgumentType]
         ):
             Loop(
                 waves=waves,
                 step=step,
-                publication=publication,
+                async_publisher=async_publisher,
                 send=told,
                 phases=Phases(journal, waves=waves),
                 lineage=Lineage(),
@@ -183,7 +183,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
 
 
 def test_a_run_ends_once_no_policy_had_room_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.publication.RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr("trainer.weights.async_publisher.RETRY_AFTER_S", 0.01)
     tensors = {"norm": torch.ones(4096)}
     sent: list[PolicyPublished | Failed] = []
     now_s, tried_at = 0.0, list[float]()
@@ -204,21 +204,21 @@ def test_a_run_ends_once_no_policy_had_room_for_a_minute(tmp_path: Path, monkeyp
     with small_disk(tmp_path / "weights", size_bytes=1 << 16) as disk:
         publisher = Publisher(lambda: tensors, tied_names=frozenset(), run_folder=tmp_path, deadline_s=10.0)
         publisher.fix_layout(plan_layout(tensors), road="files")
-        with contextlib.closing(publisher), Publication(publisher, spread=None, send=sent.append, clock=clock) as publication:
+        with contextlib.closing(publisher), AsyncPublisher(publisher, sharded=None, send=sent.append, clock=clock) as async_publisher:
             filler = fill_up(disk)
-            publication.begin(1)
+            async_publisher.begin(1)
             let_it_be(0.0)
             let_it_be(59.9)
             filler.unlink()
-            publication.wait(is_last=True)
+            async_publisher.wait(is_last=True)
             fill_up(disk)
             now_s = 100.0
-            publication.begin(2)
+            async_publisher.begin(2)
             let_it_be(100.0)
-            publication.begin(3)
+            async_publisher.begin(3)
             let_it_be(159.9)
             now_s = 160.0
             with pytest.raises(NoRoom, match="cannot write policy 3"):
-                publication.wait(is_last=True)
+                async_publisher.wait(is_last=True)
     assert [type(message) for message in sent] == [PolicyPublished, Failed], "policy 1 had room at last, and the minute began anew"
     assert "NoRoom for 60 s: cannot write policy 3" in sent[1].error  # pyright: ignore

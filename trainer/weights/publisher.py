@@ -1,4 +1,4 @@
-"""Hands the policy to the engines: its weights, in the engines' own layout, whole, in a shared buffer that nobody reads.
+"""Writes a policy for the engines: its weights, in the engines' own layout, whole, in a shared buffer that nobody reads.
 
 The layout comes from the engines once they have loaded the model; the first publication waits for it. With replicas, rank 0 publishes.
 """

@@ -1,4 +1,4 @@
-"""Publishes a model that is spread over ranks without gathering it: every rank writes its own pieces into the slot, in shared memory.
+"""Writes a policy that is sharded over ranks without gathering it: every rank writes its own pieces into the slot, in shared memory.
 
 Which rank writes what is computed once, at the first publication, from the boxes that the ranks hold (`pipelinerl.weights.reshard`); what
 several hold alike, one of them writes. What engines know by other names than the trainer (experts in one tensor here, apart there), and
@@ -40,8 +40,8 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: nothing is published after all."""
 
 
-class SpreadWeights:
-    """The weights of a spread model, written by all ranks together: `lead` on rank 0, `follow` on the others, once each per publication."""
+class ShardedWeights:
+    """Sharded weights, written by all ranks together: `lead` on rank 0, `follow` on the others, once each per publication."""
 
     def __init__(self, model: Model, *, replicas: Replicas) -> None:
         self._model = model

@@ -26,9 +26,9 @@ from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_model
 from trainer.lora import Adapters
 from trainer.parallel import Replicas
-from trainer.publication import Publication
-from trainer.publish import Publisher
-from trainer.spread_weights import SpreadWeights
+from trainer.weights.async_publisher import AsyncPublisher
+from trainer.weights.publisher import Publisher
+from trainer.weights.sharded_weights import ShardedWeights
 
 pytestmark = [
     pytest.mark.process,
@@ -44,18 +44,18 @@ def publish(
 ) -> dict[str, Any]:
     """Publish a model, or its adapters alone, twice, with a change between; what an engine fetches of both, and what was gathered."""
     model = make_model(folder, replicas=replicas, adapters=adapters)
-    spread = SpreadWeights(model, replicas=replicas)
+    sharded = ShardedWeights(model, replicas=replicas)
     publisher = None
     if replicas.rank == 0:
-        published = model.described_adapters() if are_apart else spread.described()
+        published = model.described_adapters() if are_apart else sharded.described()
         described = {name: tensor for name, tensor in published.items() if name not in model.tied_names()}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
         publisher = Publisher(
-            spread.described,
+            sharded.described,
             tied_names=model.tied_names(),
             run_folder=run_folder,
             deadline_s=20.0,
-            write=spread.lead,
+            write=sharded.lead,
             adapters=model.described_adapters if are_apart else None,
         )
         publisher.fix_layout(layout, road=road)
@@ -65,10 +65,10 @@ def publish(
             for parameter in model.parameters():
                 parameter.mul_(version) if adapters is None or are_apart else parameter.fill_(version)
         if publisher is None:
-            spread.follow()
+            sharded.follow()
             continue
         policy = publisher.publish(version)
-        spread.end()
+        sharded.end()
         assert policy is not None
         receivers = Receivers(folder=run_folder / "weights")
         arrival = receivers.fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
@@ -78,34 +78,34 @@ def publish(
     replicas.all_agree(True, what="to end together")
     if publisher is not None:
         publisher.close()
-    return {"found": found, "gathered": sorted(spread._gathered), "num_moves": len(spread._moves or ())}
+    return {"found": found, "gathered": sorted(sharded._gathered), "num_moves": len(sharded._moves or ())}
 
 
 def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, road: str) -> dict[str, Any]:
     """Publish three policies: the second on a full disk, the third once that has room again; then one on a disk that stays full."""
     model = make_model(folder, replicas=replicas)
-    spread = SpreadWeights(model, replicas=replicas)
+    sharded = ShardedWeights(model, replicas=replicas)
     sent: list[PolicyPublished | Failed] = []
     now_s = 0.0
     publisher = None
     if replicas.rank == 0:
-        described = {name: tensor for name, tensor in spread.described().items() if name not in model.tied_names()}
+        described = {name: tensor for name, tensor in sharded.described().items() if name not in model.tied_names()}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in described.items()})
-        publisher = Publisher(spread.described, tied_names=model.tied_names(), run_folder=disk.parent, deadline_s=20.0, write=spread.lead)
+        publisher = Publisher(sharded.described, tied_names=model.tied_names(), run_folder=disk.parent, deadline_s=20.0, write=sharded.lead)
         publisher.fix_layout(layout, num_engines=2, road=road)
     found: dict[str, Any] = {"found": []}
-    with Publication(publisher, spread=spread, send=sent.append, clock=lambda: now_s) as publication:
+    with AsyncPublisher(publisher, sharded=sharded, send=sent.append, clock=lambda: now_s) as async_publisher:
         for version in (1, 2, 3, 4):
-            publication.wait()
+            async_publisher.wait()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(version)
             if publisher is not None and version in (2, 4):
                 fill_up(disk)
-            publication.begin(version)
+            async_publisher.begin(version)
             if publisher is not None and version == 3:
                 (disk / "filler").unlink()
-                publication.wait(is_last=True)
+                async_publisher.wait(is_last=True)
                 policy = sent[-1]
                 assert isinstance(policy, PolicyPublished)
                 receiver = FilesReceiver(disk) if road == "files" else SharedMemoryReceiver(folder=disk)
@@ -114,9 +114,9 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, road: 
                 found["found"] = [{name: view.clone() for name, view in views(arrival.payload, layout).items()}]
         now_s = 60.0
         if publisher is not None:
-            found["skipped"] = publication.take_metrics()["policies_skipped"]
+            found["skipped"] = async_publisher.take_metrics()["policies_skipped"]
             with pytest.raises(NoRoom), contextlib.closing(publisher):
-                publication.wait(is_last=True)
+                async_publisher.wait(is_last=True)
             (disk / "filler").unlink()
     replicas.all_agree(True, what="to end together")
     return found | {"sent": [[type(one).__name__, getattr(one, "version", -1)] for one in sent]}
@@ -175,16 +175,16 @@ def test_experts_that_engines_name_one_by_one_are_gathered_and_nothing_else(fold
     assert all(rank["num_moves"] for rank in ranks)
 
 
-def test_spread_weights_without_room_are_passed_over_or_tried_by_one_rank_until_there_is(
+def test_sharded_weights_without_room_are_passed_over_or_tried_by_one_rank_until_there_is(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk is full before any rank has written (no slot can be made), or after (the file cannot be)."""
-    monkeypatch.setattr("trainer.publication.RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr("trainer.weights.async_publisher.RETRY_AFTER_S", 0.01)
     expected = make_model(folders["qwen3"]).tensors()
     size = 5 * sum(tensor.numel() * 4 for tensor in expected.values())
     with small_disk(tmp_path / "weights", size_bytes=size) as disk:
-        monkeypatch.setattr("trainer.publish.SharedMemory", functools.partial(SharedMemory, folder=disk))
-        monkeypatch.setattr("trainer.spread_weights.attach_to_write", functools.partial(attach_to_write, folder=disk))
+        monkeypatch.setattr("trainer.weights.publisher.SharedMemory", functools.partial(SharedMemory, folder=disk))
+        monkeypatch.setattr("trainer.weights.sharded_weights.attach_to_write", functools.partial(attach_to_write, folder=disk))
         job = functools.partial(publish_without_room, folder=folders["qwen3"], disk=disk)
         roads = ("shared_memory", "files")
         results = run_jobs([(Layout(ranks=2, shard=2), functools.partial(job, road=road)) for road in roads], tmp_path)

@@ -1,7 +1,7 @@
-"""Publishes a version beside the training of the next step: between two updates the weights stand still, whoever reads them.
+"""Publishes policies while the next step trains: between two updates the weights stand still, whoever reads them.
 
 Where one rank holds all weights, a thread of its own writes them down while rows go forward and backward, and the training loop waits for
-it before it changes them. Where they are spread, ranks write together, in collectives that must not get in between those of training: then
+it before it changes them. Where they are sharded, ranks write together, in collectives that must not get in between those of training: then
 the loop itself publishes before it goes on.
 
 Where there is no room for a policy (`NoRoom`: a full disk, full shared memory), the engines serve on with the one before, and training goes
@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 from pipelinerl.errors import NoRoom
 from pipelinerl.messages import Failed, PolicyPublished
-from trainer.publish import Publisher
-from trainer.spread_weights import SpreadWeights
+from trainer.weights.publisher import Publisher
+from trainer.weights.sharded_weights import ShardedWeights
 
 PATIENCE_S = 60.0
 """Without room for any policy. Shorter ends a run for what is cleared away in a minute; longer has one stand still without a word."""
@@ -30,21 +30,24 @@ RETRY_AFTER_S = 0.5
 """Until the same policy is tried again, while its weights stand still."""
 
 
-class Publication:
-    """The publication under way. Use as a context, inside that of the publisher, whose buffers must stay while they are written into."""
+class AsyncPublisher:
+    """Decides when the publisher writes a policy, and tries again where there is no room.
+
+    Use as a context, inside that of the publisher, whose buffers must stay while they are written into.
+    """
 
     def __init__(
         self,
         publisher: Publisher | None,
         *,
-        spread: SpreadWeights | None,
+        sharded: ShardedWeights | None,
         send: Callable[[PolicyPublished | Failed], None],
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`publisher` where this rank publishes, `spread` where no rank holds all the weights; `send` hands on an announcement."""
+        """`publisher` where this rank publishes, `sharded` where no rank holds all the weights; `send` hands on an announcement."""
         self._publisher = publisher
-        self._spread = spread
+        self._sharded = sharded
         self._send = send
         self._patience_s = patience_s
         self._clock = clock
@@ -57,7 +60,7 @@ class Publication:
         """Since they were asked for."""
         self._no_room_since: float | None = None
 
-    def __enter__(self) -> Publication:
+    def __enter__(self) -> AsyncPublisher:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,11 +73,11 @@ class Publication:
         """Begin to publish the present weights as `version`; every rank calls this. Waits for the one before."""
         self.wait()
         if self._publisher is None:
-            if self._spread is not None:
-                self._spread.follow()
+            if self._sharded is not None:
+                self._sharded.follow()
             return
         self._moves_on.clear()
-        if self._spread is None or not self._publish_together(self._publisher, self._spread, version):
+        if self._sharded is None or not self._publish_together(self._publisher, self._sharded, version):
             self._under_way = self._thread.submit(self._publish, self._publisher, version)
 
     def wait(self, *, is_last: bool = False) -> None:
@@ -90,17 +93,17 @@ class Publication:
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: seconds that publishing took beside training, where it is done so; policies without room, if any."""
-        found = {"publish_beside_s": self._beside_s} if self._spread is None and self._publisher is not None else {}
+        found = {"publish_beside_s": self._beside_s} if self._sharded is None and self._publisher is not None else {}
         found |= {"policies_skipped": float(self._num_skipped)} if self._num_skipped else {}
         self._beside_s, self._num_skipped = 0.0, 0
         return found
 
-    def _publish_together(self, publisher: Publisher, spread: SpreadWeights, version: int) -> bool:
+    def _publish_together(self, publisher: Publisher, sharded: ShardedWeights, version: int) -> bool:
         """Have all ranks write a policy, and publish it; False where there is no room for it."""
         try:
             return self._find_room(publisher, version)
         finally:
-            spread.end()
+            sharded.end()
 
     def _publish(self, publisher: Publisher, version: int) -> float:
         """Publish, as soon as there is room or until the weights change; the seconds it took."""
