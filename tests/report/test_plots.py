@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from pipelinerl.report import plots
 from pipelinerl.report.plots import Figure, Line, decimate
+from scripts.bench.figure import write_lines
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -65,3 +67,12 @@ def test_words_of_a_tick_tell_it_from_its_neighbour(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
     (written,) = re.findall(r"<body>(.*)</body>", done.stdout)
     assert json.loads(written) == [words for _, _, words in expected]
+
+
+def test_a_figure_of_the_readme_goes_through_its_points_and_escapes_its_names(tmp_path: Path) -> None:
+    series = {"K = 0 <b>": [(0.0, 0.0), (5.0, 0.5), (10.0, 1.0)]}
+    write_lines(tmp_path / "figure.svg", series, label="a & b", x_label="x", y_label="y")
+    tree = ElementTree.parse(tmp_path / "figure.svg")
+    (line,) = tree.iter("{http://www.w3.org/2000/svg}polyline")
+    assert line.attrib["points"] == "50.0,260.0 290.0,145.0 530.0,30.0", "x from 50 to 530, y from 260 up to 30"
+    assert {"K = 0 <b>", "a & b", "0.25", "10"} <= {element.text for element in tree.iter()}
