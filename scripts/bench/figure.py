@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -33,7 +33,7 @@ _FIGURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 300"
 """
 
 
-def write_lines(path: Path, series: dict[str, Sequence[Point]], *, label: str, x_label: str, y_label: str) -> None:
+def write_lines(path: Path, series: Mapping[str, Sequence[Point]], *, label: str, x_label: str, y_label: str) -> None:
     """Draw each series in a colour of its own, first to last, y from zero, and write the figure to `path`."""
     points = [point for line in series.values() for point in line]
     (x_low, x_high), y_high = _extent([x for x, _ in points]), _extent([0.0, *(y for _, y in points)])[1]
