@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ["OMP_NUM_THREADS"] = "1"  # more threads than cores spin against each other: vLLM on two cores is then up to ten times slower
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made by the tests; a name that is not a folder fails at once
@@ -31,15 +33,22 @@ def _folder_of_temporary_files() -> Iterator[None]:
     tempfile.tempdir = None  # what it is at first; what was there before this test may be what an engine of its module has set
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it.
+class WholeRunsInOneWorker(LoadScopeScheduling):
+    """Any worker takes the next test; whole runs and jobs go one after the other, as two at once on two cores would miss their deadlines.
 
-    Whole runs and real engines go one after the other, in one worker: two of them at once on two cores would miss their deadlines.
+    (`--dist loadgroup` marks groups in a place that pytest 9.2 no longer has.)
     """
-    for item in items:
-        if item.get_closest_marker("vllm") or not {"e2e", "slurm"}.isdisjoint(item.path.parts):
-            item.add_marker(pytest.mark.xdist_group("whole runs"))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "whole runs" if nodeid.startswith(("tests/e2e/", "tests/slurm/")) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeRunsInOneWorker:
+    return WholeRunsInOneWorker(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it."""
     marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("vllm", "gpu")}
     if marked["vllm"] and importlib.util.find_spec("vllm") is None:
         _skip(marked["vllm"], reason="needs vLLM, which is not installed here")
