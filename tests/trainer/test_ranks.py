@@ -24,7 +24,10 @@ STARTS = """
 LIVES = """
 import os, pathlib, sys, time
 rank = os.environ["RANK"]
-def say(text): pathlib.Path(sys.argv[1], "rank-" + rank).write_text(text + "\\n")
+def say(text):
+    draft = pathlib.Path(sys.argv[1], "draft-" + rank)
+    draft.write_text(text + "\\n")
+    draft.rename(draft.with_name("rank-" + rank))  # whole at once: who sees it may end us
 """
 
 
