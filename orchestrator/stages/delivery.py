@@ -511,10 +511,10 @@ class Delivery:
         self._check_finished()
 
     def _on_ended(self, peer: str, ended: TrainingEnded) -> None:
+        if not self._leads(peer, ended):
+            return
         self.trainer_ended.set()
-        if (
-            ended.version < self._num_steps and not self._is_ending
-        ):  # an orchestrator told it to that is gone; it is called back once it left
+        if ended.version < self._num_steps and not self._is_ending:  # an orchestrator that is gone told it to; it is called back
             for replica in self._replicas:
                 self._trainer.send(f"trainer-{replica}", Stop(reason="start again: the orchestrator that ended the training is gone"))
 

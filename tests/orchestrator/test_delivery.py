@@ -576,6 +576,19 @@ def test_a_trainer_that_another_orchestrator_told_to_train_no_further_is_told_to
     simulate(program())
 
 
+def test_only_the_replica_that_speaks_for_all_ends_their_training(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_replicas=2) as it:
+            for replica in range(2):
+                it.links[replica].send(TrainerReady(replica=replica, num_replicas=2, process_id=1, version=0))
+            await asyncio.sleep(0.01)
+            it.links[1].send(TrainingEnded(version=0))
+            assert [await it.answers(replica) for replica in range(2)] == [[], []]
+            assert not it.delivery.trainer_ended.is_set()
+
+    simulate(program())
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
