@@ -10,23 +10,23 @@ import signal
 from pathlib import Path
 
 from orchestrator.assembly import World
-from orchestrator.bounds import experts_of, vocabulary_of
 from orchestrator.credit import MethodCredit
+from orchestrator.data.sources import prompts_of
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.bounds import experts_of, vocabulary_of
 from orchestrator.pipeline import Ending, Pipeline
-from orchestrator.sources import prompts_of
-from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.interface import address_of
-from pipelinerl.lease import fence_of
-from pipelinerl.machine import cores_and_devices
+from pipelinerl.data.stop_tokens import stop_tokens_of
+from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer
-from pipelinerl.metrics import Journal
-from pipelinerl.process import ask_to_replace, end_stuck, last_words, read_config
-from pipelinerl.stop_tokens import stop_tokens_of
-from pipelinerl.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.lease import fence_of
+from pipelinerl.runtime.machine import cores_and_devices
+from pipelinerl.runtime.network import address_of
+from pipelinerl.runtime.process import ask_to_replace, end_stuck, last_words, read_config
+from pipelinerl.runtime.watch import guarded
 from pipelinerl.transport.zmq import ZmqHub
-from pipelinerl.watch import guarded
 
 
 def main() -> None:

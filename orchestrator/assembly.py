@@ -16,8 +16,15 @@ from typing import Any
 import msgspec
 
 from orchestrator.channels import Channels, make_channels
-from orchestrator.evaluation import Evaluation
-from orchestrator.progress import Progress
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import read_resting, read_snapshot, read_successes
+from orchestrator.observe.function_errors import FunctionErrors
+from orchestrator.observe.progress import Progress
+from orchestrator.observe.status import Status
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
+from orchestrator.peers.prm import Prm
+from orchestrator.peers.scorers import Scorers
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.announced import AnnouncedRule
 from orchestrator.rules.batch import BatchCut, Credit, StepRules, sampled_of
@@ -30,34 +37,27 @@ from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.road import choose_road
 from orchestrator.rules.sampled import Experts, SampledRule
-from orchestrator.stages.asking import Asking
 from orchestrator.stages.batching import Batching
-from orchestrator.stages.comparing import Comparing
-from orchestrator.stages.delivery import Delivery
-from orchestrator.stages.dispatch import Dispatch
-from orchestrator.stages.following import Following, Stopping
+from orchestrator.stages.environment import Replying
+from orchestrator.stages.evaluation import Evaluation
+from orchestrator.stages.generation import Dispatch
+from orchestrator.stages.group_rewards import Comparing
+from orchestrator.stages.prm import Following, Stopping
 from orchestrator.stages.prompts import Prompts, Source
-from orchestrator.stages.refresh import Refresh
-from orchestrator.stages.replying import Replying
+from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
-from orchestrator.state.engines import Engines
-from orchestrator.state.function_errors import FunctionErrors
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.peers import Peers
-from orchestrator.state.prm import Prm
-from orchestrator.state.scorers import Scorers
-from orchestrator.state.snapshot import read_resting, read_snapshot, read_successes
-from orchestrator.status import Status
-from pipelinerl.alarms.rules import Alarms
+from orchestrator.stages.training import Delivery
+from orchestrator.stages.weight_sync import Refresh
+from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.config import Config
+from pipelinerl.data.packing import Packing
 from pipelinerl.messages import EngineLoad, FunctionFailed, Group, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
-from pipelinerl.metrics import Journal
-from pipelinerl.mismatch import MismatchRule
-from pipelinerl.packing import Packing
-from pipelinerl.scorer.calls import component_names
-from pipelinerl.stages import Signal, Stage
+from pipelinerl.observe.alarms.rules import Alarms
+from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.pool.calls import component_names
+from pipelinerl.runtime.stage import Signal, Stage
+from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.base import Hub
-from pipelinerl.watch import Watch
 
 MAX_BARREN_STEPS = 10
 """Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
@@ -75,7 +75,7 @@ class World:
     source: Source
     held_out: list[Prompt]
     stop_token_ids: tuple[int, ...] = ()
-    """What ends a completion, in training and in evaluations, see `pipelinerl.stop_tokens`."""
+    """What ends a completion, in training and in evaluations, see `pipelinerl.data.stop_tokens`."""
     credit: Credit
     journal: Journal
     ledger: Ledger

@@ -8,8 +8,8 @@ from typing import Any
 from orchestrator.stages.batching import Row, Seal
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.messages import PolicyPublished, ScoredTrajectory, TrainerReady, Trajectory
-from pipelinerl.stages import Channel
-from pipelinerl.watch import Watch
+from pipelinerl.runtime.stage import Channel
+from pipelinerl.runtime.watch import Watch
 
 PROMPTS_AHEAD = 64
 """Prompts tokenised before an engine has room for them. More only makes a resumed run repeat more tokenisation."""

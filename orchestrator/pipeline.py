@@ -16,12 +16,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 from orchestrator.assembly import Assembly, World
-from orchestrator.state.ledger import Identity
-from pipelinerl.alarms.names import Alarm
+from orchestrator.ledger.ledger import Identity
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import Stop
-from pipelinerl.watch import wait_for
+from pipelinerl.observe.alarms.names import Alarm
+from pipelinerl.runtime.watch import wait_for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,23 +18,23 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from orchestrator.rows import Table, open_rows
-from orchestrator.sources import PromptBuilder, longest_prompt
+from orchestrator.data.rows import Table, open_rows
+from orchestrator.data.sources import PromptBuilder, longest_prompt
 from pipelinerl.algorithms.declare import load_rule
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.own import is_own
 from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, DataSection
+from pipelinerl.data.stop_tokens import stop_tokens_of
+from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
-from pipelinerl.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
+from pipelinerl.launch.preflight import answer
 from pipelinerl.messages import Finish
-from pipelinerl.preflight import answer
-from pipelinerl.scorer.calls import Call, Component, component_names
-from pipelinerl.scorer.environment import load_environment
-from pipelinerl.scorer.rewards import load_rewards
-from pipelinerl.stop_tokens import stop_tokens_of
-from pipelinerl.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.rewards.environment import load_environment
+from pipelinerl.rewards.pool.calls import Call, Component, component_names
+from pipelinerl.rewards.reward import load_rewards
+from pipelinerl.runtime.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
 
 MAX_STREAMED = 1000
 """Rows looked at of a source that can only be read one after the other, and may never end."""
@@ -54,7 +54,7 @@ def look(config: Config) -> Iterator[Finding]:
     functions = list(_functions(config, problems))
     yield from problems
     needs_roles = False
-    with contextlib.suppress(ConfigError):  # pipelinerl.preflight tells it
+    with contextlib.suppress(ConfigError):  # pipelinerl.launch.preflight tells it
         method = method_of(config)
         yield from _advantage(method)
         needs_roles = any(Need.ROLES in spec.needs for _, _, spec in specs_of(method))

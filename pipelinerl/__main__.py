@@ -16,12 +16,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from pipelinerl import __version__, launch, resuming
+from pipelinerl import __version__
 from pipelinerl.config import Config
-from pipelinerl.config_file import described_keys, load
+from pipelinerl.config.file import described_keys, load
+from pipelinerl.data.hub import resolved
 from pipelinerl.errors import ConfigError, PipelineError
-from pipelinerl.hub import resolved
-from pipelinerl.lease import Lease, held
+from pipelinerl.launch import local, resuming
+from pipelinerl.runtime.lease import Lease, held
 
 app = typer.Typer(
     name="pipelinerl",
@@ -111,7 +112,7 @@ def try_out(
     ]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)}: a row is tried with one of them. Leave the others out")
-    command = [sys.executable, "-m", "orchestrator.tryout", str(config_file), *(overrides or []), f"--rows={rows}", f"--first={first}"]
+    command = [sys.executable, "-m", "orchestrator.rescore", str(config_file), *(overrides or []), f"--rows={rows}", f"--first={first}"]
     command += [f"--completion={text}" for text in completion or ()] + ([f"--column={column}"] if column else [])
     command += ([f"--run={recorded}"] if recorded else []) + [f"--sample={sample}"]
     raise typer.Exit(subprocess.call(command))
@@ -146,7 +147,7 @@ def demo(
 @app.command()
 def report(run_folder: RunFolder) -> None:
     """Write a run's report: one self-contained HTML page. Works on a run under way, too."""
-    from pipelinerl.report import write_report
+    from pipelinerl.observe.report import write_report
 
     console.print(f"report: {write_report(run_folder)}")
 
@@ -157,7 +158,7 @@ def compare(
     page: Annotated[Path, typer.Option(help="where the page goes")] = Path("comparison.html"),
 ) -> None:
     """Lay runs side by side on one self-contained HTML page: numbers, curves, where the time went, settings that differ."""
-    from pipelinerl.report.comparison import write_comparison
+    from pipelinerl.observe.report.comparison import write_comparison
 
     console.print(f"comparison: {write_comparison(run_folders, path=page)}")
 
@@ -165,8 +166,8 @@ def compare(
 @app.command()
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
-    from pipelinerl.live import show
-    from pipelinerl.report.reading import has_journal
+    from pipelinerl.observe.report.reading import has_journal
+    from pipelinerl.observe.terminal import show
 
     has_journal(run_folder)
     with contextlib.suppress(KeyboardInterrupt):
@@ -191,7 +192,7 @@ def ledger(
     prompt: Annotated[str | None, typer.Argument(help="a prompt's id, `<epoch>:<row>`, or a rollout's, `<group>/<sibling>`")] = None,
 ) -> None:
     """Tell what became of a run's prompts, or, step by step, of one: `pipelinerl ledger RUN 0:17`."""
-    from pipelinerl.history import story_of, summary_of
+    from pipelinerl.observe.history import story_of, summary_of
 
     for line in summary_of(run_folder) if prompt is None else story_of(run_folder, prompt):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -209,7 +210,7 @@ def migrate(run_folder: RunFolder) -> None:
 
     The run must have ended. Its old ledger stays beside the new one.
     """
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.state.migration", str(run_folder)]))
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.ledger.migration", str(run_folder)]))
 
 
 @app.command()
@@ -235,8 +236,8 @@ def track(
     to: Annotated[list[str] | None, typer.Option(help="wandb, tensorboard; default: what the run's config names")] = None,
 ) -> None:
     """Send a run's numbers to its trackers, or what they missed of it, from the run's journal."""
-    from pipelinerl.process import read_config
-    from pipelinerl.tracking.beside import missing_packages, track
+    from pipelinerl.observe.tracking.beside import missing_packages, track
+    from pipelinerl.runtime.process import read_config
 
     to = to or [name for name in read_config(run_folder).tracking.to if name != "prometheus"]
     missing_packages(to)
@@ -246,7 +247,7 @@ def track(
 @app.command()
 def trace(run_folder: RunFolder) -> None:
     """Write a run's timeline as a Chrome trace, which ui.perfetto.dev opens."""
-    from pipelinerl.tracking.trace import write_trace
+    from pipelinerl.observe.tracking.trace import write_trace
 
     console.print(f"trace: {write_trace(run_folder)}")
 
@@ -258,9 +259,9 @@ def slurm(
     submit: Annotated[bool, typer.Option("--submit", help="hand it to sbatch; else the script is only written")] = False,
 ) -> None:
     """Make a run's Slurm job: a readable sbatch script that saves before the limit, requeues itself and goes on (section `slurm`)."""
-    from pipelinerl.findings import refuse
-    from pipelinerl.preflight import check as preflight
-    from pipelinerl.slurm import submit as job
+    from pipelinerl.launch.preflight import check as preflight
+    from pipelinerl.launch.slurm import submit as job
+    from pipelinerl.runtime.findings import refuse
 
     settings = resolved(load(config_file, overrides=overrides or []))
     if submit:
@@ -274,8 +275,8 @@ def slurm(
 @app.command()
 def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
     """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
-    from pipelinerl.doctor import judge, look
-    from pipelinerl.findings import Level, sentences, show
+    from pipelinerl.launch.doctor import judge, look
+    from pipelinerl.runtime.findings import Level, sentences, show
 
     findings = judge(look(folder))
     show(findings, console, *Level)
@@ -289,7 +290,7 @@ def view(
     interface: Annotated[str, typer.Option(help="where it listens; the page asks for the token in its address everywhere")] = "127.0.0.1",
 ) -> None:
     """Follow a run in the browser: the pipeline as a picture, curves, who waits for whom, samples. Works on a finished run, too."""
-    from pipelinerl.view.server import View
+    from pipelinerl.observe.view.server import View
 
     page = View(run_folder, interface=interface, port=port)
     console.print(f"view: {page.address}", soft_wrap=True)
@@ -309,7 +310,7 @@ def algorithms() -> None:
 def keys(markdown: Annotated[bool, typer.Option("--markdown", help="as a page, which is docs/config.md")] = False) -> None:
     """List every config key with its type, its default and what it means."""
     if markdown:
-        from pipelinerl.config_reference import markdown as page
+        from pipelinerl.config.reference import markdown as page
 
         print(page(), end="")
         return
@@ -347,9 +348,9 @@ def _options(
 
 
 def _train(settings: Config, *, resume: str | None = None, takes_over: bool = False) -> None:
-    from pipelinerl.findings import Level, refuse, show
-    from pipelinerl.preflight import check as preflight
-    from pipelinerl.tracking.beside import trackers
+    from pipelinerl.launch.preflight import check as preflight
+    from pipelinerl.observe.tracking.beside import trackers
+    from pipelinerl.runtime.findings import Level, refuse, show
 
     earlier = resuming.find_run(settings, resume or None) if resume is not None else None
     with contextlib.ExitStack() as at_end:
@@ -358,7 +359,7 @@ def _train(settings: Config, *, resume: str | None = None, takes_over: bool = Fa
             lease = at_end.enter_context(held(earlier.folder, takes_over=takes_over))
         refuse(findings := preflight(settings))
         show(findings, console, Level.NOTE, Level.WARN)
-        run_folder = earlier.folder if earlier else launch.make_run_folder(settings)
+        run_folder = earlier.folder if earlier else local.make_run_folder(settings)
         lease = lease or at_end.enter_context(held(run_folder))
         if earlier:
             resuming.make_ready(settings, run_folder)
@@ -375,8 +376,8 @@ def _train(settings: Config, *, resume: str | None = None, takes_over: bool = Fa
 
 def _report(run_folder: Path) -> None:
     """Write the report; where that fails, as on a full disk, say so: it must not hide why the run ended."""
-    from pipelinerl.report import write_report
-    from pipelinerl.segments import has_lines
+    from pipelinerl.observe.report import write_report
+    from pipelinerl.observe.segments import has_lines
 
     if not has_lines(run_folder / "journal" / "orchestrator.jsonl"):
         return
@@ -387,15 +388,15 @@ def _report(run_folder: Path) -> None:
 
 
 async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) -> None:
-    from pipelinerl.live import show
+    from pipelinerl.observe.terminal import show
 
-    until, roles = asyncio.Event(), launch.roles_of(settings, run_folder)
+    until, roles = asyncio.Event(), local.roles_of(settings, run_folder)
     if not console.is_terminal:
         console.print(f"starting {', '.join(role.name for role in roles)}; logs: {escape(str(run_folder / 'logs'))}", soft_wrap=True)
     async with asyncio.TaskGroup() as group:
         view = group.create_task(show(run_folder, console=console, until=until, began=time.time()))
         try:
-            await launch.Launcher(roles, run_folder, **launch.limits_of(settings), lease=lease).run()
+            await local.Launcher(roles, run_folder, **local.limits_of(settings), lease=lease).run()
         except PipelineError as error:
             failure = error
         else:
@@ -409,9 +410,9 @@ async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) 
 def _print_plan(settings: Config) -> None:
     """Print what would run, what it would take, and what is wrong with it. Raises `ConfigError` with all problems at once."""
     from pipelinerl.algorithms.listing import describe_run
-    from pipelinerl.findings import Level, refuse, show
-    from pipelinerl.preflight import check as preflight
-    from pipelinerl.tracking.beside import command
+    from pipelinerl.launch.preflight import check as preflight
+    from pipelinerl.observe.tracking.beside import command
+    from pipelinerl.runtime.findings import Level, refuse, show
 
     console.print_json(settings.model_dump_json())
     for name, value in settings.derived().items():
@@ -420,8 +421,8 @@ def _print_plan(settings: Config) -> None:
         console.print(describe_run(settings), markup=False, highlight=False, soft_wrap=True)
     console.print("processes:")
     run_folder = settings.run.folder / f"{settings.run.name}-<time>"
-    trackers = [launch.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
-    for role in (*launch.roles_of(settings, run_folder), *trackers):
+    trackers = [local.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
+    for role in (*local.roles_of(settings, run_folder), *trackers):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
     findings = preflight(settings, is_dry=True)
     show(findings, console, Level.OK, Level.NOTE, Level.WARN)

@@ -1,6 +1,6 @@
 """Write down which arguments vLLM's engine takes: `python -m scripts.vllm_options`, once for each version the project is pinned to.
 
-The table, `pipelinerl/engine/vllm_options.json`, lies beside what reads it: a head node without vLLM checks `engine.options` by it.
+The table, `pipelinerl/engine/vllm/options.json`, lies beside what reads it: a head node without vLLM checks `engine.options` by it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-PATH = Path(__file__).parents[1] / "pipelinerl" / "engine" / "vllm_options.json"
+PATH = Path(__file__).parents[1] / "pipelinerl" / "engine" / "vllm" / "options.json"
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", dict: "table", list: "list", tuple: "list", set: "list"}
 
 

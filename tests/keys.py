@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pipelinerl.transport.curve import ROLES
+from pipelinerl.transport.keys import ROLES
 
 PEERS = tuple(f"{role}-{number}" for role in ROLES for number in range(4))

@@ -12,14 +12,14 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipelinerl.process import ancestors
+from pipelinerl.runtime.process import ancestors
 
 UNIX = "Unix sockets"
 SOCKETS = {
     "ROUTER sockets of ZeroMQ": ("-m orchestrator",),
     "live view": ("-m pipelinerl view",),
     "Prometheus endpoint": ("--to prometheus",),
-    "gloo": ("-m trainer", "-m pipelinerl.engine", "VLLM::Worker", "-m pipelinerl.scorer.prm_process"),
+    "gloo": ("-m trainer", "-m pipelinerl.engine", "VLLM::Worker", "-m pipelinerl.rewards.prm.process"),
     UNIX: (),
 }
 """By their names in SECURITY.md, who listens there, by what stands in the command line; at a Unix socket in a private folder anybody."""

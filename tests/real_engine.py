@@ -17,9 +17,9 @@ from pipelinerl.engine.__main__ import set_environment
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.engine.vllm.engine import VllmEngine
     from pipelinerl.weights.adapters import AdapterShape
-    from pipelinerl.weights.pool import SlotPool
+    from pipelinerl.weights.buffer_pool import SlotPool
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def vllm_engine(
     set_environment(num_ranks=section.num_ranks)
     import torch._dynamo
 
-    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.engine.vllm.engine import VllmEngine
 
     try:
         # An engine process says so in its environment, which torch reads once: here another test may have imported it before. A rank that
@@ -72,7 +72,7 @@ class Publisher:
 
     def __init__(self, engine: VllmEngine) -> None:
         from pipelinerl.weights.base import num_bytes
-        from pipelinerl.weights.pool import SlotPool
+        from pipelinerl.weights.buffer_pool import SlotPool
         from pipelinerl.weights.shared_memory import SharedMemory
 
         self._tensors = engine.limits.tensors

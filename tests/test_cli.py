@@ -15,9 +15,9 @@ from typer.main import get_command
 
 from pipelinerl import __version__
 from pipelinerl.__main__ import app, main
-from pipelinerl.config_file import load
-from pipelinerl.launch import make_run_folder
-from pipelinerl.lease import held
+from pipelinerl.config.file import load
+from pipelinerl.launch.local import make_run_folder
+from pipelinerl.runtime.lease import held
 
 CONFIG = """
 [model]
@@ -25,7 +25,7 @@ path = "missing-model"
 [data]
 source = "missing.jsonl"
 [[reward]]
-function = "pipelinerl.scorer.builtin:exact_match"
+function = "pipelinerl.rewards.functions.builtin:exact_match"
 """
 
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.columns import NotJson, json_value
+from pipelinerl.data.columns import NotJson, json_value
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipelinerl.algorithms.methods import method_of
-from pipelinerl.config import Config, Mode
-from pipelinerl.config_file import described_keys, known_keys, load, parse
+from pipelinerl.config import Config, Mode, renamed
+from pipelinerl.config.file import described_keys, known_keys, load, parse
+from pipelinerl.config.unused import inert
 from pipelinerl.errors import ConfigError
-from pipelinerl.inert import inert
 
 MINIMAL = """\
 [model]
@@ -506,3 +506,30 @@ KEYS = [
     "sft_stream.batch_size",
     "sft_stream.coef",
 ]
+
+
+def test_an_old_name_is_refused_with_the_new_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(renamed.KEYS, "weights.old_name", "weights.delta")
+    monkeypatch.setitem(renamed.KEYS, "prm.before.keep", "prm.max_steps")
+    with pytest.raises(ConfigError) as error:
+        parse({"weights": {"old_name": True}, "prm": {"before": {"keep": 3}}}, origin="run.toml")
+    assert "weights.old_name is now called weights.delta" in str(error.value)
+    assert "prm.before.keep is now called prm.max_steps" in str(error.value)
+
+
+def test_settings_of_an_older_run_get_the_new_names(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(renamed.KEYS, "weights.old_name", "weights.delta")
+    monkeypatch.setitem(renamed.KEYS, "prm.before.keep", "prm.after.share")
+    monkeypatch.setitem(renamed.KEYS, "reward.times", "reward.retries")
+    before = {
+        "weights": {"old_name": True, "kept": 1},
+        "prm": {"before": {"keep": 0.5}},
+        "reward": [{"function": "pipelinerl.scorer.builtin:exact_match", "times": 2}, {"function": "mine.py:reward"}],
+        "data": {"chat_template_kwargs": {}},
+    }
+    assert renamed.translate(before) == {
+        "weights": {"delta": True, "kept": 1},
+        "prm": {"after": {"share": 0.5}},
+        "reward": [{"function": "pipelinerl.rewards.functions.builtin:exact_match", "retries": 2}, {"function": "mine.py:reward"}],
+        "data": {"chat_template_kwargs": {}},
+    }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pipelinerl.config_file import known_keys
-from pipelinerl.config_reference import markdown
+from pipelinerl.config.file import known_keys
+from pipelinerl.config.reference import markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
 

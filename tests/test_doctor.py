@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.doctor import GIB, Machine, judge, look
-from pipelinerl.findings import Finding, Level
+from pipelinerl.launch.doctor import GIB, Machine, judge, look
+from pipelinerl.runtime.findings import Finding, Level
 
 HEALTHY = Machine(
     python="3.11.9",
@@ -87,7 +87,7 @@ def test_versions_that_do_not_fit_each_other_are_found_in_what_is_installed(tmp_
     info = tmp_path / "vllm-0.30.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0\nRequires-Dist: numpy<1\n")
-    program = "from pathlib import Path; from pipelinerl.doctor import look; print(*look(Path('.')).unmet, sep='\\n')"
+    program = "from pathlib import Path; from pipelinerl.launch.doctor import look; print(*look(Path('.')).unmet, sep='\\n')"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment).stdout
     assert "vllm asks for numpy<1, installed is" in shown

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl import function_errors
-from pipelinerl.function_errors import CAUSE_CHARACTERS, TRACEBACK_CHARACTERS, error_in, error_of, place_of
-from pipelinerl.plugin import load_plugin
+from pipelinerl.runtime import function_errors
+from pipelinerl.runtime.function_errors import CAUSE_CHARACTERS, TRACEBACK_CHARACTERS, error_in, error_of, place_of
+from pipelinerl.runtime.plugin import load_plugin
 
 REWARDS = """import json
 

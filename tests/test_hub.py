@@ -10,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from orchestrator.rows import Table, open_rows
+from orchestrator.data.rows import Table, open_rows
 from pipelinerl.config import DataSection
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
+from pipelinerl.data.hub import dataset_files, is_dataset, resolved
 from pipelinerl.errors import ConfigError
-from pipelinerl.hub import dataset_files, is_dataset, resolved
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 CARD = """---

@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.interface import address_of, address_towards, device_of
+from pipelinerl.runtime.network import address_of, address_towards, device_of
 
 
 @pytest.mark.parametrize("interface", ["127.0.0.1", "lo", "localhost"])

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl import launch
 from pipelinerl.config import Config, TrainerSection
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.errors import LeaseError, PeerGone
-from pipelinerl.launch import Launcher, Role, make_run_folder, roles_of
-from pipelinerl.lease import held
-from pipelinerl.process import read_config
-from pipelinerl.transport.curve import read_keys
+from pipelinerl.launch import local
+from pipelinerl.launch.local import Launcher, Role, make_run_folder, roles_of
+from pipelinerl.runtime.lease import held
+from pipelinerl.runtime.process import read_config
+from pipelinerl.transport.keys import read_keys
 from tests import processes
 
 pytestmark = pytest.mark.process
@@ -36,7 +36,7 @@ LIVES = """
 FAILS = """
     import pathlib, time
     from pipelinerl.errors import WeightsError
-    from pipelinerl.process import last_words
+    from pipelinerl.runtime.process import last_words
     with last_words(pathlib.Path(folder), "trainer-1"):
         while not pathlib.Path(folder, "orchestrator").exists():
             time.sleep(0.01)
@@ -102,7 +102,7 @@ def test_what_others_say_when_they_are_ended_is_not_the_reason(folder: Path):
     complains = """
         import pathlib, signal, time
         from pipelinerl.errors import LeaseError, PeerGone
-        from pipelinerl.process import last_words
+        from pipelinerl.runtime.process import last_words
         def complain(*_): raise PeerGone("I was interrupted")
         signal.signal(signal.SIGTERM, complain)
         with last_words(pathlib.Path(folder), name):
@@ -124,7 +124,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
     first = """
         import pathlib, time
         from pipelinerl.errors import MismatchError
-        from pipelinerl.process import last_words
+        from pipelinerl.runtime.process import last_words
         with last_words(pathlib.Path(folder), "trainer-0"):
             try:
                 raise MismatchError("3.5 apart")
@@ -134,7 +134,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
     second = """
         import pathlib, time
         from pipelinerl.errors import LeaseError, PeerGone
-        from pipelinerl.process import last_words
+        from pipelinerl.runtime.process import last_words
         while not pathlib.Path(folder, "failures", "trainer-0.json").exists(): time.sleep(0.01)
         with last_words(pathlib.Path(folder), name):
             raise PeerGone("trainer-0 is gone")
@@ -144,7 +144,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
 
 
 def test_a_role_that_does_not_listen_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "KILL_GRACE_S", 0.3)
+    monkeypatch.setattr(local, "KILL_GRACE_S", 0.3)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedented(LIVES)
     with pytest.raises(PeerGone, match="trainer-1 failed"):
         run(folder, orchestrator=deaf, trainer=FAILS)
@@ -166,7 +166,7 @@ def test_what_a_role_started_ends_with_it(folder: Path):
 
 
 def test_who_outlives_the_orchestrator_for_too_long_is_named_and_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "SAVE_GRACE_S", 0.5)
+    monkeypatch.setattr(local, "SAVE_GRACE_S", 0.5)
     waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'engines').exists(): time.sleep(0.01)"
     with pytest.raises(PeerGone, match="engines"):
         run(folder, orchestrator=waits, engines=LIVES)
@@ -175,7 +175,7 @@ def test_who_outlives_the_orchestrator_for_too_long_is_named_and_ended(folder: P
 
 def test_the_time_to_save_begins_when_the_orchestrator_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A role that ends well before it starts no clock."""
-    monkeypatch.setattr(launch, "SAVE_GRACE_S", 0.3)
+    monkeypatch.setattr(local, "SAVE_GRACE_S", 0.3)
     waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'done').exists(): time.sleep(0.01)\ntime.sleep(1.0)"
     run(folder, orchestrator=waits, engines="import pathlib; pathlib.Path(folder, 'done').touch()")
 
@@ -251,16 +251,16 @@ ENDS_LAST = """
 
 
 def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(launch, "REJOIN_AFTER_S", 0.2)
+    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(local, "REJOIN_AFTER_S", 0.2)
     run_again(folder, restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ENDS_LAST)
     assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (2, 2)
 
 
 STANDS_STILL_ONCE = """
     import os, pathlib, signal, time
-    from pipelinerl.process import ask_to_replace, register
-    from pipelinerl.weights.slots import machine
+    from pipelinerl.runtime.process import ask_to_replace, register
+    from pipelinerl.weights.shared_names import machine
     lives = pathlib.Path(folder, name + ".lives")
     with open(lives, "a") as file: file.write("x")
     if len(lives.read_text()) == 1:
@@ -280,7 +280,7 @@ def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(
     folder: Path, who: str, is_asked_for: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Also one that is only starting, for which nobody asks yet."""
-    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
     stands = STANDS_STILL_ONCE if is_asked_for else STANDS_STILL_ONCE.replace("ask_to_replace(pathlib.Path(folder), peer)", "pass")
     codes = {"orchestrator": COUNTS, "engines": COUNTS} | {who: stands}
     roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
@@ -298,7 +298,7 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
     fails = """
         import pathlib
         from pipelinerl.errors import WeightsError
-        from pipelinerl.process import last_words
+        from pipelinerl.runtime.process import last_words
         with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
         with last_words(pathlib.Path(folder), "trainer-0"):
             raise WeightsError("slot 3")
@@ -312,7 +312,7 @@ def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
     loses_a_peer_once = """
         import pathlib
         from pipelinerl.errors import PeerGone
-        from pipelinerl.process import last_words
+        from pipelinerl.runtime.process import last_words
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
         with last_words(pathlib.Path(folder), name):
@@ -326,7 +326,7 @@ def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
 def test_what_a_process_says_of_its_end_stands_when_another_is_started_again_meanwhile(folder: Path):
     says = """
         import pathlib, sys, time
-        from pipelinerl.process import record_failure
+        from pipelinerl.runtime.process import record_failure
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
         if len(lives.read_text()) == 1:
@@ -365,7 +365,7 @@ def test_who_cannot_write_why_it_ends_is_told_of_with_what_to_do(folder: Path):
     full = """
         import pathlib, resource
         from pipelinerl.errors import LedgerError
-        from pipelinerl.process import last_words
+        from pipelinerl.runtime.process import last_words
         with last_words(pathlib.Path(folder), "orchestrator"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
             raise LedgerError("cannot write")
@@ -384,7 +384,7 @@ def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, first: s
     }[first]
     dies_once = f"""
         import os, pathlib, sys, time
-        from pipelinerl.process import UNWRITTEN, record_failure
+        from pipelinerl.runtime.process import UNWRITTEN, record_failure
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
         if len(lives.read_text()) == 1: {ends}
@@ -396,7 +396,7 @@ def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, first: s
 
 
 def test_who_started_too_late_to_be_told_is_ended_with_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "KILL_GRACE_S", 0.3)
+    monkeypatch.setattr(local, "KILL_GRACE_S", 0.3)
     waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'engines').exists(): time.sleep(0.01)"
     roles = (role("orchestrator", waits, folder), dataclasses.replace(role("engines", LIVES, folder), has_nothing_to_save=True))
     asyncio.run(Launcher(roles, folder).run())
@@ -437,12 +437,12 @@ def test_processes_learn_the_epoch_of_their_launcher(folder: Path):
 
 def test_a_launcher_whose_run_was_taken_over_ends_all_at_once_and_says_by_whom(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Killed, not asked: what they would still write is not theirs to write."""
-    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr("pipelinerl.lease.RENEW_EVERY_S", 0.0)
+    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("pipelinerl.runtime.lease.RENEW_EVERY_S", 0.0)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedented(LIVES)
     taken_over = """
         import msgspec, pathlib, time
-        from pipelinerl.lease import FILE, Holder
+        from pipelinerl.runtime.lease import FILE, Holder
         while not pathlib.Path(folder, "trainer").exists(): time.sleep(0.01)
         other = Holder(epoch=9, host="far", boot_id="another", process_id=7, since_s=0.0)
         pathlib.Path(folder, FILE).write_bytes(msgspec.json.encode(other))
@@ -459,7 +459,7 @@ def test_a_launcher_whose_run_was_taken_over_ends_all_at_once_and_says_by_whom(f
 LAUNCHER = """
     import asyncio, pathlib, sys
     from pipelinerl.errors import LeaseError, PeerGone
-    from pipelinerl.launch import Launcher, Role
+    from pipelinerl.launch.local import Launcher, Role
     try:
         asyncio.run(Launcher(tuple(Role(name=name, command=command) for name, command in roles), pathlib.Path(folder)).run())
     except PeerGone as error:
@@ -542,7 +542,7 @@ def test_a_run_is_four_command_lines_with_the_orchestrator_first(tmp_path: Path)
     assert [one.name for one in roles] == ["orchestrator", "engines", "scorer-0", "trainer"]
     assert all(one.command[0] == sys.executable for one in roles)
     assert all(str(tmp_path / "a run") in one.command for one in roles)
-    assert roles[3].command[1:3] == ("-m", "trainer.rendezvous"), "three ranks are started by a parent of their own"
+    assert roles[3].command[1:3] == ("-m", "trainer.parallel.rendezvous"), "three ranks are started by a parent of their own"
     assert shlex.split(str(roles[0]))[1:] == list(roles[0].command), "what is printed can be pasted into a shell"
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.state.ledger import Ledger
-from pipelinerl import lease
+from orchestrator.ledger.ledger import Ledger
 from pipelinerl.errors import LeaseError
-from pipelinerl.lease import EPOCH, FILE, LEASE_S, Holder, Lease, fence_of, held, holder_of
+from pipelinerl.runtime import lease
+from pipelinerl.runtime.lease import EPOCH, FILE, LEASE_S, Holder, Lease, fence_of, held, holder_of
 from tests import processes
 
 HOLDS = """
     import os, pathlib, time
-    from pipelinerl.lease import held
+    from pipelinerl.runtime.lease import held
     with held(pathlib.Path(folder)) as lease:
         pathlib.Path(folder, "holds").write_text(f"{os.getpid()}\\n")
         time.sleep(100)

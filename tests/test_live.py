@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipelinerl.live import LiveView, renderable, show, sparkline
-from pipelinerl.metrics import Journal
-from pipelinerl.plain import PlainLines, plain_line
-from pipelinerl.report.state import WINDOW_S, RunState
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.plain import PlainLines, plain_line
+from pipelinerl.observe.report.state import WINDOW_S, RunState
+from pipelinerl.observe.terminal import LiveView, renderable, show, sparkline
 
 Line = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.metrics import Journal, read_journal, read_journals
+from pipelinerl.observe.journal import Journal, read_journal, read_journals
 
 
 def spans(folder: Path) -> list[tuple[str, str, float, float, int]]:

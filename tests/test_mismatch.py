@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from pipelinerl.algorithms.mismatch import MIN_TOKENS, MismatchRule
 from pipelinerl.messages import EngineMismatch
-from pipelinerl.mismatch import MIN_TOKENS, MismatchRule
 
 
 def engine(engine_id: int, kl: float, *, num_tokens: int = 1000, num_sequences: int = 12) -> EngineMismatch:

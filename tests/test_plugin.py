@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.plugin import load_plugin
+from pipelinerl.runtime.plugin import load_plugin
 
 
 def test_a_function_of_a_file_is_found(tmp_path: Path):
@@ -99,3 +99,10 @@ def test_a_method_of_an_object_is_found_by_a_dotted_name(tmp_path: Path):
     assert load_plugin(f"{tmp_path}/tasks.py:task.score")() == 2.0
     with pytest.raises(ConfigError, match=r"tasks.py:task has no 'scores'; did you mean 'score'\?"):
         load_plugin(f"{tmp_path}/tasks.py:task.scores")
+
+
+def test_a_function_of_ours_that_moved_is_refused_with_its_new_name():
+    with pytest.raises(
+        ConfigError, match=r"pipelinerl.scorer.builtin:exact_match has moved: it is now pipelinerl.rewards.functions.builtin:exact_match"
+    ):
+        load_plugin("pipelinerl.scorer.builtin:exact_match")

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from orchestrator.preflight import look
-from pipelinerl import memory
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
+from pipelinerl.config.unused import inert, refused
 from pipelinerl.errors import ConfigError
-from pipelinerl.findings import Finding, Level, collect, sentences
-from pipelinerl.inert import inert, refused
-from pipelinerl.preflight import check
+from pipelinerl.launch.preflight import check
+from pipelinerl.planning import memory
+from pipelinerl.runtime.findings import Finding, Level, collect, sentences
 from tests.tiny_models import make_qwen2
 
 pytestmark = pytest.mark.process
@@ -260,7 +260,7 @@ def test_adapters_that_travel_as_a_whole_model_are_told(settings: Callable[..., 
 
 
 def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_figures(settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pipelinerl.preflight.memory_bytes", lambda: 4 << 20)
+    monkeypatch.setattr("pipelinerl.launch.preflight.memory_bytes", lambda: 4 << 20)
     problems = failures(check(settings(engine={"kv_cache_bytes": 1 << 20})))
     assert problems[0].startswith("memory: the run takes ")
     assert "and this machine has 4.0 MiB" in problems[0]

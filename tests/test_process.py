@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config_file import parse
-from pipelinerl.process import ask_to_replace, asked_to_replace, read_config, register
+from pipelinerl.config.file import parse
+from pipelinerl.runtime.process import ask_to_replace, asked_to_replace, read_config, register
 from tests import processes
 
 
@@ -19,7 +19,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program inside `last_words`, as the process `trainer-1` of a run."""
     inside = "".join(f"    {line}\n" for line in code.splitlines())
     whole = (
-        "import sys\nfrom pathlib import Path\nfrom pipelinerl.errors import *\nfrom pipelinerl.process import last_words\n"
+        "import sys\nfrom pathlib import Path\nfrom pipelinerl.errors import *\nfrom pipelinerl.runtime.process import last_words\n"
         f"with last_words(Path({str(folder)!r}), 'trainer-1'):\n{inside}"
     )
     return subprocess.run(processes.program(whole), capture_output=True, text=True, timeout=processes.PATIENCE_S)
@@ -71,7 +71,7 @@ def test_an_interrupt_passes_through(tmp_path: Path):
 CHILD = """
     import os, sys, time
     from pathlib import Path
-    from pipelinerl.process import die_with_parent
+    from pipelinerl.runtime.process import die_with_parent
     die_with_parent(parent_id)
     Path(path).write_text(f"{os.getpid()}\\n")
     time.sleep(100)
@@ -106,7 +106,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once(tmp_path: Path):
 
 
 def test_a_child_whose_parent_lives_goes_on(tmp_path: Path):
-    code = "from pipelinerl.process import die_with_parent\ndie_with_parent(parent_id)\n"
+    code = "from pipelinerl.runtime.process import die_with_parent\ndie_with_parent(parent_id)\n"
     assert subprocess.run(processes.program(code, parent_id=os.getpid()), timeout=processes.PATIENCE_S).returncode == 0
 
 
@@ -129,7 +129,12 @@ def test_a_process_of_a_run_may_open_as_many_files_as_the_system_allows(tmp_path
     assert process.stdout.startswith("True"), process.stderr
 
 
-WHOLE = "from pathlib import Path\nfrom pipelinerl.process import last_words\nwith last_words(Path({folder!r}), 'trainer-1'):\n    {code}\n"
+WHOLE = """
+from pathlib import Path
+from pipelinerl.runtime.process import last_words
+with last_words(Path({folder!r}), 'trainer-1'):
+    {code}
+"""
 
 
 def test_a_peer_is_replaced_by_what_its_process_has_registered_and_not_for_what_the_one_before_did(tmp_path: Path):

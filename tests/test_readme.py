@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.rows import open_rows
+from orchestrator.data.rows import open_rows
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import DataSection
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.messages import Finish
-from pipelinerl.plugin import load_plugin
-from pipelinerl.scorer.calls import Call
-from pipelinerl.scorer.rewards import inspect_reward
+from pipelinerl.rewards.pool.calls import Call
+from pipelinerl.rewards.reward import inspect_reward
+from pipelinerl.runtime.plugin import load_plugin
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", README, re.DOTALL)]

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.state.ledger import Ledger
+from orchestrator.ledger.ledger import Ledger
 from pipelinerl.config import Config
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch import make_run_folder
-from pipelinerl.process import read_config
-from pipelinerl.resuming import find_run, has_begun, make_ready
+from pipelinerl.launch.local import make_run_folder
+from pipelinerl.launch.resuming import find_run, has_begun, make_ready
+from pipelinerl.runtime.process import read_config
 
 
 def settings(folder: Path) -> Config:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch import make_run_folder, roles_of
+from pipelinerl.launch.local import make_run_folder, roles_of
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, ToEngine
-from pipelinerl.metrics import Journal
-from pipelinerl.transport.curve import ROLES, read_keys
+from pipelinerl.observe.journal import Journal
+from pipelinerl.transport.keys import ROLES, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 
 ROOT = Path(__file__).parent.parent

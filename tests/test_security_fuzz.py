@@ -17,25 +17,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.snapshot import read_snapshot
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import read_snapshot
 from pipelinerl import messages
 from pipelinerl.checker.history import _checkpoints
-from pipelinerl.checkpoint_folder import read_manifest
-from pipelinerl.config_file import load, parse
+from pipelinerl.config.file import load, parse
 from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
-from pipelinerl.metrics import read_journals
-from pipelinerl.process import read_config
-from pipelinerl.report.reading import JournalTail, read_spans
-from pipelinerl.scorer import calls
+from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.report.reading import JournalTail, read_spans
+from pipelinerl.rewards.pool import calls
+from pipelinerl.runtime.process import read_config
+from pipelinerl.storage.checkpoint_folder import read_manifest
 from pipelinerl.transport.codec import Decoder, encode
-from pipelinerl.transport.conversation import Conversation
-from pipelinerl.transport.curve import make_keys, read_keys
+from pipelinerl.transport.keys import make_keys, read_keys
+from pipelinerl.transport.session import Conversation
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights import codec as changes_codec
 from pipelinerl.weights import manifest
 from pipelinerl.weights.base import num_bytes, plan_layout
-from pipelinerl.weights.changes import Space
+from pipelinerl.weights.delta import Space
 from tests.keys import PEERS
 from tests.orchestrator import handmade
 from tests.transport.test_codec import EXAMPLES

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import thinning
-from pipelinerl.metrics import Journal, read_journal, read_journals
-from pipelinerl.report.reading import JournalTail, read_spans, read_tables
-from pipelinerl.segments import SegmentReader, closed_path, compressed_path, has_lines, journals_of
-from pipelinerl.thinning import GAUGES_EVERY_S, compact, thinned
+from pipelinerl.observe import thinning
+from pipelinerl.observe.journal import Journal, read_journal, read_journals
+from pipelinerl.observe.report.reading import JournalTail, read_spans, read_tables
+from pipelinerl.observe.segments import SegmentReader, closed_path, compressed_path, has_lines, journals_of
+from pipelinerl.observe.thinning import GAUGES_EVERY_S, compact, thinned
 from scripts.bench.demo_journal import STEPS_PER_S, DemoJournals
 from scripts.bench.report import aged_bytes, month_bytes_of
 
@@ -129,7 +129,7 @@ def test_whoever_is_killed_while_segments_change_loses_no_line(tmp_path: Path, m
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
 name, after = {moment.removeprefix("after ")!r}, {moment.startswith("after")}
 kept, seen = getattr(Path, name), [0]
 def killed(self, *arguments):

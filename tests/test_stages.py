@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from pipelinerl.stages import Channel, Signal
-from pipelinerl.watch import Watch
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
 from tests.sim.clock import simulate
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
+from pipelinerl.data.stop_tokens import StopToken, stop_tokens_of
+from pipelinerl.data.tokenizer import codec_of, load_tokenizer
 from pipelinerl.errors import ConfigError
-from pipelinerl.stop_tokens import StopToken, stop_tokens_of
-from pipelinerl.tokenizer import codec_of, load_tokenizer
 from tests.tokenizers import CHATML, MISTRAL, make_words
 
 WORDS = {"a": 3, "b": 4}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from orchestrator.sources import PromptSource, fixed
+from orchestrator.data.sources import PromptSource, fixed
 from pipelinerl.config import Config, DataSection
-from pipelinerl.scorer.forkserver import load_codec
-from pipelinerl.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.rewards.pool.forkserver import load_codec
 from tests.tokenizers import CHATML, MISTRAL, make_words
-from trainer.demonstrations import Demonstrations
+from trainer.data.demonstrations import Demonstrations
 
 KINDS: dict[str, dict[str, Any]] = {
     "no BOS": {"template": CHATML, "eos": "<|im_end|>"},

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.errors import ConfigError
-from pipelinerl.tokenizer import decoder, load_tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": "1.0"}', "[]"], ids=["empty", "cut off", "no model", "no object"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import PeerSilent, Stalled
-from pipelinerl.watch import Watch, wait_for, wait_for_file
+from pipelinerl.runtime.watch import Watch, wait_for, wait_for_file
 from tests.sim.clock import simulate
 
 

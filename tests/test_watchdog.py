@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from orchestrator.stages.batching import Batching
-from orchestrator.stages.delivery import Delivery
-from orchestrator.stages.dispatch import Dispatch
+from orchestrator.stages.generation import Dispatch
 from orchestrator.stages.prompts import Prompts
-from orchestrator.stages.refresh import Refresh
 from orchestrator.stages.scoring import Scoring
+from orchestrator.stages.training import Delivery
+from orchestrator.stages.weight_sync import Refresh
 from pipelinerl.errors import Stalled
-from pipelinerl.watch import LOOKS, guarded
+from pipelinerl.runtime.watch import LOOKS, guarded
 from tests.processes import PATIENCE_S, program
 from tests.sim.run import config, run
 
@@ -99,8 +99,8 @@ def leaf(error: BaseException) -> BaseException:
 RUN = """
     import asyncio, functools, time
     from pathlib import Path
-    from pipelinerl.process import end_stuck, last_words
-    from pipelinerl.watch import guarded
+    from pipelinerl.runtime.process import end_stuck, last_words
+    from pipelinerl.runtime.watch import guarded
     from tests.sim import run as sim
     from orchestrator.stages.scoring import Scoring
 

@@ -1,4 +1,4 @@
-"""`python -m trainer --run-folder RUN`: one rank of the trainer, the only one or one of those that `trainer.rendezvous` starts."""
+"""`python -m trainer --run-folder RUN`: one rank of the trainer, the only one or one of those that `trainer.parallel.rendezvous` starts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import signal
 import sys
 from pathlib import Path
 
-from pipelinerl.lease import fence_of
-from pipelinerl.process import die_with_parent, last_words, read_config
-from pipelinerl.weights.road_interface import nccl_settings
-from trainer.threads import set_threads
+from pipelinerl.runtime.lease import fence_of
+from pipelinerl.runtime.process import die_with_parent, last_words, read_config
+from pipelinerl.weights.network import nccl_settings
+from trainer.parallel.threads import set_threads
 
 
 def main() -> None:

@@ -14,22 +14,22 @@ from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, Offload
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
-from pipelinerl.tokenizer import load_tokenizer
 from trainer.checkpoint import portable
 from trainer.controllers import Controllers
-from trainer.critic import Critic, ValueCritic
-from trainer.demonstrations import Demonstrations
+from trainer.critic.critic import Critic, ValueCritic
+from trainer.critic.implicit_prm import ImplicitPrm
+from trainer.data.demonstrations import Demonstrations
+from trainer.data.sft_stream import SftStream
 from trainer.engine import Engine, Outputs
-from trainer.implicit_prm import ImplicitPrm
-from trainer.lora import Adapters
-from trainer.model import Model
+from trainer.model.lora import Adapters
+from trainer.model.model import Model
+from trainer.model.reference import Reference
+from trainer.model.teachers import Teachers
 from trainer.optimizer import Optimizer, Schedule
-from trainer.parallel import Replicas
-from trainer.reference import Reference
-from trainer.sft_stream import SftStream
+from trainer.parallel.replicas import Replicas
 from trainer.step import Step
-from trainer.teachers import Teachers
 from trainer.torch_engine import TorchEngine
 
 MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.1}

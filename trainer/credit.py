@@ -21,8 +21,8 @@ from pipelinerl.algorithms.loss.correction import importance_weights, terms_of
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.errors import DataError
 from pipelinerl.messages import MicroBatch
-from trainer.packed_row import Row
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
+from trainer.rows.packed_row import Row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from trainer.optimizer import Update
-from trainer.packed_row import Row
+from trainer.rows.packed_row import Row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from pipelinerl.checkpoint_folder import newest_whole
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
-from pipelinerl.process import read_config
+from pipelinerl.runtime.process import read_config
+from pipelinerl.storage.checkpoint_folder import newest_whole
 from trainer.build import adapters_of
 from trainer.checkpoint.model_folder import refuse_to_replace, save_adapter, save_model
 from trainer.checkpoint.portable import portable
-from trainer.model import Model
+from trainer.model.model import Model
 
 
 def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool = False) -> int:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
@@ -26,22 +25,23 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainingEnded,
 )
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
+from pipelinerl.planning.layout import check_layout
 from pipelinerl.transport.zmq import ZmqLink
-from pipelinerl.weights.receivers import device_roads
-from pipelinerl.weights.slots import machine
+from pipelinerl.weights.shared_names import machine
+from pipelinerl.weights.transports import device_roads
 from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import save_adapter, save_model
 from trainer.controllers import Controllers
-from trainer.feed import Feed
-from trainer.in_hand import InHand, left_behind
-from trainer.lineage import Lineage
-from trainer.packed_row import Row
-from trainer.parallel import Replicas
-from trainer.phases import Phases
+from trainer.data.in_hand import InHand, left_behind
+from trainer.data.loader import Wave, Waves
+from trainer.data.sample_digest import Lineage
+from trainer.orchestrator_client import Feed
+from trainer.parallel.replicas import Replicas
+from trainer.rows.packed_row import Row
 from trainer.step import Step
-from trainer.waves import Wave, Waves
+from trainer.step_timer import Phases
 from trainer.weights.async_publisher import AsyncPublisher
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights
@@ -50,7 +50,7 @@ from trainer.weights.sharded_weights import ShardedWeights
 def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambda: None) -> None:
     """Train, from the newest checkpoint on, until the last step or until told to stop; either way `<run>/model` then holds the policy.
 
-    `fence` is called before anything lasting is written; see `pipelinerl.lease`.
+    `fence` is called before anything lasting is written; see `pipelinerl.runtime.lease`.
     """
     layout = config.trainer.layout
     check_layout(layout, config.model.path)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import PipelineError
-from trainer.parallel import Replicas
-from trainer.sharding import Holding, local, whole_of
+from trainer.parallel.replicas import Replicas
+from trainer.parallel.sharding import Holding, local, whole_of
 
 _Key = TypeVar("_Key")
 

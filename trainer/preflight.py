@@ -14,9 +14,9 @@ from rich.progress import track
 
 from pipelinerl.config import Config
 from pipelinerl.errors import DataError
-from pipelinerl.findings import NUM_SAID, Finding, bad_rows, ok
-from pipelinerl.preflight import answer
-from trainer.demonstrations import Demonstrations
+from pipelinerl.launch.preflight import answer
+from pipelinerl.runtime.findings import NUM_SAID, Finding, bad_rows, ok
+from trainer.data.demonstrations import Demonstrations
 
 
 def look(config: Config) -> Iterator[Finding]:

@@ -7,12 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-from pipelinerl.config_file import load
+from pipelinerl.config.file import load
+from pipelinerl.data.hub import resolved
 from pipelinerl.errors import PipelineError
-from pipelinerl.hub import resolved
-from pipelinerl.process import die_with_parent
-from trainer.ranks import end_alike, meeting_in_memory, run_ranks
-from trainer.threads import set_threads
+from pipelinerl.runtime.process import die_with_parent
+from trainer.parallel.ranks import end_alike, meeting_in_memory, run_ranks
+from trainer.parallel.threads import set_threads
 
 LINES = 10
 """Progress lines of a whole run."""

@@ -7,7 +7,7 @@ only computes what the trainer's models say of a row, without a gradient, and ho
 the trainer's to make, finds what the method must know of the whole step, over all replicas, and trains the rows. That costs one more
 forward pass of every row, which still hides inside generation; the training itself no longer does.
 
-The first step also checks that trainer and engine mean the same, every step that they do not drift apart: see `trainer.agreement`.
+The first step also checks that trainer and engine mean the same, every step that they do not drift apart: see `trainer.logprob_mismatch`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from pipelinerl.algorithms.loss import (
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.algorithms.signal import gradient_needs_advantage
+from pipelinerl.data.expert_routes import num_unrouted, table_of
 from pipelinerl.messages import EngineMismatch, MicroBatch, StepSealed
-from pipelinerl.routes import num_unrouted, table_of
-from trainer.agreement import ByEngine, WorstToken, check_agreement, check_mismatch, engines_apart, worst_token
-from trainer.columns import columns_of, no_columns
 from trainer.controllers import Controllers
 from trainer.credit import Held, credited
-from trainer.critic import Critic, finish_critic_meters
+from trainer.critic.critic import Critic, finish_critic_meters
+from trainer.data.columns import columns_of, no_columns
+from trainer.data.sft_stream import SftStream
+from trainer.data.split import split_by_gradient, without_samples
 from trainer.engine import Engine, Outputs
-from trainer.packed_row import Row
-from trainer.parallel import Replicas
-from trainer.reference import Reference
-from trainer.row import arrange
-from trainer.sft_stream import SftStream
-from trainer.split import split_by_gradient, without_samples
-from trainer.teachers import Teachers
+from trainer.logprob_mismatch import ByEngine, WorstToken, check_agreement, check_mismatch, engines_apart, worst_token
+from trainer.model.reference import Reference
+from trainer.model.teachers import Teachers
+from trainer.parallel.replicas import Replicas
+from trainer.rows.arrange import arrange
+from trainer.rows.packed_row import Row
 
 _SHORT_NAMES = {"ess": "ess_fraction", "kl": "mismatch_kl_k3"}
 """Meters that a live view shows in a narrow column."""

@@ -16,21 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipelinerl.checkpoint_folder import Manifest, complete, read_manifest
 from pipelinerl.config import Config, Offload
 from pipelinerl.errors import CheckpointDamaged, ConfigError
-from pipelinerl.layout import check_layout
 from pipelinerl.messages import CheckpointFailed
+from pipelinerl.planning.layout import check_layout
+from pipelinerl.storage.checkpoint_folder import Manifest, complete, read_manifest
 from trainer.build import adapters_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import refuse_to_replace, save_model
 from trainer.checkpoint.portable import state_of
-from trainer.demonstrations import Demonstration, Demonstrations
+from trainer.data.demonstrations import Demonstration, Demonstrations
+from trainer.data.sft_rows import SftRows
 from trainer.engine import Outputs
-from trainer.model import Model
+from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule, Update
-from trainer.parallel import Replicas
-from trainer.sft_rows import SftRows
+from trainer.parallel.replicas import Replicas
 from trainer.torch_engine import TorchEngine
 
 

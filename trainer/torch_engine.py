@@ -11,11 +11,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from trainer.model import Model
+from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Update
-from trainer.packed_row import Row
-from trainer.parallel import Replicas
-from trainer.row import empty_row
+from trainer.parallel.replicas import Replicas
+from trainer.rows.arrange import empty_row
+from trainer.rows.packed_row import Row
 
 ROWS_PER_RANK = 4
 """Rows of one pass through a pipeline, for each of its p ranks: of m p rows, the plain schedule waits for (p - 1) / (m p + p - 1) of the

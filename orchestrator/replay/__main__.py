@@ -14,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from orchestrator.data.sources import prompts_of
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.batching import batch_again
 from orchestrator.replay.delivery import deliver_again
 from orchestrator.replay.differences import say_batches, say_prompts, say_scores
@@ -23,13 +25,11 @@ from orchestrator.replay.prompts import draw_again
 from orchestrator.replay.recorded import Recording, Settled, read_drawn, read_recording
 from orchestrator.replay.refresh import refresh_again
 from orchestrator.replay.scoring import score_again
-from orchestrator.sources import prompts_of
-from orchestrator.state.ledger import Ledger
 from pipelinerl.config import Config
-from pipelinerl.config_file import load_run, write_run
+from pipelinerl.config.file import load_run, write_run
+from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, LedgerError, PipelineError
 from pipelinerl.messages import ScoredTrajectory
-from pipelinerl.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 
 STAGES = ("prompts", "dispatch", "following", "scoring", "batching", "delivery", "refresh")
 

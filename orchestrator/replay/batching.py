@@ -8,20 +8,20 @@ from pathlib import Path
 
 from orchestrator.channels import make_channels
 from orchestrator.credit import MethodCredit
-from orchestrator.progress import Progress
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.observe.progress import Progress
 from orchestrator.replay.recorded import Settled
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
 from orchestrator.stages.batching import Batching, Row, Seal
-from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.data.packing import Packing
 from pipelinerl.messages import ScoredTrajectory
-from pipelinerl.metrics import Journal
-from pipelinerl.packing import Packing
-from pipelinerl.stages import Channel, Signal
-from pipelinerl.watch import Watch
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
 
 
 async def batch_again(

@@ -14,20 +14,20 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.channels import make_channels
-from orchestrator.progress import Progress
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.observe.progress import Progress
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.recorded import Recording, read_seals
 from orchestrator.replay.stand_ins import FOR_EVER_S, StandIns
 from orchestrator.stages.batching import Row, Seal
-from orchestrator.stages.delivery import Delivery
-from orchestrator.state.ledger import Ledger
+from orchestrator.stages.training import Delivery
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Message, MicroBatch, Sample, StepSealed, TakeMicroBatch, TrainerReady
-from pipelinerl.metrics import Journal
-from pipelinerl.stages import Channel
-from pipelinerl.watch import Watch
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.stage import Channel
+from pipelinerl.runtime.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ import numpy as np
 
 from orchestrator.replay.prompts import DrawnAgain
 from orchestrator.replay.recorded import Decision, Settled
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.messages import Outcome, Scored, ScoredTrajectory
-from pipelinerl.tokenizer import load_tokenizer
 
 SHOWN = 10
 """Differences that are printed; all stand in the file."""

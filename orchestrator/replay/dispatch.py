@@ -17,18 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.events import Event, in_turns, read_events
 from orchestrator.replay.recorded import read_drawn
 from orchestrator.replay.stand_ins import ENGINE_KINDS, EngineSide, happen_again, needed
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.dispatch import Dispatch
+from orchestrator.stages.generation import Dispatch
 from orchestrator.stages.prompts import Drawn
-from orchestrator.state.ledger import Ledger
 from pipelinerl.config import Config
 from pipelinerl.messages import Completion, Finish, Generate, Message, Prompt, Sampling
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
 
 SAME_TIME_S = 1.0
 """An attempt that is asked for within this much of when it was is answered when it was. Less lets the milliseconds by which a busy loop is

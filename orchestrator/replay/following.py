@@ -16,19 +16,19 @@ import msgspec
 import numpy as np
 
 from orchestrator.channels import Channels, make_channels
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.prm import Prm
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.recorded import Recording
 from orchestrator.replay.stand_ins import FOR_EVER_S, StandIns
 from orchestrator.rules.early_stop import Audit, EarlyStop
-from orchestrator.stages.following import Following, Stopping
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.prm import Prm
+from orchestrator.stages.prm import Following, Stopping
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Generate, Message, PrmReady, Sampling, ScoredTrajectory, StepsScored, Tokens, TraceScores, TraceTokens
-from pipelinerl.stages import Signal
-from pipelinerl.watch import Watch
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import Watch
 
 _MODEL = "scorer-1"
 _ANSWERED_S = 1e-3

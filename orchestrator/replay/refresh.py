@@ -17,7 +17,7 @@ from orchestrator.replay.events import Event, read_events
 from orchestrator.replay.stand_ins import ENGINE_KINDS, EngineSide, happen_again, needed
 from pipelinerl.config import Config
 from pipelinerl.messages import StageWeights
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
 
 Age = tuple[int, int]
 """(lineage, version) of a policy."""

@@ -12,23 +12,23 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.channels import Channels, make_channels
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.peers import Peers
+from orchestrator.peers.scorers import Scorers
 from orchestrator.replay.recorded import Settled
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.asking import Asking
-from orchestrator.stages.comparing import Comparing
+from orchestrator.stages.group_rewards import Comparing
+from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.peers import Peers
-from orchestrator.state.scorers import Scorers
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
 from pipelinerl.messages import FromScorer, Outcome, ScoredTrajectory, Stop
-from pipelinerl.process import die_with_parent
-from pipelinerl.stages import Stage
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.runtime.process import die_with_parent
+from pipelinerl.runtime.stage import Stage
+from pipelinerl.runtime.watch import Watch, wait_for
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
-from pipelinerl.watch import Watch, wait_for
 
 END_S = 10.0
 """How long the scorer may take to end when it is told to. After it, it is killed."""

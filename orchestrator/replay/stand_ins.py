@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from orchestrator.channels import make_channels
-from orchestrator.progress import Progress
+from orchestrator.observe.progress import Progress
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
 from orchestrator.replay.events import Event
 from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.stages.refresh import Refresh
-from orchestrator.state.engines import Engines
-from orchestrator.state.peers import Peers
+from orchestrator.stages.weight_sync import Refresh
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import (
@@ -30,9 +30,9 @@ from pipelinerl.messages import (
     WeightsRefused,
     WeightsStaged,
 )
-from pipelinerl.metrics import Journal
-from pipelinerl.stages import Signal, Stage
-from pipelinerl.watch import Watch
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.stage import Signal, Stage
+from pipelinerl.runtime.watch import Watch
 
 ENGINE_KINDS = frozenset({"joined", "left", "staged", "swap", "refused", "policy", "trainer", "pin"})
 """What refresh hears; all of it stands in the journal."""

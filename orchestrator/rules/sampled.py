@@ -1,6 +1,6 @@
 """What an engine may say it has sampled: nothing that it cannot have, before any of it becomes durable.
 
-What is plausible and false, such as other log-probabilities than it sampled with, only the trainer can see: `pipelinerl.mismatch`.
+Only the trainer can see what is plausible and false, such as log-probabilities it did not sample with: `pipelinerl.algorithms.mismatch`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import numpy as np
 
 from orchestrator.rules.lies import Kind, Lie
+from pipelinerl.data.expert_routes import table_of
 from pipelinerl.messages import Completion, Finish, Generate, Int32, Routes, Tokens
-from pipelinerl.routes import table_of
 
 MAX_LOGPROB = 1e-3
 """A log-probability of a token that is nearly certain may come out above 0 by rounding: float32 over 2^18 logits by less than 1e-5, and

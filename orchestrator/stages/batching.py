@@ -7,17 +7,17 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from orchestrator.progress import Progress
+from orchestrator.ledger.ledger import Ledger, facts_of
+from orchestrator.ledger.snapshot import RecordedStep
+from orchestrator.observe.progress import Progress
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.batch import BatchCut, Verdict
 from orchestrator.rules.grouping import Grouping
-from orchestrator.state.ledger import Ledger, facts_of
-from orchestrator.state.snapshot import RecordedStep
+from pipelinerl.data.packing import Packing
 from pipelinerl.errors import Stalled
 from pipelinerl.messages import Group, Sample, ScoredTrajectory
-from pipelinerl.packing import Packing
-from pipelinerl.stages import Channel, Signal
-from pipelinerl.watch import Watch
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from orchestrator.rules.curriculum import Rest
 from pipelinerl.messages import Prompt
-from pipelinerl.stages import Channel
+from pipelinerl.runtime.stage import Channel
 
 
 class Source(Protocol):

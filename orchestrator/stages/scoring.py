@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from orchestrator.stages.asking import Asking
-from orchestrator.state.ledger import Ledger
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.stages.requests import Asking
 from pipelinerl.messages import Finish, Outcome, Score, Scored, ScoredTrajectory, Trajectory
-from pipelinerl.stages import Channel
-from pipelinerl.watch import Watch
+from pipelinerl.runtime.stage import Channel
+from pipelinerl.runtime.watch import Watch
 
 
 class Scoring:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from pipelinerl.algorithms.method import TRAINER_OFFERS, Need, Option
 from pipelinerl.errors import ConfigError
-from pipelinerl.plugin import load_plugin
+from pipelinerl.runtime.plugin import load_plugin
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

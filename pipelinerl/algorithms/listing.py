@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pipelinerl.algorithms import methods
 from pipelinerl.algorithms.controllers import control_lines
-from pipelinerl.algorithms.inert import inert_parts
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, REFERENCE_OFFERS, TRAINER_OFFERS, Aggregation, Method
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.own import CARRIED
 from pipelinerl.algorithms.refusals import needs_several_passes
 from pipelinerl.algorithms.rules import COLUMNS
+from pipelinerl.algorithms.unused import inert_parts
 from pipelinerl.config import Config
 
 SEVERAL_PASSES = "needs trainer.passes of 2 or more"

@@ -21,7 +21,7 @@ from pipelinerl.algorithms.refusals import RunFacts, problems_of
 from pipelinerl.algorithms.rules import with_columns
 from pipelinerl.config import Config, Mode
 from pipelinerl.errors import ConfigError
-from pipelinerl.plugin import nearest
+from pipelinerl.runtime.plugin import nearest
 
 METHODS: dict[str, Method] = {}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from pipelinerl.algorithms.declare import MOVED, UNLIKE_ENGINE, RuleSpec, read_function
 from pipelinerl.algorithms.method import Need
 from pipelinerl.errors import ConfigError
-from pipelinerl.plugin import load_plugin, nearest
+from pipelinerl.runtime.plugin import load_plugin, nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pipelinerl.algorithms.declare import RuleSpec, declared_in
 from pipelinerl.algorithms.method import MASK_ORDERS, RULE_COLUMNS, TUPLE_COLUMNS, Aggregation, Method, Need, Option, Rule
 from pipelinerl.algorithms.own import is_own, spec_of_own
 from pipelinerl.errors import ConfigError
-from pipelinerl.plugin import nearest
+from pipelinerl.runtime.plugin import nearest
 
 _MODULES = (
     *("credit.shaping", "credit.selection", "credit.advantage", "credit.roulette", "credit.role_baseline", "credit.token_advantage"),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.checker.history import open_history
-from pipelinerl.checker.laws import try_history
+from pipelinerl.checker.invariants import try_history
 
 MAX_SHOWN = 20
 

@@ -1,6 +1,6 @@
 """The run's settings: one section per part; a part is given its own section, never the whole.
 
-`pipelinerl.config_file` reads them, and `validation` compares the sections with each other. Derived values are computed once, by
+`pipelinerl.config.file` reads them, and `validation` compares the sections with each other. Derived values are computed once, by
 `Config.derived()`, and printed by `pipelinerl run --dry-run`. Imports neither torch nor vLLM, so a head node can check a config.
 """
 

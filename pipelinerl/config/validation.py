@@ -24,7 +24,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
-from pipelinerl.layout import Schedule, nearest, problems_of
+from pipelinerl.planning.layout import Schedule, nearest, problems_of
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
 """Last words of settings that must not be settings."""

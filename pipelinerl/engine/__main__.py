@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.interface import device_of
-from pipelinerl.process import die_with_parent, last_words, read_config, record_failure
-from pipelinerl.restarts import REJOIN_AFTER_S, Restarts
+from pipelinerl.launch.restarts import REJOIN_AFTER_S, Restarts
+from pipelinerl.runtime.network import device_of
+from pipelinerl.runtime.process import die_with_parent, last_words, read_config, record_failure
 
 LOOK_EVERY_S = 0.05
 """Between two looks for engines that ended. Longer delays those that are forked again."""
@@ -38,7 +38,7 @@ def main() -> None:
         config = read_config(run_folder)
         set_environment(num_ranks=config.engine.num_ranks, is_of_run=True)
         if config.engine.kind == "vllm":
-            from pipelinerl.engine.vllm_engine import import_everything
+            from pipelinerl.engine.vllm.engine import import_everything
 
             import_everything()
         sys.exit(_Parent(config, run_folder, engine_ids=engines_of_part(arguments.part, count=config.engine.count)).run())
@@ -173,7 +173,7 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
     from pipelinerl.engine.server import serve
     from pipelinerl.engine.stop_strings import finder_of
     from pipelinerl.messages import Starting, ToEngine
-    from pipelinerl.metrics import Journal
+    from pipelinerl.observe.journal import Journal
     from pipelinerl.transport.zmq import ZmqLink
 
     link = None
@@ -188,9 +188,9 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
 
         engine = FakeEngine(max_model_tokens=config.model.max_tokens or 4096, max_running=config.engine.max_running)
     else:
-        from pipelinerl.engine.vllm_engine import VllmEngine
+        from pipelinerl.engine.vllm.engine import VllmEngine
         from pipelinerl.weights.adapters import choose_adapters
-        from pipelinerl.weights.road_interface import nccl_settings
+        from pipelinerl.weights.network import nccl_settings
 
         deadline_s = config.engine.ready_deadline_s
         os.environ |= nccl_settings(config.weights, run_folder, "engine", deadline_s=deadline_s, environment=os.environ)

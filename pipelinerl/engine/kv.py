@@ -17,7 +17,7 @@ from typing import Any
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection
 from pipelinerl.errors import ConfigError
-from pipelinerl.machine import say_bytes
+from pipelinerl.runtime.machine import say_bytes
 
 LEAST_CPU_BYTES = 64 << 20
 """KV cache on a CPU of a model that needs less. More costs a small model's start time for nothing; vLLM's own default takes seconds."""

@@ -41,7 +41,7 @@ from pipelinerl.messages import (
     WeightsStaged,
 )
 from pipelinerl.transport.codec import Decoder
-from pipelinerl.weights.slots import machine
+from pipelinerl.weights.shared_names import machine
 
 Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
 """Starts `Engine.stage` somewhere that does not hold up the loop."""

@@ -34,7 +34,7 @@ _KINDS = {"bool": bool, "int": int, "float": (int, float), "str": str, "table": 
 @cache
 def known_options() -> tuple[str, dict[str, dict[str, list[Any]]]]:
     """The version that the table is of, and what each of its options takes: `kinds`, or `choices`."""
-    tree = json.loads(resources.files("pipelinerl.engine").joinpath("vllm_options.json").read_text())
+    tree = json.loads(resources.files("pipelinerl.engine.vllm").joinpath("options.json").read_text())
     return tree["vllm"], tree["options"]
 
 

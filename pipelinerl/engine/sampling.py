@@ -16,7 +16,7 @@ from pipelinerl.engine.__main__ import set_environment
 from pipelinerl.engine.base import Engine
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Completion, Failed, Finish, Generate
-from pipelinerl.scorer.calls import Frames, frame
+from pipelinerl.rewards.pool.calls import Frames, frame
 from pipelinerl.transport.codec import Decoder
 
 
@@ -41,7 +41,7 @@ def _load(config: Config) -> Engine:
 
         return FakeEngine(max_model_tokens=config.model.max_tokens or 4096, max_running=config.engine.max_running)
     set_environment(num_ranks=config.engine.num_ranks)
-    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.engine.vllm.engine import VllmEngine
 
     return VllmEngine(model=config.model, engine=config.engine, rollout=config.rollout, seed=config.run.seed)
 

@@ -14,7 +14,7 @@ from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
 from pipelinerl.engine.stop_strings import Finder
 from pipelinerl.messages import Failed, Message, Stop
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
 from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pipelinerl.engine.base import Engine
 from pipelinerl.messages import StageWeights
-from pipelinerl.weights.pace import at_most
+from pipelinerl.weights.throttle import at_most
 
 NICENESS = 17
 """How far staging yields to decoding where both want the same core: at 17 the scheduler gives it 23 shares to 1,024, 2 %, and measured it

@@ -13,8 +13,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
-from pipelinerl.tokenizer import load_tokenizer
 
 Finder = Callable[[Sequence[int], Sequence[str]], "StopStrings"]
 """Makes what finds stop strings behind a prompt: of its tokens and the strings."""

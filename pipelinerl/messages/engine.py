@@ -78,7 +78,7 @@ class Cancel(Message, frozen=True):
 
 
 class Routes(Message, frozen=True):
-    """Which experts of a mixture each token was sent to, layer by layer; `pipelinerl.routes` makes tables of it."""
+    """Which experts of a mixture each token was sent to, layer by layer; `pipelinerl.data.expert_routes` makes tables of it."""
 
     num_layers: int
     top_k: int

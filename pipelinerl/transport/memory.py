@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelinerl.messages import Message
-from pipelinerl.stages import Signal
+from pipelinerl.runtime.stage import Signal
 from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import Decoder, encode
-from pipelinerl.transport.conversation import REMIND_EVERY_S, Conversation
-from pipelinerl.transport.exchange import Exchange
+from pipelinerl.transport.router import Exchange
+from pipelinerl.transport.session import REMIND_EVERY_S, Conversation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

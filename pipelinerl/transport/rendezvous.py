@@ -24,7 +24,7 @@ import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pipelinerl.errors import PeerGone, PeerSilent
-from pipelinerl.transport.curve import AllowList, KeyPair
+from pipelinerl.transport.keys import AllowList, KeyPair
 
 MAX_BYTES = 1 << 20
 """Of one message. What ranks tell each other here are addresses and ids of a few hundred bytes."""

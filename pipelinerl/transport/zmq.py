@@ -21,18 +21,18 @@ import zmq
 import zmq.auth.thread
 
 from pipelinerl.errors import ConfigError, PeerSilent
-from pipelinerl.interface import address_towards
 from pipelinerl.messages import Message
-from pipelinerl.process import register
-from pipelinerl.stages import Signal
+from pipelinerl.runtime.network import address_towards
+from pipelinerl.runtime.process import register
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import wait_for_file
 from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
-from pipelinerl.transport.conversation import REMIND_EVERY_S, Conversation
-from pipelinerl.transport.curve import read_allow_list, read_keys
-from pipelinerl.transport.exchange import Exchange
 from pipelinerl.transport.frame import HEADER_BYTES
-from pipelinerl.transport.strangers import Strangers
-from pipelinerl.watch import wait_for_file
+from pipelinerl.transport.keys import read_allow_list, read_keys
+from pipelinerl.transport.rejected import Strangers
+from pipelinerl.transport.router import Exchange
+from pipelinerl.transport.session import REMIND_EVERY_S, Conversation
 
 _NOBLOCK, _NOBLOCK_MORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 _SRCFD = int(zmq.SRCFD)

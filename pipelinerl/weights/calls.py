@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.interface import address_towards
+from pipelinerl.runtime.network import address_towards
 from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.rendezvous_store import RendezvousStore
-from pipelinerl.weights.road import Arrival, Slot
+from pipelinerl.weights.transport import Arrival, Slot
 
 NAME = re.compile(r"(gloo|nccl)://([^\s/]+):([0-9]+)/([0-9a-f]{32})/([0-9]+)")
 CHUNK_BYTES = 16 << 20

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.changes import Changes, Positions
+from pipelinerl.weights.delta import Changes, Positions
 
 ESCAPE = 255
 """Quotient byte of a gap too long for a byte; its quotient stands in a list of its own."""

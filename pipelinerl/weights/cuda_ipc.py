@@ -17,9 +17,9 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.road import Arrival, Slot
 from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, read_beside, write_beside
-from pipelinerl.weights.slots import FOLDER, Owner, unlink_slots
+from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_slots
+from pipelinerl.weights.transport import Arrival, Slot
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-ipc[0-9]+")
 HANDLE_SUFFIX = ".handle"

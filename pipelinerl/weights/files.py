@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.base import views
 from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.road import Arrival, Slot
+from pipelinerl.weights.transport import Arrival, Slot
 
 NAME = re.compile(r"policy-[0-9]+(-delta)?\.safetensors")
 CHANGES = "changes"

@@ -16,7 +16,7 @@ import xxhash
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import layout_problems
-from pipelinerl.weights.pace import rest
+from pipelinerl.weights.throttle import rest
 
 DIGEST_LENGTH = 32
 """Hexadecimal digits."""

@@ -20,8 +20,8 @@ import torch
 
 from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.road import Arrival, Slot
-from pipelinerl.weights.slots import FOLDER, Owner, unlink_slots
+from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_slots
+from pipelinerl.weights.transport import Arrival, Slot
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-[0-9]+")
 MANIFEST_SUFFIX = ".manifest"

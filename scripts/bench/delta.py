@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.changes import Changes, Space
 from pipelinerl.weights.codec import decode, encode
+from pipelinerl.weights.delta import Changes, Space
 from scripts.bench import harness
 
 FRACTIONS = (0.005, 0.01, 0.03, 0.05)

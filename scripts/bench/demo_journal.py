@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.metrics import SEGMENT_BYTES, Journal
+from pipelinerl.observe.journal import SEGMENT_BYTES, Journal
 
 STEPS_PER_S = 1.8
 """The demo's pace on two cores: 150 steps in 82 s."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jinja2
 
-from pipelinerl.report.plots import Point
-from pipelinerl.report.timeline import round_values
+from pipelinerl.observe.report.plots import Point
+from pipelinerl.observe.report.timeline import round_values
 
 COLOURS = ("#4a86d0", "#e05050", "#2f9e6b", "#9a5fd0", "#c98512", "#8d98a5")
 """Readable on white and on black, so that the file needs no second set."""

@@ -26,9 +26,9 @@ import httpx
 
 from pipelinerl.config import PrmJudgeSection, PrmSection
 from pipelinerl.messages import Outcome
-from pipelinerl.scorer.judge import ask_judge
-from pipelinerl.scorer.prm_judge import JudgeScorer
-from pipelinerl.scorer.steps import Splitter
+from pipelinerl.rewards.functions.judge import ask_judge
+from pipelinerl.rewards.prm.judge import JudgeScorer
+from pipelinerl.rewards.prm.steps import Splitter
 from scripts.bench import harness
 
 AT_ONCE = 8

@@ -28,9 +28,9 @@ from pipelinerl.algorithms.methods import resolve
 from pipelinerl.demo.sort_digits import BEHAVIOURS, CHARACTERS, held_out_prompts, reward, train_prompts
 from pipelinerl.messages import UNSAMPLED, MicroBatch, StepSealed
 from trainer.engine import Outputs
-from trainer.model import Model
+from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 from trainer.step import Step
 from trainer.torch_engine import TorchEngine
 

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from pipelinerl.config import Config, Mode
-from pipelinerl.config_file import parse
-from pipelinerl.metrics import read_journals
+from pipelinerl.config.file import parse
+from pipelinerl.observe.journal import read_journals
 from scripts.bench import harness, warm
 
 
@@ -213,7 +213,7 @@ def _make_model() -> float:
 def _engine_alone(size: Size) -> float:
     """Tokens per second of the engine on its core, kept full, with nobody else running."""
     os.sched_setaffinity(0, {ENGINE_CORE})
-    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.engine.vllm.engine import VllmEngine
     from pipelinerl.messages import Generate, Sampling
 
     config = _config(Mode.STREAMING, size)

@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipelinerl.engine.__main__ import set_environment
-from pipelinerl.scorer.prm import Convention, PrmEngine, PrmScorer, Reading, Rows, StepScore, Trace
-from pipelinerl.scorer.steps import Splitter
+from pipelinerl.rewards.prm.scorer import Convention, PrmEngine, PrmScorer, Reading, Rows, StepScore, Trace
+from pipelinerl.rewards.prm.steps import Splitter
 from scripts.bench import harness
 from tests.tiny_models import make_prm
 
@@ -111,7 +111,7 @@ def traces_of(num_tokens: int, *, num_steps: int) -> list[str]:
 
 def engine_in(folder: Path) -> PrmEngine:
     """A tiny model with room for traces of 4,000 tokens."""
-    from pipelinerl.scorer.prm_vllm import VllmPrm
+    from pipelinerl.rewards.prm.vllm import VllmPrm
 
     make_prm(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -143,7 +143,7 @@ def main() -> None:
             if (num_tokens, num_steps) == cases[0]:
                 goals.append(harness.Goal(name="tokens computed meanwhile over one prefill", value=ratio, goal=GOAL, at_least=False))
                 goals.append(harness.Goal(name="largest gap of a score", value=gap, goal=LARGEST_GAP, at_least=False))
-    from pipelinerl.scorer.prm_vllm import BLOCK_TOKENS
+    from pipelinerl.rewards.prm.vllm import BLOCK_TOKENS
 
     harness.finish(
         "prm",

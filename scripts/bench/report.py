@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipelinerl.metrics import SEGMENT_BYTES
-from pipelinerl.segments import compressed_path, journals_of
-from pipelinerl.thinning import compact
+from pipelinerl.observe.journal import SEGMENT_BYTES
+from pipelinerl.observe.segments import compressed_path, journals_of
+from pipelinerl.observe.thinning import compact
 from scripts.bench import harness
 from scripts.bench.demo_journal import STEPS_PER_S, DemoJournals
 
@@ -35,7 +35,7 @@ _WRITE = """
 import json, resource, sys, time
 from pathlib import Path
 began = time.perf_counter()
-from pipelinerl.report import write_report
+from pipelinerl.observe.report import write_report
 if sys.argv[1] != "-":
     write_report(Path(sys.argv[1]))
 used = resource.getrusage(resource.RUSAGE_SELF)

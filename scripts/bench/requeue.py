@@ -22,14 +22,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipelinerl.config_file import load
+from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.metrics import read_journal
-from pipelinerl.slurm.submit import prepare
-from pipelinerl.tracking.identity import id_in_checkpoint
+from pipelinerl.launch.slurm.submit import prepare
+from pipelinerl.observe.journal import read_journal
+from pipelinerl.observe.tracking.identity import id_in_checkpoint
 from scripts.bench import harness
+from tests.observe.tracking.wandb_file import history
 from tests.slurm import cluster as slurm
-from tests.tracking.wandb_file import history
 
 STEPS = 5
 """Trained in an attempt before its limit comes near. More only takes longer."""

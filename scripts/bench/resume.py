@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from orchestrator.state.ledger import Ledger, facts_of
-from orchestrator.state.snapshot import Snapshot, commit_of, read_snapshot
-from pipelinerl.checkpoint_folder import Manifest, name_of, write_manifest
+from orchestrator.ledger.ledger import Ledger, facts_of
+from orchestrator.ledger.snapshot import Snapshot, commit_of, read_snapshot
 from pipelinerl.messages import UNSAMPLED, Fate, Finish, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.storage.checkpoint_folder import Manifest, name_of, write_manifest
 from scripts.bench import harness
 
 GROUP_SIZE, GROUPS_PER_STEP, SAVE_EVERY, RECORDED = 8, 32, 20, 1024

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from pipelinerl.config_file import load
+from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.metrics import read_journals
+from pipelinerl.observe.journal import read_journals
 from scripts.bench import harness
 from scripts.bench.figure import write_lines
 

@@ -54,7 +54,7 @@ def main() -> None:
     from pipelinerl.engine.__main__ import set_environment
 
     set_environment()
-    from pipelinerl.engine.vllm_engine import import_everything
+    from pipelinerl.engine.vllm.engine import import_everything
 
     import_everything()
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -184,11 +184,11 @@ class _Bench:
         from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
         from pipelinerl.engine.loop import EngineLoop
         from pipelinerl.engine.staging import StagingThread
-        from pipelinerl.engine.vllm_engine import VllmEngine
+        from pipelinerl.engine.vllm.engine import VllmEngine
         from pipelinerl.weights.adapters import AdapterShape
         from pipelinerl.weights.base import num_bytes, views
+        from pipelinerl.weights.buffer_pool import SlotPool
         from pipelinerl.weights.manifest import seal
-        from pipelinerl.weights.pool import SlotPool
         from pipelinerl.weights.shared_memory import SharedMemory
 
         self.engine = VllmEngine(

@@ -32,11 +32,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.metrics import read_journal
-from pipelinerl.report.reading import JournalTail
-from pipelinerl.tracking.beside import command, track
+from pipelinerl.observe.journal import read_journal
+from pipelinerl.observe.report.reading import JournalTail
+from pipelinerl.observe.tracking.beside import command, track
 from scripts.bench import harness
-from tests.tracking.wandb_file import history
+from tests.observe.tracking.wandb_file import history
 
 TROUBLES = ("down", "slow", "crashing")
 WARM_S, QUICK_WARM_S = 8.0, 4.0

@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from orchestrator.stages.delivery import micro_batch_of
+from orchestrator.stages.training import micro_batch_of
 from pipelinerl.algorithms.methods import resolve
+from pipelinerl.data.packing import Packing
 from pipelinerl.messages import (
     Finish,
     FromTrainer,
@@ -42,26 +43,25 @@ from pipelinerl.messages import (
     TrainerReady,
     Trajectory,
 )
-from pipelinerl.metrics import Journal
-from pipelinerl.packing import Packing
-from pipelinerl.process import die_with_parent
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.process import die_with_parent
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
+from trainer.data.in_hand import InHand
+from trainer.data.loader import Waves
+from trainer.data.sample_digest import Lineage
 from trainer.engine import Outputs
-from trainer.feed import Feed
-from trainer.head import linear_logprobs
-from trainer.in_hand import InHand
-from trainer.lineage import Lineage
 from trainer.loop import Loop
-from trainer.model import Model
+from trainer.model.head import linear_logprobs
+from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule
-from trainer.packed_row import Row
-from trainer.parallel import Replicas
-from trainer.phases import Phases
+from trainer.orchestrator_client import Feed
+from trainer.parallel.replicas import Replicas
+from trainer.rows.packed_row import Row
 from trainer.step import Step
+from trainer.step_timer import Phases
 from trainer.torch_engine import TorchEngine
-from trainer.waves import Waves
 from trainer.weights.async_publisher import AsyncPublisher
 
 FOLDER = Path("runs/bench-trainer")

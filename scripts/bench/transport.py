@@ -30,13 +30,13 @@ import zmq.auth.thread
 
 from orchestrator.assembly import World
 from orchestrator.credit import MethodCredit
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Pipeline
 from orchestrator.rules.announced import MAX_SLOTS
 from orchestrator.rules.curriculum import Rest
-from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.messages import (
     CheckpointSaved,
     Completion,
@@ -70,11 +70,11 @@ from pipelinerl.messages import (
     TrainingEnded,
     WeightsCommitted,
 )
-from pipelinerl.metrics import Journal
-from pipelinerl.process import die_with_parent
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.transport.codec import encode
-from pipelinerl.transport.conversation import WINDOW_BYTES
-from pipelinerl.transport.curve import make_keys, read_keys
+from pipelinerl.transport.keys import make_keys, read_keys
+from pipelinerl.transport.session import WINDOW_BYTES
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.launch import make_run_folder
+from pipelinerl.launch.local import make_run_folder
 
 
 def import_roles() -> None:
@@ -23,7 +23,7 @@ def import_roles() -> None:
     from pipelinerl.engine.__main__ import set_environment
 
     set_environment()
-    from pipelinerl.engine.vllm_engine import import_everything
+    from pipelinerl.engine.vllm.engine import import_everything
 
     import_everything()
     for module in ("transformers.models.qwen3.modeling_qwen3", "orchestrator.__main__", "trainer.loop"):

@@ -22,8 +22,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.metrics import read_journals
-from pipelinerl.mismatch import MIN_TOKENS
+from pipelinerl.algorithms.mismatch import MIN_TOKENS
+from pipelinerl.observe.journal import read_journals
 from scripts.chaos.liar import PLAUSIBLE, TRUTH, forger_id
 from scripts.chaos.witness import FENCED, TAKEN
 

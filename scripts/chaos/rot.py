@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.snapshot import read_snapshot
-from pipelinerl.checkpoint_folder import complete
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import read_snapshot
 from pipelinerl.errors import LedgerError
+from pipelinerl.storage.checkpoint_folder import complete
 
 
 def rot_checkpoint(run_folder: Path, *, chance: random.Random) -> bool:

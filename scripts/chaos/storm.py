@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.transport import zmq as transport
-from pipelinerl.transport.conversation import Conversation
+from pipelinerl.transport.session import Conversation
 from scripts.chaos import liar
 from scripts.chaos.detours import detour_of
 from scripts.chaos.witness import Witness

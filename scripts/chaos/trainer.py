@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.bounds import FAKE_VOCABULARY
-from pipelinerl import checkpoint_folder, checksum
+from orchestrator.peers.bounds import FAKE_VOCABULARY
 from pipelinerl.errors import CheckpointDamaged
 from pipelinerl.messages import (
     Alive,
@@ -40,9 +39,10 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainingEnded,
 )
-from pipelinerl.process import die_with_parent, last_words, read_config
+from pipelinerl.runtime.process import die_with_parent, last_words, read_config
+from pipelinerl.storage import checkpoint_folder, checksum
 from pipelinerl.transport.zmq import ZmqLink
-from trainer.standing import Standing
+from trainer.session import Standing
 
 NUM_SLOTS = 3
 LOGPROB = -math.log(FAKE_VOCABULARY)

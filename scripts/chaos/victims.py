@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipelinerl.process import ancestors
+from pipelinerl.runtime.process import ancestors
 
 _MODULES = {
     "orchestrator": "orchestrator",
     "pipelinerl.engine": "engine",
     "pipelinerl.scorer": "scorer",
-    "pipelinerl.scorer.prm_process": "prm",
+    "pipelinerl.rewards.prm.process": "prm",
     "scripts.chaos.trainer": "trainer",
     "trainer": "trainer",
 }

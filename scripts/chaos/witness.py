@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
+from orchestrator.peers.scorers import Scorers
 from orchestrator.rules import lies
-from orchestrator.stages.delivery import Delivery
-from orchestrator.state.engines import Engines
-from orchestrator.state.peers import Peers
-from orchestrator.state.scorers import Scorers
+from orchestrator.stages.training import Delivery
 from pipelinerl.messages import Message
-from pipelinerl.transport.exchange import Exchange
+from pipelinerl.transport.router import Exchange
 from pipelinerl.transport.zmq import ZmqHub
 from scripts.chaos.liar import digest_of
 

@@ -12,7 +12,7 @@ from pipelinerl.algorithms.controllers import next_entropy_coefficient, next_kl_
 from pipelinerl.algorithms.listing import describe_run
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.algorithms.rules import COLUMNS
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
 from tests.algorithms.rows import EVERYTHING, Seq, loss_and_gradient, method_of
 from tests.algorithms.test_inert import lines_of

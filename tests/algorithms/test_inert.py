@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelinerl.__main__ import app
-from pipelinerl.algorithms.inert import inert_parts
 from pipelinerl.algorithms.listing import describe_run
 from pipelinerl.algorithms.loss import measure_step
 from pipelinerl.algorithms.loss.correction import terms_of
@@ -16,7 +15,8 @@ from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.methods import METHODS
 from pipelinerl.algorithms.refusals import RunFacts, needs_several_passes
 from pipelinerl.algorithms.rules import COLUMNS, with_columns
-from pipelinerl.config_file import parse
+from pipelinerl.algorithms.unused import inert_parts
+from pipelinerl.config.file import parse
 from tests.algorithms.every_method import filled, sample
 from tests.algorithms.rows import EVERYTHING, changed, method_of, pack
 

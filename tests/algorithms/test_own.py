@@ -23,7 +23,7 @@ from pipelinerl.algorithms.methods import resolve
 from pipelinerl.algorithms.own import CARRIED
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.findings import Level, sentences
+from pipelinerl.runtime.findings import Level, sentences
 from tests.algorithms.every_method import sample
 from tests.algorithms.rows import Seq, loss_and_gradient, method_of, pack
 from tests.algorithms.test_readme import block

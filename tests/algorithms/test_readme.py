@@ -13,7 +13,7 @@ from pipelinerl.algorithms import methods
 from pipelinerl.algorithms.listing import table_rows
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from tests.algorithms import reference
 from tests.algorithms.every_method import sample
 from tests.algorithms.rows import loss_and_gradient

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.checker.history import Checkpoint, Entry, History
-from pipelinerl.checker.laws import Trial, digest_of, try_history
+from pipelinerl.checker.invariants import Trial, digest_of, try_history
 
 PROMISES = {"group_size": 2, "groups_per_step": 1, "max_row_tokens": 100, "max_staleness": 1, "num_steps": 2}
 Line = dict[str, Any]

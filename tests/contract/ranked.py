@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pipelinerl.engine import vllm_ranks
-from pipelinerl.engine.vllm_rank import PolicyRank
-from pipelinerl.engine.vllm_ranks import RankedPolicies, Ranks
-from pipelinerl.engine.vllm_weights import checkpoint_shapes
-from pipelinerl.weights.intake import Intake
+from pipelinerl.engine.vllm import ranks
+from pipelinerl.engine.vllm.rank import PolicyRank
+from pipelinerl.engine.vllm.ranks import RankedPolicies, Ranks
+from pipelinerl.engine.vllm.weights import checkpoint_shapes
+from pipelinerl.weights.receiver import Intake
 from pipelinerl.weights.reshard import Box
-from pipelinerl.weights.road import Receiver
+from pipelinerl.weights.transport import Receiver
 from tests.contract.roads import LAYOUT, SHAPES, Engine, same_bits, tensors
 
 BOXES: tuple[dict[str, Box], ...] = (
@@ -71,18 +71,18 @@ class RankedEngine(Engine):
     """Two ranks that take policies from a road."""
 
     def __init__(self, receiver: Receiver, *, way: str = "flip") -> None:
-        vllm_ranks.ASK_EVERY_S = 0.001
+        ranks.ASK_EVERY_S = 0.001
         self.executor = Executor()
         with tempfile.TemporaryDirectory() as folder:
             save_file(tensors(0), Path(folder) / "model.safetensors")
             shapes = checkpoint_shapes(Path(folder))
-            ranks = Ranks(self.executor)
-            policies = RankedPolicies(ranks, folder=Path(folder), shapes=shapes, wanted=way, sends_changes=True)
+            both = Ranks(self.executor)
+            policies = RankedPolicies(both, folder=Path(folder), shapes=shapes, wanted=way, sends_changes=True)
         assert {tensor.name for tensor in policies.layout} == {tensor.name for tensor in LAYOUT if tensor.num_bytes}
         for worker in self.executor.workers:
-            worker._policy_whole = ranks._layout = LAYOUT  # which has a tensor without elements, as no model does
+            worker._policy_whole = both._layout = LAYOUT  # which has a tensor without elements, as no model does
         self._receiver = receiver
-        self.intake = Intake(policies, layout=LAYOUT, receiver=receiver, verify=ranks.verify)
+        self.intake = Intake(policies, layout=LAYOUT, receiver=receiver, verify=both.verify)
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]

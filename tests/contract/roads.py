@@ -12,16 +12,16 @@ import torch
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.buffer_pool import SlotPool
 from pipelinerl.weights.calls import Guest, Host
 from pipelinerl.weights.commit import Copy, Flip, Placed, Scatter
 from pipelinerl.weights.cuda_ipc import CudaIpc, CudaIpcReceiver
 from pipelinerl.weights.files import Files, FilesReceiver
-from pipelinerl.weights.intake import Intake
 from pipelinerl.weights.manifest import Manifest, seal
-from pipelinerl.weights.pool import SlotPool
-from pipelinerl.weights.road import Receiver
+from pipelinerl.weights.receiver import Intake
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
-from pipelinerl.weights.slots import FOLDER, run_token
+from pipelinerl.weights.shared_names import FOLDER, run_token
+from pipelinerl.weights.transport import Receiver
 from tests.contract.device_stand_ins import StandInMemory, StandInNccl
 
 SHAPES = {

@@ -19,7 +19,7 @@ from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.engine.vllm.engine import VllmEngine
 
 CONTEXT = 64
 """Longest prompt plus completion of the engines under test."""

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.messages import Cancel, Stop, ToEngine
-from pipelinerl.metrics import read_journals
-from pipelinerl.process import allow_open_files
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.observe.journal import read_journals
+from pipelinerl.runtime.process import allow_open_files
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqLink
 from tests.contract.wires import PATIENCE_S, load
 from tests.keys import PEERS
@@ -28,7 +28,7 @@ import asyncio, os, resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, ({MAX_OPEN}, {MAX_OPEN}))
 from pipelinerl.messages import Cancel, FromEngine
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
 from pipelinerl.transport.zmq import ZmqHub
 
 async def serve(folder):

@@ -14,7 +14,7 @@ import pytest
 
 from pipelinerl.errors import PeerFull, PeerGone
 from pipelinerl.messages import FromEngine, Message, StageWeights, Stop, ToEngine
-from pipelinerl.transport import conversation, exchange
+from pipelinerl.transport import router, session
 from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.base import Link
 from pipelinerl.transport.memory import MemoryHub, Weather
@@ -168,7 +168,7 @@ def _shut(end: socket.socket) -> None:
 def test_what_a_broken_connection_lost_comes_again_once_it_is_back(
     on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch, pause_s: float
 ):
-    monkeypatch.setattr(exchange, "LOST_FOR_S", 60.0)
+    monkeypatch.setattr(router, "LOST_FOR_S", 60.0)
 
     async def program(wire: ZmqWire) -> None:
         cable = laid_to(wire)
@@ -262,8 +262,8 @@ def test_what_a_changed_byte_lost_comes_again(on_zmq: Callable[[Program], None],
 
 
 def test_a_peer_that_stands_still_costs_its_bound_and_holds_up_nobody(on_wire: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(conversation, "LIMIT_BYTES", 1_000_000)
-    monkeypatch.setattr(conversation, "WINDOW_BYTES", 300_000)
+    monkeypatch.setattr(session, "LIMIT_BYTES", 1_000_000)
+    monkeypatch.setattr(session, "WINDOW_BYTES", 300_000)
 
     async def program(wire: Wire) -> None:
         standing, good = await connected(wire, 0, 1)
@@ -284,8 +284,8 @@ def test_a_peer_that_stands_still_costs_its_bound_and_holds_up_nobody(on_wire: C
 def test_an_orchestrator_that_takes_nothing_makes_its_peers_wait_within_their_bound(
     on_wire: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(conversation, "LIMIT_BYTES", 100_000)
-    monkeypatch.setattr(conversation, "WINDOW_BYTES", 30_000)
+    monkeypatch.setattr(session, "LIMIT_BYTES", 100_000)
+    monkeypatch.setattr(session, "WINDOW_BYTES", 30_000)
 
     async def program(wire: Wire) -> None:
         link, sent = wire.link(0), 400
@@ -310,7 +310,7 @@ def test_a_peer_without_a_connection_is_gone_after_a_while_and_not_before(
     on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch
 ):
     """Killed, it says no goodbye; the connection may only be broken, so for some seconds what it is sent is kept."""
-    monkeypatch.setattr(exchange, "LOST_FOR_S", 0.5)
+    monkeypatch.setattr(router, "LOST_FOR_S", 0.5)
 
     async def program(wire: ZmqWire) -> None:
         (link,) = await connected(wire, 0)

@@ -16,7 +16,7 @@ from pipelinerl.errors import PeerGone, PeerSilent
 from pipelinerl.messages import FromEngine, Stop, ToEngine
 from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.codec import encode
-from pipelinerl.transport.curve import KeyPair, make_keys, read_keys
+from pipelinerl.transport.keys import KeyPair, make_keys, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.contract.wires import Program, ZmqWire, arrival, arrivals, connected, framed, load, run, until
 from tests.keys import PEERS

@@ -15,8 +15,8 @@ from pipelinerl.messages import Failed, Stop
 from pipelinerl.transport import codec, frame
 from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.codec import encode
-from pipelinerl.transport.curve import read_keys
 from pipelinerl.transport.frame import HEADER_BYTES, Kind
+from pipelinerl.transport.keys import read_keys
 from tests.contract.wires import PATIENCE_S, Program, Wire, ZmqWire, arrival, arrivals, connected, framed, load, until
 
 NO_MESSAGE = {

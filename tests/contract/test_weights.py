@@ -15,10 +15,10 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.baseline import Baseline, fill
 from pipelinerl.weights.commit import Copy, Flip, Scatter
+from pipelinerl.weights.delta_base import Baseline, fill
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl.weights.road import Receiver
+from pipelinerl.weights.transport import Receiver
 from tests.contract.ranked import RankedEngine
 from tests.contract.roads import BETWEEN_DEVICES, LAYOUT, ROADS, Engine, Road, same_bits, tensors
 

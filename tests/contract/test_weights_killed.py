@@ -20,7 +20,7 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights
-from pipelinerl.weights import calls, cuda_ipc, files, intake, manifest, pool, shared_memory
+from pipelinerl.weights import buffer_pool, calls, cuda_ipc, files, manifest, receiver, shared_memory
 from pipelinerl.weights.base import views
 from pipelinerl.weights.commit import Flip
 from tests.contract.roads import LAYOUT, RECEIVERS, ROADS, Engine
@@ -101,12 +101,12 @@ def name(request: pytest.FixtureRequest) -> str:
 # --- an engine dies ------------------------------------------------------------------------------------------------------------------
 
 ENGINE_PHASES: dict[str, Callable[[], object]] = {
-    "told": lambda: setattr(intake.Intake, "stage", die),
+    "told": lambda: setattr(receiver.Intake, "stage", die),
     "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, calls, cuda_ipc)],
-    "fetching": lambda: setattr(intake, "check", die),
-    "verifying": lambda: setattr(intake, "verify", die),
+    "fetching": lambda: setattr(receiver, "check", die),
+    "verifying": lambda: setattr(receiver, "verify", die),
     "staging": lambda: setattr(Flip, "stage", die),
-    "staged": lambda: setattr(intake.Intake, "commit", die),
+    "staged": lambda: setattr(receiver.Intake, "commit", die),
     "committing": lambda: setattr(Flip, "commit", die),
     "committed": lambda: None,
 }
@@ -157,7 +157,7 @@ def test_an_engine_killed_at_any_phase_holds_up_nobody_and_the_one_that_follows_
 # --- the trainer dies ----------------------------------------------------------------------------------------------------------------
 
 TRAINER_PHASES: dict[str, Callable[[], object]] = {
-    "acquiring": lambda: setattr(pool.SlotPool, "acquire", die),
+    "acquiring": lambda: setattr(buffer_pool.SlotPool, "acquire", die),
     "sealing": lambda: setattr(manifest, "digest_of", die),
     "offering": lambda: (
         [setattr(owner, "offer", die) for owner in (files.Files, calls.Host, shared_memory.SharedMemory, cuda_ipc.CudaIpc)] and None
@@ -232,14 +232,14 @@ def test_a_trainer_killed_while_an_engine_stages_harms_nothing(name: str, phase:
     with trainer_and_engine(name, "published", tmp_path) as (child, one):
         child.tell("go on")
         order = order_of(child.hear())
-        real: Any = getattr(intake, "check" if phase == "fetching" else "verify")
+        real: Any = getattr(receiver, "check" if phase == "fetching" else "verify")
 
         def kill_and_go_on(*arguments: Any, **options: Any) -> None:
             if not child._is_over:
                 child.kill()
             real(*arguments, **options)
 
-        monkeypatch.setattr(intake, real.__name__, kill_and_go_on) if phase != "staged" else None
+        monkeypatch.setattr(receiver, real.__name__, kill_and_go_on) if phase != "staged" else None
         is_refused = name in CALLS and phase == "fetching"
         with pytest.raises(WeightsError, match="cannot fetch a policy from the trainer") if is_refused else contextlib.nullcontext():
             one.intake.stage(order)

@@ -13,9 +13,9 @@ import zmq
 
 from pipelinerl.messages import EngineLoad, FromEngine, Message, Stop, ToEngine, Unread
 from pipelinerl.transport.base import Hub, Link
-from pipelinerl.transport.conversation import Conversation
-from pipelinerl.transport.curve import KeyPair, make_keys, read_keys
+from pipelinerl.transport.keys import KeyPair, make_keys, read_keys
 from pipelinerl.transport.memory import MemoryHub, Weather
+from pipelinerl.transport.session import Conversation
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
 

@@ -22,7 +22,7 @@ from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWei
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.engine.vllm.engine import VllmEngine
     from pipelinerl.messages import Tensor
     from tests.contract.roads import Road
     from tests.real_engine import Publisher

@@ -117,7 +117,7 @@ def test_every_listener_of_a_run_is_authenticated_private_or_named(tmp_path: Pat
         assert not (tmp_path / "ran").exists(), "a stranger's pickle ran"
         run.send_signal(signal.SIGKILL)
         processes.wait_until(lambda: not any(map(victims.is_alive, tree)), what="a process outlives the launcher that was killed")
-    from pipelinerl.weights.slots import sweep
+    from pipelinerl.weights.shared_names import sweep
 
     sweep()
     # Python's own tracker removes what is named psm_... once the processes that it was started for are gone.

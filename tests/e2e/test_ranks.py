@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
 from pipelinerl.messages import Completion, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
-from pipelinerl.weights.slots import FOLDER
+from pipelinerl.weights.shared_names import FOLDER
 from tests import processes
 from tests.e2e.test_adapters import (
     ALPHA,
@@ -37,7 +37,7 @@ from tests.e2e.test_canary import forced_token, judge, swap_under_way
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.engine.vllm_engine import VllmEngine
+    from pipelinerl.engine.vllm.engine import VllmEngine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -104,7 +104,7 @@ def take_changes(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, fold
 
 def lose_a_rank(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, while_it_stages: bool) -> None:
     """The others would wait for it for ever: the engine ends as it did, and is started again."""
-    from pipelinerl.engine.vllm_ranks import RankKilled
+    from pipelinerl.engine.vllm.ranks import RankKilled
     from tests import real_engine
 
     def go_on() -> None:

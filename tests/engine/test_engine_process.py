@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.messages import (
     Alive,
     Completion,
@@ -33,8 +33,8 @@ from pipelinerl.messages import (
     WeightsCommitted,
     WeightsRefused,
 )
-from pipelinerl.metrics import read_journals
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.observe.journal import read_journals
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests import processes
 from tests.keys import PEERS

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.messages import EngineReady, FromEngine, Stop
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests import processes
 

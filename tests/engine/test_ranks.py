@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl.engine import vllm_ranks
+from pipelinerl.engine.vllm import ranks
 from pipelinerl.errors import ConfigError, NoRoom, WeightsError
 from pipelinerl.weights.commit import Scatter
 from pipelinerl.weights.shared_memory import SharedMemory
@@ -69,7 +69,7 @@ def test_without_room_for_a_whole_policy_the_old_one_serves_on(tmp_path: Path, m
         raise NoRoom(f"no room for {num_bytes} bytes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_ranks.SharedMemory, "make", full)
+        patch.setattr(ranks.SharedMemory, "make", full)
         with pytest.raises(NoRoom, match=r"no room for \d+ bytes"):
             engine.intake.stage(road.publish(1))
     assert engine.holds(0)

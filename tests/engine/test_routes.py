@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from orchestrator.rollouts.single_turn import trajectory_of
-from orchestrator.stages.delivery import micro_batch_of
+from orchestrator.stages.training import micro_batch_of
+from pipelinerl.data.expert_routes import table_of, unknown
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
 from pipelinerl.messages import Completion, Generate, MicroBatch, Prompt, Sample, Sampling, StageWeights
-from pipelinerl.routes import table_of, unknown
 from tests.real_engine import Publisher, vllm_engine
 
 if TYPE_CHECKING:

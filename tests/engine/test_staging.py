@@ -13,8 +13,8 @@ from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
 from pipelinerl.messages import Message, StageWeights, Stop
-from pipelinerl.metrics import Journal
-from pipelinerl.weights.pace import rest
+from pipelinerl.observe.journal import Journal
+from pipelinerl.weights.throttle import rest
 
 ORDER = StageWeights(version=1, slot="slot-1", digest="digest")
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.stop_strings import Finder, finder_of
 from pipelinerl.messages import Completion, Finish, Generate, Sampling
-from pipelinerl.tokenizer import load_tokenizer
 from tests.tokenizers import make_bytes
 
 STOP = ("</a>", "end", "é\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipelinerl.engine.vllm_experts import compute_experts
+from pipelinerl.engine.vllm.experts import compute_experts
 
 GATE_UP = torch.tensor([[[1.0, 0], [0, 1]], [[0, 1], [1, 0]]])
 """The first expert's gate is the first feature, and the second the other way round."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipelinerl.engine.vllm_weights import obstacles_of, plan_of
+from pipelinerl.engine.vllm.weights import obstacles_of, plan_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.base import num_bytes, views
 from pipelinerl.weights.commit import Way, make

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.migration import migrate
+from orchestrator.ledger.snapshot import read_snapshot, read_steps
 from orchestrator.replay.recorded import read_drawn, read_recording
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.migration import migrate
-from orchestrator.state.snapshot import read_snapshot, read_steps
 from pipelinerl.checker.history import open_history
-from pipelinerl.checker.laws import Trial, try_history
-from pipelinerl.checkpoint_folder import check_files, complete, read_manifest
+from pipelinerl.checker.invariants import Trial, try_history
 from pipelinerl.errors import CheckpointDamaged, ConfigError, LedgerError
-from pipelinerl.process import read_config
+from pipelinerl.runtime.process import read_config
+from pipelinerl.storage.checkpoint_folder import check_files, complete, read_manifest
 
 FIXTURE = Path(__file__).with_name("runs_of_schema_2.tar.xz")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.observe.sample_log import Shown
 from orchestrator.rules.batch import Ended
-from orchestrator.shown import Shown
-from orchestrator.state.ledger import Ledger
 from pipelinerl.messages import UNSAMPLED, Fate, Finish, Flag, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 

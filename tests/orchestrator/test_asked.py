@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
+from orchestrator.peers.scorers import CALLS_PER_SLOT, Scorers
 from orchestrator.rules.lies import Kind
 from orchestrator.stages.scoring import score_request
-from orchestrator.state.engines import Engines
-from orchestrator.state.peers import Peers
-from orchestrator.state.scorers import CALLS_PER_SLOT, Scorers
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import (
     Completion,
@@ -33,10 +33,10 @@ from pipelinerl.messages import (
     ToEngine,
     ToScorer,
 )
-from pipelinerl.stages import Signal
-from pipelinerl.transport.exchange import LOST_FOR_S
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
-from pipelinerl.watch import Watch
+from pipelinerl.transport.router import LOST_FOR_S
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 

@@ -7,17 +7,17 @@ import asyncio
 import numpy as np
 import pytest
 
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.peers import Peers
+from orchestrator.peers.scorers import Scorers
 from orchestrator.rules.judged import JudgedRule
 from orchestrator.rules.lies import MAX_LIES
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.sampled import SampledRule
-from orchestrator.stages.asking import Asking
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.peers import Peers
-from orchestrator.state.scorers import Scorers
+from orchestrator.stages.requests import Asking
 from pipelinerl.messages import Finish, FromScorer, Outcome, Score, Scored, ScorerReady, Stop, ToScorer
+from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub
-from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 

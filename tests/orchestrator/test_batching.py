@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.progress import Progress
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import RecordedStep, commit_of
+from orchestrator.observe.progress import Progress
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
 from orchestrator.stages.batching import Batching, Row, Seal
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.snapshot import RecordedStep, commit_of
 from pipelinerl.config import Mode
+from pipelinerl.data.packing import Packing
 from pipelinerl.messages import ScoredTrajectory
-from pipelinerl.metrics import Journal
-from pipelinerl.packing import Packing
-from pipelinerl.stages import Channel, Signal
-from pipelinerl.watch import Watch
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 

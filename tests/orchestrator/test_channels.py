@@ -10,10 +10,10 @@ import numpy as np
 
 from orchestrator.channels import make_channels
 from orchestrator.stages.batching import Row
+from pipelinerl.data.expert_routes import routes_of
 from pipelinerl.messages import ScoredTrajectory, Trajectory
-from pipelinerl.routes import routes_of
-from pipelinerl.stages import Channel
-from pipelinerl.watch import Watch
+from pipelinerl.runtime.stage import Channel
+from pipelinerl.runtime.watch import Watch
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from orchestrator.credit import MethodCredit
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.rules.batch import SetAside, StepRules
-from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection

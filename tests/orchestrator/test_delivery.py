@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.progress import Progress
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.observe.progress import Progress
+from orchestrator.peers.peers import Peers
 from orchestrator.rules.announced import AnnouncedRule
 from orchestrator.rules.lies import MAX_LIES, Kind
 from orchestrator.stages.batching import Row, Seal
-from orchestrator.stages.delivery import MAX_EARLY, Delivery, micro_batch_of
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.peers import Peers
+from orchestrator.stages.training import MAX_EARLY, Delivery, micro_batch_of
 from pipelinerl.errors import DataError, PeerRefused
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -37,10 +37,10 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainingEnded,
 )
-from pipelinerl.metrics import Journal, read_journals
-from pipelinerl.stages import Channel
+from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.runtime.stage import Channel
+from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
-from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 

@@ -7,18 +7,18 @@ import contextlib
 
 import numpy as np
 
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.dispatch import Dispatch
+from orchestrator.stages.generation import Dispatch
 from orchestrator.stages.prompts import Drawn
-from orchestrator.state.engines import Engines
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.peers import Peers
 from pipelinerl.config import Mode
 from pipelinerl.messages import Completion, EngineReady, Finish, FromEngine, Generate, Sampling, ToEngine, Trajectory
-from pipelinerl.stages import Channel, Signal
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
-from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 

@@ -9,7 +9,7 @@ from orchestrator.credit import MethodCredit
 from orchestrator.rollouts.multi_turn import Episode
 from orchestrator.rollouts.rollout import reply_request
 from orchestrator.rules.batch import SetAside
-from orchestrator.stages.delivery import _squared_lags
+from orchestrator.stages.training import _squared_lags
 from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.evaluation import Evaluation
-from orchestrator.state.engines import Engine, Engines
-from orchestrator.state.ledger import Ledger
-from orchestrator.state.peers import Peers
-from orchestrator.state.scorers import Scorers
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.engines import Engine, Engines
+from orchestrator.peers.peers import Peers
+from orchestrator.peers.scorers import Scorers
+from orchestrator.stages.evaluation import Evaluation
 from pipelinerl.config import EvaluationSection
 from pipelinerl.messages import (
     Completion,
@@ -34,10 +34,10 @@ from pipelinerl.messages import (
     ToEngine,
     ToScorer,
 )
-from pipelinerl.metrics import Journal, read_journals
-from pipelinerl.stages import Signal
+from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
-from pipelinerl.watch import Watch
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
 

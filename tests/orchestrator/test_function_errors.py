@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.state.function_errors import AGAIN_AFTER_S, MAX_CAUSES, FunctionErrors
+from orchestrator.observe.function_errors import AGAIN_AFTER_S, MAX_CAUSES, FunctionErrors
 from pipelinerl.messages import FunctionFailed, FunctionKind, Outcome
-from pipelinerl.metrics import Journal, read_journal
+from pipelinerl.observe.journal import Journal, read_journal
 
 
 def failed(cause: str = 'ValueError("broke")', *, num_new: int = 1, traceback: str = "") -> FunctionFailed:

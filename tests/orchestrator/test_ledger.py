@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orchestrator.ledger.ledger import RUN_ENDED, Facts, Identity, Ledger
+from orchestrator.ledger.snapshot import commit_of, first_kept_step, read_resting, read_snapshot, read_steps, read_successes, saved_versions
 from orchestrator.rules.curriculum import Rest
-from orchestrator.state.ledger import RUN_ENDED, Facts, Identity, Ledger
-from orchestrator.state.snapshot import commit_of, first_kept_step, read_resting, read_snapshot, read_steps, read_successes, saved_versions
 from pipelinerl.checker.history import open_history
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Fate, Flag, Outcome, Sample

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from orchestrator.peers.peers import Peers
 from orchestrator.rules.lies import MAX_REPLACED
-from orchestrator.state.peers import Peers
 from pipelinerl.errors import PeerRefused, PeerSilent
 from pipelinerl.messages import EngineLoad, Failed, FromEngine, Message, Starting, Stop, ToEngine
-from pipelinerl.transport.exchange import LOST_FOR_S
 from pipelinerl.transport.memory import MemoryHub
+from pipelinerl.transport.router import LOST_FOR_S
 from tests.sim.clock import simulate
 
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.progress import Progress
+from orchestrator.observe.progress import Progress
 from orchestrator.rules.batch import BatchCut, SetAside, StepRules, Survivors
 from pipelinerl.messages import Finish, Group, Outcome, StepDone, TraceScores, WeightsCommitted
-from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.observe.journal import Journal, read_journals
 from tests.orchestrator import handmade
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.progress import Progress
+from orchestrator.observe.progress import Progress
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
 from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.stages.refresh import Refresh
-from orchestrator.state.engines import Engines
-from orchestrator.state.peers import Peers
+from orchestrator.stages.weight_sync import Refresh
 from pipelinerl.config import Mode
 from pipelinerl.errors import PeerRefused, PeerSilent
 from pipelinerl.messages import (
@@ -34,10 +34,10 @@ from pipelinerl.messages import (
     WeightsCommitted,
     WeightsRefused,
 )
-from pipelinerl.metrics import Journal, read_journals
-from pipelinerl.stages import Channel, Signal
+from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
-from pipelinerl.watch import Watch
 from tests.sim.clock import simulate
 
 

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from orchestrator.credit import MethodCredit
+from orchestrator.data.sources import PromptSource
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.__main__ import main, replay
 from orchestrator.replay.batching import batch_again
 from orchestrator.replay.prompts import draw_again
 from orchestrator.replay.recorded import Recording, Settled, read_drawn, read_recording
-from orchestrator.sources import PromptSource
-from orchestrator.state.ledger import Ledger
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import DataSection
-from pipelinerl.config_file import load_run, parse
+from pipelinerl.config.file import load_run, parse
+from pipelinerl.data.tokenizer import TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, LedgerError
 from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
-from pipelinerl.tokenizer import TextEncoder, load_tokenizer
 from tests.sim.peers import World
 from tests.sim.run import config, run
 from tests.tiny_models import make_tokenizer

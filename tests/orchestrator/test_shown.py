@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from orchestrator.observe.sample_log import EVERY_S, MAX_COLUMN_CHARACTERS, MAX_COLUMNS, MAX_REASONS, MAX_TOKENS, Shown, worth_showing
 from orchestrator.rules.batch import Ended
-from orchestrator.shown import EVERY_S, MAX_COLUMN_CHARACTERS, MAX_COLUMNS, MAX_REASONS, MAX_TOKENS, Shown, worth_showing
 from pipelinerl.messages import Fate, Outcome, Sample, TraceScores
-from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.observe.journal import Journal, read_journals
 from tests.orchestrator import handmade
 
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.sources import MAX_SKIPPED_OF_STREAM, PromptSource, fixed
+from orchestrator.data.sources import MAX_SKIPPED_OF_STREAM, PromptSource, fixed
 from pipelinerl.config import DataSection
+from pipelinerl.data.tokenizer import TextEncoder
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import Prompt
-from pipelinerl.tokenizer import TextEncoder
 
 
 class Characters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from orchestrator.status import _resident_bytes
+from orchestrator.observe.status import _resident_bytes
 
 
 def test_the_memory_gauge_is_absent_where_there_is_no_descriptor_to_read_it_by() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tryout.__main__ import main
+from orchestrator.rescore.__main__ import main
 from tests.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.process

@@ -20,12 +20,11 @@ from typing import Any
 import msgspec
 
 from orchestrator.assembly import World
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.rules.batch import Credit, StepRules
-from orchestrator.state.ledger import Ledger
 from pipelinerl.checker.history import open_history
-from pipelinerl.checker.laws import Trial, try_history
-from pipelinerl.checkpoint_folder import Manifest, name_of, set_aside, set_aside_before, write_manifest
+from pipelinerl.checker.invariants import Trial, try_history
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -47,13 +46,14 @@ from pipelinerl.messages import (
     ToTrainer,
     TrainerReady,
 )
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
+from pipelinerl.storage.checkpoint_folder import Manifest, name_of, set_aside, set_aside_before, write_manifest
 from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.memory import CALM, MemoryHub, MemoryLink, Weather
 from tests.sim import peers
 from tests.sim.clock import simulate
 from tests.sim.run import Prompts, mean_baseline
-from trainer.standing import Standing
+from trainer.session import Standing
 
 KEPT = 2
 """Checkpoints that a trainer keeps."""

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from orchestrator.assembly import World
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.rules.curriculum import Rest
 from orchestrator.rules.sampled import Experts
-from orchestrator.state.ledger import Ledger
 from pipelinerl.config import Config, Mode
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
-from pipelinerl.metrics import Journal, read_journals
+from pipelinerl.observe.journal import Journal, read_journals
 from pipelinerl.transport.memory import CALM, MemoryHub, Weather
 from tests.sim import checker, peers
 from tests.sim.clock import simulate

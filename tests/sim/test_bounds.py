@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from orchestrator.rules.sampled import Experts
-from orchestrator.stages.replying import Replying
+from orchestrator.stages.environment import Replying
 from pipelinerl.config import Config, RewardSection
+from pipelinerl.data.expert_routes import routes_of
 from pipelinerl.messages import Completion, Prompt
-from pipelinerl.routes import routes_of
-from pipelinerl.stages import Channel
+from pipelinerl.runtime.stage import Channel
 from pipelinerl.transport.memory import MemoryLink
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
 
 
 def main() -> None:

@@ -21,15 +21,15 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config_file import load, load_run, parse, write_run
+from pipelinerl.config.file import load, load_run, parse, write_run
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.metrics import read_journals
-from pipelinerl.slurm.submit import prepare
+from pipelinerl.launch.slurm.submit import prepare
+from pipelinerl.observe.journal import read_journals
 from scripts.chaos import victims
+from tests.observe.tracking.wandb_file import history
 from tests.processes import wait_until
 from tests.slurm import cluster as slurm
 from tests.slurm import far
-from tests.tracking.wandb_file import history
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.skipif(slurm.why_not() is not None, reason=str(slurm.why_not()))]
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import Config
-from pipelinerl.config_file import load, parse
+from pipelinerl.config.file import load, parse
 from pipelinerl.engine.__main__ import engines_of_part
 from pipelinerl.errors import ConfigError
-from pipelinerl.process import read_config
-from pipelinerl.slurm.placement import nodes_of, roles_on
-from pipelinerl.slurm.script import OWNED, render
-from pipelinerl.slurm.submit import prepare
+from pipelinerl.launch.slurm.placement import nodes_of, roles_on
+from pipelinerl.launch.slurm.script import OWNED, render
+from pipelinerl.launch.slurm.submit import prepare
+from pipelinerl.runtime.process import read_config
 
 pytestmark = pytest.mark.process
 

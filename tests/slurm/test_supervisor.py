@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config_file import parse
-from pipelinerl.slurm import AGAIN
-from pipelinerl.slurm.submit import prepare
+from pipelinerl.config.file import parse
+from pipelinerl.launch.slurm import AGAIN
+from pipelinerl.launch.slurm.submit import prepare
 from tests.processes import PATIENCE_S, program
 
 pytestmark = pytest.mark.process
 
 LEAVES = """
     import asyncio, os, pathlib, signal, sys, time
-    from pipelinerl.slurm.__main__ import Supervisor
+    from pipelinerl.launch.slurm.__main__ import Supervisor
     supervisor = Supervisor(pathlib.Path(folder), attempt=0, node=1)
     pathlib.Path(folder, "logs", "attempt-0").mkdir(parents=True)
     code = asyncio.run(supervisor._leave(75, until=time.time() + 60))
@@ -26,7 +26,7 @@ LEAVES = """
 
 WAITS = """
     import asyncio, pathlib, sys, time
-    from pipelinerl.slurm.__main__ import Supervisor
+    from pipelinerl.launch.slurm.__main__ import Supervisor
     supervisor = Supervisor(pathlib.Path(folder), attempt=0, node=0)
     pathlib.Path(folder, "logs", "attempt-0").mkdir(parents=True)
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-from pipelinerl.layout import Layout
-from trainer.parallel import Replicas
+from pipelinerl.planning.layout import Layout
+from trainer.parallel.replicas import Replicas
 
 Job = Callable[[Replicas], Any]
 """What a rank does under a layout; its result must be something `torch.save` takes and loads with weights only."""

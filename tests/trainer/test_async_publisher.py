@@ -15,17 +15,17 @@ import torch
 
 from pipelinerl.errors import NoRoom
 from pipelinerl.messages import Failed, MicroBatch, PolicyPublished, StepDone, StepSealed, Stop
-from pipelinerl.metrics import Journal
+from pipelinerl.observe.journal import Journal
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
 from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
-from trainer.in_hand import InHand
-from trainer.lineage import Lineage
+from trainer.data.in_hand import InHand
+from trainer.data.loader import Wave, WavePart
+from trainer.data.sample_digest import Lineage
 from trainer.loop import Loop
-from trainer.phases import Phases
-from trainer.waves import Wave, WavePart
+from trainer.step_timer import Phases
 from trainer.weights.async_publisher import AsyncPublisher
 from trainer.weights.publisher import Publisher
 

@@ -20,19 +20,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.checkpoint_folder import check_files, complete, read_manifest, write_manifest
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.errors import CheckpointDamaged, ConfigError, LeaseError
-from pipelinerl.lease import EPOCH, fence_of
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved
+from pipelinerl.runtime.lease import EPOCH, fence_of
+from pipelinerl.storage.checkpoint_folder import check_files, complete, read_manifest, write_manifest
 from tests.test_lease import of_another_machine
 from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.portable import state_of
+from trainer.data.sample_digest import Lineage
 from trainer.export import export
-from trainer.lineage import Lineage
-from trainer.model import Model
+from trainer.model.model import Model
 from trainer.optimizer import Optimizer
 
 NUM_STEPS = 6

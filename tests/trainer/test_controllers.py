@@ -13,14 +13,14 @@ import torch
 
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Method
 from pipelinerl.algorithms.methods import resolve
-from pipelinerl.layout import Layout
 from pipelinerl.messages import MicroBatch, StepSealed
+from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.portable import state_of
 from trainer.controllers import Controllers
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 
 OVERRIDES: dict[str, Any] = {
     "kl": {"name": "k1", "beta": 0.3, "target": 1.0, "horizon": 20},

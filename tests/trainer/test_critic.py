@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.layout import Layout
+from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import critic_optimizer, make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.build import Trained, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import save_model
-from trainer.model import Model
-from trainer.parallel import Replicas
-from trainer.row import arrange
+from trainer.model.model import Model
+from trainer.parallel.replicas import Replicas
+from trainer.rows.arrange import arrange
 from trainer.step import Step
 
 Samples = list[dict[str, np.ndarray]]

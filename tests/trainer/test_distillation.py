@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.layout import Layout
+from pipelinerl.planning.layout import Layout
 from tests.trainer.conductor import make_config
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer.build import build_policy, build_step
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 
 TEMPERATURE = 0.8
 Samples = list[dict[str, np.ndarray]]

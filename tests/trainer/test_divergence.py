@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer import head
-from trainer.divergence import divergences, linear_divergence
-from trainer.packed_row import TeacherStates
+from trainer.model import head
+from trainer.model.divergence import divergences, linear_divergence
+from trainer.rows.packed_row import TeacherStates
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "algorithms/golden/trl_losses.json").read_text())["divergences"]
 K, H, G, V = 11, 6, 4, 13

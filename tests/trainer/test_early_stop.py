@@ -15,15 +15,15 @@ import torch
 
 from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import BatchCut
-from orchestrator.stages.delivery import micro_batch_of
+from orchestrator.stages.training import micro_batch_of
 from pipelinerl.algorithms.loss import denominator, policy_loss
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import UNSAMPLED, Finish, Flag, Group, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
-from trainer.columns import columns_of
+from trainer.data.columns import columns_of
 from trainer.engine import Outputs
-from trainer.row import arrange
+from trainer.rows.arrange import arrange
 
 THETA = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64)
 REFERENCE = torch.tensor([0.1, 0.2, -0.5], dtype=torch.float64)

@@ -5,7 +5,7 @@ import pytest
 from pipelinerl.errors import PeerRefused
 from pipelinerl.messages import MicroBatch, StepSealed
 from tests.trainer.tiny import make_batch
-from trainer.feed import Pulls
+from trainer.orchestrator_client import Pulls
 
 
 def _row(step: int, index: int) -> MicroBatch:

@@ -12,12 +12,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.layout import Layout
+from pipelinerl.planning.layout import Layout
 from tests.trainer import test_critic, test_lora, test_replay
 from tests.trainer.ranks import run_jobs
-from trainer.parallel import Replicas
-from trainer.sharding import _cut_experts, _cut_matrices
-from trainer.stages import stage_of_weights
+from trainer.parallel.replicas import Replicas
+from trainer.parallel.sharding import _cut_experts, _cut_matrices
+from trainer.parallel.stages import stage_of_weights
 
 pytestmark = pytest.mark.process
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer import head
-from trainer.head import linear_logprobs
+from trainer.model import head
+from trainer.model.head import linear_logprobs
 
 K, H, V = 37, 16, 61
 

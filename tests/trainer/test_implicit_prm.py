@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.trainer.tiny import critic_optimizer, make_batch, make_folder, make_model, make_sample, make_seal, make_step, packed_logprobs
-from trainer.model import Model
+from trainer.model.model import Model
 
 Samples = list[dict[str, np.ndarray]]
 BETA = 0.05

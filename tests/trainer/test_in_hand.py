@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.errors import MismatchError, PeerGone, PeerSilent
 from pipelinerl.messages import MicroBatch
 from tests.trainer.tiny import make_batch, make_sample
-from trainer.in_hand import InHand, left_behind
+from trainer.data.in_hand import InHand, left_behind
 
 
 def row(index: int, *, step: int = 12) -> MicroBatch:

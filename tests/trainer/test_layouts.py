@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from pipelinerl.layout import Layout, Schedule
+from pipelinerl.planning.layout import Layout, Schedule
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import FAMILIES, VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step
-from trainer import head, torch_engine
-from trainer.parallel import Replicas
-from trainer.sharding import local
+from trainer import torch_engine
+from trainer.model import head
+from trainer.parallel.replicas import Replicas
+from trainer.parallel.sharding import local
 
 pytestmark = [
     pytest.mark.process,

@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config import Config
 from pipelinerl.errors import MismatchError, PeerSilent, WeightsError
 from pipelinerl.messages import FromTrainer, Stop, Tensor, ToTrainer, TrainerReady, TrainingEnded
-from pipelinerl.metrics import read_journals
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.observe.journal import read_journals
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
-from pipelinerl.weights.slots import FOLDER, run_token
+from pipelinerl.weights.shared_names import FOLDER, run_token
 from tests.keys import PEERS
 from tests.trainer.conductor import ROWS_PER_STEP, Conductor, make_config
 from tests.trainer.tiny import make_model
 from trainer.__main__ import main
-from trainer.feed import Feed
 from trainer.loop import train
+from trainer.orchestrator_client import Feed
 
 pytestmark = pytest.mark.process
 
@@ -223,7 +223,7 @@ def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_pa
 
     A second feed, whose hub reads nothing, shows when the limit is over.
     """
-    monkeypatch.setattr("trainer.feed.ALIVE_EVERY_S", 0.1)
+    monkeypatch.setattr("trainer.orchestrator_client.ALIVE_EVERY_S", 0.1)
     monkeypatch.setattr("pipelinerl.transport.zmq.REMIND_EVERY_S", 0.1)
     ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
 

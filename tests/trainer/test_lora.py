@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.layout import Layout
+from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.build import Trained, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import save_adapter, save_model
-from trainer.lora import Adapters, LoraLinear
-from trainer.model import Model
-from trainer.parallel import Replicas
-from trainer.reference import Reference
-from trainer.row import arrange
+from trainer.model.lora import Adapters, LoraLinear
+from trainer.model.model import Model
+from trainer.model.reference import Reference
+from trainer.parallel.replicas import Replicas
+from trainer.rows.arrange import arrange
 from trainer.step import Step
 
 ADAPTERS = Adapters(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj"), seed=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from pipelinerl.stop_tokens import stop_tokens_of
+from pipelinerl.data.stop_tokens import stop_tokens_of
 from tests.tokenizers import CHATML, make_words
 from tests.trainer.tiny import FAMILIES, make_model
 from trainer.checkpoint.model_folder import save_model

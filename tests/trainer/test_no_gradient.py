@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.layout import Layout
+from pipelinerl.data.expert_routes import routes_of, table_of
 from pipelinerl.messages import MicroBatch
-from pipelinerl.routes import routes_of, table_of
+from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
-from trainer.parallel import Replicas
-from trainer.split import split_by_gradient
+from trainer.data.split import split_by_gradient
+from trainer.parallel.replicas import Replicas
 
 Samples = list[dict[str, np.ndarray]]
 

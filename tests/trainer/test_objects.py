@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from pipelinerl.errors import WireError
-from pipelinerl.layout import Layout
+from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
-from trainer.objects import PlainUnpickler
-from trainer.parallel import Replicas
+from trainer.parallel.objects import PlainUnpickler
+from trainer.parallel.replicas import Replicas
 
 
 class Runs:

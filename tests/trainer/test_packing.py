@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.errors import ConfigError
 from tests.trainer.tiny import FAMILIES, make_folder, make_model, make_sample, packed_logprobs
-from trainer.attention import packed_attention
-from trainer.packed_row import Block
-from trainer.row import arrange
+from trainer.model.attention import packed_attention
+from trainer.rows.arrange import arrange
+from trainer.rows.packed_row import Block
 
 Samples = list[dict[str, np.ndarray]]
 

@@ -13,15 +13,15 @@ import torch.multiprocessing
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import FromTrainer
-from pipelinerl.process import read_config
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.runtime.process import read_config
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests.keys import PEERS
 from tests.trainer.conductor import Conductor, make_config
 from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.loop import train
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 
 pytestmark = pytest.mark.process
 

@@ -11,11 +11,11 @@ from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.manifest import check, verify
-from pipelinerl.weights.road import Arrival
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
+from pipelinerl.weights.transport import Arrival
 from tests.trainer.tiny import FAMILIES, make_model
-from trainer.lora import Adapters
-from trainer.model import Model
+from trainer.model.lora import Adapters
+from trainer.model.model import Model
 from trainer.weights.publisher import Publisher
 
 

@@ -16,7 +16,7 @@ from tests.listeners import listeners_of, tree_of
 STARTS = """
     import os, sys
     os.environ["PYTHONPATH"] = folder
-    from trainer.ranks import end_alike, meeting_in_memory, run_ranks
+    from trainer.parallel.ranks import end_alike, meeting_in_memory, run_ranks
     with meeting_in_memory() as (where, files):
         code = run_ranks(("job", folder), ranks=range(2), world_size=2, meeting=where, inherited=files)
     if code: end_alike(code)
@@ -71,7 +71,7 @@ def test_a_parent_that_is_told_to_end_ends_its_ranks(tmp_path: Path):
 def test_ranks_that_meet_open_no_store_and_listen_on_loopback_alone(tmp_path: Path):
     """What is left is gloo's: one listener for each of a rank's groups."""
     job = """
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 replicas = Replicas(ranks=2, deadline_s=60)
 import torch
 total = torch.ones(1)

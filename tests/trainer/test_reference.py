@@ -14,10 +14,10 @@ from pipelinerl.errors import ConfigError
 from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.build import build_policy, build_step
-from trainer.model import Model
-from trainer.parallel import Replicas
-from trainer.reference import Reference
-from trainer.row import arrange
+from trainer.model.model import Model
+from trainer.model.reference import Reference
+from trainer.parallel.replicas import Replicas
+from trainer.rows.arrange import arrange
 
 Samples = list[dict[str, np.ndarray]]
 

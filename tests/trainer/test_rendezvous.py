@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.transport.keys import make_keys
 from tests import processes
 from tests.listeners import listeners_of, tree_of
 
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.process
 STARTS = """
     import os, pathlib
     os.environ["PYTHONPATH"] = folder
-    from trainer.ranks import run_ranks
-    from trainer.rendezvous import _meeting_on_network
+    from trainer.parallel.ranks import run_ranks
+    from trainer.parallel.rendezvous import _meeting_on_network
     with _meeting_on_network(pathlib.Path(folder), is_host=rank == "0", deadline_s=60) as (where, files):
         raise SystemExit(run_ranks(("job", folder), ranks=range(int(rank), int(rank) + 1), world_size=2, meeting=where, inherited=files))
 """
 JOB = """
 import os, pathlib, sys, time
 import torch
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 replicas = Replicas(ranks=2, deadline_s=60)
 total = torch.ones(1)
 replicas.sum(total, what="to meet")

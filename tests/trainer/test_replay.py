@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from pipelinerl.data.expert_routes import dtype_for, joined, num_unrouted, routes_of, table_of, unknown
 from pipelinerl.errors import ConfigError
-from pipelinerl.layout import Layout
 from pipelinerl.messages import MicroBatch, Routes
-from pipelinerl.routes import dtype_for, joined, num_unrouted, routes_of, table_of, unknown
+from pipelinerl.planning.layout import Layout
 from pipelinerl.transport.codec import Decoder, encode
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
-from trainer.parallel import Replicas
-from trainer.replay import Replay
+from trainer.model.route_replay import Replay
+from trainer.parallel.replicas import Replicas
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 

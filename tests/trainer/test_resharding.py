@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from pipelinerl.checkpoint_folder import complete
-from pipelinerl.layout import Layout, Schedule
 from pipelinerl.messages import CheckpointSaved
+from pipelinerl.planning.layout import Layout, Schedule
+from pipelinerl.storage.checkpoint_folder import complete
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.portable import state_of
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 from trainer.step import Step
 
 pytestmark = pytest.mark.process

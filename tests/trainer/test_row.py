@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import DataError
-from trainer.packed_row import Part, Row
-from trainer.row import arrange
+from trainer.rows.arrange import arrange
+from trainer.rows.packed_row import Part, Row
 
 
 def _arrange(samples: list[tuple[list[int], list[int]]], *, part: Part | None = None) -> Row | None:

@@ -12,12 +12,12 @@ import torch.multiprocessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.config import Config
-from pipelinerl.config_file import load
+from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config
 from pipelinerl.demo.sort_digits import BEHAVIOURS, demonstrations, held_out_prompts, make_model, reward, train_prompts
 from pipelinerl.errors import ConfigError, DataError
 from tests.trainer.ranks import Ranks
-from trainer.demonstrations import Demonstrations
+from trainer.data.demonstrations import Demonstrations
 from trainer.sft import main
 from trainer.supervised import SftProgress, train_sft
 

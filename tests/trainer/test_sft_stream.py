@@ -14,19 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import Config
 from pipelinerl.demo.sort_digits import make_model as make_demo_model
-from pipelinerl.findings import Level, collect, ok, sentences
-from pipelinerl.layout import Layout
 from pipelinerl.messages import StepSealed
+from pipelinerl.planning.layout import Layout
+from pipelinerl.runtime.findings import Level, collect, ok, sentences
 from tests.trainer.conductor import make_config
 from tests.trainer.ranks import run_jobs
 from tests.trainer.test_loop import _in_this_process, _run
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.portable import state_of
-from trainer.demonstrations import Demonstrations
+from trainer.data.demonstrations import Demonstrations
+from trainer.data.sft_stream import SftStream
 from trainer.optimizer import Optimizer
-from trainer.parallel import Replicas
+from trainer.parallel.replicas import Replicas
 from trainer.preflight import look
-from trainer.sft_stream import SftStream
 from trainer.step import Step
 
 COEF = 0.3

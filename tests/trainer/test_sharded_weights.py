@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from pipelinerl.errors import NoRoom
-from pipelinerl.layout import Layout
 from pipelinerl.messages import Failed, PolicyPublished
+from pipelinerl.planning.layout import Layout
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.manifest import check, verify
-from pipelinerl.weights.receivers import Receivers
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach_to_write
+from pipelinerl.weights.transports import Receivers
 from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_model
-from trainer.lora import Adapters
-from trainer.parallel import Replicas
+from trainer.model.lora import Adapters
+from trainer.parallel.replicas import Replicas
 from trainer.weights.async_publisher import AsyncPublisher
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights

@@ -12,7 +12,7 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainingEnded,
 )
-from trainer.standing import Standing
+from trainer.session import Standing
 
 
 def published(version: int) -> PolicyPublished:

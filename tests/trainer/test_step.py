@@ -16,7 +16,7 @@ from pipelinerl.errors import MismatchError, PipelineError
 from pipelinerl.messages import MicroBatch, StepSealed
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.optimizer import Optimizer, Schedule
-from trainer.row import arrange
+from trainer.rows.arrange import arrange
 
 Samples = list[dict[str, np.ndarray]]
 

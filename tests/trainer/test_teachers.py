@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.layout import Layout
 from pipelinerl.messages import MicroBatch
+from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.test_distillation import TEMPERATURE, _by_definition, _config, _samples
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_seal, make_step, packed_logprobs
 from trainer.build import build_policy, build_step
-from trainer.parallel import Replicas
-from trainer.reference import Reference
-from trainer.split import split_by_gradient
-from trainer.teachers import Teachers
+from trainer.data.split import split_by_gradient
+from trainer.model.reference import Reference
+from trainer.model.teachers import Teachers
+from trainer.parallel.replicas import Replicas
 
 Samples = list[dict[str, np.ndarray]]
 

@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 
-PROGRAM = (
-    "import os; from trainer.threads import set_threads; set_threads({cores}, local_rank={rank}); print(os.sched_getaffinity(0), {name})"
-)
+PROGRAM = """
+import os
+from trainer.parallel.threads import set_threads
+set_threads({cores}, local_rank={rank})
+print(os.sched_getaffinity(0), {name})
+"""
 
 
 def _run(cores: tuple[int, ...], *, rank: int) -> str:

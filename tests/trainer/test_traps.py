@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.config_file import parse
+from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
 from tests.trainer.tiny import make_model, make_sample, packed_logprobs
 

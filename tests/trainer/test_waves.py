@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import DataError
-from pipelinerl.layout import Layout
 from pipelinerl.messages import FromTrainer, MicroBatch, StepSealed, Stop, TakeMicroBatch, ToTrainer, TrainerReady
-from pipelinerl.transport.curve import make_keys
+from pipelinerl.planning.layout import Layout
+from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_sample
-from trainer.feed import Feed
-from trainer.packed_row import Row
-from trainer.parallel import Replicas
-from trainer.split import split_by_gradient
-from trainer.waves import READY_AHEAD, Wave, Waves
+from trainer.data.loader import READY_AHEAD, Wave, Waves
+from trainer.data.split import split_by_gradient
+from trainer.orchestrator_client import Feed
+from trainer.parallel.replicas import Replicas
+from trainer.rows.packed_row import Row
 
 NUM_ROWS = 6
 

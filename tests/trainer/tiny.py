@@ -16,13 +16,13 @@ from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import MicroBatch, StepSealed
 from trainer.build import Trained, critic_of
 from trainer.engine import Outputs
-from trainer.model import Model
+from trainer.model.model import Model
+from trainer.model.reference import Reference
+from trainer.model.teachers import Teachers
 from trainer.optimizer import Optimizer, Schedule
-from trainer.parallel import Replicas
-from trainer.reference import Reference
-from trainer.row import arrange
+from trainer.parallel.replicas import Replicas
+from trainer.rows.arrange import arrange
 from trainer.step import Step
-from trainer.teachers import Teachers
 from trainer.torch_engine import TorchEngine
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")

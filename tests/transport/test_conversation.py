@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import PeerFull, WireError
-from pipelinerl.transport import conversation
-from pipelinerl.transport.conversation import Conversation
+from pipelinerl.transport import session
 from pipelinerl.transport.frame import HEADER_BYTES, TOGETHER_BYTES, Kind, pack, unpack
+from pipelinerl.transport.session import Conversation
 
 
 class Pair:
@@ -158,7 +158,7 @@ def test_no_more_is_held_than_the_bound_and_the_rest_comes_again(monkeypatch: py
     pair = Pair()
     for value in range(6):
         pair.link.send(number(value))
-    monkeypatch.setattr(conversation, name, bound)
+    monkeypatch.setattr(session, name, bound)
     pair.to_hub.popleft()
     while pair.to_hub:
         assert not pair.hub.hear(pair.to_hub.popleft())
@@ -198,7 +198,7 @@ def test_a_lost_reminder_or_answer_is_made_up_for_by_the_next():
 
 
 def test_on_its_way_is_no_more_than_the_credit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(conversation, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(session, "WINDOW_BYTES", 1000)
     pair = Pair()
     for value in range(20):
         pair.link.send(number(value, size=200 - HEADER_BYTES))
@@ -219,7 +219,7 @@ def test_on_its_way_is_no_more_than_the_credit(monkeypatch: pytest.MonkeyPatch):
 def test_an_end_without_credit_still_says_what_it_heard(monkeypatch: pytest.MonkeyPatch):
     """It stands in messages that wait for credit themselves: two ends could wait for each other."""
     size = HEADER_BYTES + 2
-    monkeypatch.setattr(conversation, "WINDOW_BYTES", 8 * size)
+    monkeypatch.setattr(session, "WINDOW_BYTES", 8 * size)
     pair = Pair()
     pair.link.send(number(0))
     pair.deliver()
@@ -235,7 +235,7 @@ def test_an_end_without_credit_still_says_what_it_heard(monkeypatch: pytest.Monk
 
 
 def test_a_message_larger_than_the_credit_goes_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(conversation, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(session, "WINDOW_BYTES", 1000)
     pair = Pair()
     for value in range(3):
         pair.link.send(number(value, size=5000))
@@ -245,8 +245,8 @@ def test_a_message_larger_than_the_credit_goes_alone(monkeypatch: pytest.MonkeyP
 
 
 def test_a_peer_that_takes_nothing_costs_the_bound_and_then_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(conversation, "LIMIT_BYTES", 1000)
-    monkeypatch.setattr(conversation, "WINDOW_BYTES", 400)
+    monkeypatch.setattr(session, "LIMIT_BYTES", 1000)
+    monkeypatch.setattr(session, "WINDOW_BYTES", 400)
     pair = Pair()
     for value in range(5):
         pair.hub.send(number(value, size=200 - HEADER_BYTES))

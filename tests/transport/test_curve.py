@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.transport.curve import make_keys, read_keys
+from pipelinerl.transport.keys import make_keys, read_keys
 from tests.keys import PEERS
 
 

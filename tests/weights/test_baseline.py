@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipelinerl.weights.base import num_bytes, plan_layout
-from pipelinerl.weights.baseline import Baseline
-from pipelinerl.weights.changes import Space
+from pipelinerl.weights.delta import Space
+from pipelinerl.weights.delta_base import Baseline
 
 LAYOUT = plan_layout({"a": torch.zeros(96, dtype=torch.bfloat16), "b": torch.zeros(8)})
 SPACE = Space(LAYOUT)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.base import num_bytes, plan_layout
-from pipelinerl.weights.changes import Changes, Space, union
 from pipelinerl.weights.codec import decode, encode
+from pipelinerl.weights.delta import Changes, Space, union
 
 MIXED = plan_layout(
     {

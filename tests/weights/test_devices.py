@@ -13,17 +13,17 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights import nccl
 from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.buffer_pool import SlotPool
 from pipelinerl.weights.commit import Placed, Way, make
 from pipelinerl.weights.cuda_ipc import CudaIpc, CudaMemory
 from pipelinerl.weights.manifest import seal
-from pipelinerl.weights.pool import SlotPool
-from pipelinerl.weights.road import Medium
+from pipelinerl.weights.transport import Medium
 
 LAYOUT = plan_layout({"a": torch.zeros(1000), "b": torch.zeros(7, 5, dtype=torch.bfloat16)})
 ENGINE = """
 import sys, torch
 from pipelinerl.weights.manifest import verify
-from pipelinerl.weights.receivers import Receivers
+from pipelinerl.weights.transports import Receivers
 from pathlib import Path
 torch.cuda.set_device(int(sys.argv[3]))
 spare = lambda manifest: torch.zeros(manifest.num_bytes, dtype=torch.uint8)

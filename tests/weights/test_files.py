@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import num_bytes, plan_layout, views
+from pipelinerl.weights.buffer_pool import SlotPool
 from pipelinerl.weights.files import Files
 from pipelinerl.weights.manifest import seal
-from pipelinerl.weights.pool import SlotPool
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "scalar": torch.tensor(7.0)}
 LAYOUT: tuple[Tensor, ...] = plan_layout(TENSORS)

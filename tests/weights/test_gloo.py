@@ -16,9 +16,9 @@ import torch.distributed as dist
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights import gloo
 from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.weights.buffer_pool import SlotPool
 from pipelinerl.weights.calls import CHUNK_BYTES
 from pipelinerl.weights.manifest import Manifest, seal, verify
-from pipelinerl.weights.pool import SlotPool
 
 LAYOUT = plan_layout({"a": torch.zeros(3 * CHUNK_BYTES + 1000, dtype=torch.uint8)})
 FORKED = multiprocessing.get_context("fork")

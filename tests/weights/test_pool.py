@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pipelinerl.errors import PeerSilent, WeightsError
+from pipelinerl.weights.buffer_pool import SlotPool, num_slots_for
 from pipelinerl.weights.manifest import Manifest, digest_of, encode
-from pipelinerl.weights.pool import SlotPool, num_slots_for
-from pipelinerl.weights.road import Slot
+from pipelinerl.weights.transport import Slot
 
 
 class Memory:

@@ -10,12 +10,12 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights import gloo
 from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.weights.buffer_pool import SlotPool
 from pipelinerl.weights.files import Files
 from pipelinerl.weights.manifest import seal
-from pipelinerl.weights.pool import SlotPool
-from pipelinerl.weights.receivers import Receivers
-from pipelinerl.weights.road import Medium
 from pipelinerl.weights.shared_memory import SharedMemory
+from pipelinerl.weights.transport import Medium
+from pipelinerl.weights.transports import Receivers
 
 LAYOUT = plan_layout({"a": torch.zeros(100)})
 

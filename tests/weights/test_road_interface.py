@@ -15,8 +15,8 @@ import pytest
 from pipelinerl.config import WeightsSection
 from pipelinerl.engine.__main__ import set_environment
 from pipelinerl.errors import ConfigError
-from pipelinerl.interface import address_of, device_of
-from pipelinerl.weights.road_interface import nccl_settings
+from pipelinerl.runtime.network import address_of, device_of
+from pipelinerl.weights.network import nccl_settings
 from tests import processes
 
 
@@ -84,7 +84,7 @@ def test_ranks_of_one_machine_get_the_interface_of_the_road_and_gloos_stays(tmp_
     program = """
         import os
         os.environ.pop("NCCL_SOCKET_IFNAME", None); os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        from trainer.ranks import meeting_in_memory
+        from trainer.parallel.ranks import meeting_in_memory
         with meeting_in_memory({"NCCL_SOCKET_IFNAME": "ib0"}) as (where, files):
             open(folder + "/said", "w").write(where["NCCL_SOCKET_IFNAME"] + " " + where["GLOO_SOCKET_IFNAME"] + "\\n")
     """

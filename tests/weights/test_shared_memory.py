@@ -16,9 +16,9 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl.weights.road import Slot
 from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach, write_beside
-from pipelinerl.weights.slots import FOLDER, forget_vllm_names, run_token, sweep, unlink_slots
+from pipelinerl.weights.shared_names import FOLDER, forget_vllm_names, run_token, sweep, unlink_slots
+from pipelinerl.weights.transport import Slot
 
 SIZE = 5000
 FORKED = multiprocessing.get_context("fork")

@@ -3,10 +3,10 @@
 A checkpoint is copied to memory between two steps, and from there written by a thread, each rank its share
 (torch.distributed.checkpoint), to a draft; flushed to the disk; given its manifest; and then renamed. So a folder without the ending
 `.draft` was whole when it got its name, and whatever interrupts the writing leaves the one before as it was. The rename is the commit
-point of the run: see `orchestrator.state.ledger`, whose commit the manifest names. Only after that do older checkpoints go, beyond `keep`.
+point of the run: see `orchestrator.ledger.ledger`, whose commit the manifest names. Only after that do older checkpoints go, beyond `keep`.
 
-What a disk does to a folder later is found when it is read: every file's XXH3-128 stands in the manifest (`pipelinerl.checkpoint_folder`),
-and is computed again before anything is loaded, each rank reading its part of the files. All ranks take the newest checkpoint that none of
+A folder that a disk damaged is found when it is read: each file's XXH3-128 is in the manifest (`pipelinerl.storage.checkpoint_folder`), and
+is computed again before anything is loaded, each rank reading its part of the files. All ranks take the newest checkpoint that none of
 them finds damaged; the newer ones are set aside and told.
 
 The metadata of torch.distributed.checkpoint is a pickle: a run folder is its owner's alone (mode 0700), and must not come from elsewhere.
@@ -27,13 +27,13 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from pipelinerl import checkpoint_folder
-from pipelinerl.checkpoint_folder import Manifest, check_files, complete, name_of, read_manifest
 from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved, Damage
-from pipelinerl.tracking.identity import ids_of
+from pipelinerl.observe.tracking.identity import ids_of
+from pipelinerl.storage import checkpoint_folder
+from pipelinerl.storage.checkpoint_folder import Manifest, check_files, complete, name_of, read_manifest
 from trainer.checkpoint.hashing_writer import HashingWriter
-from trainer.objects import gathered
+from trainer.parallel.objects import gathered
 
 OPTIONAL_PARTS = frozenset({"coefficients"})
 """What begins anew where a checkpoint has none of it: a resumed run may have another coefficient follow a target."""

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pipelinerl.checkpoint_folder import File
+from pipelinerl.storage.checkpoint_folder import File
 
 _DIGESTS = "digests of files"
 """No parameter is called so."""
@@ -35,7 +35,7 @@ class HashingWriter(dcp.FileSystemWriter):
         self.files: dict[str, File] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's share; its digests are one result more, in words that ranks take from each other (`trainer.objects`)."""
+        """Write this rank's share; its digests are one result more, in types that `trainer.parallel.objects` admits."""
         results = super().write_data(plan, planner).value()
         digests = {name: (file.bytes, file.xxh3) for name, file in self.fs.files.items()}
         done: Future[list[WriteResult]] = Future()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.errors import ConfigError
-from pipelinerl.stop_tokens import stop_tokens_of
 from pipelinerl.weights.adapters import published_name
-from trainer.lora import Adapters
-from trainer.model import Model
+from trainer.model.lora import Adapters
+from trainer.model.model import Model
 
 _WRITTEN_BY_MODEL = {".safetensors", ".bin", ".pt", ".pth"}
 """Weights of the source folder, in any format: the saved model brings its own."""

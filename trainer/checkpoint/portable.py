@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from trainer.model import Model
+from trainer.model.model import Model
 from trainer.optimizer import Optimizer
-from trainer.sharding import whole_of
+from trainer.parallel.sharding import whole_of
 
 _PACKED = {"packed_colwise": -2, "packed_rowwise": -1}
 """Styles of transformers' plans for two matrices in one, and the dimension along which they are packed."""

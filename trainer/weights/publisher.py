@@ -18,14 +18,14 @@ from pipelinerl.transport.zmq import own_address
 from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import check_layout, num_bytes, views
-from pipelinerl.weights.baseline import Baseline, fill
+from pipelinerl.weights.buffer_pool import SlotPool, num_slots_for
 from pipelinerl.weights.cuda_ipc import CudaIpc
+from pipelinerl.weights.delta_base import Baseline, fill
 from pipelinerl.weights.files import Files
 from pipelinerl.weights.manifest import Manifest, seal
-from pipelinerl.weights.pool import SlotPool, num_slots_for
-from pipelinerl.weights.road import Medium, Slot
 from pipelinerl.weights.shared_memory import SharedMemory
-from pipelinerl.weights.slots import run_token
+from pipelinerl.weights.shared_names import run_token
+from pipelinerl.weights.transport import Medium, Slot
 
 Write = Callable[[str, torch.Tensor, tuple[Tensor, ...]], None]
 """Writes the present weights into a buffer ([bytes] uint8) of this layout; the slot's name, where other ranks may map it, else empty."""

@@ -26,9 +26,9 @@ from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import views
 from pipelinerl.weights.reshard import Box, Move, index_map, of_rank, whole
 from pipelinerl.weights.shared_memory import attach_to_write
-from trainer.model import Model
-from trainer.parallel import Replicas
-from trainer.sharding import local
+from trainer.model.model import Model
+from trainer.parallel.replicas import Replicas
+from trainer.parallel.sharding import local
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):

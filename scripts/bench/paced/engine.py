@@ -13,8 +13,8 @@ from pipelinerl.engine.base import Chunk
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.server import serve
 from pipelinerl.messages import ToEngine
-from pipelinerl.metrics import Journal
-from pipelinerl.process import last_words, read_config
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.process import last_words, read_config
 from pipelinerl.transport.zmq import ZmqLink
 
 MEAN_TOKENS = 24

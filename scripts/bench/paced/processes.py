@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipelinerl import launch
-from pipelinerl.config_file import load
+from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.metrics import read_journals
+from pipelinerl.launch import local
+from pipelinerl.observe.journal import read_journals
 from scripts.bench import harness
 from scripts.bench.paced.engine import MEAN_TOKENS
 from scripts.chaos import victims
@@ -69,26 +69,26 @@ def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> tu
         overrides += [f"pipeline.max_running={SLOTS if is_inline else SLOTS * 5 // 4}"]
         config = load(settings, overrides=overrides)
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
-        run_folder = launch.make_run_folder(config)
-        roles = tuple(_role(role, run_folder, hold_s=latency_s if is_inline else 0.0) for role in launch.roles_of(config, run_folder))
+        run_folder = local.make_run_folder(config)
+        roles = tuple(_role(role, run_folder, hold_s=latency_s if is_inline else 0.0) for role in local.roles_of(config, run_folder))
         asyncio.run(_run(roles, run_folder, seconds=seconds))
         return _read(run_folder, seconds=seconds)
 
 
-def _role(role: launch.Role, run_folder: Path, *, hold_s: float) -> launch.Role:
+def _role(role: local.Role, run_folder: Path, *, hold_s: float) -> local.Role:
     """Engine and trainer are those without a model."""
     run = ("--run-folder", str(run_folder))
     if role.name == "engines":
         command = (sys.executable, "-m", "scripts.bench.paced.engine", *run, "--pass-s", str(PASS_S), "--hold-s", str(hold_s))
-        return launch.Role(name=role.name, command=command, has_nothing_to_save=True)
+        return local.Role(name=role.name, command=command, has_nothing_to_save=True)
     if role.name == "trainer":
-        return launch.Role(name=role.name, command=(sys.executable, "-m", "scripts.chaos.trainer", *run))
+        return local.Role(name=role.name, command=(sys.executable, "-m", "scripts.chaos.trainer", *run))
     return role
 
 
-async def _run(roles: tuple[launch.Role, ...], run_folder: Path, *, seconds: float) -> None:
+async def _run(roles: tuple[local.Role, ...], run_folder: Path, *, seconds: float) -> None:
     """Let the run go on for some seconds after its first step, and have it end."""
-    launcher = launch.Launcher(roles, run_folder, restarts=0, restart_wait_s=0.0, stopped_limit_s=30.0)
+    launcher = local.Launcher(roles, run_folder, restarts=0, restart_wait_s=0.0, stopped_limit_s=30.0)
     running = asyncio.create_task(launcher.run())
     journal = run_folder / "journal" / "orchestrator.jsonl"
     async with asyncio.timeout(120):

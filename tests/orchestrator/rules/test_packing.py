@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.data.packing import Packing
 from pipelinerl.messages import Sample
-from pipelinerl.packing import Packing
 from tests.orchestrator import handmade
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from orchestrator.rules.lies import Kind
 from orchestrator.rules.sampled import MAX_LOGPROB, Asked, Experts, SampledRule
+from pipelinerl.data.expert_routes import routes_of
 from pipelinerl.messages import Completion, Finish, Generate, Sampling, Tokens
-from pipelinerl.routes import routes_of
 
 RULE = SampledRule(vocabulary=100)
 GENERATE = Generate(rollout_id="3/1", attempt=2, token_ids=np.array([1, 2], np.int32), sampling=Sampling(max_tokens=4))

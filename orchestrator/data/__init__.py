@@ -1,0 +1,1 @@
+"""Prompts and demonstrations: rows of a source, and the prompts made of them."""

@@ -1,0 +1,276 @@
+"""What a ledger remembers for whoever goes on with its run: read once, when an orchestrator starts.
+
+A fresh ledger gives an empty snapshot, so a run that begins and one that goes on are started alike.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from orchestrator.ledger.ledger import RESTS, Ledger
+from orchestrator.ledger.store import COLUMNS
+from orchestrator.rules.curriculum import Rest, success_of
+from pipelinerl.errors import LedgerError
+from pipelinerl.messages import Flag, Prompt, Sample, ScoredTrajectory
+from pipelinerl.transport.codec import Decoder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """A rollout that was admitted and not scored: it is issued again."""
+
+    rollout_id: str
+    sibling: int
+    attempt: int
+    """The next one: every earlier one is fenced."""
+    version: int
+    """Of the engine it was first asked of: an older engine might sample what the bound then refuses."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptedGroup:
+    """The rollouts of one prompt that are to be issued again."""
+
+    group_id: int
+    prompt: Prompt
+    rollouts: tuple[Interrupted, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """What the ledger holds of a step."""
+
+    rows: tuple[tuple[Sample, ...], ...] = ()
+    """Packed, in order."""
+    loose: tuple[Sample, ...] = ()
+    """Placed in the step and not packed yet."""
+    groups: tuple[tuple[ScoredTrajectory, ...], ...] = ()
+    """What `loose` was made of, a group each, with its greedy sibling where it has one."""
+    num_groups: int = 0
+    num_stopped: int = 0
+    """Rollouts of its groups that were stopped early."""
+    refused: frozenset[int] = frozenset()
+    """Numbers of the rows that are sent no more: they killed the trainer."""
+    seal: tuple[int, int, str] | None = None
+    """(tokens with a loss, samples, commit) where the step was sealed."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for row in self.rows for sample in row] + list(self.loose)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Where a run stands."""
+
+    num_done: int
+    """Steps that are in a policy, whether or not a checkpoint holds it."""
+    next_group_id: int
+    position: tuple[int, int]
+    """Of the prompt source: the next prompt to draw."""
+    interrupted: tuple[InterruptedGroup, ...]
+    scored: tuple[ScoredTrajectory, ...]
+    """Scored, and not placed in a step."""
+    compared: frozenset[str]
+    """Rollouts that were compared with their siblings."""
+    followed: frozenset[str]
+    """Rollouts whose steps have scores."""
+    flags: dict[tuple[str, int], Flag]
+    """By rollout in flight and attempt: how its coin fell."""
+    steps: dict[int, RecordedStep]
+    """Steps from `num_done` on; the last one may be open."""
+    num_placed_groups: int
+    """Groups placed in any step so far."""
+    running_groups: frozenset[int]
+    """Groups admitted and neither placed nor given up."""
+    deaths: dict[str, dict[str, int]]
+    """By role, by prompt: how often it was there when a peer died, and has not come through since."""
+
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """(version, mean reward) of those that are done."""
+
+    @property
+    def open_step(self) -> int:
+        """The step being filled."""
+        return max((number + (step.seal is not None) for number, step in self.steps.items()), default=self.num_done)
+
+
+_trajectories: Decoder[ScoredTrajectory] = Decoder(ScoredTrajectory)
+_prompts: Decoder[Prompt] = Decoder(Prompt)
+
+
+def read_snapshot(ledger: Ledger) -> Snapshot:
+    """Everything an orchestrator needs to go on. Raises `LedgerError` for a ledger that was damaged."""
+    with ledger.store.readable():
+        return _read_snapshot(ledger)
+
+
+def _read_snapshot(ledger: Ledger) -> Snapshot:
+    num_done = ledger.recalled("done", 0)
+    drawn, *position = ledger.recalled("drawn", (-1, 0, 0))
+    steps = _read_steps(ledger, first=num_done, end=None)
+    scored = _scored(ledger, "step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE number IS NULL)")
+    names = {one.trajectory.rollout_id for one in scored}
+    amended = [(name, flags) for name, *_, followed, compared in ledger.store.rows("samples") for flags in [(followed, compared)]]
+    interrupted = _interrupted(ledger)
+    running = {scored_one.trajectory.group_id for scored_one in scored} | {group.group_id for group in interrupted}
+    return Snapshot(
+        num_done=num_done,
+        next_group_id=drawn + 1,
+        position=(position[0], position[1]),
+        interrupted=interrupted,
+        scored=scored,
+        compared=frozenset(name for name, (_, is_compared) in amended if is_compared and name in names),
+        followed=frozenset(name for name, (is_followed, _) in amended if is_followed and name in names),
+        flags=_flags(ledger),
+        steps=steps,
+        num_placed_groups=ledger.recalled("placed", 0),
+        running_groups=frozenset(running),
+        deaths=ledger.recalled("deaths", {}),
+        evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
+    )
+
+
+def read_steps(ledger: Ledger, *, first: int, end: int | None = None) -> dict[int, RecordedStep]:
+    """Steps `first` .. `end` - 1 as they were packed and sealed: what a trainer that starts again is given once more.
+
+    Raises `LedgerError` for a ledger that was damaged.
+    """
+    with ledger.store.readable():
+        return _read_steps(ledger, first=first, end=end)
+
+
+def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, RecordedStep]:
+    bounds = (first, 2**62 if end is None else end)
+    between = f"step >= {bounds[0]} AND step < {bounds[1]}"
+    bodies = {one.trajectory.rollout_id: one for one in _scored(ledger, between)}
+    rows: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    loose: dict[int, list[Sample]] = collections.defaultdict(list)
+    for rollout_id, _, advantages, step, row, *_ in ledger.store.rows("samples", f"{between} ORDER BY step, row, place, rowid"):
+        sample = _sample(bodies[rollout_id], np.frombuffer(advantages, np.float32))
+        (loose[step] if row is None else rows[step][row]).append(sample)
+    seals = ledger.store.rows("steps", between)
+    sealed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, _, num_tokens, num_samples, seq in seals}
+    groups = collections.Counter(step for _, _, _, step, is_placed in ledger.store.rows("groups", between) if is_placed)
+    greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE is_placed AND {between})"
+    baselines = {one.trajectory.group_id: one for one in _scored(ledger, greedy) if one.trajectory.is_greedy}
+    stopped = ledger.store.rows("samples", between.replace("step", "stopped"))
+    num_stopped = collections.Counter(row[COLUMNS["samples"].index("stopped")] for row in stopped)
+    steps = {
+        step: RecordedStep(
+            rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
+            loose=tuple(loose[step]),
+            groups=_groups((bodies[sample.trajectory.rollout_id] for sample in loose[step]), baselines=baselines),
+            num_groups=groups.get(step, 0),
+            num_stopped=num_stopped.get(step, 0),
+            refused=ledger.refused_rows(step),
+            seal=sealed.get(step),
+        )
+        for step in sorted(rows.keys() | loose.keys() | sealed.keys() | groups.keys())
+    }
+    for step, num_rows, *_ in seals:
+        if len(steps[step].rows) != num_rows:
+            raise LedgerError(f"step {step} was sealed with {num_rows} rows, but the ledger holds {len(steps[step].rows)} of them")
+    return steps
+
+
+def read_resting(ledger: Ledger) -> dict[int, Rest]:
+    """Prompts that were out of the curriculum's band when they were last measured, by number."""
+    of_prompts = ledger.store.rows("state", "key >= ? AND key < ?", RESTS, RESTS[:-1] + chr(ord(RESTS[-1]) + 1))
+    found = {int(key.removeprefix(RESTS)): json.loads(value) for key, value in of_prompts}
+    return {number: Rest(length=rest[0], measured_in=rest[1]) for number, rest in found.items() if rest is not None}
+
+
+def read_successes(ledger: Ledger, *, correct_reward: float, group_size: int) -> list[tuple[str, float]]:
+    """(prompt, part of its scored siblings that were correct) of every group that was settled and scored, in that order, and that
+    `read_resting` knows nothing of: all of them in a run that was begun without `data.difficulty`, or by an earlier version.
+
+    Siblings from `group_size` on are greedy, and not counted.
+    """
+    settled = ledger.store.rows("settled", "number > ? ORDER BY number", ledger.recalled("measured", 0))
+    if not settled:  # no look at the whole history
+        return []
+    rewards: dict[int, list[float | None]] = collections.defaultdict(list)
+    last = "SELECT rollout_id, reward, max(seq) FROM events WHERE kind IN ('scored', 'followed', 'compared') AND rollout_id IS NOT NULL"
+    for rollout_id, reward, _ in ledger.store.read(f"{last} GROUP BY rollout_id"):
+        group_id, _, sibling = rollout_id.partition("/")
+        if int(sibling) < group_size:
+            rewards[int(group_id)].append(reward)
+    prompts = {group_id: prompt_id for group_id, prompt_id, *_ in ledger.store.rows("drawn")}
+    found = [(prompts[group_id], success_of(rewards[group_id], correct_reward=correct_reward)) for _, group_id, *_ in settled]
+    return [(prompt_id, success) for prompt_id, success in found if success is not None]
+
+
+def commit_of(ledger: Ledger, step: int) -> str | None:
+    """The commit under which a step was sealed; None where it was not, or where no checkpoint of it may be used any more."""
+    found = ledger.store.rows("steps", "step = ?", step)
+    return f"{ledger.store.ledger_id}:{found[0][-1]}" if found else None
+
+
+def saved_versions(ledger: Ledger) -> list[int]:
+    """Versions of the checkpoints that the ledger counts on, in order; those that `checkpoint.keep` removed are not among them."""
+    return [version for version, _ in ledger.store.rows("saves", "TRUE ORDER BY version")]
+
+
+def first_kept_step(ledger: Ledger) -> int:
+    """The step from which on rows are kept: the oldest version that a trainer may start from."""
+    return ledger.recalled("oldest", 0)
+
+
+def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
+    """Recorded trajectories, each with its group's prompt, in the order in which they were scored."""
+    rows = ledger.store.rows
+    samples = [(name, group_id) for name, group_id, *_ in rows("samples", f"{where} ORDER BY rowid")]
+    prompts = {
+        group_id: _prompts.decode(prompt)
+        for group_id, prompt, *_ in rows("groups", f"group_id IN (SELECT group_id FROM samples WHERE {where})")
+    }
+    bodies = dict(rows("trajectories", f"rollout_id IN (SELECT rollout_id FROM samples WHERE {where})"))
+    return tuple(_with_prompt(_trajectories.decode(bodies[name]), prompts[group_id]) for name, group_id in samples)
+
+
+def _with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
+    return msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(scored.trajectory, prompt=prompt))
+
+
+def _groups(scored: Iterable[ScoredTrajectory], *, baselines: Mapping[int, ScoredTrajectory]) -> tuple[tuple[ScoredTrajectory, ...], ...]:
+    """Siblings together, the greedy one, which stands in no step, last; `baselines` by group."""
+    groups: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
+    for one in scored:
+        groups[one.trajectory.group_id].append(one)
+    return tuple((*members, baselines[group_id]) if group_id in baselines else tuple(members) for group_id, members in groups.items())
+
+
+def _sample(scored: ScoredTrajectory, advantages: np.ndarray) -> Sample:
+    assert scored.score.reward is not None, "a sample that was placed has a reward"
+    return Sample(trajectory=scored.trajectory, reward=scored.score.reward, advantages=advantages, weight=scored.weight)
+
+
+def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
+    """What is in flight and has no score."""
+    scored = {rollout_id for (rollout_id,) in ledger.store.read("SELECT rollout_id FROM samples")}
+    missing = {name: rollout for name, rollout in ledger.open_rollouts().items() if name not in scored}
+    wanted = {rollout.group_id for rollout in missing.values()}
+    prompts = {group_id: _prompts.decode(prompt) for group_id, prompt, *_ in ledger.store.rows("groups") if group_id in wanted}
+    groups: dict[int, list[Interrupted]] = collections.defaultdict(list)
+    for name, rollout in missing.items():
+        sibling = int(name.partition("/")[2])
+        again = Interrupted(rollout_id=name, sibling=sibling, attempt=rollout.attempt + 1, version=rollout.version)
+        groups[rollout.group_id].append(again)
+    return tuple(
+        InterruptedGroup(group_id=group_id, prompt=prompts[group_id], rollouts=tuple(rollouts))
+        for group_id, rollouts in sorted(groups.items())
+    )
+
+
+def _flags(ledger: Ledger) -> dict[tuple[str, int], Flag]:
+    """Of the last attempt of each rollout in flight: an earlier one is asked about no more."""
+    said = {name: rollout.flag for name, rollout in ledger.open_rollouts().items()}
+    fallen = {name: msgspec.json.decode(flag, type=tuple[int, Flag]) for name, flag in said.items() if flag is not None}
+    return {(name, attempt): flag for name, (attempt, flag) in fallen.items()}

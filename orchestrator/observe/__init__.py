@@ -1,0 +1,1 @@
+"""What the orchestrator says of a run: progress, status, samples worth showing, errors in user functions."""

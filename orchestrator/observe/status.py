@@ -1,0 +1,125 @@
+"""The gauges of the moment, twice a second: what live view and report read to tell who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.observe.progress import Progress
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.scorers import Scorers
+from orchestrator.rules.admission import Admission
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.stage import Channel
+from pipelinerl.runtime.watch import Watch
+
+EVERY_S = 0.5
+"""Between two lines. Shorter makes the journal grow; longer makes the live view lag."""
+
+
+class Status:
+    """Writes `status` lines until cancelled, and flushes the ledger beside them."""
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        ledger: Ledger,
+        admission: Admission,
+        engines: Engines,
+        scorers: Scorers,
+        channels: list[Channel[Any]],
+        refused: Callable[[], dict[str, int]],
+        watch: Watch,
+        progress: Progress,
+        num_steps: int,
+        num_booked: Callable[[], int],
+        prm: Callable[[], dict[str, Any] | None] = lambda: None,
+        environment: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
+        """`num_booked()` tells how many steps are done, `refused()` what was turned away;
+        `prm()` and `environment()` the gauges of these, None where there is none."""
+        self._journal = journal
+        self._ledger = ledger
+        self._admission = admission
+        self._engines = engines
+        self._scorers = scorers
+        self._channels = channels
+        self._refused = refused
+        self._watch = watch
+        self._progress = progress
+        self._num_steps = num_steps
+        self._num_booked = num_booked
+        self._prm = prm
+        self._environment = environment
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._journal.write("status", **self.gauges(now_s=loop.time()))
+            await loop.run_in_executor(None, self._ledger.flush)
+            await asyncio.sleep(EVERY_S)
+
+    def gauges(self, *, now_s: float) -> dict[str, Any]:
+        """Everything there is to see at this moment, as plain values."""
+        identity = self._ledger.identity()
+        if not identity.holds:
+            raise RuntimeError(f"conservation is broken: {identity}")
+        last = self._progress.last_step
+        return {
+            "version": self._admission.version,
+            "step": self._num_booked(),
+            "num_steps": self._num_steps,
+            "groups_running": self._admission.running,
+            "groups_accepted": self._admission.accepted,
+            "max_running": self._admission.max_running,
+            "identity": dataclasses.asdict(identity),
+            "reasons": dict(self._ledger.reasons),
+            "generated_tokens": sum(engine.load.num_tokens for engine in self._engines if engine.load),
+            "trained_tokens": self._progress.num_trained_tokens,
+            "engines": [_plain(engine.load) for engine in self._engines if engine.load],
+            "scorers": [_plain(scorer.load) for scorer in self._scorers if scorer.load],
+            "prm": self._prm(),
+            "environment": self._environment(),
+            "queues": {
+                channel.name: {
+                    "items": len(channel),
+                    "bytes": channel.num_bytes,
+                    "bound_bytes": channel.bound_bytes,
+                    "ever": channel.num_items_ever,
+                }
+                for channel in self._channels
+            },
+            "refused": self._refused(),
+            "waits": [{"stage": wait.stage, "what": wait.what, "seconds": now_s - wait.since} for wait in self._watch.waits()],
+            "waited_s": self._watch.all_waited_s(),
+            "reward_mean": last.get("reward_mean"),
+            "staleness_mean": last.get("staleness_mean"),
+            "staleness_max": last.get("staleness_max"),
+            "last_pause_s": self._progress.last_pause_s,
+            "elapsed_s": now_s - self._progress.started_s,
+            "memory_bytes": _resident_bytes(),
+        }
+
+
+def _plain(value: Any) -> Any:
+    """A message as JSON values, messages inside it too."""
+    if isinstance(value, msgspec.Struct):
+        return {field: _plain(getattr(value, field)) for field in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def _resident_bytes() -> int | None:
+    """Memory of this process; None where the system does not tell, as without a descriptor to read it by: no gauge ends a run."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,87 @@
+"""The process reward model as the orchestrator knows it: one process on the scorers' hub, asked in chunks, replaced when it is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orchestrator.peers.peers import Peers
+from orchestrator.rules.announced import gauges
+from orchestrator.rules.lies import Kind, Lie, number_of
+from pipelinerl.messages import Cancel, PrmLoad, PrmReady, StepsScored, TraceTokens
+from pipelinerl.runtime.stage import Signal
+
+PRM_NUMBER = 1
+"""Its number among the scorers: it comes after those that run reward functions."""
+
+
+class Prm:
+    """Sends it what traces it shall follow, and tells when what it was sent is gone: then all of it is to be sent again."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.load: PrmLoad | None = None
+        """Its last gauges; None before the first."""
+        self._peers = peers
+        self._peer = ""
+        self._process_id: int | None = None
+        self._changed = Signal()
+        self._is_behind = False
+        """Something could not be sent."""
+        self._lost: list[Callable[[], None]] = []
+        peers.on(PrmReady, self._on_ready)
+        peers.on(PrmLoad, self._on_load)
+
+    async def wait_until_ready(self) -> None:
+        """Wait until it has announced itself."""
+        while self._process_id is None:
+            await self._changed.wait()
+
+    def on_scored(self, handler: Callable[[StepsScored], None]) -> None:
+        """Have `handler` called with every answer."""
+
+        def on_scored(peer: str, scored: StepsScored) -> None:
+            if peer == self._peer:
+                handler(scored)
+            else:
+                words = f"StepsScored of rollout {scored.rollout_id[:100]}, of {peer}, which follows no trace"
+                self._peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+
+        self._peers.on(StepsScored, on_scored)
+
+    def on_lost(self, handler: Callable[[], None]) -> None:
+        """Have `handler` called when it knows no trace any more, and can be asked."""
+        self._lost.append(handler)
+
+    def refuse(self, lie: Lie) -> None:
+        """It has said what cannot be."""
+        self._peers.refuse(self._peer, lie)
+
+    def send(self, message: TraceTokens | Cancel) -> None:
+        """Send, or remember that it could not be: then it counts as lost once it is heard of again."""
+        if not self._peers.send(self._peer, message):
+            self._is_behind = True
+
+    def _on_ready(self, peer: str, ready: PrmReady) -> None:
+        if number_of(peer) != PRM_NUMBER:
+            words = f"PrmReady of {peer}, expected scorer-{PRM_NUMBER}: it is another that scores steps"
+            self._peers.refuse(peer, Lie(kind=Kind.IDENTITY, words=words))
+            return
+        is_new = self._process_id is not None and self._process_id != ready.process_id
+        self._peer, self._process_id = peer, ready.process_id
+        self._changed.set()
+        if is_new:
+            self._tell_lost()
+
+    def _on_load(self, peer: str, load: PrmLoad) -> None:
+        if peer != self._peer:
+            return
+        if (lie := gauges(load)) is not None:
+            self._peers.refuse(peer, lie)
+            return
+        self.load = load
+        if self._is_behind:
+            self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        self._is_behind = False
+        for handler in self._lost:
+            handler()

@@ -1,0 +1,144 @@
+"""The scorer of a run by itself: its lanes, fork server and workers, asked for one thing after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pipelinerl.config import Config
+from pipelinerl.errors import ConfigError, PeerGone
+from pipelinerl.messages import GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup, TraceScores, Trajectory
+from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.failures import Failures
+from pipelinerl.rewards.pool.slots import Lanes, Request
+from pipelinerl.rewards.pool.stats import Tally
+from pipelinerl.runtime.function_errors import FunctionError
+
+TELL_S = 5.0
+"""Longest wait for the place at which a function hung, once its call has failed: its process writes it down before it is killed."""
+_Answer = TypeVar("_Answer", Scored, GroupScored, Replied)
+
+
+@dataclasses.dataclass(slots=True)
+class Asked:
+    """What became of one request."""
+
+    durations_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of each function that was entered, all its tries together."""
+    errors: list[tuple[str, FunctionError]] = dataclasses.field(default_factory=list)
+    """Each try that failed: the function, and why."""
+
+
+class Scorers:
+    """Asks, waits, and keeps how long each function took and why it failed."""
+
+    def __init__(self, config: Config, journal: Journal) -> None:
+        self.asked: dict[str, Asked] = {}
+        """By the name under which a request is known."""
+        self._lanes = Lanes(
+            config.reward,
+            config.scorer,
+            environment=config.environment,
+            model_path=str(config.model.path),
+            max_tokens=config.rollout.max_tokens,
+            journal=journal,
+            name="scorer-0",
+            tally=Tally(heard=self._took),
+            failures=Failures(say=lambda text: None, heard=self._failed),
+        )
+
+    def __enter__(self) -> Scorers:
+        """Start the workers. Raises `ConfigError` where a function cannot be loaded."""
+        try:
+            self._lanes.start()
+        except BaseException:
+            self._lanes.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lanes.close()
+
+    def score(self, request: Score) -> Scored:
+        return self._ask(request, Scored)
+
+    def compare(self, request: ScoreGroup) -> GroupScored:
+        return self._ask(request, GroupScored)
+
+    def reply(self, request: Reply) -> Replied:
+        return self._ask(request, Replied)
+
+    def _ask(self, request: Request, kind: type[_Answer]) -> _Answer:
+        asked = self.asked[request.rollout_id] = Asked()
+        self._lanes.submit(request)
+        while not (answers := [answer for answer in self._lanes.advance() if isinstance(answer, kind)]):
+            self._lanes.wait(1.0)
+        (answer,) = answers
+        end = time.monotonic() + TELL_S
+        while answer.outcome in (Outcome.ERROR, Outcome.TIMEOUT) and not asked.errors and time.monotonic() < end:
+            self._lanes.wait(0.1)
+            self._lanes.advance()
+        return answer
+
+    def _took(self, rollout_id: str, durations_s: Any) -> None:
+        known = self.asked[rollout_id].durations_s
+        known |= {name: known.get(name, 0.0) + duration_s for name, duration_s in durations_s.items()}
+
+    def _failed(self, rollout_id: str, function: str, error: FunctionError) -> None:
+        self.asked[rollout_id].errors.append((function, error))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepsSaid:
+    """What the process reward model said of a trajectory."""
+
+    steps: tuple[tuple[int, str, float | None, str], ...]
+    """Position of the last token, text, score, and why there is none."""
+    version: str
+
+    @property
+    def scores(self) -> TraceScores | None:
+        """As the run keeps them; None where a step has no score."""
+        scores = [score for _, _, score, _ in self.steps if score is not None]
+        if not self.steps or len(scores) < len(self.steps):
+            return None
+        ends = np.array([end for end, *_ in self.steps], np.int32)
+        return TraceScores(ends=ends, scores=np.array(scores, np.float32), version=self.version)
+
+
+def follow(config: Config, trajectories: list[Trajectory]) -> list[StepsSaid]:
+    """Have the process reward model, or its judge, score the steps of these. Raises `ConfigError` where it cannot be loaded."""
+    traces = [
+        {"prompt": one.prompt.token_ids.tolist(), "tokens": one.token_ids[len(one.prompt.token_ids) :].tolist()} for one in trajectories
+    ]
+    with settings_file(config) as settings:
+        (settings.parent / "traces.json").write_text(json.dumps(traces))
+        output = settings.parent / "scores.json"
+        command = [sys.executable, "-m", "pipelinerl.rewards.prm.once", "--config", str(settings)]
+        command += ["--traces", str(settings.parent / "traces.json"), "--output", str(output)]
+        code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
+        if code:
+            raise PeerGone(f"the process reward model's process ended with code {code}; its last words stand above")
+        answer = json.loads(output.read_text())
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return [StepsSaid(steps=tuple(map(tuple, one["steps"])), version=one["version"]) for one in answer["traces"]]
+
+
+@contextlib.contextmanager
+def settings_file(config: Config) -> Iterator[Path]:
+    """The settings as a file in a folder of its own, for a process to read."""
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-try-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(config.model_dump_json())
+        yield path

@@ -1,0 +1,286 @@
+"""Held-out prompts, answered by the same engines and scored by the same scorers, beside the run and outside its accounts.
+
+An evaluation is about one version. The engines that answer are pinned to it: they finish the swap under way, take no other until the last
+answer is there, and go on sampling for training meanwhile, so nothing is drained; the other engines follow the newest policy. It is never
+fatal: where it fails, does not move any more or takes too long it is given up, and the journal says why. The ledger remembers which
+versions are done, so a run that goes on repeats none, and evaluates anew what was interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.engines import Engine, Engines
+from orchestrator.peers.scorers import Scorers
+from orchestrator.rollouts.multi_turn import Episode
+from orchestrator.rollouts.rollout import reply_request, unanswered
+from orchestrator.rules.pass_at_k import mean_pass_at
+from orchestrator.rules.routing import route
+from orchestrator.stages.scoring import score_request
+from pipelinerl.config import EvaluationSection
+from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Replied, Sampling, Scored, Trajectory
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.watch import LOOKS, Watch
+
+MAX_ATTEMPTS = 3
+"""Peers that may end before they answer a prompt. 1 would blame it for its neighbours; many would let one kill as many."""
+PINNED_FRACTION = 0.25
+"""Of the engines, one at least, answer an evaluation beside training. More answer sooner, and keep more engines from new policies."""
+
+
+class Pins(Protocol):
+    """Who brings policies to engines, and can keep one where it is: the refresh stage."""
+
+    def pin(self, engine: Engine) -> None: ...
+
+    def is_settled(self, engine: Engine) -> bool: ...
+
+    def unpin(self, engine: Engine) -> None: ...
+
+
+class Evaluation:
+    """Answers every held-out prompt `samples` times and writes avg@n and pass@k to the journal.
+
+    An answer that failed, or whose score did, counts as reward 0 in an evaluation (never in training), and is reported apart.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        *,
+        section: EvaluationSection,
+        correct_reward: float,
+        engines: Engines,
+        scorers: Scorers,
+        pins: Pins,
+        sampling: Sampling,
+        journal: Journal,
+        ledger: Ledger,
+        watch: Watch,
+        max_turns: int = 1,
+        done: Sequence[tuple[int, float]] = (),
+        heard: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        """An answer with at least `correct_reward` is correct; with more than one of `max_turns` there is an environment.
+
+        `done`: (version, mean reward) of an earlier life of the run; `heard` is told the journal's fields of each evaluation.
+        """
+        self.results = list(done)
+        """(version, mean reward) of every evaluation."""
+        self._section = section
+        self._correct_reward = correct_reward
+        self._prompts = [prompt for prompt in prompts for _ in range(section.samples)]
+        """As often as each is answered."""
+        self._engines = engines
+        self._scorers = scorers
+        self._pins = pins
+        self._sampling = sampling
+        self._max_turns = max_turns
+        self._journal = journal
+        self._ledger = ledger
+        self._watch = watch
+        self._heard = heard
+
+    async def evaluate(self, version: int) -> float | None:
+        """Evaluate a version that every engine holds and that none follows; None where there is nothing to do, or it was given up."""
+        return await self._evaluate(version, [engine.engine_id for engine in self._engines])
+
+    async def follow(self, latest_version: Callable[[], int]) -> None:
+        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest that every engine holds."""
+        every = self._section.every
+        next_version = (self._last // every + 1) * every if every else 0
+        while every and self._prompts:
+            while latest_version() < next_version:
+                await self._engines.changed.wait()
+            async with self._pinned() as (version, engine_ids):
+                await self._evaluate(version, engine_ids)
+            next_version = (version // every + 1) * every
+
+    @property
+    def _last(self) -> int:
+        return max((version for version, _ in self.results), default=0)
+
+    @contextlib.asynccontextmanager
+    async def _pinned(self) -> AsyncIterator[tuple[int, list[int]]]:
+        """Keep some engines at one version: that, and which they are."""
+        outstanding = self._engines.outstanding()
+        chosen = sorted(outstanding, key=lambda engine_id: outstanding[engine_id])[: max(1, int(PINNED_FRACTION * len(outstanding)))]
+        engines = [self._engines[engine_id] for engine_id in chosen]
+        try:
+            for engine in engines:
+                self._pins.pin(engine)
+            while any(self._engines.serves(engine) and not self._pins.is_settled(engine) for engine in engines):
+                await self._engines.changed.wait()
+            version = max((engine.version for engine in engines), default=0)
+            yield version, [engine.engine_id for engine in engines if engine.version == version]
+        finally:
+            for engine in engines:
+                self._pins.unpin(engine)
+
+    async def _evaluate(self, version: int, engine_ids: Collection[int]) -> float | None:
+        if not self._prompts or version in {done for done, _ in self.results}:
+            return None
+        work = asyncio.create_task(self._work(version, engine_ids))
+        stuck = asyncio.create_task(self._until_nothing_moves())
+        try:
+            await asyncio.wait((work, stuck), timeout=self._section.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            why = "nothing moved any more" if stuck.done() else f"it took longer than evaluation.deadline_s = {self._section.deadline_s:g}"
+        except Exception as error:  # whatever goes wrong here is this evaluation's own failure, and costs the run nothing else
+            first = error
+            while isinstance(first, ExceptionGroup):
+                first = first.exceptions[0]
+            why = f"{type(first).__name__}: {first}"
+        finally:
+            work.cancel()
+            stuck.cancel()
+        self._journal.write("evaluation_given_up", version=version, error=why)
+        return None
+
+    async def _until_nothing_moves(self) -> None:
+        """For half of what the watchdog allows: else it would end the run."""
+        last_moves, quiet = -1, 0
+        while quiet < LOOKS // 2:
+            quiet = quiet + 1 if self._watch.num_moves == last_moves else 0
+            last_moves = self._watch.num_moves
+            await asyncio.sleep(self._watch.stall_limit_s / LOOKS)
+
+    async def _work(self, version: int, engine_ids: Collection[int]) -> float:
+        trajectories = await self._generate(version, engine_ids)
+        scored = await self._score(trajectories)
+        rewards = [score.reward if score.outcome is Outcome.OK and score.reward is not None else 0.0 for score in scored]
+        sampled = [trajectory.versions[trajectory.trains] for trajectory in trajectories]
+        versions = [int(version) for column in sampled if len(column) for version in column[[0, -1]]]
+        mean, num_samples = sum(rewards) / len(rewards), self._section.samples
+        correct = [reward >= self._correct_reward for reward in rewards]
+        of_prompt = [sum(correct[first : first + num_samples]) for first in range(0, len(correct), num_samples)]
+        self.results.append((version, mean))
+        self._ledger.book("evaluated", now_s=asyncio.get_running_loop().time(), step=version, reward=mean)
+        fields: dict[str, Any] = {
+            "version": version,
+            "reward_mean": mean,
+            "components": _component_means(scored),
+            "num_prompts": len(of_prompt),
+            "num_samples": num_samples,
+            "pass_at": {str(k): value for k, value in mean_pass_at(of_prompt, num_samples=num_samples).items()},
+            "num_failed": sum(score.outcome is not Outcome.OK for score in scored),
+            "oldest_version": min(versions, default=version),
+            "newest_version": max(versions, default=version),
+        }
+        self._journal.write("evaluation", **fields)
+        self._heard(fields)
+        return mean
+
+    async def _generate(self, version: int, engine_ids: Collection[int]) -> list[Trajectory]:
+        with self._watch.waiting("evaluation", "completions"):
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._play(number, prompt, version=version, engine_ids=engine_ids))
+                    for number, prompt in enumerate(self._prompts)
+                ]
+            return [task.result() for task in tasks]
+
+    async def _play(self, number: int, prompt: Prompt, *, version: int, engine_ids: Collection[int]) -> Trajectory:
+        """One answer to a prompt: one turn, or an episode."""
+        name, engine_id = f"evaluation-{version}/{number}", -1
+        episode = Episode(prompt=prompt, max_tokens=self._sampling.max_tokens, max_turns=self._max_turns)
+        while not episode.is_over:
+            completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
+            episode = episode.said(completion)
+            if not episode.is_over:
+                episode = episode.heard(await self._reply(episode, name))
+        times = {"admitted_at": 0.0, "finished_at": 0.0}
+        return episode.trajectory(rollout_id=name, attempt=0, group_id=-1, sibling=number, engine_id=engine_id, **times)
+
+    async def _answer(self, episode: Episode, rollout_id: str, *, version: int, engine_ids: Collection[int]) -> tuple[Completion, int]:
+        """Ask until an engine that holds the version answers; one that ends before is followed by another, up to `MAX_ATTEMPTS`."""
+        for attempt in range(MAX_ATTEMPTS):
+            while (engine_id := self._engine_of(version, engine_ids)) is None:
+                await self._engines.changed.wait()
+            answer: asyncio.Future[tuple[Completion, int] | None] = asyncio.get_running_loop().create_future()
+            request = Generate(
+                rollout_id=rollout_id,
+                attempt=attempt,
+                turn=episode.num_turns,
+                token_ids=episode.context,
+                sampling=msgspec.structs.replace(self._sampling, max_tokens=episode.num_left),
+            )
+            self._engines.ask(
+                request,
+                engine_id,
+                sink=lambda completion, engine_id, answer=answer: _give(answer, (completion, engine_id)),
+                lost=lambda engine_id, answer=answer: _give(answer, None),
+            )
+            if (answered := await answer) is not None:
+                return answered
+        error = f"{MAX_ATTEMPTS} engines ended before they answered"
+        return unanswered(rollout_id, attempt=MAX_ATTEMPTS - 1, error=error), -1
+
+    def _engine_of(self, version: int, engine_ids: Collection[int]) -> int | None:
+        """The least busy of these engines that holds the version; None where none does."""
+        outstanding = self._engines.outstanding()
+        return route({engine_id: outstanding[engine_id] for engine_id in engine_ids if self._holds(engine_id, version, outstanding)})
+
+    def _holds(self, engine_id: int, version: int, outstanding: Collection[int]) -> bool:
+        return engine_id in outstanding and self._engines[engine_id].version == version
+
+    async def _score(self, trajectories: list[Trajectory]) -> list[Scored]:
+        with self._watch.waiting("evaluation", "scores"):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._judge(trajectory)) for trajectory in trajectories]
+            return [task.result() for task in tasks]
+
+    async def _judge(self, trajectory: Trajectory) -> Scored:
+        outcome, error = trajectory.outcome, trajectory.error
+        if trajectory.finish is not Finish.ERROR:
+            if (scored := await self._ask_scorer(self._scorers.ask, score_request(trajectory))) is not None:
+                return scored
+            error = _NO_SCORER
+        outcome = Outcome.ERROR if outcome is Outcome.OK else outcome
+        return Scored(rollout_id=trajectory.rollout_id, attempt=0, outcome=outcome, reward=None, error=error)
+
+    async def _reply(self, episode: Episode, rollout_id: str) -> Replied:
+        request = reply_request(rollout_id, attempt=0, episode=episode)
+        replied = await self._ask_scorer(self._scorers.ask_reply, request)
+        failed = Replied(episode_id=rollout_id, attempt=0, turn=request.turn, outcome=Outcome.ERROR, error=_NO_SCORER)
+        return failed if replied is None else replied
+
+    async def _ask_scorer(self, ask: Callable[..., None], request: Any) -> Any:
+        """Ask until a scorer answers, as `_answer` does; None where none did."""
+        for _ in range(MAX_ATTEMPTS):
+            while not self._scorers.has_room:
+                await self._scorers.changed.wait()
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            ask(
+                request,
+                sink=lambda answered, answer=answer: _give(answer, answered),
+                lost=lambda scorer_id, answer=answer: _give(answer, None),
+            )
+            if (answered := await answer) is not None:
+                return answered
+        return None
+
+
+_NO_SCORER = f"{MAX_ATTEMPTS} scorers ended before they answered"
+
+
+def _component_means(scored: list[Scored]) -> dict[str, float]:
+    """Mean of each reward function, before weighting, over the answers it was applied to; a failed answer has none."""
+    told: dict[str, list[float]] = {}
+    for score in scored:
+        for name, value in score.components.items():
+            told.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in told.items()}
+
+
+def _give(answer: asyncio.Future[Any], value: Any) -> None:
+    """Nobody waits any more once the evaluation was cancelled."""
+    if not answer.done():
+        answer.set_result(value)

@@ -1,0 +1,377 @@
+"""Around scoring, in runs with a process reward model: it follows every rollout while it is being written, and scores its steps.
+
+Where the config says so, a rollout that its steps show to be hopeless is stopped early, by a coin (`rules.early_stop`). How the coin fell
+is in the ledger before the engine hears of it: an attempt that a later life of the run finds cut off was stopped, and is not drawn again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.prm import Prm
+from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.rules.judged import steps_scored
+from pipelinerl.messages import (
+    Cancel,
+    Finish,
+    Flag,
+    Generate,
+    Int32,
+    Outcome,
+    Scored,
+    ScoredTrajectory,
+    StepsScored,
+    Tokens,
+    TraceScores,
+    TraceTokens,
+    Trajectory,
+)
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
+
+MAX_DEATHS = 3
+"""Deaths of the process reward model over tokens of one trace before that trace fails: what it then is not, is innocent."""
+
+
+class Writers(Protocol):
+    """What early stop asks of engines (`state.engines`)."""
+
+    def owes(self, rollout_id: str, attempt: int) -> bool: ...
+
+    def withdraw(self, rollout_id: str, attempt: int) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """What stops hopeless rollouts early."""
+
+    rule: EarlyStop
+    audit: Audit
+    engines: Writers
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Trace:
+    """One attempt of a rollout, as far as it is known here, and what the model said of it."""
+
+    attempt: int
+    prompt_token_ids: Int32
+    token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """Sampled and sent."""
+    is_whole: bool = False
+    """Its last token was sent."""
+    num_taken: int = 0
+    """Tokens that the model has answered for."""
+    ends: list[int] = dataclasses.field(default_factory=list)
+    scores: list[float] = dataclasses.field(default_factory=list)
+    version: str = ""
+    is_done: bool = False
+    """Nothing more will be said of it."""
+    outcome: Outcome = Outcome.OK
+    error: str = ""
+    num_deaths: int = 0
+    flag: Flag | None = None
+    """How its coin fell; None while none has."""
+    num_flagged_at: int = 0
+    """Tokens sent when it did."""
+    waiting: ScoredTrajectory | None = None
+    """Has its reward, and waits for its steps."""
+
+
+class Following:
+    """Sends engines' tokens on as they come, and joins step scores with rewards: by rollout, attempt and step, never by order of arrival.
+
+    Engines are never held up: what waits for the model slows admission alone, see `brake`. `queue_bytes` bounds what has its reward and
+    waits for its steps, and the step scores that wait to be taken on, together.
+
+    takes     Tokens, from engines; Trajectory, from dispatch; ScoredTrajectory, from scoring; StepsScored, from the process reward model
+    gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
+    waits for room in step scores; room towards scoring, comparing or batching
+    woken by  engines, dispatch, scoring, the process reward model
+    fails     never: a trace that cannot be scored is an outcome; what a model that dies had is sent again, and names a trace it dies of
+    ends      when the run does
+    """
+
+    name = "following"
+
+    def __init__(
+        self,
+        *,
+        written: Channel[Trajectory],
+        trajectories: Channel[Trajectory],
+        scored: Channel[ScoredTrajectory],
+        followed: Channel[ScoredTrajectory],
+        prm: Prm,
+        ledger: Ledger,
+        watch: Watch,
+        credits: Signal,
+        max_waiting_tokens: int,
+        queue_bytes: int,
+        stopping: Stopping | None = None,
+        restored: tuple[ScoredTrajectory, ...] = (),
+        flags: Mapping[tuple[str, int], Flag] | None = None,
+    ) -> None:
+        """`credits` is set when `brake` lets go; of an earlier life of the run, `restored` was scored and its steps were not, and `flags`
+        tells, by rollout and attempt, how coins fell."""
+        self.num_waiting_tokens = 0
+        """Sent, and not answered for."""
+        self.num_flagged = 0
+        self.num_stopped = 0
+        self.num_saved_tokens = 0.0
+        """Estimate of the tokens that stopped rollouts would have gone on for: flagged survivors are a fair sample of them."""
+        self.num_fenced = 0
+        self._written = written
+        self._trajectories = trajectories
+        self._scored = scored
+        self._followed = followed
+        self._prm = prm
+        self._ledger = ledger
+        self._watch = watch
+        self._credits = credits
+        self._max_waiting_tokens = max_waiting_tokens
+        self._stopping = stopping
+        self._restored = restored
+        self._flags = flags or {}
+        self._traces: dict[str, _Trace] = {}
+        self._answers: Channel[ScoredTrajectory] = Channel(
+            "step scores",
+            giver="the process reward model",
+            taker=self.name,
+            watch=watch,
+            bound_bytes=queue_bytes,
+            size=lambda item: item.trajectory.num_bytes,
+            label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
+        )
+        watch.explain(self._owed)
+        prm.on_scored(self._on_scored)
+        prm.on_lost(self._on_lost)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._pass_on())
+            group.create_task(self._join())
+            group.create_task(self._collect())
+
+    def brake(self) -> str | None:
+        """What admission has to wait for: the model, while more tokens wait for it than may."""
+        return "the process reward model" if self.num_waiting_tokens > self._max_waiting_tokens else None
+
+    def take(self, request: Generate, tokens: Tokens) -> None:
+        """An engine tells how a sequence goes on."""
+        trace = self._trace(request.rollout_id, request.attempt, request.token_ids)
+        if trace.is_done or tokens.start != len(trace.token_ids):
+            return
+        self._send(request.rollout_id, trace, tokens.token_ids, is_last=False)
+
+    async def _pass_on(self) -> None:
+        async for trajectory in self._written:
+            if trajectory.finish is Finish.ERROR:
+                self._forget(trajectory.rollout_id)
+            elif (flag := self._trace_of(trajectory).flag) is not None and flag.stops:
+                await self._end(trajectory, flag)
+                continue
+            else:
+                self._complete(trajectory)
+            await self._trajectories.put(trajectory)
+
+    async def _join(self) -> None:
+        for scored in self._restored:
+            await self._take_scored(scored)
+        async for scored in self._scored:
+            await self._take_scored(scored)
+
+    async def _collect(self) -> None:
+        async for scored in self._answers:
+            await self._followed.put(scored)
+
+    async def _take_scored(self, scored: ScoredTrajectory) -> None:
+        await self._answers.claim(scored.trajectory.num_bytes)
+        if scored.score.outcome is not Outcome.OK:
+            self._forget(scored.trajectory.rollout_id)
+            self._answer(scored)
+            return
+        trace = self._complete(scored.trajectory)
+        trace.waiting = scored
+        self._audit(scored, trace)
+        self._finish(scored.trajectory.rollout_id, trace)
+
+    def _complete(self, trajectory: Trajectory) -> _Trace:
+        """Send what is left of a finished trajectory."""
+        trace = self._trace_of(trajectory)
+        if not trace.is_whole:
+            rest = trajectory.token_ids[len(trajectory.prompt.token_ids) + len(trace.token_ids) :]
+            trace.is_whole = True
+            self._send(trajectory.rollout_id, trace, rest, is_last=True)
+        return trace
+
+    def _trace_of(self, trajectory: Trajectory) -> _Trace:
+        num_prompt = len(trajectory.prompt.token_ids)
+        return self._trace(trajectory.rollout_id, trajectory.attempt, trajectory.token_ids[:num_prompt])
+
+    def _trace(self, rollout_id: str, attempt: int, prompt_token_ids: Int32) -> _Trace:
+        """The trace of an attempt; one of an older attempt is given up for it."""
+        trace = self._traces.get(rollout_id)
+        if trace is None or trace.attempt < attempt:
+            self._forget(rollout_id)
+            flag = self._flags.get((rollout_id, attempt))
+            trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids, flag=flag)
+        return trace
+
+    def _send(self, rollout_id: str, trace: _Trace, token_ids: Int32, *, is_last: bool) -> None:
+        if trace.is_done:
+            return
+        start = len(trace.token_ids)
+        trace.token_ids = np.concatenate((trace.token_ids, token_ids))
+        self.num_waiting_tokens += len(token_ids)
+        self._prm.send(
+            TraceTokens(
+                rollout_id=rollout_id,
+                attempt=trace.attempt,
+                start=start,
+                token_ids=token_ids,
+                is_last=is_last,
+                prompt_token_ids=None if start else trace.prompt_token_ids,
+            )
+        )
+
+    def _forget(self, rollout_id: str) -> None:
+        trace = self._traces.pop(rollout_id, None)
+        if trace is not None:
+            self._took(trace, len(trace.token_ids))
+            if not trace.is_done:
+                self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+
+    def _took(self, trace: _Trace, num_taken: int) -> None:
+        was_held = self.brake()
+        self.num_waiting_tokens -= num_taken - trace.num_taken
+        trace.num_taken = num_taken
+        if was_held and not self.brake():
+            self._credits.set()
+
+    def _on_scored(self, said: StepsScored) -> None:
+        trace = self._traces.get(said.rollout_id)
+        if trace is None or trace.attempt != said.attempt or trace.is_done or said.first != len(trace.ends):
+            self.num_fenced += 1
+            return
+        last_end = trace.ends[-1] if trace.ends else -1
+        if (lie := steps_scored(said, num_sent=len(trace.token_ids), last_end=last_end)) is not None:
+            self._prm.refuse(lie)
+            self._fail(said.rollout_id, trace, Outcome.INVALID, f"its answer could not be true, {lie}")
+            return
+        self._watch.moved()
+        self._took(trace, said.num_taken)
+        trace.ends += said.ends.tolist()
+        trace.scores += said.scores.tolist()
+        if said.outcome is not Outcome.OK:
+            self._fail(said.rollout_id, trace, said.outcome, said.error)
+            return
+        if trace.version not in ("", said.version):
+            error = f"the process reward model changed from {trace.version} to {said.version} within the trace"
+            self._fail(said.rollout_id, trace, Outcome.INVALID, error)
+            return
+        trace.version = said.version
+        trace.is_done = said.is_last
+        if self._stopping is not None and trace.flag is None:
+            self._judge(said.rollout_id, trace, stopping=self._stopping)
+        self._finish(said.rollout_id, trace)
+
+    # --- early stop ---
+
+    def _judge(self, rollout_id: str, trace: _Trace, *, stopping: Stopping) -> None:
+        """Have a coin decide about a rollout that is still being written and that its steps so far show to be hopeless."""
+        if not stopping.audit.allows_stopping or not stopping.engines.owes(rollout_id, trace.attempt):
+            return
+        flag = stopping.rule.decide(rollout_id, trace.attempt, trace.scores)
+        if flag is None:
+            return
+        trace.flag, trace.num_flagged_at = flag, len(trace.token_ids)
+        self.num_flagged += 1
+        self._ledger.flag(rollout_id, attempt=trace.attempt, flag=flag, now_s=_now_s())
+        if not flag.stops:
+            return
+        self._ledger.flush()  # before the engine hears of it: see the module
+        self.num_stopped += 1
+        self._took(trace, len(trace.token_ids))
+        trace.is_done = True
+        self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+        stopping.engines.withdraw(rollout_id, trace.attempt)
+
+    async def _end(self, trajectory: Trajectory, flag: Flag) -> None:
+        """An engine has given back what was stopped: it needs no reward."""
+        score = Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
+        steps = _scores_of(self._trace_of(trajectory))
+        stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, flag=flag)
+        self._ledger.score(stopped, now_s=_now_s())
+        await self._take_scored(stopped)
+
+    def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
+        """A flagged rollout that went on shows what stopping its like saves and costs."""
+        if trace.flag is None or self._stopping is None or scored.score.reward is None:
+            return
+        self._stopping.audit.saw(reward=scored.score.reward)
+        if trace.num_flagged_at:  # in this life of the run
+            num_more = len(trace.token_ids) - trace.num_flagged_at
+            self.num_saved_tokens += (1.0 / trace.flag.probability - 1.0) * num_more
+
+    # --- the model's end ---
+
+    def _on_lost(self) -> None:
+        """The model has to be told everything again."""
+        for rollout_id, trace in list(self._traces.items()):
+            if trace.is_done:
+                continue
+            trace.num_deaths += trace.num_taken < len(trace.token_ids)
+            if trace.num_deaths >= MAX_DEATHS:
+                error = f"the process reward model died {trace.num_deaths} times with tokens of this trace"
+                self._fail(rollout_id, trace, Outcome.ERROR, error)
+                continue
+            token_ids, trace.token_ids = trace.token_ids, trace.token_ids[:0]
+            self.num_waiting_tokens -= len(token_ids) - trace.num_taken
+            trace.num_taken, trace.ends, trace.scores, trace.version = 0, [], [], ""
+            self._send(rollout_id, trace, token_ids, is_last=trace.is_whole)
+
+    def _fail(self, rollout_id: str, trace: _Trace, outcome: Outcome, error: str) -> None:
+        self._took(trace, len(trace.token_ids))
+        self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+        trace.outcome, trace.error, trace.is_done = outcome, error, True
+        self._finish(rollout_id, trace)
+
+    def _finish(self, rollout_id: str, trace: _Trace) -> None:
+        """Join, where both the reward and the last step are there."""
+        scored = trace.waiting
+        if scored is None or not trace.is_done:
+            return
+        del self._traces[rollout_id]
+        if trace.outcome is Outcome.OK:
+            self._answer(msgspec.structs.replace(scored, steps=_scores_of(trace), flag=trace.flag))
+            return
+        error = f"process reward model: {trace.error}"
+        score = msgspec.structs.replace(scored.score, outcome=trace.outcome, reward=None, components={}, error=error)
+        self._answer(msgspec.structs.replace(scored, score=score))
+
+    def _answer(self, scored: ScoredTrajectory) -> None:
+        self._ledger.amend("followed", (scored,), now_s=_now_s())
+        self._answers.put_claimed(scored)
+
+    def _owed(self) -> str | None:
+        """What the model has not answered for: for the verdict on a stall."""
+        for rollout_id, trace in self._traces.items():
+            if trace.num_taken < len(trace.token_ids):
+                owed = f"{self.num_waiting_tokens} tokens, the first of rollout {rollout_id}, attempt {trace.attempt}"
+                return f"the process reward model owes an answer for {owed}"
+        return None
+
+
+def _scores_of(trace: _Trace) -> TraceScores:
+    return TraceScores(ends=np.array(trace.ends, np.int32), scores=np.array(trace.scores, np.float32), version=trace.version)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,50 @@
+"""The page `docs/config.md`: every key of a config, with its type, its default and what it means, written from the code.
+
+`pipelinerl keys --markdown > docs/config.md` makes it anew; a test fails where it is not current.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from pipelinerl.config.file import described_keys
+
+_INTRODUCTION = """\
+# Config reference
+
+Every key of a config. This page is written from the code by `pipelinerl keys --markdown`; `pipelinerl keys` prints the same in a terminal.
+
+A config is one TOML file with a section for each part; `[[reward]]` may stand several times. Any key can be changed on the command line,
+in TOML's syntax: `pipelinerl run my.toml trainer.steps=200 'engine.cores=[0]'`. Paths are relative to the folder the command is run in. An
+unknown key, a value out of its bounds and sections that contradict each other are refused, all at once; a dry run also says
+which settings would have no effect.
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    return "\n".join((_INTRODUCTION, *_sections()))
+
+
+def _sections() -> Iterator[str]:
+    for section, rows in itertools.groupby(described_keys(), key=lambda row: row[0].partition(".")[0]):
+        yield f"## {'`[[reward]]`' if section == 'reward' else f'`[{section}]`'}\n"
+        yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+        yield from (
+            f"| `{key}` | {_cell(kind)} | {_code(default)} | {_cell(meaning) or _plain(key)} |" for key, kind, default, meaning in rows
+        )
+        yield ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _code(default: str) -> str:
+    return default if default in ("none", "required") else f"`{_cell(default)}`"
+
+
+def _plain(key: str) -> str:
+    """What a key without a description is: its name says it."""
+    return key.rpartition(".")[2].replace("_", " ")

@@ -1,0 +1,1 @@
+"""Rows, tokenizers and packing: what lies between a dataset and token ids."""

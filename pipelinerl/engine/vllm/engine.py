@@ -1,0 +1,340 @@
+"""vLLM in this process, driven one forward pass at a time.
+
+The engine core is stepped directly, below vLLM's output processing, so a reply costs no detokenisation and every token's step is known.
+`async_scheduling` is off: a step returns the tokens of its own forward pass, or, along a pipeline, of one whose beginning was noted, which
+makes the version stamp exact.
+
+On CPU, vLLM repacks every linear weight into a kernel-private copy; `keep_plain_weights` turns that off before the model loads, so that
+a new policy can be taken by pointing parameters at it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
+from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
+from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, adapter_options
+from pipelinerl.engine.vllm.ranks import EXTENSION, RankedAdapters, RankedPolicies, Ranks
+from pipelinerl.engine.vllm.routes import RouteRecorder
+from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
+from pipelinerl.errors import ConfigError, EngineError
+from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
+from pipelinerl.runtime.machine import memory_bytes
+from pipelinerl.weights import manifest
+from pipelinerl.weights.adapters import AdapterShape, adapter_layout
+from pipelinerl.weights.commit import Commit, choose, make
+from pipelinerl.weights.receiver import Intake
+from pipelinerl.weights.transports import Receivers, device_roads
+
+_FINISHES = {
+    FinishReason.STOP: Finish.STOP,
+    FinishReason.LENGTH: Finish.LENGTH,
+    FinishReason.REPETITION: Finish.STOP,
+    FinishReason.ABORT: Finish.CANCELLED,
+    FinishReason.ERROR: Finish.ERROR,
+}
+
+log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """See `engine.base.Engine`. Raises `ConfigError` where vLLM cannot serve the model."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSection,
+        engine: EngineSection,
+        rollout: RolloutSection,
+        seed: int,
+        weights: WeightsSection | None = None,
+        policies: Path = Path("weights"),
+        adapters: AdapterShape | None = None,
+        choices: tuple[str, ...] = (),
+    ) -> None:
+        """`policies` is the folder of published files, where policies travel by files; `adapters`: policies are these alone.
+
+        `choices` were made before it was made, and are said with its own.
+        """
+        keep_plain_weights()
+        options = adapter_options(adapters) if adapters else {}
+        if is_spread := engine.num_ranks > 1:
+            options |= {"worker_extension_cls": EXTENSION}
+        self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
+        self._core: Any = self._llm.engine_core
+        weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
+        self._adapters: Adapters | None = None
+        self._ranks = Ranks(self._llm) if is_spread else None
+        if self._ranks is not None and engine.num_stages > 1:
+            self._ranks.call("policy_pipeline")
+        commit, layout, choice = self._taker(Path(model.path), adapters, weights)
+        verify = manifest.verify if self._ranks is None else self._ranks.verify
+        self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies), verify=verify)
+        self._routes = self._recorder() if model.replay_routes else None
+        self._requests: dict[str, str] = {}
+        """vLLM's request id by rollout id."""
+        self._rollouts: dict[str, str] = {}
+        """The other way round."""
+        self._num_submitted = 0
+        self._ordered = self._version = 0
+        """The policy ordered last, and the one in force."""
+        self._launched: collections.deque[int] = collections.deque()
+        """Of each forward pass that is under way along a pipeline, oldest first: the policy it was begun under."""
+        self.limits = Limits(
+            max_model_tokens=self._llm.model_config.max_model_len,
+            max_running=engine.max_running,
+            tensors=layout,
+            choices=(*choices, choice),
+            roads=() if is_spread else device_roads(),
+        )
+        self._prove_forward_pass(Path(model.path))
+
+    def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
+        if request.rollout_id in self._requests:
+            raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
+        request_id = f"{request.rollout_id}#{self._num_submitted}"
+        self._num_submitted += 1
+        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": f"v{version}.{lineage}"}
+        try:
+            inputs = self._llm.input_processor.process_inputs(
+                request_id,
+                prompt,  # pyright: ignore[reportArgumentType]
+                _sampling_params(request.sampling),
+                supported_tasks=self._llm.get_supported_tasks(),
+                lora_request=self._adapters.request_for(request.rollout_id, lineage=lineage) if self._adapters else None,
+            )
+            self._core.add_request(inputs)
+        except (ValueError, TypeError, VLLMClientError) as error:  # vLLM's refusals; the engine is unharmed by them
+            self._forget_adapter(request.rollout_id)
+            raise EngineError(f"vLLM refused {request.rollout_id}: {error}") from error
+        self._requests[request.rollout_id] = request_id
+        self._rollouts[request_id] = request.rollout_id
+
+    def cancel(self, rollout_id: str) -> None:
+        request_id = self._requests.pop(rollout_id, None)
+        if request_id is not None:
+            del self._rollouts[request_id]
+            self._core.abort_requests([request_id])
+            self._forget_adapter(rollout_id)
+            if self._routes is not None:
+                self._routes.forget(request_id)
+
+    def step(self) -> list[Chunk]:
+        try:
+            with self._ranks.turns if self._ranks is not None else contextlib.nullcontext():
+                outputs, version = self._advance()
+        except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
+            if self._ranks is not None:
+                self._ranks.raise_if_lost(error)
+            self._core.abort_requests(list(self._rollouts))
+            for rollout_id in self._requests:
+                self._forget_adapter(rollout_id)
+            self._requests.clear()
+            self._rollouts.clear()
+            while len(self._launched) > len(self._core.engine_core.batch_queue or ()):
+                self._launched.popleft()
+            if self._routes is not None:
+                self._routes.forget()
+            self._llm.reset_prefix_cache()
+            raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
+        return [chunk for output in outputs if (chunk := self._chunk(output, version)) is not None]
+
+    def stage(self, order: StageWeights) -> None:
+        self._weights.stage(order)
+        self._ordered = order.version
+        if self._adapters is not None:
+            self._adapters.is_next(order)
+
+    def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
+        self._weights.commit()
+        self._version = self._ordered
+        if self._core.engine_core.batch_queue is not None:
+            return ()  # along a pipeline vLLM is in the middle of passes over these sequences
+        goes_on = self._requests if self._adapters is None else self._adapters.moved
+        dropped = [rollout_id for rollout_id in recompute if rollout_id in goes_on]
+        if dropped:
+            self._drop_kv({self._requests[rollout_id] for rollout_id in dropped})
+        return dropped
+
+    @property
+    def kv_used(self) -> float | None:
+        return float(self._core.engine_core.scheduler.kv_cache_manager.usage)
+
+    def _drop_kv(self, request_ids: set[str]) -> None:
+        """Preempt running requests, as vLLM does when its cache is full: resumed in the next pass, they are computed from their start.
+
+        None of them may read the prefix cache then: what it holds of them was computed under the policies before.
+        """
+        scheduler = self._core.engine_core.scheduler
+        for request in [request for request in reversed(scheduler.running) if request.request_id in request_ids]:
+            request.skip_reading_prefix_cache = True
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _advance(self) -> tuple[list[EngineCoreOutput], int | None]:
+        """Have vLLM begin a forward pass, or end one, or both; what the ended one sampled, and under which policy.
+
+        Along a pipeline several are under way, and each call begins one at most, and ends the oldest at most. Without one there is no queue
+        of them: a pass ends in the call that begins it.
+        """
+        queue = self._core.engine_core.batch_queue
+        if queue is None:
+            return self._core.get_output().outputs, None
+        before = len(queue)
+        outputs = self._core.get_output().outputs
+        if len(queue) >= max(1, before):
+            self._launched.append(self._version)
+        return outputs, self._launched.popleft() if len(self._launched) > len(queue) else None
+
+    def _chunk(self, output: EngineCoreOutput, version: int | None) -> Chunk | None:
+        rollout_id = self._rollouts.get(output.request_id)
+        if rollout_id is None:
+            return None
+        if self._adapters is not None:
+            version = self._adapters.version_of(rollout_id)
+        if output.finish_reason is not None:
+            del self._rollouts[output.request_id]
+            del self._requests[rollout_id]
+            self._forget_adapter(rollout_id)
+        logprobs = output.new_logprobs
+        return Chunk(
+            rollout_id=rollout_id,
+            token_ids=list(output.new_token_ids),
+            logprobs=[] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist(),
+            finish=None if output.finish_reason is None else _FINISHES[output.finish_reason],
+            version=version,
+            routes=self._routes.take(output.request_id) if self._routes is not None and output.finish_reason is not None else None,
+        )
+
+    def _taker(self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection) -> tuple[Commit, tuple[Tensor, ...], str]:
+        """What brings policies into force here, the layout they are wanted in, and a sentence that says why."""
+        if adapters is not None:
+            layout = adapter_layout(checkpoint_shapes(folder), adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
+            self._adapters = Adapters(self._rows(layout, adapters), num_versions=adapters.num_versions)
+            return self._adapters, layout, "policies are committed by exchanging rows: adapters are staged in one that no sequence reads"
+        if self._ranks is not None:
+            shapes = checkpoint_shapes(folder)
+            spread = RankedPolicies(self._ranks, folder=folder, shapes=shapes, wanted=weights.commit, sends_changes=weights.delta)
+            return spread, spread.layout, spread.choice
+        parameters, layout = plan_of(self.model, folder=folder)
+        captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
+        way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
+        return make(way, parameters, gathers=not captures_graphs), layout, choice
+
+    def _rows(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> Rows:
+        if self._ranks is not None:
+            return RankedAdapters(self._ranks, layout=layout, shape=shape)
+        return AdapterRows(self._runner.lora_manager._adapter_manager, layout=layout, shape=shape, device=self._runner.device)
+
+    def _recorder(self) -> RouteRecorder:
+        settings: Any = self._llm.model_config.hf_text_config
+        num_experts = getattr(settings, "num_experts", None) or getattr(settings, "num_local_experts", 0)
+        is_eager = self._llm.vllm_config.model_config.enforce_eager
+        return RouteRecorder(self._runner, model=self.model, num_experts=num_experts, is_eager=is_eager)
+
+    def _forget_adapter(self, rollout_id: str) -> None:
+        if self._adapters is not None:
+            self._adapters.ended(rollout_id)
+
+    def _prove_forward_pass(self, folder: Path) -> None:
+        """Sample one token now: a model that loads but that no kernel here can run is found at start."""
+        probe = Generate(rollout_id="probe", attempt=0, token_ids=np.zeros(1, np.int32), sampling=Sampling(max_tokens=1))
+        self.submit(probe, version=0)
+        try:
+            while self._requests:
+                self.step()
+        except EngineError as error:
+            raise ConfigError(f"vLLM loads {folder} but cannot run it here: {error}") from error
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that runs the forward passes."""
+        return self._worker.get_model()
+
+    @property
+    def _worker(self) -> Any:
+        worker: Any = self._llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue]
+        return getattr(worker, "worker", worker)
+
+    @property
+    def _runner(self) -> Any:
+        return self._worker.model_runner
+
+
+def import_everything() -> None:
+    """Import what an engine will need, the worker and common model families included, so that every fork of this process has it."""
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen2
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.executor.uniproc_executor
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, options: dict[str, Any]) -> LLMEngine:
+    on_cpu = not torch.cuda.is_available()
+    options = {
+        "model": str(model.path),
+        "dtype": model.dtype,
+        "max_model_len": model.max_tokens,
+        "max_num_seqs": engine.max_running,
+        "kv_cache_memory_bytes": _kv_cache_bytes(model, engine, rollout, on_cpu=on_cpu),
+        "enforce_eager": on_cpu,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "seed": seed,
+        **options,
+        **engine.options,
+    }
+    try:
+        start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+        config = EngineArgs(**options).create_engine_config()
+        if start_method is not None:  # on CPUs vLLM sets another
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+        return LLMEngine.from_vllm_config(config, disable_log_stats=bool(options["disable_log_stats"]))
+    except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
+        raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
+
+
+def _kv_cache_bytes(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, on_cpu: bool) -> int | None:
+    """As the preflight says it, also where that ran on another machine; a model that tells too little gets the least."""
+    plan = plan_kv(model, engine, rollout, memory_bytes=memory_bytes(), on_cpu=on_cpu)
+    if plan is None:
+        return engine.kv_cache_bytes or (LEAST_CPU_BYTES if on_cpu else None)
+    return plan.cache_bytes
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed,
+        logprobs=0,
+        detokenize=False,
+    )

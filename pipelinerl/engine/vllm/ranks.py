@@ -1,0 +1,198 @@
+"""An engine whose model is spread over several ranks, each a process that vLLM started: policies are taken by all of them or by none.
+
+To the version transaction (`weights.intake`) the ranks together are one `Commit`. It fetches over any road, lays changes over the policy
+before, and has everything verified before it stages. The engine's own process runs it and holds no weights; a policy that is not in the
+trainer's shared memory already is made whole in shared memory of the engine's own, one copy for all ranks. The commit is one call that
+every rank makes between the same two forward passes. A rank that failed says why, and the old version serves on in all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipelinerl.engine.vllm.rank import OWN
+from pipelinerl.errors import ConfigError, WeightsError
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.adapters import AdapterShape
+from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
+from pipelinerl.weights.reshard import Move, index_map, whole
+from pipelinerl.weights.shared_memory import SharedMemory
+
+EXTENSION = "pipelinerl.engine.vllm.worker.PolicyRank"
+ASK_EVERY_S = 0.01
+"""Between two questions whether the ranks are ready; each takes decoding a fraction of a millisecond. Longer makes policies later."""
+
+
+class RankKilled(SystemExit):
+    """A signal ended a rank. Its engine's process ends by the same one, so that it is started again as any process that was killed."""
+
+
+class Ranks:
+    """The ranks of one vLLM engine: what is asked of them is asked of all, and a policy lies where all can read it."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.turns = Turns()
+        """Held by who calls the ranks: for a forward pass, or for a question of the staging thread."""
+        self.verified = OWN
+        """Where the policy lies that was verified last."""
+        self._layout: tuple[Tensor, ...] = ()
+        self._own: torch.Tensor | None = None
+        self._number = 0
+        """Of stagings."""
+
+    def raise_if_lost(self, error: Exception) -> None:
+        """Raise where a rank has ended: the others wait for it for ever. `RankKilled` where a signal ended it, else `RuntimeError`."""
+        executor = self._llm.model_executor
+        codes = [worker.proc.exitcode for worker in getattr(executor, "workers", ()) if hasattr(worker, "proc")]
+        if not executor.is_failed and codes == [None] * len(codes):
+            return
+        if killed := [code for code in codes if code is not None and code < 0 and code != -signal.SIGTERM]:  # vLLM ends the others by that
+            raise RankKilled(killed[0]) from error
+        raise RuntimeError(f"a rank of this engine has ended: {error}") from error
+
+    def set_layout(self, layout: tuple[Tensor, ...], gives: Sequence[Move] = (), *, num_ranks: int) -> None:
+        """Agree on the layout of policies, and on what each rank gives back of one."""
+        self._layout = layout
+        self.call("policy_layout", layout, gives, num_ranks)
+
+    def spare(self) -> torch.Tensor:
+        """The engine's own buffer, made when first needed. Raises `NoRoom` where there is none for it in shared memory."""
+        if self._own is None:
+            memory = SharedMemory(uuid.uuid4().hex)
+            try:
+                slot = memory.make(0, num_bytes(self._layout))
+                self.call("policy_share", slot.name)
+            finally:
+                memory.close()  # its name; the memory goes with the last process that has mapped it
+            self._own = slot.buffer
+        return self._own
+
+    def verify(self, manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None:
+        """As `manifest.verify`, each rank its share."""
+        self.verified = OWN if self._own is not None and buffer.data_ptr() == self._own.data_ptr() else slot
+        shares = [_split(share) for share in self.run("digests", self.verified)]
+        found = itertools.chain.from_iterable(itertools.zip_longest(*shares))
+        compare(manifest, (one for one in found if one is not None), slot=slot)
+
+    def stage(self, task: str, *arguments: object) -> None:
+        """Have every rank stage its part of what was verified last."""
+        self._number += 1
+        self.run(task, self.verified, self._number, *arguments)
+
+    def commit(self, *arguments: object) -> None:
+        """Bring what was staged last into force in all ranks.
+
+        Raises `RuntimeError`, which ends the engine, where a rank did not follow: the ranks then hold different versions.
+        """
+        try:
+            self.call("policy_commit", self._number, *arguments)
+        except Exception as error:  # whatever a rank or the way to it raises
+            raise RuntimeError(f"not every rank took the policy that all had staged: {error}") from error
+
+    def run(self, task: str, *arguments: object) -> list[Any]:
+        """What every rank found by a task. Raises `WeightsError` with the words of each that failed.
+
+        It waits for as long as all ranks live. The deadline is the orchestrator's: it fences an engine that stages for too long.
+        """
+        self.call("policy_begin", task, *arguments)
+        while None in (outcomes := self.call("policy_outcome")):
+            time.sleep(ASK_EVERY_S)
+        if errors := [error for error, _ in outcomes if error]:
+            raise WeightsError("; ".join(errors))
+        return [found for _, found in outcomes]
+
+    def call(self, method: str, *arguments: object) -> list[Any]:
+        """What every rank returns. Raises as `raise_if_lost` where one has ended."""
+        try:
+            with self.turns:
+                return self._llm.collective_rpc(method, args=arguments)
+        except Exception as error:  # of a rank, or of the way to it
+            self.raise_if_lost(error)
+            raise
+
+
+class RankedPolicies:
+    """Whole policies, of which each rank takes its part: a `Commit`."""
+
+    def __init__(self, ranks: Ranks, *, folder: Path, shapes: dict[str, tuple[int, ...]], wanted: str, sends_changes: bool) -> None:
+        """`wanted`: as in `weights.commit`. Raises `ConfigError` where the model cannot take policies."""
+        self._ranks = ranks
+        plans = ranks.call("policy_plan", str(folder), wanted, sends_changes)
+        self.choice = f"{plans[0][1]}, in each of {len(plans)} ranks between the same two passes"
+        boxes = [{name: box for name, (box, _) in plan.items()} for plan, _ in plans]
+        dtypes = {name: dtype for plan, _ in plans for name, (_, dtype) in plan.items()}
+        shapes = {name: shape for name, shape in shapes.items() if name in dtypes}
+        self.layout: tuple[Tensor, ...] = plan_layout(
+            {name: torch.empty(shape, dtype=getattr(torch, dtypes[name]), device="meta") for name, shape in shapes.items()}
+        )
+        try:
+            gives = index_map(shapes, sources=boxes, targets=[{name: whole(shape) for name, shape in shapes.items()}])
+        except WeightsError as error:
+            raise ConfigError(f"the ranks of this engine do not hold {folder} whole between them: {error}") from error
+        ranks.set_layout(self.layout, gives, num_ranks=len(plans))
+
+    def spare(self) -> torch.Tensor:
+        return self._ranks.spare()
+
+    def save(self, buffer: torch.Tensor) -> None:
+        """`buffer` is the one of `spare`: all ranks write into it."""
+        self._ranks.run("save")
+
+    def stage(self, buffer: torch.Tensor) -> None:
+        """`buffer` is what was verified last."""
+        self._ranks.stage("stage")
+
+    def commit(self) -> None:
+        self._ranks.commit()
+
+
+class RankedAdapters:
+    """Rows of adapters in the layers of all ranks: `vllm_adapters.Rows`."""
+
+    def __init__(self, ranks: Ranks, *, layout: tuple[Tensor, ...], shape: AdapterShape) -> None:
+        self._ranks = ranks
+        num_ranks = len(ranks.call("policy_adapters", layout, shape))
+        ranks.set_layout(layout, num_ranks=num_ranks)
+
+    def spare(self) -> torch.Tensor:
+        return self._ranks.spare()
+
+    def save(self, buffer: torch.Tensor) -> None:
+        """`buffer` is the one of `spare`: a rank writes into it."""
+        self._ranks.run("save_adapter")
+
+    def stage(self, buffer: torch.Tensor, *, place: int) -> None:
+        """`buffer` is what was verified last."""
+        self._ranks.stage("stage_adapter", place)
+
+    def commit(self, *, place: int, staged_at: int, undone: Sequence[int]) -> None:
+        self._ranks.commit({"place": place, "staged_at": staged_at, "undone": undone})
+
+
+class Turns:
+    """A lock that whoever waits gets next, and not whoever let go of it last."""
+
+    def __init__(self) -> None:
+        self._door, self._room = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._door:
+            self._room.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._room.release()
+
+
+def _split(digests: str) -> list[str]:
+    return [digests[start : start + DIGEST_LENGTH] for start in range(0, len(digests), DIGEST_LENGTH)]

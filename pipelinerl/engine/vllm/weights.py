@@ -1,0 +1,252 @@
+"""Which layout a vLLM model wants a policy in, so that its parameters are plain views of a policy's buffer.
+
+At start the plan is recorded: which part of which kernel parameter each checkpoint tensor is copied to. From it follows a layout in
+which the parts of a fused parameter (q, k and v; gate and up) lie side by side, so the trainer writes checkpoint tensors and the engine
+reads kernel parameters, both as plain views of the same bytes, with no copy in between.
+
+What would break this is found at start, not at the first swap: a parameter that no checkpoint tensor fills, or one that is filled in an
+order of its own (`ConfigError`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelinerl.engine.vllm.experts import has_plain_experts, keep_plain_experts
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.commit import CAN_FLIP, Placed, Way
+from pipelinerl.weights.reshard import Box, whole
+
+ALIGNMENT_BYTES = 256
+"""Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
+
+
+def keep_plain_weights() -> None:
+    """On CPU, have vLLM keep the weights of layers and experts as they are instead of packing them; must run before a model is loaded.
+
+    The packed kernels are faster on larger models, so this costs throughput there; how much is not measured in this project.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import vllm.model_executor.layers.utils as layers
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = functional.linear
+
+    layers.dispatch_cpu_unquantized_gemm = plain
+    keep_plain_experts()
+
+
+def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, list[str]]:
+    """What would break each way to commit: said now, because at the first swap it would show as wrong tokens, or not at all."""
+    found: dict[Way, list[str]] = {way: [] for way in Way}
+    if captures_graphs:
+        found[Way.FLIP].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
+    if _is_elsewhere(model):
+        found[Way.FLIP].append("the parameters are in a device's memory, and published policies in the host's")
+    if not CAN_FLIP:
+        found[Way.FLIP].append(f"torch {torch.__version__} cannot change the address of a storage in place")
+    found[Way.FLIP] += _kept_addresses(model)
+    for reason in _transformed_layers(model):
+        for way in Way:
+            found[way].append(reason)
+    return found
+
+
+def _kept_addresses(model: torch.nn.Module) -> list[str]:
+    """Tensors beside the parameters that share memory with one: they would go on showing the old weights after a flip."""
+    owned = {parameter.untyped_storage().data_ptr(): name for name, parameter in model.named_parameters() if parameter.numel()}
+    kept = [
+        f"{prefix}.{name} shares memory with {owned[tensor.untyped_storage().data_ptr()]}"
+        for prefix, module in model.named_modules()
+        for name, tensor in (*vars(module).items(), *module._buffers.items())
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.untyped_storage().data_ptr() in owned
+    ]
+    return [f"{kept[0]}, and {len(kept) - 1} more like it"] if len(kept) > 1 else kept
+
+
+def _transformed_layers(model: torch.nn.Module) -> list[str]:
+    """Layers that compute with something else than the parameters they were loaded with."""
+    modules = dict(model.named_modules())
+    packed = [name for name, module in modules.items() if getattr(module, "cpu_linear", functional.linear) is not functional.linear]
+    methods = {name: getattr(module, "quant_method", None) for name, module in modules.items()}
+    quantised = [name for name, method in methods.items() if method and not type(method).__name__.startswith("Unquantized")]
+    repacked = [name for name, method in methods.items() if not has_plain_experts(method) and not _is_elsewhere(modules[name])]
+    reasons = []
+    if packed:
+        reasons.append(f"{len(packed)} layers compute with a packed copy of their weight, for example {packed[0]}")
+    if quantised:
+        method = type(methods[quantised[0]]).__name__
+        reasons.append(f"{len(quantised)} layers are quantised, for example {quantised[0]} ({method}): load an unquantised model")
+    if repacked:
+        reasons.append(f"{len(repacked)} layers of experts are repacked for the CPU, for example {repacked[0]}")
+    return reasons
+
+
+def _is_elsewhere(module: torch.nn.Module) -> bool:
+    """True where a parameter is not in the host's memory."""
+    return any(parameter.device.type != "cpu" for parameter in module.parameters())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank holds of a checkpoint tensor."""
+
+    box: Box
+    """Which part, in the checkpoint tensor's coordinates."""
+    tensor: Tensor
+    """The same as a tensor of its own: its place in the rank's buffer."""
+
+
+def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
+    """Where each parameter lies in a policy's buffer, and where each checkpoint tensor.
+
+    Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
+    """
+    placed, parts = plan_of_rank(model, folder=folder)
+    shapes = checkpoint_shapes(folder)
+    for name, part in parts.items():
+        if part.box != whole(shapes[name]):
+            raise ConfigError(f"vLLM takes a part of {name} alone, {part.box}; such a model cannot yet be swapped by pointer")
+    return placed, tuple(part.tensor for part in parts.values())
+
+
+def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], dict[str, Part]]:
+    """Where each parameter of this rank lies in a buffer of its own, and where what it holds of each checkpoint tensor.
+
+    Raises `ConfigError` for a model whose parameters are not boxes of its checkpoint's tensors laid side by side.
+    """
+    parameters, twins = _owners({name: parameter for name, parameter in model.named_parameters() if parameter.numel()})
+    checkpoint = _read_checkpoint(folder)
+    recorder = _CopyRecorder(
+        targets={parameter.untyped_storage().data_ptr(): name for name, parameter in parameters.items()},
+        sources={tensor.untyped_storage().data_ptr(): name for name, tensor in checkpoint.items()},
+    )
+    with torch.no_grad(), recorder:
+        model.load_weights(iter(checkpoint.items()))  # pyright: ignore[reportCallIssue]
+    offsets, placed = _place(parameters)
+    parts: dict[str, Part] = {}
+    filled = dict.fromkeys(parameters, 0)
+    for name, target, origin, source in recorder.copies:
+        box = _box_of(source, checkpoint[origin])
+        if box is None or origin in parts or not target.is_contiguous():
+            raise ConfigError(f"vLLM splits or reorders {origin} when it fills {name}; such a model cannot yet be swapped by pointer")
+        size = target.element_size()
+        parts[origin] = Part(
+            box=box,
+            tensor=Tensor(
+                name=origin,
+                shape=tuple(source.shape),
+                dtype=str(target.dtype).removeprefix("torch."),
+                offset_bytes=offsets[name] + int(target.storage_offset() - parameters[name].storage_offset()) * size,
+                num_bytes=target.numel() * size,
+            ),
+        )
+        filled[name] += target.numel()
+    unfilled = [name for name, count in filled.items() if count != parameters[name].numel()]
+    if unfilled:
+        raise ConfigError(
+            f"{len(unfilled)} of {len(parameters)} parameters of {folder} are not filled, or not once, by its checkpoint: {unfilled[:5]}."
+            " vLLM transforms them after loading (quantised or fused experts?); such a model cannot yet be swapped by pointer"
+        )
+    placed += [Placed(parameter=twin, offset_bytes=offsets[owner], num_bytes=twin.numel() * twin.element_size()) for twin, owner in twins]
+    return placed, parts
+
+
+def _box_of(view: torch.Tensor, tensor: torch.Tensor) -> Box | None:
+    """Which part of a contiguous tensor a view of it is, or None where it is no box."""
+    if view.dim() != tensor.dim() or any(
+        ours != theirs for ours, theirs, size in zip(view.stride(), tensor.stride(), view.shape, strict=True) if size > 1
+    ):
+        return None
+    box, rest = [], int(view.storage_offset() - tensor.storage_offset())
+    for size, stride in zip(view.shape, tensor.stride(), strict=True):
+        first, rest = divmod(rest, stride)
+        box.append((first, first + size))
+    return tuple(box)
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a folder's tensors, by name; no tensor is read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _checkpoint_files(folder):
+        with safe_open(folder / file, framework="pt") as reader:
+            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    return shapes
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Notes every copy from a checkpoint tensor into a parameter."""
+
+    def __init__(self, *, targets: dict[int, str], sources: dict[int, str]) -> None:
+        super().__init__()
+        self.copies: list[tuple[str, torch.Tensor, str, torch.Tensor]] = []
+        self._targets = targets
+        self._sources = sources
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            name = self._targets.get(target.untyped_storage().data_ptr())
+            origin = self._sources.get(source.untyped_storage().data_ptr())
+            if name is not None and origin is not None:
+                self.copies.append((name, target, origin, source))
+        return func(*args, **(kwargs or {}))
+
+
+def _owners(
+    parameters: dict[str, torch.nn.Parameter],
+) -> tuple[dict[str, torch.nn.Parameter], list[tuple[torch.nn.Parameter, str]]]:
+    """The parameters that own their memory, and those that are another one's twin, with its name: tied embeddings, for example."""
+    owners: dict[str, torch.nn.Parameter] = {}
+    twins: list[tuple[torch.nn.Parameter, str]] = []
+    by_storage: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        owner = by_storage.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if owner == name:
+            owners[name] = parameter
+        elif parameter.data_ptr() == owners[owner].data_ptr() and parameter.shape == owners[owner].shape:
+            twins.append((parameter, owner))
+        else:
+            raise ConfigError(f"the parameters {owner} and {name} share a part of their memory; such a model cannot be swapped")
+    return owners, twins
+
+
+def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], list[Placed]]:
+    offsets: dict[str, int] = {}
+    placed: list[Placed] = []
+    end = 0
+    for name, parameter in parameters.items():
+        num_bytes = parameter.numel() * parameter.element_size()
+        offsets[name] = end
+        placed.append(Placed(parameter=parameter, offset_bytes=end, num_bytes=num_bytes))
+        end += math.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, placed
+
+
+def _read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The folder's tensors, each in a storage of its own, so that a copy's source can be told by its storage."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _checkpoint_files(folder):
+        with safe_open(folder / file, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118
+                tensors[name] = reader.get_tensor(name)
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    return tensors if len(pointers) == len(tensors) else {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _checkpoint_files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    return sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]

@@ -1,0 +1,1 @@
+"""Starting and ending a run's processes, on one machine or under Slurm, and the checks before."""

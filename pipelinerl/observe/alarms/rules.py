@@ -1,0 +1,297 @@
+"""Rules over the figures of steps and evaluations; a plain class without a clock.
+
+Every rule speaks of means over `WINDOW` steps, but for an engine that stands out, which one step shows. One that must tell
+change from noise compares two windows by their standard errors.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pipelinerl.observe.alarms.names import CHANGE, Alarm, Name
+
+WINDOW = 10
+"""Steps of a mean. Fewer takes noise for news; more notices later."""
+LOOKBACK = 100
+"""Steps back that a drift is measured from."""
+FLAT_AFTER = 50
+"""Steps after which a reward that has not moved is told. Warm-up takes some tens."""
+SOLVED = 0.9
+"""Part of `algorithm.correct_reward` from which on little is left to learn: low entropy and equal rewards are then a success."""
+ERRORS = 3.0
+"""Standard errors beyond which two means differ."""
+TRUNCATED, NO_SIGNAL, STALE = 0.5, 0.8, 0.25
+"""Parts of one from which on they are told: samples cut off, groups without a gradient, groups given up for their age."""
+LEAST_ENTROPY = 0.05
+"""Of the entropy at the start."""
+LEAST_ESS = 0.5
+"""Effective sample size, part of one: below it less than half of what is trained counts."""
+DRIFT = 2.0
+"""How many times longer or shorter samples are than `LOOKBACK` steps ago."""
+REPEATED, REPEATED_MORE = 0.3, 0.2
+"""Part of one of all 4-grams that a sample has said before, and by how much that exceeds the run's start."""
+MOVED = 0.05
+"""Of `algorithm.correct_reward`: a change of reward that is worth a word."""
+FALLEN = 0.2
+"""Part of itself that a component must lose to be told."""
+MISMATCH = 1 / 3
+"""Of `trainer.max_mismatch_kl`, at which the run ends."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """What the rules look at; None: not recorded."""
+
+    step: int
+    figures: Mapping[str, float | None]
+    components: Mapping[str, float]
+
+
+class Alarms:
+    """Takes the journal's lines of steps and evaluations in their order, and says which alarms they raise and end."""
+
+    def __init__(self, *, correct_reward: float = 1.0, max_mismatch_kl: float = 0.03) -> None:
+        """`correct_reward`: of a completion that is right, the scale of every reward; both as configured."""
+        self.active: dict[Name, Alarm] = {}
+        self.raised: list[Alarm] = []
+        """Every alarm that was ever raised, in order."""
+        self._scale = abs(correct_reward) or 1.0
+        self._solved = SOLVED * correct_reward
+        self._max_kl = max_mismatch_kl
+        self._first: list[_Step] = []
+        """The run's first steps, at most `WINDOW`."""
+        self._steps: collections.deque[_Step] = collections.deque(maxlen=LOOKBACK + WINDOW)
+        self._quiet: collections.Counter[Name] = collections.Counter()
+        """Steps since an active alarm's rule held last."""
+        self._best: tuple[int, float, float] | None = None
+        """(version, held-out reward, training reward then) of the best evaluation so far."""
+
+    def take_step(self, line: Mapping[str, Any]) -> list[Alarm]:
+        """Take a `step` line's fields; return what it raised and ended."""
+        step = _step_of(line)
+        while self._steps and self._steps[-1].step >= step.step:
+            self._steps.pop()  # done again after a resume
+        self._steps.append(step)
+        if len(self._first) < WINDOW:
+            self._first.append(step)
+        words = line.get("engines_differ")  # `pipelinerl.algorithms.mismatch`
+        of_engines = self._judge(Name.ENGINE_MISMATCH, (step.step, "; ".join(map(str, words))) if isinstance(words, list) else None)
+        if len(self._steps) < WINDOW:
+            return of_engines
+        return of_engines + [alarm for name, rule in self._rules() for alarm in self._judge(name, rule())]
+
+    def take_evaluation(self, line: Mapping[str, Any]) -> list[Alarm]:
+        """Take an `evaluation` line's fields: held-out that falls from its best while the training reward has risen since."""
+        held_out, version, num = _number(line.get("reward_mean")), _number(line.get("version")), _number(line.get("num_prompts"))
+        trained = _mean(self._recent(), "reward")
+        if held_out is None or version is None or trained is None:
+            return []
+        if self._best is None or held_out >= self._best[1]:
+            self._best = int(version), held_out, trained
+            is_held_out = (alarm := self.active.get(Name.REWARD_HACKING)) is not None and "held-out" in alarm.figure
+            return [self._end(Name.REWARD_HACKING)] if is_held_out else []
+        of_version, best, then = self._best
+        part = min(1.0, max(0.0, best / self._scale))
+        noise = ERRORS * self._scale * math.sqrt(2 * part * (1 - part) / num) if num else 0.0
+        if best - held_out < max(MOVED * self._scale, noise) or trained - then < MOVED * self._scale:
+            return []
+        rose = f"training reward rose from {then:.3g} to {trained:.3g}"
+        rose = f"training reward rose from {then:.3g} to {trained:.3g}"
+        figure = f"held-out fell from {best:.3g} to {held_out:.3g} since version {of_version}, {rose}"
+        return self._raise(Name.REWARD_HACKING, began=of_version, figure=figure)
+
+    def _rules(self) -> tuple[tuple[Name, Callable[[], tuple[int, str] | None]], ...]:
+        """Each rule gives (step where it began, figure) where it holds."""
+        return (
+            (Name.TRUNCATION, self._truncation),
+            (Name.NO_SIGNAL, self._no_signal),
+            (Name.ENTROPY_COLLAPSE, self._entropy),
+            (Name.REWARD_HACKING, self._component_falls),
+            (Name.LENGTH_DRIFT, self._length),
+            (Name.REPETITION, self._repetition),
+            (Name.OFF_POLICY, self._off_policy),
+            (Name.MISMATCH, lambda: self._kl("mismatch", MISMATCH * self._max_kl, "engine and trainer differ by a KL of")),
+            (Name.KV_LAG, lambda: self._kl("kv_lag", self._max_kl, "what is sampled over an older KV cache differs by a KL of")),
+            (Name.STALE, self._stale),
+            (Name.FLAT_REWARD, self._flat),
+        )
+
+    def _judge(self, name: Name, verdict: tuple[int, str] | None) -> list[Alarm]:
+        if verdict is not None:
+            self._quiet[name] = 0
+            return [] if name in self.active else self._raise(name, began=verdict[0], figure=verdict[1])
+        alarm = self.active.get(name)
+        if alarm is None or "held-out" in alarm.figure:  # an evaluation's alarm is ended by an evaluation
+            return []
+        self._quiet[name] += 1
+        return [self._end(name)] if self._quiet[name] >= WINDOW else []
+
+    def _raise(self, name: Name, *, began: int, figure: str) -> list[Alarm]:
+        if name in self.active:
+            return []
+        self.active[name] = alarm = Alarm(name=name, began=began, step=self._steps[-1].step, figure=figure, change=CHANGE[name])
+        self.raised.append(alarm)
+        return [alarm]
+
+    def _end(self, name: Name) -> Alarm:
+        return dataclasses.replace(self.active.pop(name), step=self._steps[-1].step, is_over=True)
+
+    def _recent(self) -> list[_Step]:
+        return list(self._steps)[-WINDOW:]
+
+    def _before(self) -> list[_Step]:
+        """The window `LOOKBACK` steps ago, or the run's first."""
+        return list(self._steps)[:WINDOW]
+
+    @property
+    def _is_solved(self) -> bool:
+        reward = _mean(self._recent(), "reward")
+        return reward is not None and reward >= self._solved
+
+    def _level(self, name: str, is_beyond: Callable[[float], bool], words: Callable[[float], str]) -> tuple[int, str] | None:
+        """A mean beyond a bound; it began with the first step of the window that was beyond it, or of those just before that were, too."""
+        mean = _mean(self._recent(), name)
+        if mean is None or not is_beyond(mean):
+            return None
+        beyond = [step.step for step in self._recent() if (value := step.figures[name]) is not None and is_beyond(value)]
+        began = beyond[0] if beyond else self._recent()[0].step
+        for step in reversed(self._steps):
+            value = step.figures[name]
+            if step.step < began and value is not None:
+                if not is_beyond(value):
+                    break
+                began = step.step
+        return began, words(mean)
+
+    def _truncation(self) -> tuple[int, str] | None:
+        return self._level(
+            "truncated", lambda part: part >= TRUNCATED, lambda part: f"{part:.0%} of samples are cut off at rollout.max_tokens"
+        )
+
+    def _no_signal(self) -> tuple[int, str] | None:
+        words = "of groups have equal rewards: their gradient is zero"
+        return None if self._is_solved else self._level("no_signal", lambda part: part >= NO_SIGNAL, lambda part: f"{part:.0%} {words}")
+
+    def _entropy(self) -> tuple[int, str] | None:
+        first = _mean(self._first, "entropy")
+        if first is None or self._is_solved or len(self._steps) < 2 * WINDOW:
+            return None
+        reward = _mean(self._recent(), "reward")
+        at = "" if reward is None else f", at a reward of {reward:.3g}"
+        return self._level(
+            "entropy", lambda now: now < LEAST_ENTROPY * first, lambda now: f"entropy fell from {first:.3g} to {now:.3g} nats{at}"
+        )
+
+    def _off_policy(self) -> tuple[int, str] | None:
+        words = "the effective sample size is {:.2f}: less than half of what is trained counts"
+        return self._level("ess", lambda ess: ess < LEAST_ESS, words.format)
+
+    def _kl(self, name: str, bound: float, words: str) -> tuple[int, str] | None:
+        return self._level(name, lambda kl: kl > bound, lambda kl: f"{words} {kl:.2g} (trainer.max_mismatch_kl = {self._max_kl:g})")
+
+    def _stale(self) -> tuple[int, str] | None:
+        return self._level("stale", lambda part: part >= STALE, lambda part: f"{part:.0%} of groups are given up for their age")
+
+    def _repetition(self) -> tuple[int, str] | None:
+        first = _mean(self._first, "repeated") or 0.0
+        least = min(2 * REPEATED, max(REPEATED, first + REPEATED_MORE))
+        return self._level("repeated", lambda part: part >= least, lambda part: f"{part:.0%} of 4-grams repeat the same sample")
+
+    def _length(self) -> tuple[int, str] | None:
+        before, recent = self._before(), self._recent()
+        then, now = _mean(before, "length"), _mean(recent, "length")
+        if not then or not now or recent[0].step <= before[-1].step or 1 / DRIFT < now / then < DRIFT:
+            return None
+        rewards = _mean(before, "reward"), _mean(recent, "reward")
+        if rewards[0] is None or rewards[1] is None or rewards[1] - rewards[0] >= MOVED * self._scale:
+            return None
+        figure = f"samples went from {then:.0f} to {now:.0f} tokens while the reward went from {rewards[0]:.3g} to {rewards[1]:.3g}"
+        return before[-1].step, figure
+
+    def _component_falls(self) -> tuple[int, str] | None:
+        before, recent = self._before(), self._recent()
+        if recent[0].step <= before[-1].step or _change(before, recent, _reward) < MOVED * self._scale:
+            return None
+        for name in recent[-1].components:
+            told = [[step.components[name] for step in steps if name in step.components] for steps in (before, recent)]
+            if len(told[0]) < WINDOW // 2 or len(told[1]) < WINDOW // 2:
+                continue
+            then, now = (sum(values) / len(values) for values in told)
+            if now - then < -FALLEN * max(abs(then), abs(now)) and then - now > ERRORS * _error(*told):
+                return before[-1].step, f"{name} fell from {then:.3g} to {now:.3g} while the reward rose"
+        return None
+
+    def _flat(self) -> tuple[int, str] | None:
+        recent = self._recent()
+        if self._is_solved or recent[-1].step - self._first[0].step < FLAT_AFTER:
+            return None
+        told = [[value for step in steps if (value := step.figures["reward"]) is not None] for steps in (self._first, recent)]
+        if len(told[0]) < WINDOW // 2 or len(told[1]) < WINDOW // 2:
+            return None
+        then, now = (sum(values) / len(values) for values in told)
+        if abs(now - then) >= MOVED / 2 * self._scale or abs(now - then) > ERRORS * _error(*told):
+            return None
+        return self._first[
+            0
+        ].step, f"the reward was {then:.3g} at the start and is {now:.3g} after {recent[-1].step - self._first[0].step + 1} steps"
+
+
+def _step_of(line: Mapping[str, Any]) -> _Step:
+    trainer = line.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
+    groups, flat = _number(line.get("num_groups")), _number(line.get("zero_variance_fraction"))
+    aside, stale = _number(line.get("set_aside_groups")) or 0.0, _number(line.get("stale_groups"))
+    components = line.get("components")
+    return _Step(
+        step=int(line["step"]),
+        figures={
+            "reward": _number(line.get("reward_mean")),
+            "length": _number(line.get("length_mean")),
+            "truncated": _number(line.get("truncated_fraction")),
+            "repeated": _number(line.get("repeated_fraction")),
+            "no_signal": None if flat is None else (flat * (groups or 0.0) + aside) / (groups + aside) if groups else flat,
+            "stale": None if stale is None or not groups else stale / (stale + groups),
+            "entropy": _number(trainer.get("entropy")),
+            "ess": _number(trainer.get("ess")),
+            "mismatch": _number(trainer.get("mismatch_kl_fresh")),
+            "kv_lag": _number(trainer.get("mismatch_kl_kept")),
+        },
+        components={str(name): value for name, told in components.items() if (value := _number(told)) is not None}
+        if isinstance(components, dict)
+        else {},
+    )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def _mean(steps: Iterable[_Step], name: str) -> float | None:
+    known = [value for step in steps if (value := step.figures[name]) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _reward(step: _Step) -> float | None:
+    return step.figures["reward"]
+
+
+def _change(before: Sequence[_Step], recent: Sequence[_Step], value_of: Callable[[_Step], float | None]) -> float:
+    """How much a mean rose; 0 where that is within its noise."""
+    told = [[value for step in steps if (value := value_of(step)) is not None] for steps in (before, recent)]
+    if not told[0] or not told[1]:
+        return 0.0
+    change = sum(told[1]) / len(told[1]) - sum(told[0]) / len(told[0])
+    return change if abs(change) > ERRORS * _error(*told) else 0.0
+
+
+def _error(*samples: Sequence[float]) -> float:
+    """Standard error of the difference of two means."""
+    total = 0.0
+    for values in samples:
+        mean = sum(values) / len(values)
+        total += sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / len(values)
+    return math.sqrt(total)

@@ -1,0 +1,189 @@
+"""A run in plain lines, where the output is no terminal: what starts, what is waited for, steps, evaluations, alarms, errors.
+
+Reads what the live view reads. Something is printed in the first second, and then at least every `QUIET_S`, twice as long each time nothing
+is new, so that a log shows at any moment what the run is doing, and a reward that hangs is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from pipelinerl.observe.report import rows, units
+from pipelinerl.observe.report.rows import EXITS, EvaluationRow, Line
+from pipelinerl.observe.report.state import RunState, alarm_words
+
+PLAIN_LINES = 50
+"""About so many lines of steps for a whole run."""
+QUIET_S, LONGEST_QUIET_S = 8.0, 64.0
+"""Without a line, after which what is waited for is told: the first time, and at most, as it doubles while nothing is new."""
+STUCK_S = 5.0
+"""Reward calls of which none ends for so long are told beside what is waited for."""
+SILENT_S = 10.0
+"""Without a line from the orchestrator, which writes twice a second."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class PlainLines:
+    """Says which plain lines are due."""
+
+    began: float = 0.0
+    """Unix seconds of the start that is followed; what is older is an earlier life's, and no news."""
+    next_step: int = 1
+    _news: list[str] = dataclasses.field(default_factory=list)
+    _seen: set[object] = dataclasses.field(default_factory=set)
+    _told_at: float | None = None
+    _quiet_s: float = QUIET_S
+
+    def take(self, lines: Iterable[Line]) -> None:
+        """Note what is news in these lines of the journal."""
+        for line in lines:
+            if line["t"] >= self.began and (words := self._news_of(line)) is not None:
+                self._news.append(f"{line['t'] - self.began:.0f} s: {words}" if self.began else words)
+
+    def due(self, state: RunState) -> str | None:
+        """A line for the log where enough steps were done since the last one, else None."""
+        done = state.num_steps_done
+        if done < self.next_step or not state.steps:
+            return None
+        self.next_step = done + max(1, (state.num_steps or 0) // PLAIN_LINES)
+        return plain_line(state)
+
+    def lines(self, state: RunState, *, now: float) -> list[str]:
+        """Everything due by now, in Unix seconds: news, the line of a step, or, after a while without either, what is waited for."""
+        due, self._news = self._news, []
+        if state.steps and state.steps[-1].t >= self.began and (line := self.due(state)) is not None:
+            due.append(line)
+        self._told_at = now if self._told_at is None else self._told_at
+        if due:
+            self._told_at, self._quiet_s = now, QUIET_S
+        elif now - self._told_at >= self._quiet_s and state.end_reason is None:
+            self._told_at, self._quiet_s = now, min(2 * self._quiet_s, LONGEST_QUIET_S)
+            due.append(f"{now - self.began:.0f} s: {waiting_words(state, now=now, began=self.began)}")
+        return due
+
+    def _news_of(self, line: Line) -> str | None:
+        match line["kind"]:
+            case "run":
+                return "the orchestrator is up; engines, scorers and trainer load"
+            case "joined":
+                return f"engine {line.get('engine_id')} is ready"
+            case "left":
+                return f"engine {line.get('engine_id')} is gone"
+            case "trainer":
+                return "the trainer is ready"
+            case "status":
+                return self._first_of(rows.status_row(line))
+            case "evaluation":
+                return held_out_words(rows.evaluation_row(line))
+            case "evaluation_given_up":
+                return f"the evaluation of version {line.get('version')} was given up: {line.get('error')}"
+            case "alarm" if line.get("is_over"):
+                return f"alarm over: {line.get('name')}"
+            case "alarm":
+                return f"ALARM {alarm_words(line)}. {line.get('change')}"
+            case "mismatch":
+                return f"step {line.get('step')}: {line.get('words')}"
+            case "function_error":
+                error = rows.function_error_row(line)
+                return error_words(error) if self._is_first(error.key) else None
+        return None
+
+    def _first_of(self, status: rows.StatusRow) -> str | None:
+        first = [
+            words
+            for queue, words in (("trajectories", "the first completion is there"), ("scored", "the first score is there"))
+            if queue in status.queues and status.queues[queue].ever and self._is_first(words)
+        ]
+        return "; ".join(first) or None
+
+    def _is_first(self, key: object) -> bool:
+        is_first = key not in self._seen
+        self._seen.add(key)
+        return is_first
+
+
+def waiting_words(state: RunState, *, now: float, began: float) -> str:
+    """What the run waits for: the longest wait that tells anything, reward calls that do not end, an orchestrator that says nothing."""
+    status = state.status
+    if status is None or status.t < began:
+        return "waiting for the orchestrator to begin"
+    if now - status.t > SILENT_S:
+        return f"the orchestrator has written nothing for {now - status.t:.0f} s; its log: logs/orchestrator.log"
+    words = [f"waiting for {wait_words(name)} for {seconds:.0f} s" for name, seconds in status.waits if not rows.is_idle(name)][:1]
+    if state.scored_at is not None and now - state.scored_at >= STUCK_S:
+        names = ", ".join(state.rewards)
+        stuck = f"{units.plural(state.num_reward_calls, 'reward call')} under way, none has ended for {now - state.scored_at:.0f} s"
+        words.append(stuck + (f" ({names})" if names else ""))
+    done = f"step {state.num_steps_done}/{state.num_steps or '?'}"
+    return "; ".join([*words, done]) if state.num_steps_done or not words else "; ".join(words)
+
+
+def wait_words(name: str) -> str:
+    """`dispatch: a free engine slot` as `a free engine slot (dispatch)`."""
+    stage, _, what = name.partition(": ")
+    return f"{what} ({stage})"
+
+
+def error_words(error: rows.FunctionErrorRow) -> str:
+    """One cause of failures on one line."""
+    where = f" at {error.where}" if error.where else ""
+    return f"ERROR {error.function} ({error.kind}): {error.cause}{where}"
+
+
+def held_out_words(row: EvaluationRow) -> str:
+    """An evaluation on one line, by component where there are several."""
+    parts = ", ".join(f"{name} {_short(value)}" for name, value in row.components.items()) if len(row.components) > 1 else ""
+    return f"held-out {_short(row.reward_mean)} at version {units.whole(row.version)}" + (f" ({parts})" if parts else "")
+
+
+def plain_line(state: RunState) -> str:
+    """The state on one line, for a log."""
+    step = state.steps[-1]
+    parts = [
+        f"step {state.num_steps_done}/{state.num_steps or '?'}",
+        f"reward {_short(step.reward_mean)}",
+        f"staleness {_short(step.staleness_mean)}/{'–' if step.staleness_max is None else units.whole(step.staleness_max)}",
+        f"generated {_short(state.generated_tokens_per_s)} tok/s",
+        f"trained {_short(state.trained_tokens_per_s)} tok/s",
+        f"trainer waited {_percent(state.trainer_wait_fraction)}",
+        f"engines idle {_percent(state.engine_idle_fraction)}",
+        f"slots empty {_percent(state.engine_empty_fraction)}",
+    ]
+    if state.last_evaluation is not None:
+        parts.append(f"held-out {_short(state.last_evaluation.reward_mean)}")
+    if state.seconds_left:
+        parts.append(f"{units.duration(state.seconds_left)} left")
+    if state.function_errors:
+        parts.append(f"function errors {units.whole(sum(error.count for error in state.function_errors.values()))}")
+    if state.alarms:
+        parts.append(f"alarms: {', '.join(state.alarms)}")
+    if off := rows.imbalance(state.identity):
+        parts.append(f"ACCOUNTS OFF BY {off}")
+    return "  ".join(parts)
+
+
+def end_lines(state: RunState) -> list[str]:
+    """How the run ended: failures of functions by cause, alarms that still hold, the accounts."""
+    worst = sorted(state.function_errors.values(), key=lambda error: -error.count)
+    errors = [f"{error_words(error)}, {units.whole(error.count)} times" for error in worst]
+    return [*errors, *(f"ALARM {words}" for words in state.alarms.values()), f"ended: {state.end_reason}; {identity_words(state)}"]
+
+
+def identity_words(state: RunState) -> str:
+    """The conservation identity on one line."""
+    identity = state.identity
+    off = rows.imbalance(identity)
+    if off is None:
+        return units.NOT_RECORDED
+    parts = " + ".join(f"{units.whole(identity.get(name, 0))} {name.replace('_', ' ')}" for name in ("in_flight", *EXITS))
+    sign = "=" if off == 0 else "≠"
+    return f"{units.whole(identity['admitted'])} admitted {sign} {parts}" + (f"  off by {units.whole(off)}" if off else "")
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else units.quantity(value)
+
+
+def _percent(fraction: float | None) -> str:
+    return "–" if fraction is None else f"{100 * fraction:.0f} %"

@@ -1,0 +1,202 @@
+"""The report's tables as data, which `templates/parts.html` sets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pipelinerl.observe.alarms.rules import WINDOW
+from pipelinerl.observe.report.diagnosis import Diagnosis
+from pipelinerl.observe.report.headline import Headline
+from pipelinerl.observe.report.reading import Tables
+from pipelinerl.observe.report.rows import EXITS, StepRow, is_idle
+from pipelinerl.observe.report.units import duration, percent, plural, quantity, seconds, whole
+
+MAX_STEP_ROWS = 50
+"""Steps listed. The plots show all; more rows make the page heavy and nobody reads them."""
+MAX_WAITS = 14
+MAX_CAUSES = 30
+
+STEP_COLUMNS = {
+    "step": "step",
+    "version": "version",
+    "reward_mean": "reward",
+    "num_samples": "samples",
+    "num_trained_tokens": "trained tokens",
+    "length_mean": "length",
+    "staleness_mean": "staleness",
+    "staleness_max": "oldest",
+}
+STEP_METRICS = {"loss": "loss", "grad_norm": "grad norm", "wait_s": "wait s", "forward_backward_s": "fwd+bwd s"}
+LEARNING: tuple[tuple[str, Callable[[StepRow], float | None]], ...] = (
+    ("reward", lambda step: step.reward_mean),
+    ("samples cut off, part of one", lambda step: step.truncated_fraction),
+    ("groups of equal reward, part of one", lambda step: step.zero_variance_fraction),
+    ("entropy, nats per token", lambda step: step.trainer.get("entropy")),
+    ("effective sample size, part of one", lambda step: step.trainer.get("ess")),
+    ("age of tokens, versions", lambda step: step.staleness_mean),
+    ("length, tokens", lambda step: step.length_mean),
+    ("4-grams said before, part of one", lambda step: step.repeated_fraction),
+    ("KL between engine and trainer, same version", lambda step: step.trainer.get("mismatch_kl_fresh")),
+    ("the same over older KV caches", lambda step: step.trainer.get("mismatch_kl_kept")),
+)
+
+Cell = str | float | tuple[str, str]
+"""Text; a part of one, drawn as a bar; or text with a note."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Headings and rows. One without rows is left out of the page."""
+
+    name: str
+    headings: Sequence[str]
+    kinds: Sequence[str]
+    """Of each column: `name`, `number`, `code` or `bar`; columns past the end are numbers."""
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    note: str = ""
+
+    @property
+    def columns(self) -> list[str]:
+        """The kind of every column."""
+        return [*self.kinds, *["number"] * (len(self.headings) - len(self.kinds))]
+
+
+def identity_sentence(numbers: Headline) -> tuple[str, str]:
+    """The conservation identity: a mark, ✓ where it balances, and the sentence, which says by how much it does not; empty: not recorded."""
+    if numbers.imbalance is None:
+        return "", "The conservation identity: not recorded."
+    parts = " + ".join(f"{whole(numbers.identity.get(name, 0))} {name.replace('_', ' ')}" for name in ("in_flight", *EXITS))
+    if numbers.imbalance == 0:
+        return "✓", f"{whole(numbers.identity['admitted'])} admitted = {parts}"
+    off = f"{plural(abs(numbers.imbalance), 'rollout')} {'unaccounted for' if numbers.imbalance > 0 else 'ended more often than admitted'}"
+    return "✗", f"{whole(numbers.identity['admitted'])} admitted ≠ {parts}: {off}"
+
+
+def outcomes(numbers: Headline) -> list[Table]:
+    """Where the admitted rollouts went, and why those that were not trained were not."""
+    admitted = numbers.identity.get("admitted", 0)
+    ways = [
+        (name.replace("_", " "), whole(value), value / admitted if admitted else 0.0)
+        for name in (*EXITS, "in_flight")
+        if (value := numbers.identity.get(name)) is not None
+    ]
+    reasons = [(reason, whole(count)) for reason, count in sorted(numbers.reasons.items(), key=lambda item: -item[1])] if ways else []
+    return [
+        Table(name="outcomes", headings=("ended as", "rollouts", ""), kinds=("name", "number", "bar"), rows=ways),
+        Table(name="reasons", headings=("reason", "rollouts"), kinds=("name",), rows=reasons, title="Why not trained"),
+    ]
+
+
+def learning(tables: Tables) -> Table:
+    """The figures that the alarms of learning are told from, at the run's start and at its end."""
+    rows = []
+    for name, value_of in LEARNING:
+        known = [value for step in tables.steps if (value := value_of(step)) is not None]
+        if known:
+            few = min(WINDOW, len(known))
+            rows.append((name, quantity(sum(known[:few]) / few), quantity(sum(known[-few:]) / few)))
+    return Table(name="learning", headings=("figure", f"first {WINDOW} steps", f"last {WINDOW}"), kinds=("name",), rows=rows)
+
+
+def held_out(tables: Tables) -> Table:
+    """Evaluations, each reward function apart; nothing where there was none, or only one function."""
+    names = list(dict.fromkeys(name for row in tables.evaluations for name in row.components))
+    rows = [
+        [whole(row.version), quantity(row.reward_mean), *(quantity(row.components.get(name)) for name in names)]
+        for row in _thinned(tables.evaluations)[0]
+        if len(names) > 1
+    ]
+    return Table(name="held-out", headings=("version", "weighted", *names), kinds=(), rows=rows, title="Held-out by component")
+
+
+def function_errors(tables: Tables) -> Table:
+    """Failures of users' functions by cause, the commonest first."""
+    rows = [
+        (
+            f"{row.function} ({row.kind})",
+            row.cause,
+            row.where or "unknown",
+            whole(row.count),
+            f"{duration(tables.since_start(row.t))} after the start",
+        )
+        for row in tables.function_errors[:MAX_CAUSES]
+    ]
+    headings = ("function", "cause", "where", "times", "first seen")
+    title = "What failed in functions of yours"
+    return Table(name="function-errors", headings=headings, kinds=("name", "code", "code"), rows=rows, title=title)
+
+
+def arithmetic(diagnosis: Diagnosis) -> Table:
+    """Every number the diagnosis rests on, with how it came about."""
+    rows = [(row.what, row.arithmetic, row.value) for row in diagnosis.findings]
+    return Table(name="arithmetic", headings=("what", "arithmetic", "value"), kinds=("name", "code"), rows=rows)
+
+
+def waits(tables: Tables) -> list[Table]:
+    """What every stage waited for over the whole run, longest first: what held it up, and apart from that what it had no work without."""
+    waited = tables.last_status.waited_s if tables.last_status else {}
+    rows = {True: [], False: []}
+    for name, waited_s in sorted(waited.items(), key=lambda item: -item[1]):
+        part = waited_s / tables.duration_s if tables.duration_s else 0.0
+        rows[is_idle(name)].append((name, seconds(waited_s), percent(part), part))
+    kinds = ("name", "number", "number", "bar")
+    return [
+        Table(name="waits", headings=("stage: what held it up", "waited", "of the run", ""), kinds=kinds, rows=rows[False][:MAX_WAITS]),
+        Table(name="idle", headings=("stage: what it waited for", "waited", "of the run", ""), kinds=kinds, rows=rows[True]),
+    ]
+
+
+def waits_under_way(tables: Tables) -> Table:
+    """What was being waited for when the journal ended: for a run that was killed, the first thing to look at."""
+    under_way = tables.last_status.waits if tables.last_status and tables.end is None else ()
+    rows = [(name, seconds(waited)) for name, waited in under_way[:MAX_WAITS]]
+    title = "Waits under way when the journal ends"
+    return Table(name="waits-under-way", headings=("stage: what it waits for", "for"), kinds=("name",), rows=rows, title=title)
+
+
+def steps(tables: Tables) -> Table:
+    """Numbers of single steps, evenly thinned for a long run."""
+    picked, stride = _thinned(tables.steps)
+    rows = []
+    for step in picked:
+        cells = [quantity(value, digits=4) if (value := getattr(step, name)) is not None else "–" for name in list(STEP_COLUMNS)[2:]]
+        cells += [quantity(step.trainer[name]) if name in step.trainer else "–" for name in STEP_METRICS]
+        rows.append([whole(step.step), whole(step.version), *cells])
+    note = f"One step in {stride}, and the last, of {len(tables.steps)}." if stride > 1 else ""
+    return Table(name="steps", headings=[*STEP_COLUMNS.values(), *STEP_METRICS.values()], kinds=(), rows=rows, note=note)
+
+
+def settings(tables: Tables) -> list[Table]:
+    """What follows from the settings, and every setting."""
+    derived = [(str(key), written(value)) for key, value in tables.derived.items()]
+    given = [(key, written(value)) for key, value in flat(tables.config)]
+    return [
+        Table(name="derived", headings=("derived from the settings", ""), kinds=("name",), rows=derived),
+        Table(name="settings", headings=("key", "value"), kinds=("code", "code"), rows=given),
+    ]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The leaves of nested settings by their path: `reward[0].weight`."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+            for number, entry in enumerate(value):
+                yield from flat(entry, f"{prefix}{key}[{number}].")
+        else:
+            yield prefix + key, value
+
+
+def written(value: Any) -> str:
+    """A setting's value as text."""
+    return "none" if value is None else str(value)
+
+
+def _thinned(rows: Sequence[Any]) -> tuple[Sequence[Any], int]:
+    """At most about `MAX_STEP_ROWS` of the rows, the last one included, and how many stand for one."""
+    stride = max(1, -(-len(rows) // MAX_STEP_ROWS))
+    return [*rows[:-1:stride], *rows[-1:]], stride

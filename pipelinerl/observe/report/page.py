@@ -1,0 +1,114 @@
+"""The report page: what stands in it, and how it becomes one file that asks for nothing from outside.
+
+The templates escape whatever a run says (jinja2 with autoescape), and the page's Content-Security-Policy lets only our own scripts and
+style sheet act, by their digests.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from pipelinerl.observe.alarms.rules import WINDOW
+from pipelinerl.observe.report import listings, units
+from pipelinerl.observe.report.diagnosis import diagnose
+from pipelinerl.observe.report.figures import figures
+from pipelinerl.observe.report.headline import headline
+from pipelinerl.observe.report.reading import Tables
+from pipelinerl.observe.report.timeline import timeline
+from pipelinerl.observe.report.units import NOT_RECORDED, duration, plural
+
+_HERE = Path(__file__).parent
+_PLOT_LIBRARY = "assets/uplot/uPlot.iife.min.js"
+_SCRIPTS = (_PLOT_LIBRARY, "templates/plots.js")
+_STYLES = ("assets/uplot/uPlot.min.css", "templates/style.css")
+
+
+def page(tables: Tables) -> str:
+    """The report as text."""
+    numbers, diagnosis = headline(tables), diagnose(tables)
+    return render(
+        "report.html",
+        title=f"{tables.name}: run report",
+        tables=tables,
+        facts=_facts(tables),
+        numbers=numbers,
+        diagnosis=diagnosis,
+        figures_of=figures(tables),
+        timeline=timeline(tables),
+        listings=listings,
+        units=units,
+        window=WINDOW,
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from its template, with the scripts and the style sheet within it."""
+    environment = _environment()
+    scripts, style = [_text(name) for name in _SCRIPTS], "".join(_text(name) for name in _STYLES)
+    allowed = " ".join(_digest(script) for script in scripts)
+    policy = f"default-src 'none'; script-src {allowed}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
+    return environment.get_template(template).render(policy=policy, scripts=map(Markup, scripts), style=Markup(style), **values)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a page, whole or not at all, and return its path."""
+    unfinished = path.with_suffix(f".{os.getpid()}.html")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(path)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    written = (units.whole, units.quantity, units.percent, units.milliseconds, units.duration, units.plural)
+    environment.filters |= {write.__name__: write for write in written} | {"two": _two}
+    return environment
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _facts(tables: Tables) -> list[str]:
+    """What the run was, in a few words each."""
+    facts = []
+    if tables.began is not None:
+        facts.append(f"{datetime.datetime.fromtimestamp(tables.began, tz=datetime.UTC):%d %B %Y, %H:%M} UTC")
+    start_up = tables.since_start(tables.worked_from) if tables.worked_from else 0.0
+    facts.append(f"lasted {duration(tables.duration_s)}" + (f", {duration(start_up)} of it start-up" if start_up >= 1 else ""))
+    for path, noun in ((("engine", "count"), "engine"), (("trainer", "ranks"), "trainer rank")):
+        value = tables.setting(*path)
+        facts += [plural(value, noun)] if isinstance(value, int) else []
+    return facts + [
+        str(value) for path in (("pipeline", "mode"), ("algorithm", "name"), ("model", "path")) if (value := tables.setting(*path))
+    ]
+
+
+def _two(values: tuple[float | None, float | None], write: Callable[[float | None], str]) -> str:
+    """Two values of one unit, which is written once."""
+    if values == (None, None):
+        return NOT_RECORDED
+    left, right = map(write, values)
+    number, gap, unit = right.rpartition("\N{NO-BREAK SPACE}")
+    return f"{left.removesuffix(gap + unit) if number else left} / {right}"

@@ -1,0 +1,1 @@
+"""Arithmetic of what a run needs before it starts: memory and trainer layouts."""

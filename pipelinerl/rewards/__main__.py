@@ -1,0 +1,34 @@
+"""`python -m pipelinerl.scorer --run-folder RUN --index I`: one scorer of a run, until the orchestrator stops it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipelinerl.messages import ToScorer
+from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.server import Server
+from pipelinerl.runtime.process import last_words, read_config
+from pipelinerl.transport.zmq import ZmqLink
+
+
+def main() -> None:
+    """Read `<run>/config.json`, connect as `scorer-I` and serve."""
+    parser = argparse.ArgumentParser(prog="pipelinerl.scorer", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
+    parser.add_argument("--index", type=int, required=True, help="number of this scorer, from 0")
+    arguments = parser.parse_args()
+    name = f"scorer-{arguments.index}"
+    with last_words(arguments.run_folder, name):
+        config = read_config(arguments.run_folder)
+        journal = Journal(arguments.run_folder, name)
+        link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
+        try:
+            Server(config, link=link, journal=journal, scorer_id=arguments.index).run()
+        finally:
+            link.close()
+            journal.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Calls of user functions in worker processes: slots, queues, limits, deadlines."""

@@ -1,0 +1,207 @@
+"""What the scorer, its fork server and its workers say to each other: messages over socket pairs, as plain msgpack.
+
+    scorer --Setup, Spawn, Kill--> fork server --Prepared, Ended, Refused--> scorer        packets, one message each
+    scorer --Call, Withdraw--> worker --Loaded, Refused, Calling, Result, Skipped--> scorer    a stream of frames
+
+A `lane` is a set of functions that share slots: all those without limits of their own, or one with.
+
+Every `Call` gets exactly one `Result` or `Skipped`, in the order of the calls, sent the moment it is known. So the scorer always knows
+which call a worker is busy with, and a worker that hangs or dies is charged for that one call only.
+"""
+
+from __future__ import annotations
+
+import collections
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from pipelinerl.errors import WireError
+from pipelinerl.messages import Finish, Heard, Int32, Message, Outcome, Turns, check_lengths
+from pipelinerl.runtime.function_errors import FunctionError
+from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, encode
+
+STACK_CHARACTERS = 16 << 10
+"""Of a process that hung or crashed, at most; with a few threads it is a tenth of this."""
+PACKET_BYTES = 128 << 10
+"""Largest control message. The system's default socket buffer holds one of 200 KiB."""
+CHUNK_BYTES = 256 << 10
+"""Read from a stream at once, at most: what the system's default socket buffer holds."""
+_LENGTH = struct.Struct("<I")
+
+
+class Component(Message, frozen=True):
+    """One reward function, as in the config."""
+
+    function: str
+    """`path:name`."""
+    name: str
+    """What it is known as; see `component_names`."""
+    options: dict[str, Any]
+    """Arguments of every call beside the row's columns."""
+    is_environment: bool = False
+    """It is no reward function, and alone in its lane."""
+
+
+def component_names(references: Sequence[str]) -> tuple[str, ...]:
+    """What each of these functions is known as in `Scored.components`: its name, or its whole reference where two share a name."""
+    short = [reference.rpartition(":")[2] for reference in references]
+    counts = collections.Counter(short)
+    return tuple(reference if counts[name] > 1 else name for name, reference in zip(short, references, strict=True))
+
+
+class Setup(Message, frozen=True):
+    """What a worker must load. Holds no path of the run folder and no key."""
+
+    model_path: str
+    """Hugging Face folder with the tokenizer."""
+    lanes: tuple[tuple[Component, ...], ...]
+    max_tokens: int
+    """Longest completion of this run, for reward functions that ask for it by name."""
+
+
+class Spawn(Message, frozen=True):
+    """Fork a worker of a lane; its socket travels beside this message."""
+
+    worker_id: int
+    lane: int
+
+
+class Kill(Message, frozen=True):
+    """Kill a worker with everything it started."""
+
+    worker_id: int
+    wants_stack: bool = False
+    """Have it write down first where it is."""
+
+
+class Prepared(Message, frozen=True):
+    """The fork server has loaded the tokenizer and forks on demand."""
+
+
+class Ended(Message, frozen=True):
+    """A worker is gone, and so is everything it started."""
+
+    worker_id: int
+    how: str
+    """For a person: `ended with exit code 3`, `was killed by SIGSEGV`."""
+    stack: str = ""
+    """Where it was when it crashed, or was asked by `Kill`, as `faulthandler` writes it."""
+
+
+class Refused(Message, frozen=True):
+    """The tokenizer or a reward function cannot be loaded."""
+
+    error: str
+
+
+class Loaded(Message, frozen=True):
+    """A worker has loaded every function."""
+
+    names: tuple[str, ...]
+    """Of the functions, in order."""
+    places: tuple[str, ...] = ()
+    """`file:line` at which each begins."""
+
+
+class Call(Message, frozen=True):
+    """Run every reward function of the lane, on one completion or on all siblings of a prompt; or the environment, on an episode so far."""
+
+    ticket_id: int
+    prompt: str
+    completions: tuple[Int32, ...]
+    """Each [T] int32, the tokens after the prompt."""
+    finishes: tuple[Finish, ...]
+    """One for each completion."""
+    columns: dict[str, Any]
+    chat: tuple[dict[str, Any], ...] = ()
+    """The prompt as chat messages; empty where it is plain text."""
+    turns: tuple[Turns | None, ...] = ()
+    """As of `Score`, one for each completion; empty: None for each."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "completions", "finishes")
+
+
+class Withdraw(Message, frozen=True):
+    """Skip these calls where they have not begun."""
+
+    ticket_ids: tuple[int, ...]
+
+
+class Calling(Message, frozen=True):
+    """The worker enters a further function of the call it runs; the first goes without saying."""
+
+    name: str
+
+
+class Skipped(Message, frozen=True):
+    """A withdrawn call, not run."""
+
+    ticket_id: int
+
+
+class Result(Message, frozen=True):
+    """How one call ended."""
+
+    ticket_id: int
+    outcome: Outcome
+    components: tuple[dict[str, float], ...]
+    """For each completion the value of every function that applied, by its name; empty unless `outcome` is `OK`, and of an environment."""
+    error: str
+    failed: str
+    """The function that failed; empty where `outcome` is `OK`."""
+    failure: FunctionError | None
+    """Why, and where; None where `outcome` is `OK`."""
+    started_at: float
+    """Unix seconds."""
+    duration_s: float
+    durations_s: dict[str, float]
+    """Of each function that was entered, by its name."""
+    heard: Heard | None = None
+    """Of an environment: what it said; None where the episode is over, too."""
+
+
+ToForkServer = Setup | Spawn | Kill
+FromForkServer = Prepared | Ended | Refused
+ToWorker = Call | Withdraw
+FromWorker = Loaded | Refused | Calling | Skipped | Result
+
+
+def frame(message: Message) -> bytes:
+    """Encode a message for a stream: four bytes of length, then msgpack."""
+    body = encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Reads a stream socket and cuts what arrives back into the frames it was made of."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._chunk = bytearray(CHUNK_BYTES)  # `recv` would allocate, and give back, its full size at every call
+        self._rest = bytearray()
+
+    def receive(self, flags: int = 0) -> list[bytes] | None:
+        """Read once and return the frames that are whole now; None at the end of the stream.
+
+        Raises `WireError` on a length above the limit, `BlockingIOError` where the socket would have to wait and must not.
+        """
+        size = self._channel.recv_into(self._chunk, 0, flags)
+        if not size:
+            return None
+        self._rest += memoryview(self._chunk)[:size]
+        whole: list[bytes] = []
+        start = 0
+        while len(self._rest) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._rest, start)
+            if length > MAX_MESSAGE_BYTES:
+                raise WireError(f"a frame of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
+            end = start + _LENGTH.size + length
+            if end > len(self._rest):
+                break
+            whole.append(bytes(self._rest[start + _LENGTH.size : end]))
+            start = end
+        del self._rest[:start]
+        return whole

@@ -1,0 +1,264 @@
+"""The scorer's fork server: one clean process that has loaded the tokenizer, forks workers, and kills and reaps them.
+
+Started by `sandbox` as a program of its own, so that neither the scorer's keys nor its threads are in the memory that is forked. It
+imports no user code, hence forks in milliseconds and from one thread. It alone reaps workers, so a process group is only ever
+killed while its number cannot belong to anybody else. Workers and this process adopt orphans (`PR_SET_CHILD_SUBREAPER`): what a
+worker leaves behind in a session of its own ends up here when the worker is gone, and is killed too.
+
+It ends when the scorer's end of the control socket closes, however the scorer ended, and takes all workers with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from pipelinerl.data.stop_tokens import stop_tokens_of
+from pipelinerl.data.tokenizer import Codec, codec_of, load_tokenizer
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Message
+from pipelinerl.rewards.pool.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
+from pipelinerl.rewards.pool.worker import STACK_FILE, STACK_SIGNAL, run_worker
+from pipelinerl.runtime.process import die_with_parent
+from pipelinerl.transport.codec import Decoder, encode
+
+REAP_DEADLINE_S = 5.0
+"""Longest wait, at the end, for killed processes to be gone. One that outlasts it hangs inside the kernel."""
+STACK_GRACE_S = 0.5
+"""Between asking a worker that hangs where it is, and killing it. Shorter loses the stack on a busy machine; longer lets it hang on."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> None:
+    """Serve the control socket whose descriptor is the only argument."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    server = ForkServer(control)
+    try:
+        server.run()
+    finally:
+        server.close()
+
+
+class ForkServer:
+    """Forks workers on demand and reports how they end."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._decoder: Decoder[Setup | Spawn | Kill] = Decoder(ToForkServer)
+        self._process_ids: dict[int, int] = {}
+        """By worker id."""
+        self._kill_at: dict[int, float] = {}
+        """Monotonic seconds, by worker id: when those are killed that were asked where they are."""
+        self._folder = Path(tempfile.mkdtemp(prefix="pipelinerl-scorer-"))
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        _adopt_orphans()
+
+    def run(self) -> None:
+        """Load the tokenizer, then fork, kill and reap until the control socket closes."""
+        setup = self._decoder.decode(self._control.recv(PACKET_BYTES))
+        assert isinstance(setup, Setup), f"first message is {type(setup).__name__}, expected Setup"
+        try:
+            codec = load_codec(setup.model_path)
+        except ConfigError as error:
+            self._send(Refused(error=str(error)))
+            return
+        gc.freeze()  # a collection in a worker would touch, hence copy, every page it shares with this process
+        self._send(Prepared())
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select(self._wait_s()):
+                if key.fileobj is self._control:
+                    if not self._obey(setup, codec):
+                        return
+                else:
+                    os.read(self._woken, 4096)
+            self._kill_overdue()
+            self._reap()
+
+    def close(self) -> None:
+        """Kill every worker with all it started, wait until they are gone, and remove their folders."""
+        deadline = time.monotonic() + REAP_DEADLINE_S
+        for process_id in self._process_ids.values():
+            _kill_group(process_id)
+        self._reap()
+        while _children() and (left_s := deadline - time.monotonic()) > 0:
+            select.select([self._woken], [], [], left_s)
+            os.read(self._woken, 4096)
+            self._reap()
+        signal.set_wakeup_fd(-1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _obey(self, setup: Setup, codec: Codec) -> bool:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+        except ConnectionResetError:  # the scorer has gone, and left something unread that it was told
+            return False
+        if not packet:
+            return False
+        message = self._decoder.decode(packet)
+        if isinstance(message, Kill):
+            self._kill(message)
+        elif isinstance(message, Spawn):
+            with socket.socket(fileno=descriptors[0]) as channel:
+                self._process_ids[message.worker_id] = self._fork(message, channel, setup, codec)
+        return True
+
+    def _kill(self, message: Kill) -> None:
+        process_id = self._process_ids.get(message.worker_id)
+        if process_id is None:
+            return
+        if not message.wants_stack:
+            _kill_group(process_id)
+            return
+        self._kill_at[message.worker_id] = time.monotonic() + STACK_GRACE_S
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, STACK_SIGNAL)
+
+    def _wait_s(self) -> float | None:
+        return None if not self._kill_at else max(0.0, min(self._kill_at.values()) - time.monotonic())
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for worker_id in [worker_id for worker_id, at in self._kill_at.items() if at <= now]:
+            del self._kill_at[worker_id]
+            if (process_id := self._process_ids.get(worker_id)) is not None:
+                _kill_group(process_id)
+
+    def _fork(self, spawn: Spawn, channel: socket.socket, setup: Setup, codec: Codec) -> int:
+        folder = self._folder / str(spawn.worker_id)
+        folder.mkdir()
+        parent = os.getpid()
+        process_id = os.fork()
+        if process_id:
+            return process_id
+        code = 1
+        try:
+            self._become_worker(parent, folder)
+            run_worker(channel, components=setup.lanes[spawn.lane], codec=codec, max_tokens=setup.max_tokens, folder=folder)
+            code = 0
+        except ConnectionError:
+            code = 0  # the scorer closed the channel in the middle of an answer: it has ended
+        except BaseException:  # this process must never return into the fork server's loop
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _become_worker(self, parent: int, folder: Path) -> None:
+        os.setsid()
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._control.close()
+        os.close(self._woken)
+        os.close(self._waker)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        _adopt_orphans()
+
+    def _reap(self) -> None:
+        """Report the workers that ended; kill and reap what they left behind."""
+        while (child := _ended_child()) is not None:
+            worker_id = next((key for key, process_id in self._process_ids.items() if process_id == child), None)
+            if worker_id is not None:
+                _kill_group(child)
+            _, status = os.waitpid(child, 0)
+            if worker_id is not None:
+                del self._process_ids[worker_id]
+                self._kill_at.pop(worker_id, None)
+                stack = _stack_in(self._folder / str(worker_id))
+                shutil.rmtree(self._folder / str(worker_id), ignore_errors=True)
+                self._send(Ended(worker_id=worker_id, how=_how_it_ended(status), stack=stack))
+            for orphan in _children() - set(self._process_ids.values()):
+                _kill(orphan)
+
+    def _send(self, message: Message) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the scorer is gone; the loop sees that next
+            self._control.send(encode(message))
+
+
+def _stack_in(folder: Path) -> str:
+    """What a worker wrote of where it was. The file lies in a folder of the user's code: it may be anything, or gone."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder / STACK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            return file.read(STACK_CHARACTERS).decode("ascii", "replace").replace("\x00", "")
+    return ""
+
+
+def load_codec(model_path: str) -> Codec:
+    """Load the tokenizer of a model folder. Raises `ConfigError`."""
+    try:
+        tokenizer = load_tokenizer(Path(model_path))
+    except ConfigError:
+        raise
+    except Exception as error:  # for a damaged file, transformers and its tokenizers raise what they like
+        raise ConfigError(f"model.path: the tokenizer of {model_path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return codec_of(tokenizer, ends=stop_tokens_of(Path(model_path), tokenizer=tokenizer).of_model)
+
+
+def _adopt_orphans() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _ended_child() -> int | None:
+    """A child that ended and still waits to be reaped."""
+    try:
+        result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return result.si_pid if result is not None else None
+
+
+def _children() -> set[int]:
+    """Every process whose parent is this one."""
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
+
+
+def _kill_group(process_id: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process_id, signal.SIGKILL)
+    _kill(process_id)  # a worker just forked has no group of its own yet
+
+
+def _kill(process_id: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process_id, signal.SIGKILL)
+
+
+def _how_it_ended(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"
+
+
+if __name__ == "__main__":
+    main()

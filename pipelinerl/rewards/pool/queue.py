@@ -1,0 +1,226 @@
+"""Which call goes to which slot, and who is to blame when a slot is lost. A rule: no clock, no socket, no process.
+
+Calls are handed over ahead of time, as many as run in `AHEAD_S` at the mean speed so far, so that a fast reward function never waits
+for the next message and nothing queues behind a slow one. A worker answers in order, so the first call of a slot is the one it is
+running: a deadline is counted for that one only, and only that one is charged when the worker is killed or dies. The others are
+handed out once more, at the front, and only to a slot with nothing to do: there the outcome is surely their own, so no call is
+handed out a third time. They are also taken back from a slot whose first call runs for `OVERRUN_S`, rather than wait for its deadline.
+
+A function with a rate or retries has a gate: none of its calls is handed ahead, and each begins when the gate opens. A try that failed
+is repeated up to `retries` times, after a pause that doubles; it is the same request, and gets one answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+
+from pipelinerl.messages import Reply, Score, ScoreGroup
+from pipelinerl.rewards.pool.limits import Gate
+
+AHEAD_S = 0.005
+"""Seconds of work handed to a slot ahead. Smaller lets fast functions wait for messages; larger lets calls queue behind one another."""
+MAX_AHEAD = 32
+"""Calls handed ahead, at most; bounds what is repeated when a worker is lost."""
+OVERRUN_S = 0.1
+"""A first call that runs for so long gives back what is queued behind it. Smaller withdraws calls for an ordinary pause of the system."""
+RETRY_AFTER_S = 0.5
+"""Pause before the first retry; it doubles. Shorter repeats into the same hiccup; longer holds the group open."""
+_MEMORY = 0.1
+"""Weight of the newest call in the mean duration."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Ticket:
+    """One request, from its arrival to its answer."""
+
+    ticket_id: int
+    score: Reply | Score | ScoreGroup
+    slot: int | None = None
+    """Slot that is to answer it; None while it waits."""
+    is_rerun: bool = False
+    """It was handed out once before."""
+    num_tries: int = 0
+    """Tries that failed."""
+    is_done: bool = False
+    """It is answered, or nobody wants the answer any more."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    is_ready: bool = False
+    held: collections.deque[Ticket] = dataclasses.field(default_factory=collections.deque)
+    """What its worker has and will answer, in order, withdrawn ones included."""
+    began_at: float = 0.0
+    """When its first call began."""
+    has_given_back: bool = False
+    """What was queued behind its first call was taken back."""
+
+    @property
+    def has_tail(self) -> bool:
+        return len(self.held) > 1 and not self.has_given_back
+
+    def overruns(self, now: float) -> bool:
+        return bool(self.held) and now - self.began_at >= OVERRUN_S
+
+
+class Queue:
+    """Requests waiting and running. Times are seconds on one clock of the caller's choice."""
+
+    def __init__(self, *, num_slots: int, deadline_s: float, gate: Gate | None = None, retries: int = 0) -> None:
+        self.deadline_s = deadline_s
+        self.gate = gate or Gate()
+        self._retries = retries
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._later: list[tuple[float, int, Ticket]] = []
+        """Tickets to be tried again, a heap: (when, id, ticket)."""
+        self._wanted: dict[tuple[str, int], Ticket] = {}
+        self._next_id = 0
+        self._mean_s: float | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Slots that are running a call."""
+        return sum(bool(slot.held) for slot in self._slots)
+
+    def running_s(self, slot: int, now: float) -> float:
+        """Seconds since the slot began its first call; 0.0 where it runs none."""
+        return now - self._slots[slot].began_at if self._slots[slot].held else 0.0
+
+    def add(self, score: Reply | Score | ScoreGroup) -> None:
+        """Take a request; one that repeats a request still without an answer is the same request."""
+        key = (score.rollout_id, score.attempt)
+        if key not in self._wanted:
+            ticket = Ticket(ticket_id=self._next_id, score=score)
+            self._next_id += 1
+            self._wanted[key] = ticket
+            self._waiting.append(ticket)
+
+    def cancel(self, rollout_id: str, attempt: int) -> dict[int, tuple[int, ...]]:
+        """Nobody wants this answer any more. Returns, by slot, the calls its worker should be told to skip; one that runs runs on."""
+        ticket = self._wanted.pop((rollout_id, attempt), None)
+        if ticket is None:
+            return {}
+        ticket.is_done = True
+        is_queued = ticket.slot is not None and self._slots[ticket.slot].held[0] is not ticket
+        return {ticket.slot: (ticket.ticket_id,)} if ticket.slot is not None and is_queued else {}
+
+    def open(self, slot: int) -> None:
+        """The slot's worker has loaded and takes calls."""
+        self._slots[slot].is_ready = True
+
+    def hand_out(self, now: float) -> dict[int, list[Ticket]]:
+        """The tickets to send now, by slot: always to the slot that holds least, and only as far ahead as allowed.
+
+        A slot is filled up once it is half empty: a few calls in one message cost little more than one.
+        """
+        while self._later and self._later[0][0] <= now:
+            self._waiting.appendleft(heapq.heappop(self._later)[2])
+        handed: dict[int, list[Ticket]] = {}
+        room = 1 + self._num_ahead()
+        slots = [
+            index for index, slot in enumerate(self._slots) if slot.is_ready and len(slot.held) <= room // 2 and not slot.overruns(now)
+        ]
+        while self._waiting and slots:
+            ticket = self._waiting[0]
+            if ticket.is_done:
+                self._waiting.popleft()
+                continue
+            if now < self.gate.opens_at():
+                break
+            index = min(slots, key=lambda index: len(self._slots[index].held))
+            slot = self._slots[index]
+            if len(slot.held) >= (1 if ticket.is_rerun else room):
+                break
+            if not slot.held:
+                slot.began_at = now
+            ticket.slot = index
+            self.gate.began(now)
+            slot.held.append(self._waiting.popleft())
+            handed.setdefault(index, []).append(ticket)
+        return handed
+
+    def answered(self, slot: int, ticket_id: int, now: float, *, duration_s: float | None) -> Ticket | None:
+        """The slot's worker answered its first call, or skipped it (no duration). Returns the ticket where the answer is still wanted.
+
+        Raises `ValueError` where the worker answers anything but its first call.
+        """
+        held = self._slots[slot].held
+        if not held or held[0].ticket_id != ticket_id:
+            raise ValueError(f"slot {slot} answered call {ticket_id}, expected {held[0].ticket_id if held else 'nothing'}")
+        ticket = held.popleft()
+        self._slots[slot].began_at, self._slots[slot].has_given_back = now, False
+        if duration_s is None or ticket.is_done:
+            return None
+        self._mean_s = duration_s if self._mean_s is None else (1 - _MEMORY) * self._mean_s + _MEMORY * duration_s
+        return self._finish(ticket)
+
+    def try_again(self, ticket: Ticket, now: float) -> bool:
+        """A try failed that the caller was handed as finished: have it wait for another, beside those that wait already.
+
+        False where it has had all its tries.
+        """
+        if ticket.num_tries >= self._retries:
+            return False
+        due = now + RETRY_AFTER_S * 2**ticket.num_tries
+        ticket.num_tries += 1
+        ticket.slot, ticket.is_rerun, ticket.is_done = None, False, False
+        self._wanted[ticket.score.rollout_id, ticket.score.attempt] = ticket
+        heapq.heappush(self._later, (due, ticket.ticket_id, ticket))
+        return True
+
+    def lose(self, slot: int) -> Ticket | None:
+        """The slot's worker is gone. Returns the ticket to charge: the one it was running; those behind it wait again, at the front."""
+        lost = self._slots[slot]
+        self._put_back(self._behind(slot))
+        charged = lost.held[0] if lost.held else None
+        self._slots[slot] = _Slot()
+        return self._finish(charged) if charged is not None and not charged.is_done else None
+
+    def overdue(self, now: float) -> list[int]:
+        """Slots whose first call has run past the deadline."""
+        return [index for index, slot in enumerate(self._slots) if slot.held and now - slot.began_at >= self.deadline_s]
+
+    def take_back(self, now: float) -> dict[int, tuple[int, ...]]:
+        """Have calls queued behind one that overruns wait again. Returns, by slot, the calls its worker should be told to skip."""
+        taken: dict[int, tuple[int, ...]] = {}
+        for index, slot in enumerate(self._slots):
+            if slot.has_tail and slot.overruns(now):
+                slot.has_given_back = True
+                behind = self._behind(index)
+                self._put_back(behind)
+                taken[index] = tuple(ticket.ticket_id for ticket in behind)
+        return taken
+
+    def wake_at(self) -> float | None:
+        """When `overdue`, `take_back` or, by the passing of time alone, `hand_out` will next have something; None where none will."""
+        times = [
+            slot.began_at + (min(OVERRUN_S, self.deadline_s) if slot.has_tail else self.deadline_s) for slot in self._slots if slot.held
+        ]
+        if any(slot.is_ready and not slot.held for slot in self._slots):
+            if self._waiting and self.gate.is_limited:
+                times.append(self.gate.opens_at())
+            if self._later:
+                times.append(self._later[0][0])
+        return min(times, default=None)
+
+    def _num_ahead(self) -> int:
+        return 0 if self._mean_s is None or self.gate.is_limited else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
+
+    def _behind(self, slot: int) -> list[Ticket]:
+        """Tickets queued in a slot behind its first and not taken back."""
+        held = itertools.islice(self._slots[slot].held, 1, None)
+        return [ticket for ticket in held if ticket.slot == slot]
+
+    def _put_back(self, tickets: list[Ticket]) -> None:
+        for ticket in reversed(tickets):
+            ticket.slot, ticket.is_rerun = None, True
+            self._waiting.appendleft(ticket)
+
+    def _finish(self, ticket: Ticket) -> Ticket:
+        ticket.is_done = True
+        self._wanted.pop((ticket.score.rollout_id, ticket.score.attempt), None)
+        return ticket

@@ -1,0 +1,73 @@
+"""How each reward function does: tries, failures by outcome, and the durations of its last calls."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from pipelinerl.messages import FunctionLoad, Outcome
+from pipelinerl.rewards.pool.limits import Breaker
+
+NUM_REMEMBERED = 1000
+"""Calls whose durations are kept. Fewer make the p95 jump; more let an old slow hour stand in today's figures."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Counts:
+    num_calls: int = 0
+    num_retries: int = 0
+    num_failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    recent: collections.deque[tuple[float, str]] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=NUM_REMEMBERED))
+    """(seconds, rollout id)."""
+
+
+class Tally:
+    """The figures of every function of a scorer."""
+
+    def __init__(self, *, heard: Callable[[str, Mapping[str, float]], None] = lambda rollout_id, durations_s: None) -> None:
+        """`heard` is told of every call: the rollout, and the seconds of each function that it entered."""
+        self._functions: dict[str, _Counts] = {}
+        self._heard = heard
+
+    def note(self, durations_s: Mapping[str, float], *, rollout_id: str, failed: str = "", outcome: Outcome = Outcome.OK) -> None:
+        """A call entered these functions; where it failed, `failed` is the one to blame."""
+        self._heard(rollout_id, durations_s)
+        for name, duration_s in durations_s.items():
+            counts = self._functions.setdefault(name, _Counts())
+            counts.num_calls += 1
+            counts.recent.append((duration_s, rollout_id))
+            if name == failed:
+                counts.num_failed[str(outcome)] += 1
+
+    def retried(self, name: str) -> None:
+        """A failed try is followed by another."""
+        self._functions.setdefault(name, _Counts()).num_retries += 1
+
+    def num_calls(self) -> dict[str, int]:
+        """Tries of every function, by its name."""
+        return {name: counts.num_calls for name, counts in self._functions.items()}
+
+    def report(self, breakers: Mapping[str, Breaker]) -> dict[str, FunctionLoad]:
+        """The figures by function; `breakers` by function, where it has one."""
+        return {name: _load(counts, breakers.get(name, Breaker.CLOSED)) for name, counts in self._functions.items() if counts.recent}
+
+
+def _load(counts: _Counts, breaker: Breaker) -> FunctionLoad:
+    ranked = sorted(counts.recent)
+    return FunctionLoad(
+        num_calls=counts.num_calls,
+        num_failed=dict(counts.num_failed),
+        num_retries=counts.num_retries,
+        p50_s=_quantile(ranked, 0.5),
+        p95_s=_quantile(ranked, 0.95),
+        max_s=ranked[-1][0],
+        slowest=ranked[-1][1],
+        breaker=str(breaker),
+    )
+
+
+def _quantile(ranked: list[tuple[float, str]], fraction: float) -> float:
+    """The smallest value that at least this fraction does not exceed."""
+    return ranked[math.ceil(fraction * len(ranked)) - 1][0]

@@ -1,0 +1,151 @@
+"""A worker process: it loads the functions of its lane and runs one call after the other until its socket closes or it is killed.
+
+It is born by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
+here and there protect a run from mistakes in reward code that its operator trusts; a worker has its owner's rights, so code that the
+policy wrote belongs in a sandbox which the reward function calls, for example `scorer.code`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from pipelinerl.data.tokenizer import Codec
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Message
+from pipelinerl.rewards.environment import Replying, load_environment
+from pipelinerl.rewards.pool.calls import Call, Calling, Component, Frames, Loaded, Refused, Result, Skipped, ToWorker, Withdraw, frame
+from pipelinerl.rewards.reward import Scoring, load_rewards
+from pipelinerl.runtime.function_errors import place_of
+from pipelinerl.transport.codec import Decoder
+
+ADDRESS_SPACE_BYTES = 64 << 30
+"""Smaller breaks functions that map large models; larger lets one runaway call use up the swap of a big machine."""
+OPEN_FILES = 4096
+OOM_SCORE = 500
+"""Added to the kernel's score, of 1000: when memory runs out, a reward worker goes before an engine or a trainer rank."""
+STACK_SIGNAL = signal.SIGRTMAX - 1
+"""Has a worker write down where it is, and end. No library is known to use it."""
+STACK_FILE = "stack"
+"""In the worker's folder: where it was when it crashed or got `STACK_SIGNAL`."""
+
+
+def run_worker(channel: socket.socket, *, components: tuple[Component, ...], codec: Codec, max_tokens: int, folder: Path) -> None:
+    """Serve calls until the scorer closes the channel. Raises `ConnectionError` where it closes while an answer is sent.
+
+    Functions are imported in the folder the scorer was started in, so that relative paths of plug-ins work; calls run in `folder`.
+    """
+    faulthandler.enable()
+    limit_resources()
+    try:
+        if components[0].is_environment:
+            functions = Replying(load_environment(components[0]), decode=codec.decode, encode=codec.encode)
+        else:
+            functions = Scoring(
+                load_rewards(components),
+                decode=codec.decode,
+                max_tokens=max_tokens,
+                entering=lambda name: channel.sendall(frame(Calling(name=name))),
+            )
+    except ConfigError as error:
+        channel.sendall(frame(Refused(error=str(error))))
+        return
+    os.chdir(folder)
+    with contextlib.closing(functions), open(folder / STACK_FILE, "w", buffering=1) as stack:
+        _tell_stacks(stack)
+        names = tuple(component.name for component in components)
+        channel.sendall(frame(Loaded(names=names, places=tuple(map(place_of, functions.functions)))))
+        _serve(_Inbox(channel), functions.score if isinstance(functions, Scoring) else functions.run, channel)
+
+
+def limit_resources() -> None:
+    """No core files, bounded address space and open files, first to go when memory runs out."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_AS, min(ADDRESS_SPACE_BYTES, memory_bytes))
+    _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _lower(limit: int, wanted: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(limit, (wanted, wanted))
+
+
+def _tell_stacks(stack: TextIO) -> None:
+    """From now on, write where this process is when it crashes, and at `STACK_SIGNAL`, after which it ends.
+
+    `faulthandler` writes even while native code runs or a lock is held; the tasks of an event loop follow once Python runs again.
+    """
+
+    def tell_tasks(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # no event loop runs
+            for task in asyncio.all_tasks():
+                _write_task(task, stack)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.signal(STACK_SIGNAL, tell_tasks)
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=True, chain=True)
+    faulthandler.enable(stack)
+
+
+def _write_task(task: asyncio.Task[object], stack: TextIO) -> None:
+    """What a task awaits, in `faulthandler`'s words: a loop that waits has none of this on its own stack."""
+    lines: list[str] = []
+    awaited: object = task.get_coro()
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+        awaited = getattr(awaited, "cr_await", None)
+    stack.write("\n".join(["Task (most recent call first):", *reversed(lines), ""]))
+
+
+class _Inbox:
+    """The calls waiting in this worker, and which of them were withdrawn."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.calls: collections.deque[Call] = collections.deque()
+        self.withdrawn: set[int] = set()
+        self._frames = Frames(channel)
+        self._decoder: Decoder[Call | Withdraw] = Decoder(ToWorker)
+
+    def read(self, *, may_wait: bool) -> bool:
+        """Take in what the scorer has sent; with `may_wait`, wait for something. False once the channel is closed."""
+        try:
+            bodies = self._frames.receive(0 if may_wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        for body in bodies or ():
+            message = self._decoder.decode(body)
+            if isinstance(message, Call):
+                self.calls.append(message)
+            else:
+                self.withdrawn.update(message.ticket_ids)
+        return bodies is not None
+
+
+def _serve(inbox: _Inbox, run: Callable[[Call], Result], channel: socket.socket) -> None:
+    process_id = os.getpid()
+    while inbox.read(may_wait=not inbox.calls):
+        if not inbox.calls:
+            continue
+        call = inbox.calls.popleft()
+        answer: Message
+        if call.ticket_id in inbox.withdrawn:
+            inbox.withdrawn.discard(call.ticket_id)
+            answer = Skipped(ticket_id=call.ticket_id)
+        else:
+            answer = run(call)
+            if os.getpid() != process_id:
+                os._exit(0)  # a function forked, and returned in the child, too: a second answer would be charged to the next call
+        channel.sendall(frame(answer))

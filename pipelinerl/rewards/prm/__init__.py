@@ -1,0 +1,1 @@
+"""Process reward models: steps of a trace, conventions, and the process that serves the model."""

@@ -1,0 +1,59 @@
+"""`python -m pipelinerl.rewards.prm.once --config FILE --traces FILE --output FILE`: a run's process reward model on whole traces, once.
+
+For `pipelinerl try`: the model, the judge and the way in which a trace is cut into steps are those of `prm_process`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config import Config
+from pipelinerl.data.stop_tokens import stop_tokens_of
+from pipelinerl.data.tokenizer import decoder, load_tokenizer
+from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Outcome
+from pipelinerl.rewards.prm.process import killed_after, load_scorer
+from pipelinerl.rewards.prm.steps import Splitter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards.prm.once", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="resolved settings, as JSON")
+    parser.add_argument("--traces", type=Path, required=True, help="JSON: a list of {prompt, tokens}, in the policy's token ids")
+    parser.add_argument("--output", type=Path, required=True, help="where the scores go, as JSON")
+    arguments = parser.parse_args()
+    config = Config.model_validate_json(arguments.config.read_bytes())
+    set_environment()
+    try:
+        answer: dict[str, Any] = {"traces": score(config, json.loads(arguments.traces.read_text()))}
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    arguments.output.write_text(json.dumps(answer))
+
+
+def score(config: Config, traces: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
+    """Of each trace the `steps`, as (position of the last token, text, score or None, error), and the model's `version`."""
+    scorer = load_scorer(config.prm)
+    tokenizer = load_tokenizer(config.model.path)
+    decode = decoder(tokenizer, ends=stop_tokens_of(config.model.path, tokenizer=tokenizer).of_model)
+    begun = []
+    for number, trace in enumerate(traces):
+        splitter = Splitter(decode, max_steps=config.prm.max_steps, separator=config.prm.separator)
+        one = scorer.begin(str(number), 0, prompt=decode(trace["prompt"]), splitter=splitter)
+        one.feed(trace["tokens"], is_last=True)
+        begun.append(one)
+    steps: list[list[tuple[int, str, float | None, str]]] = [[] for _ in traces]
+    with killed_after(config.prm.deadline_s, "the process reward model"):
+        for found in scorer.score(begun):
+            number = int(found.rollout_id)
+            is_ok = found.outcome is Outcome.OK
+            steps[number].append((found.end, begun[number].texts[found.step], found.score if is_ok else None, found.error))
+    return [{"steps": each, "version": scorer.version} for each in steps]
+
+
+if __name__ == "__main__":
+    main()

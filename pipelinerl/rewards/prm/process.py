@@ -1,0 +1,94 @@
+"""`python -m pipelinerl.rewards.prm.process --run-folder RUN --index I`: the process reward model of a run, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelinerl.config import PrmSection
+from pipelinerl.data.stop_tokens import stop_tokens_of
+from pipelinerl.data.tokenizer import decoder, load_tokenizer
+from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import ToScorer
+from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.prm.scorer import PrmScorer, StepScorer
+from pipelinerl.rewards.prm.server import PrmServer, convention_of
+from pipelinerl.runtime.process import last_words, read_config
+from pipelinerl.transport.zmq import ZmqLink
+
+
+def main() -> None:
+    """Load the model, connect as `scorer-I` and serve."""
+    parser = argparse.ArgumentParser(prog="pipelinerl.rewards.prm.process", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
+    parser.add_argument("--index", type=int, required=True, help="number of this process among the scorers")
+    arguments = parser.parse_args()
+    name = f"scorer-{arguments.index}"
+    with last_words(arguments.run_folder, name):
+        config = read_config(arguments.run_folder)
+        set_environment()
+        scorer = load_scorer(config.prm)
+        tokenizer = load_tokenizer(config.model.path)
+        journal = Journal(arguments.run_folder, name)
+        link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
+        try:
+            server = PrmServer(
+                scorer,
+                config.prm,
+                decode=decoder(tokenizer, ends=stop_tokens_of(config.model.path, tokenizer=tokenizer).of_model),
+                link=link,
+                journal=journal,
+                prm_id=arguments.index,
+                limit=lambda: killed_after(config.prm.deadline_s, name),
+            )
+            server.run()
+        finally:
+            link.close()
+            journal.close()
+
+
+def load_scorer(section: PrmSection) -> StepScorer:
+    """The model of a config, or its judge. Raises `ConfigError`."""
+    if section.path is None:
+        from pipelinerl.rewards.prm.judge import JudgeScorer
+
+        return JudgeScorer(section)
+    from pipelinerl.rewards.prm.vllm import VllmPrm
+
+    try:
+        engine = VllmPrm(section.path, dtype=section.dtype, max_tokens=section.max_tokens, options=section.options)
+    except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
+        raise ConfigError(f"vLLM cannot serve the process reward model {section.path}: {type(error).__name__}: {error}") from error
+    return PrmScorer(engine, convention=convention_of(section), version=str(section.path))
+
+
+@contextlib.contextmanager
+def killed_after(seconds: float, name: str) -> Iterator[None]:
+    """Kill this process when the block takes longer: a forward pass that hangs gives no thread a chance to stop it otherwise.
+
+    By a signal, so that the launcher starts it again and what it had is sent again.
+    """
+
+    def kill() -> None:
+        print(f"{name}: a batch took more than {seconds:g} s (prm.deadline_s); this process ends, and is started again", file=sys.stderr)
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The main loop of a process reward model's process: tokens of growing traces in, scores of the steps they complete out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
+import numpy as np
+
+from pipelinerl.config import PrmSection
+from pipelinerl.messages import Cancel, Failed, FunctionKind, Message, Outcome, PrmLoad, PrmReady, StepsScored, Stop, TraceTokens
+from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.failures import Failures
+from pipelinerl.rewards.prm.scorer import CONVENTIONS, Convention, StepScore, StepScorer, Trace
+from pipelinerl.rewards.prm.steps import Splitter
+from pipelinerl.runtime.function_errors import FunctionError
+from pipelinerl.transport.base import Link
+
+LOAD_EVERY_S = 1.0
+"""Between two `PrmLoad`: its sign of life."""
+
+
+def convention_of(section: PrmSection) -> Convention:
+    """The named convention, with the tag of the config where it states one."""
+    convention = CONVENTIONS[section.convention]
+    return convention if section.tag is None else dataclasses.replace(convention, tag=section.tag)
+
+
+class PrmServer:
+    """One process reward model.
+
+    takes       `TraceTokens`, `Cancel`, `Stop` from the orchestrator
+    gives       `PrmReady` to each; `StepsScored` for all tokens it takes; `FunctionFailed` for each cause of traces it could not score;
+                `PrmLoad` every second
+    waits for   the link; while the model computes, what arrives there waits, and then goes through it as one batch
+    woken by    messages
+    fails       whatever the model raises ends it; a trace it cannot take is an outcome
+    ends        on `Stop`
+    """
+
+    def __init__(
+        self,
+        scorer: StepScorer,
+        section: PrmSection,
+        *,
+        decode: Callable[[list[int]], str],
+        link: Link,
+        journal: Journal,
+        prm_id: int,
+        limit: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        """`decode` is the policy's tokenizer; `limit()` is entered around every batch, and ends this process when that takes too long."""
+        self._section = section
+        self._scorer = scorer
+        self._decode = decode
+        self._link = link
+        self._journal = journal
+        self._prm_id = prm_id
+        self._limit = limit
+        self._traces: dict[str, Trace] = {}
+        self._num_taken: dict[str, int] = {}
+        """Tokens of the policy taken, by rollout."""
+        self._touched: dict[str, bool] = {}
+        """Traces with tokens since the last batch, and whether they are complete."""
+        self._failures = Failures()
+        self._num_steps = 0
+        self._total_taken = 0
+        self._busy_s = 0.0
+        self._is_stopped = False
+        self._next_load_at = time.monotonic()
+
+    def run(self) -> None:
+        """Serve until `Stop`. Any error is told to the orchestrator before it ends this process."""
+        try:
+            self._link.introduce(self._introduce)
+            while not self._is_stopped:
+                self._turn()
+        except Exception as error:  # whatever ends a process is told to its peer, then goes its way
+            self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
+            raise
+
+    def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
+        """An orchestrator that takes another's place sends all it wants scored: nobody may answer what the dead one sent."""
+        for rollout_id in list(self._traces):
+            self._drop(rollout_id)
+        self._failures.tell_anew()
+        return [PrmReady(prm_id=self._prm_id, process_id=os.getpid(), version=self._scorer.version)]
+
+    def _turn(self) -> None:
+        message = self._link.receive(max(0.0, self._next_load_at - time.monotonic()))
+        while message is not None and not self._is_stopped:
+            self._obey(message)
+            message = self._link.receive(0.0)
+        if self._touched:
+            self._score()
+        self._link.send(*self._failures.news(num_calls={self._scorer.version: self._num_steps}))
+        if time.monotonic() >= self._next_load_at:
+            self._report()
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case TraceTokens():
+                self._feed(message)
+            case Cancel():
+                trace = self._traces.get(message.rollout_id)
+                if trace is not None and trace.attempt <= message.attempt:
+                    self._drop(message.rollout_id)
+            case Stop():
+                self._is_stopped = True
+
+    def _feed(self, tokens: TraceTokens) -> None:
+        if tokens.prompt_token_ids is not None:
+            self._begin(tokens)
+        trace = self._traces.get(tokens.rollout_id)
+        if trace is None or trace.attempt != tokens.attempt:
+            return  # withdrawn meanwhile
+        trace.feed(tokens.token_ids.tolist(), is_last=tokens.is_last)
+        self._num_taken[tokens.rollout_id] += len(tokens.token_ids)
+        self._total_taken += len(tokens.token_ids)
+        self._touched[tokens.rollout_id] = tokens.is_last
+
+    def _begin(self, tokens: TraceTokens) -> None:
+        assert tokens.prompt_token_ids is not None
+        splitter = Splitter(self._decode, max_steps=self._section.max_steps, separator=self._section.separator)
+        prompt = self._decode(tokens.prompt_token_ids.tolist())
+        self._traces[tokens.rollout_id] = self._scorer.begin(tokens.rollout_id, tokens.attempt, prompt=prompt, splitter=splitter)
+        self._num_taken[tokens.rollout_id] = 0
+
+    def _score(self) -> None:
+        touched, self._touched = self._touched, {}
+        started, started_at = time.monotonic(), time.time()
+        with self._limit():
+            found = self._scorer.score([self._traces[rollout_id] for rollout_id in touched])
+        self._busy_s += time.monotonic() - started
+        if found:
+            self._journal.span(f"scorer-{self._prm_id}", "score", start=started_at, end=time.time(), count=len(found))
+        self._num_steps += len(found)
+        scores: dict[str, list[StepScore]] = {rollout_id: [] for rollout_id in touched}
+        for one in found:
+            scores[one.rollout_id].append(one)
+        for rollout_id, is_last in touched.items():
+            self._link.send(self._answer(rollout_id, scores[rollout_id], is_last=is_last))
+            if is_last:
+                self._drop(rollout_id)
+
+    def _answer(self, rollout_id: str, found: list[StepScore], *, is_last: bool) -> StepsScored:
+        good = [one for one in found if one.outcome is Outcome.OK]
+        bad = next((one for one in found if one.outcome is not Outcome.OK), None)
+        if bad is not None:
+            error = FunctionError(cause=bad.error)
+            self._failures.note(self._scorer.version, error, kind=FunctionKind.PRM, outcome=bad.outcome, rollout_id=rollout_id)
+        trace = self._traces[rollout_id]
+        first, trace.num_told = trace.num_told, trace.num_told + len(good)
+        return StepsScored(
+            rollout_id=rollout_id,
+            attempt=trace.attempt,
+            num_taken=self._num_taken[rollout_id],
+            first=first,
+            ends=np.array([one.end for one in good], np.int32),
+            scores=np.array([one.score for one in good], np.float32),
+            is_last=is_last,
+            version=self._scorer.version,
+            outcome=bad.outcome if bad else Outcome.OK,
+            error=bad.error if bad else "",
+        )
+
+    def _drop(self, rollout_id: str) -> None:
+        del self._traces[rollout_id], self._num_taken[rollout_id]
+        self._touched.pop(rollout_id, None)
+
+    def _report(self) -> None:
+        self._next_load_at = time.monotonic() + LOAD_EVERY_S
+        cost = self._scorer.cost
+        load = PrmLoad(
+            prm_id=self._prm_id,
+            num_traces=len(self._traces),
+            num_steps=self._num_steps,
+            num_taken=self._total_taken,
+            num_computed=cost.num_computed,
+            num_asked=cost.num_asked,
+            busy_s=self._busy_s,
+        )
+        self._journal.write("load", **msgspec.structs.asdict(load))
+        self._link.send(load)

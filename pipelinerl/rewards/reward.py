@@ -1,0 +1,314 @@
+"""Reward functions: find them, see from their parameters how they want to be called, and judge what they return.
+
+| shape | marked by | called as | returns |
+| --- | --- | --- | --- |
+| ours | `completion`, or only `turns` | `reward(prompt=, completion=, **columns)` | a number |
+| TRL | `completions`, `completion_ids` | `reward(prompts=[..], completions=[..], **columns)`, lists of one | a list of one number or None |
+| verl | `solution_str`, `model_output`, `predict_str` | these and `data_source`, `ground_truth`, `extra_info` | a number or `{score}` |
+| verl's batches | `solution_strs` | the same in the plural, lists of one | a list of these |
+| reasoning-gym | `answer` with `entry` | `score_answer(answer=, entry=)` | a number |
+| verifiers | being a `Rubric` | its functions with `prompt`, `completion`, `answer`, `info`, `state` | numbers, summed by its weights |
+
+A function is passed only what it accepts: the row's columns by name, its `options` of the config, and where it names them `num_tokens`
+(that the model sampled) and `finish` of the completion, `max_tokens` of the run and `chat`, the prompt's messages. `async def` works in
+every shape. Whatever a function raises or returns becomes an outcome with a text; nothing becomes 0.0 because it failed.
+
+In a run with an environment a completion is everything after the prompt, what the environment said included. Functions of our shape that
+name `turns` get what the model said in each turn, a list of texts; `replies`, what the environment replied to all of them but the last.
+
+TRL: None says that the function does not apply. Prompts and completions are chat messages where the row's prompt is, and text where it is
+text, as there: functions of `trl.rewards` that read a completion expect messages. One that is configured per group is passed lists of all
+siblings; the other shapes know one. verl: a row may hold `ground_truth` or `reward_model = {ground_truth}`; where it has no `extra_info`,
+that is an empty dictionary, as there. verifiers: see `rubric`. reasoning-gym: `answer` is what stands in the last <answer> tag, or all of
+the completion; `entry` is the row, with the prompt as `question`.
+
+A function of none of these shapes that can be called with its `options` alone, and then returns one of them, is a factory, as
+`trl.rewards:get_soft_overlong_punishment` is: it is called once, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import inspect
+import math
+import numbers
+import re
+import reprlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Outcome
+from pipelinerl.rewards.functions.rubric import adapt_rubric, is_rubric
+from pipelinerl.rewards.pool.arguments import Parameters, by_turns, parameters_of
+from pipelinerl.rewards.pool.calls import Call, Component, Result
+from pipelinerl.runtime.function_errors import FunctionError, error_of, place_of
+from pipelinerl.runtime.plugin import load_plugin
+
+ERROR_CHARACTERS = 2000
+"""Longest error text that travels. Longer would let one exception with a huge message fill the journal."""
+
+
+class Shape(enum.StrEnum):
+    """How a reward function wants to be called."""
+
+    OURS = "reward(prompt, completion, **columns) -> float"
+    TRL = "reward(prompts, completions, **columns) -> list[float | None]"
+    VERL = "compute_score(data_source, solution_str, ground_truth, extra_info) -> float"
+    VERL_BATCH = "compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list[float]"
+    REASONING_GYM = "score_answer(answer, entry) -> float"
+
+
+_LISTS = (Shape.TRL, Shape.VERL_BATCH)
+"""Shapes that are called with lists, and so also for all siblings at once."""
+_MARKS = {
+    "completion": Shape.OURS,
+    "completions": Shape.TRL,
+    "completion_ids": Shape.TRL,
+    "solution_str": Shape.VERL,
+    "model_output": Shape.VERL,
+    "predict_str": Shape.VERL,
+    "solution_strs": Shape.VERL_BATCH,
+}
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class NotANumber(Exception):
+    """A reward function returned something that is no finite number; the message says what."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One reward function, ready to be called."""
+
+    name: str
+    shape: Shape
+    function: Callable[..., Any]
+    parameters: Parameters
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the config; they go before columns."""
+
+    def arguments(self, call: Call, *, completions: Sequence[str], max_tokens: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+        """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
+        columns = call.columns
+        extra: dict[str, Any] = {}
+        if self.shape is Shape.TRL:
+            num = len(completions)
+            passed = {name: [value] * num for name, value in columns.items()} | self.options
+            passed |= {"prompts": [list(call.chat) or call.prompt] * num, "completions": [_as_chat(text, call) for text in completions]}
+            extra = {"completion_ids": [token_ids.tolist() for token_ids in call.completions]}
+        elif self.shape is Shape.VERL_BATCH:
+            one = {"data_source": "", "extra_info": {}, **_verl_truth(columns), **columns, "solution_str": ""}
+            passed = {f"{name}s": [value] * len(completions) for name, value in one.items()} | self.options
+            passed |= {"solution_strs": list(completions)}
+        else:
+            (completion,), (token_ids,), (finish,) = completions, call.completions, call.finishes
+            if self.shape is Shape.OURS:
+                passed = {**columns, **self.options, "prompt": call.prompt, "completion": completion}
+                turns = call.turns[0] if call.turns else None
+                num_tokens = len(token_ids) if turns is None else int(turns.mask(len(token_ids)).sum())
+                extra = {"num_tokens": num_tokens, "finish": finish.value, "max_tokens": max_tokens, "chat": list(call.chat)}
+                if self.parameters.accepts & {"turns", "replies"}:
+                    extra |= by_turns(token_ids, turns, decode=decode)
+            elif self.shape is Shape.REASONING_GYM:
+                answers = _ANSWER.findall(completion)
+                entry = {"question": _question(call), **columns}
+                passed = {**self.options, "answer": answers[-1].strip() if answers else completion.strip(), "entry": entry}
+            else:
+                defaults = {"data_source": "", "extra_info": {}, **_verl_truth(columns)}
+                passed = {**defaults, **columns, **self.options, **dict.fromkeys(_VERL_NAMES, completion)}
+        return self.parameters.choose(passed, extra=extra, columns=columns)
+
+
+def load_rewards(components: Sequence[Component]) -> tuple[Reward, ...]:
+    """Import every function. Raises `ConfigError` where one is missing, cannot be imported or has an unknown signature."""
+    rewards = [inspect_reward(load_plugin(item.function), reference=item.function, options=item.options) for item in components]
+    return tuple(dataclasses.replace(reward, name=item.name) for reward, item in zip(rewards, components, strict=True))
+
+
+def inspect_reward(function: Any, *, reference: str, options: Mapping[str, Any] | None = None) -> Reward:
+    """See from its parameters how `function` wants to be called. Raises `ConfigError` naming them and the accepted shapes."""
+    if is_rubric(function):
+        function = adapt_rubric(function, reference=reference)
+    parameters = parameters_of(function, what=f"reward {reference}")
+    shapes = _shapes_of(parameters)
+    if (
+        not shapes
+        and not parameters.is_by_position
+        and (made := _made_by(function, parameters, reference, dict(options or {}))) is not None
+    ):
+        return inspect_reward(made, reference=reference)
+    if len(shapes) != 1 or parameters.is_by_position:
+        accepted = "\n".join(f"  {shape.value}" for shape in Shape)
+        missing = ", ".join(sorted(parameters.requires - (options or {}).keys()))
+        factory = f"\nWhere it makes one of these, name its parameters as options: {missing}" if missing and not shapes else ""
+        raise ConfigError(f"reward {reference} takes ({parameters.text}), which is none of the accepted shapes:\n{accepted}{factory}")
+    parameters.refuse_unknown(options or {}, what=f"reward {reference}")
+    if shapes[0] in (Shape.VERL, Shape.VERL_BATCH):
+        parameters = dataclasses.replace(parameters, takes_any=False)  # verl passes what it has, and nothing else
+    return Reward(name=reference.rpartition(":")[2], shape=shapes[0], function=function, parameters=parameters, options=dict(options or {}))
+
+
+def _shapes_of(parameters: Parameters) -> list[Shape]:
+    shapes = list({shape for mark, shape in _MARKS.items() if mark in parameters.accepts})
+    if not shapes and "turns" in parameters.accepts:
+        return [Shape.OURS]
+    return [Shape.REASONING_GYM] if not shapes and {"answer", "entry"} <= parameters.accepts else shapes
+
+
+def _made_by(function: Callable[..., Any], parameters: Parameters, reference: str, options: dict[str, Any]) -> Any:
+    """The reward function that a factory makes of its options; None where it is no factory. Raises `ConfigError` where it raises."""
+    if parameters.is_by_position or parameters.requires - options.keys():
+        return None
+    parameters.refuse_unknown(options, what=f"reward {reference}")
+    try:
+        made = function(**options)
+    except Exception as error:  # a user's function may raise anything; it becomes a named error with its cause
+        raise ConfigError(f"reward {reference}, called with its options to make a reward function, raised {error_of(error)}") from error
+    return made if callable(made) or is_rubric(made) else None
+
+
+class Scoring:
+    """Runs the reward functions of a lane on one call after the other, in the process that calls it."""
+
+    def __init__(
+        self, rewards: Sequence[Reward], *, decode: Callable[[list[int]], str], max_tokens: int, entering: Callable[[str], None]
+    ) -> None:
+        self._rewards = rewards
+        self._decode = decode
+        self._max_tokens = max_tokens
+        self._entering = entering
+        """Told the name of every function but the first before it runs."""
+        self._runner = asyncio.Runner()
+        """Makes its loop when the first asynchronous function is called."""
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Of the lane, in order."""
+        return tuple(reward.function for reward in self._rewards)
+
+    def close(self) -> None:
+        """Close the loop that asynchronous functions ran on."""
+        self._runner.close()
+
+    def score(self, call: Call) -> Result:
+        """Run the functions in order; the first one that fails ends the call. Never raises."""
+        started_at, begin = time.time(), time.perf_counter()
+        components: tuple[dict[str, float], ...] = tuple({} for _ in call.completions)
+        durations_s: dict[str, float] = {}
+        outcome, error, failure = self._run(call, components, durations_s)
+        is_ok = outcome is Outcome.OK
+        return Result(
+            ticket_id=call.ticket_id,
+            outcome=outcome,
+            components=components if is_ok else (),
+            error=error[:ERROR_CHARACTERS],
+            failed="" if is_ok else next(reversed(durations_s), self._rewards[0].name),
+            failure=failure,
+            started_at=started_at,
+            duration_s=time.perf_counter() - begin,
+            durations_s=durations_s,
+        )
+
+    def _run(
+        self, call: Call, components: tuple[dict[str, float], ...], durations_s: dict[str, float]
+    ) -> tuple[Outcome, str, FunctionError | None]:
+        name, function = "decoding the tokens", None
+        try:
+            completions = [self._decode(token_ids.tolist()) for token_ids in call.completions]
+            for index, reward in enumerate(self._rewards):
+                name, function = reward.name, reward.function
+                durations_s[name] = 0.0
+                if index:
+                    self._entering(name)
+                begin = time.perf_counter()
+                try:
+                    arguments = reward.arguments(call, completions=completions, max_tokens=self._max_tokens, decode=self._decode)
+                    values = self._call(reward, arguments, num_completions=len(completions))
+                finally:
+                    durations_s[name] = time.perf_counter() - begin
+                for found, value in zip(components, values, strict=True):
+                    if value is not None:
+                        found[name] = value
+        except NotANumber as error:
+            return Outcome.INVALID, f"{name} {error}", FunctionError(cause=str(error), where=place_of(function))
+        except BaseException as error:  # the boundary to a user's function: whatever it raises, SystemExit too, becomes a counted value
+            return Outcome.ERROR, f"{name} raised {describe(error)}", error_of(error, function=function)
+        return Outcome.OK, "", None
+
+    def _call(self, reward: Reward, arguments: dict[str, Any], *, num_completions: int) -> list[float | None]:
+        returned = reward.function(**arguments)
+        if inspect.isawaitable(returned):
+            returned = self._runner.run(wait_for_value(returned))
+        return read_values(returned, shape=reward.shape, num_completions=num_completions)
+
+
+def read_values(returned: Any, *, shape: Shape, num_completions: int) -> list[float | None]:
+    """The numbers a function returned, one for each completion; None where a TRL function says that it does not apply.
+
+    Raises `NotANumber`.
+    """
+    if shape not in _LISTS:
+        return [_number(returned["score"] if _is_verl_dict(returned, shape) else returned, returned=returned)]
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+        wanted = "one number" if num_completions == 1 else f"{num_completions} numbers"
+        raise NotANumber(f"returned {reprlib.repr(returned)}, expected a list of {wanted}")
+    if len(returned) != num_completions:
+        plural = "" if num_completions == 1 else "s"
+        raise NotANumber(f"returned {len(returned)} values for {num_completions} completion{plural}: {reprlib.repr(returned)}")
+    if shape is Shape.VERL_BATCH:
+        return [_number(value["score"] if _is_verl_dict(value, Shape.VERL) else value, returned=returned) for value in returned]
+    return [None if value is None else _number(value, returned=returned) for value in returned]
+
+
+def _is_verl_dict(returned: Any, shape: Shape) -> bool:
+    return shape is Shape.VERL and isinstance(returned, Mapping) and "score" in returned
+
+
+def _number(value: Any, *, returned: Any) -> float:
+    if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()  # a numpy or torch scalar
+    if not isinstance(value, numbers.Real):
+        raise NotANumber(f"returned {reprlib.repr(returned)}, expected a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise NotANumber(f"returned {reprlib.repr(returned)}, which no float holds") from None
+    if not math.isfinite(number):
+        raise NotANumber(f"returned {number}, expected a finite number")
+    return number
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and message, also where its `__str__` fails."""
+    try:
+        text = str(error)
+    except Exception as broken:  # an exception of a user's own class may not even be printable
+        text = f"(message unavailable: its __str__ raised {type(broken).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _as_chat(text: str, call: Call) -> str | list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}] if call.chat else text
+
+
+_VERL_NAMES = tuple(mark for mark, shape in _MARKS.items() if shape is Shape.VERL)
+
+
+def _question(call: Call) -> str:
+    """The prompt without its chat template, where it has one."""
+    contents = [message.get("content") for message in call.chat if message.get("role") == "user"]
+    return contents[-1] if contents and isinstance(contents[-1], str) else call.prompt
+
+
+def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:
+    nested = columns.get("reward_model")
+    return {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) and "ground_truth" in nested else {}
+
+
+async def wait_for_value(awaitable: Awaitable[Any]) -> Any:
+    """What an asynchronous function returns."""
+    return await awaitable

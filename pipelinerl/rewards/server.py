@@ -1,0 +1,111 @@
+"""The scorer's main loop: a link to the orchestrator on one side, lanes of reward workers on the other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from pipelinerl.config import Config
+from pipelinerl.errors import PeerGone
+from pipelinerl.messages import Cancel, Failed, Message, Reply, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
+from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.pool.slots import Lanes
+from pipelinerl.transport.base import Link
+
+LOAD_EVERY_S = 1.0
+"""Between two `ScorerLoad`. It is the sign of life, so it must stay far below `scorer.silent_after_s`."""
+
+
+class Server:
+    """One scorer.
+
+    takes       `Reply`, `Score`, `ScoreGroup`, `Cancel`, `Stop` from the orchestrator; answers of workers
+    gives       `ScorerReady` once, `Replied`, `Scored` or `GroupScored` for every request that is not cancelled, `FunctionFailed` for each
+                cause of failures, `ScorerLoad` every second
+    waits for   the link and every worker's channel at once, until the next deadline at the latest
+    woken by    messages, ends of workers, deadlines
+    fails       `ConfigError` where a function or the tokenizer cannot be loaded, `PeerGone` where the fork server is gone; a
+                reward function that fails is an outcome
+    ends        on `Stop`: calls under way are killed, requests without an answer are dropped
+    """
+
+    def __init__(self, config: Config, *, link: Link, journal: Journal, scorer_id: int) -> None:
+        self._link = link
+        self._journal = journal
+        self._scorer_id = scorer_id
+        self._num_scored = 0
+        self._is_stopped = False
+        self._next_load_at = time.monotonic()
+        self._lanes = Lanes(
+            config.reward,
+            config.scorer,
+            environment=config.environment,
+            model_path=str(config.model.path),
+            max_tokens=config.rollout.max_tokens,
+            journal=journal,
+            name=f"scorer-{scorer_id}",
+        )
+
+    def run(self) -> None:
+        """Serve until `Stop`. An error is told to the orchestrator before it ends this process; a fork server that is gone is none of its
+        own: it is started again, and whatever it was asked is asked again.
+        """
+        try:
+            self._lanes.start()
+            self._lanes.wake_on(self._link.fileno())
+            self._link.introduce(self._introduce)
+            while not self._is_stopped:
+                self._turn()
+        except PeerGone:
+            raise
+        except Exception as error:  # whatever ends a process is told to its peer, then goes its way
+            self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._lanes.close()
+
+    def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
+        """An orchestrator that takes another's place asks anew for what it wants: nobody may answer what the dead one asked."""
+        self._lanes.cancel_all()
+        return [ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._lanes.num_slots)]
+
+    def _turn(self) -> None:
+        # The link is drained last, with nothing sent between that and the wait: ZeroMQ signals its descriptor once for each change
+        # of state, and sending uses such a signal up.
+        scored = list(self._lanes.advance())
+        self._link.send(*scored, *self._lanes.news())
+        self._num_scored += len(scored)
+        if time.monotonic() >= self._next_load_at:
+            self._report()
+        has_news = False
+        while not self._is_stopped and (message := self._link.receive(0)) is not None:
+            has_news = True
+            self._obey(message)
+        if not self._is_stopped:
+            self._lanes.wait(0.0 if has_news else self._next_load_at - time.monotonic())
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Reply() | Score() | ScoreGroup():
+                self._lanes.submit(message)
+            case Cancel():
+                self._lanes.cancel(message.rollout_id, message.attempt)
+            case Stop():
+                self._is_stopped = True
+
+    def _report(self) -> None:
+        self._next_load_at = time.monotonic() + LOAD_EVERY_S
+        loads = self._lanes.functions()
+        functions = {name: msgspec.structs.asdict(each) for name, each in loads.items()}
+        load = ScorerLoad(
+            scorer_id=self._scorer_id,
+            num_running=self._lanes.num_running,
+            num_scored=self._num_scored,
+            busy_s=self._lanes.total_busy_s(),
+            functions=loads,
+        )
+        self._journal.write("load", **msgspec.structs.asdict(load) | {"functions": functions})
+        self._link.send(load)

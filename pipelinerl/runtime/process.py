@@ -1,0 +1,157 @@
+"""What every process of a run does alike: name itself, die with its parent, and leave its last error where the launcher finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from pipelinerl.config import Config
+from pipelinerl.config.file import load_run
+from pipelinerl.errors import PeerGone, PeerSilent, PipelineError
+from pipelinerl.weights.shared_names import machine
+
+_PR_SET_PDEATHSIG = 1
+UNWRITTEN = 74
+"""Exit code of a process that could write neither its error nor its log; EX_IOERR of sysexits.h."""
+
+
+def die_with_parent(parent_id: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux).
+
+    A parent that knows its id hands it over (`parent_id`): then one that is gone already is noticed, too.
+    """
+    parent_id = parent_id or os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_id:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def last_words(run_folder: Path, process: str) -> Iterator[None]:
+    """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1; where the disk takes no
+    word of it, with `UNWRITTEN`.
+
+    It may first open as many files as the system allows: connections are files, too, also those of strangers.
+
+    Errors of our own tree print as one message; anything else with its traceback. `KeyboardInterrupt` and `SystemExit` pass through.
+    """
+    allow_open_files()
+    try:
+        yield
+    except Exception as error:  # the outermost boundary of a process: whatever it is, it becomes the run's first error
+        errors = list(_leaves(error))
+        text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
+        trace = "".join(traceback.format_exception(error))
+        is_consequence = all(isinstance(leaf, PeerSilent | PeerGone) for leaf in errors)
+        try:
+            record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
+            print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
+        except OSError:
+            os._exit(UNWRITTEN)  # at once: what Python still has to print would fail, too
+        sys.exit(1)
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to the hard one, as far as the system lets it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
+    """Record why this process, which cannot go on, ends; then end it at once, with 1. Any thread may."""
+    record_failure(run_folder, process, error=f"Stalled: {verdict.splitlines()[0]}", trace=verdict)
+    print(verdict, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def register(run_folder: Path, peer: str) -> None:
+    """Write down that this process is a peer from now on, in `<run>/processes/<peer>`: whoever started it kills by this what it is asked to
+    have replaced, and by nothing that came in a message."""
+    folder = run_folder / "processes"
+    folder.mkdir(exist_ok=True)
+    draft = folder / f".{peer}.{os.getpid()}"
+    draft.write_text(f"{machine()} {os.getpid()}")
+    draft.replace(folder / peer)
+
+
+def ask_to_replace(run_folder: Path, peer: str) -> None:
+    """Ask whoever started a peer that fell silent, or keeps saying what cannot be, to kill its process, and so to start it again.
+
+    A file, because the process may be another machine's; its launcher looks for it, see `launch`.
+    """
+    folder = run_folder / "silent"
+    folder.mkdir(exist_ok=True)
+    (folder / peer).touch()
+
+
+def asked_to_replace(run_folder: Path) -> Iterator[tuple[Path, str, int]]:
+    """The open requests of `ask_to_replace` about processes of this machine: the file, to be removed by whoever fulfils it, the peer, and
+    the process that has registered under its name. A request that is older than that process is about the one before, and removed."""
+    for path in (run_folder / "silent").glob("*-*"):
+        registered = run_folder / "processes" / path.name
+        with contextlib.suppress(OSError, ValueError):
+            where, process_id = registered.read_text().rsplit(" ", 1)
+            if where != machine():
+                continue
+            if registered.stat().st_mtime_ns > path.stat().st_mtime_ns:
+                path.unlink()
+            else:
+                yield path, path.name, int(process_id)
+
+
+def ancestors(process_id: int) -> Iterator[int]:
+    """A process's own id, its parent's, and so on, as far as the kernel tells (Linux)."""
+    while process_id > 1:
+        yield process_id
+        try:
+            process_id = int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+
+
+def stopped_processes() -> list[int]:
+    """Ids of all processes that were stopped by a signal and not continued (Linux)."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit() and _state_of(folder) == "T"]
+
+
+def _state_of(folder: Path) -> str:
+    try:
+        return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # it has ended meanwhile
+        return ""
+
+
+def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "", is_consequence: bool = False) -> None:
+    """Write down what ended a process, for the launcher to show; a record that is there already stands.
+
+    `is_consequence`: it ended because a peer did, and may do better with another one.
+    """
+    folder = run_folder / "failures"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError), open(folder / f"{process}.json", "x") as file:
+        record = {"t": time.time(), "process": process, "role": process.partition("-")[0], "error": error, "traceback": trace}
+        json.dump(record | {"is_consequence": is_consequence}, file)
+
+
+def read_config(run_folder: Path) -> Config:
+    """The run's resolved settings, as the launcher wrote them. Raises `ConfigError` where the file is missing or damaged."""
+    return load_run(run_folder)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,1 @@
+"""Forms on disk that several processes share: schema number, checksums, checkpoint folders."""

@@ -1,0 +1,79 @@
+"""The trainer's memory of what it published, so that it can send what changed instead of the whole.
+
+It keeps one copy of the policy published last, and for every policy since the *baseline*, the oldest one that any engine still holds, which
+elements it changed. What is sent is the union of those with their newest values: right over every version from the baseline on, whichever
+of them an engine holds, however often it is told. The baseline moves when every engine holds a newer policy and says so; a publication
+that fails, or that nobody took, moves nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from pipelinerl.messages import Tensor
+from pipelinerl.weights.codec import encode
+from pipelinerl.weights.delta import Changes, Positions, Space, union
+from pipelinerl.weights.manifest import Manifest, digest_of, seal
+
+MAX_CHANGED_FRACTION = 0.25
+"""Part of all elements beyond which the whole is sent: changes then cost half of it or more, and time to encode and to lay over. Also
+bounds what is remembered: positions of so many elements, two bytes for each element of the model."""
+
+
+class Baseline:
+    """Knows what changed since the oldest policy that any engine holds. Belongs to one thread."""
+
+    def __init__(self, layout: tuple[Tensor, ...], *, num_bytes: int) -> None:
+        self.version: int | None = None
+        """What changes are laid over; None while some engine needs a whole policy."""
+        self._space = Space(layout)
+        self._limit = MAX_CHANGED_FRACTION * sum(self._space.num_elements.values())
+        self._last = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._steps: dict[int, dict[int, Positions]] = {}
+        """By version, ascending: what it changed against the one published before it."""
+        self._oldest: int | None = None
+        """Every step after this version is remembered; None before the first publication."""
+
+    def changes_of(self, version: int, buffer: torch.Tensor) -> Changes | None:
+        """Note policy `version`, whole in `buffer` ([bytes] uint8), and return what to send; None where that is the whole.
+
+        A version that could not be published may be told once more; its bits are the same.
+        """
+        if self._oldest is None:
+            self._oldest = version
+        elif version not in self._steps:
+            self._steps[version] = self._space.compare(self._last, buffer)
+            self._forget()
+        self._last.copy_(buffer)
+        if self.version is None:
+            return None
+        return self._space.take(buffer, union(self._steps.values()))
+
+    def move(self, version: int | None) -> None:
+        """Every engine holds policy `version` or a later one; None: one of them needs a whole policy next. Repeated news are harmless."""
+        if version is None or self._oldest is None or version < self._oldest:
+            self.version = None
+            return
+        self.version = self._oldest = version
+        self._steps = {step: found for step, found in self._steps.items() if step > version}
+
+    def _forget(self) -> None:
+        """Drop the oldest steps beyond what may be remembered; whoever holds a policy before them needs a whole one."""
+        while sum(len(found) for step in self._steps.values() for found in step.values()) > self._limit:
+            self._oldest = next(iter(self._steps))
+            del self._steps[self._oldest]
+        if self.version is not None and self._oldest is not None and self.version < self._oldest:
+            self.version = None
+
+
+def fill(target: torch.Tensor, policy: torch.Tensor, *, baseline: Baseline, layout: tuple[Tensor, ...], version: int) -> Manifest:
+    """Write into a slot's buffer what is to be sent of a policy, whole in `policy`, and describe it: changes where they are less."""
+    whole = seal(version, policy, layout)
+    changes = baseline.changes_of(version, policy)
+    encoded = encode(changes) if changes is not None else b""
+    if changes is None or len(encoded) >= len(policy):
+        target[: len(policy)].copy_(policy)
+        return whole
+    target[: len(encoded)].copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+    return msgspec.structs.replace(whole, num_bytes=len(encoded), base_version=baseline.version, payload_digest=digest_of(encoded))

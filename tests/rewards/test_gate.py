@@ -1,0 +1,135 @@
+"""Rate and circuit breaker, by hand; and how the queue heeds them."""
+
+from __future__ import annotations
+
+from pipelinerl.rewards.pool.limits import FAILURES_TO_OPEN, FIRST_PAUSE_S, MAX_PAUSE_S, Breaker, Gate
+from pipelinerl.rewards.pool.queue import RETRY_AFTER_S, Queue
+from tests.rewards.conftest import score
+
+
+def fail(gate: Gate, *, times: int, now: float) -> None:
+    for _ in range(times):
+        gate.began(now)
+        gate.ended(now, is_failure=True)
+
+
+def test_rate_spaces_the_beginnings_of_calls_and_saves_nothing_up() -> None:
+    gate = Gate(per_s=4.0)
+    begun = []
+    for now in (0.0, 0.1, 0.25, 0.4, 0.5, 9.0, 9.1, 9.25):
+        if now >= gate.opens_at():
+            gate.began(now)
+            begun.append(now)
+    assert begun == [0.0, 0.25, 0.5, 9.0, 9.25]
+
+
+def test_breaker_opens_after_failures_in_a_row_and_not_before() -> None:
+    gate = Gate(has_breaker=True)
+    fail(gate, times=FAILURES_TO_OPEN - 1, now=0.0)
+    gate.ended(0.0, is_failure=False)
+    fail(gate, times=FAILURES_TO_OPEN - 1, now=0.0)
+    assert gate.breaker is Breaker.CLOSED
+    fail(gate, times=1, now=10.0)
+    assert (gate.breaker, gate.opens_at()) == (Breaker.OPEN, 10.0 + FIRST_PAUSE_S)
+
+
+def test_half_open_breaker_lets_one_probe_out_and_closes_when_it_succeeds() -> None:
+    gate = Gate(has_breaker=True)
+    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
+    gate.began(FIRST_PAUSE_S)
+    assert gate.breaker is Breaker.HALF_OPEN
+    assert gate.opens_at() > FIRST_PAUSE_S, "no second one beside it"
+    gate.ended(1.5, is_failure=False)
+    assert gate.breaker is Breaker.CLOSED
+    assert gate.opens_at() <= 1.5
+
+
+def test_pause_doubles_with_every_probe_that_fails_up_to_a_bound_and_starts_anew_after_success() -> None:
+    gate = Gate(has_breaker=True)
+    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
+    pauses = []
+    now = gate.opens_at()
+    for _ in range(7):
+        fail(gate, times=1, now=now)
+        pauses.append(gate.opens_at() - now)
+        now = gate.opens_at()
+    assert pauses == [2.0, 4.0, 8.0, 16.0, MAX_PAUSE_S, MAX_PAUSE_S, MAX_PAUSE_S]
+    gate.ended(now, is_failure=False)
+    fail(gate, times=FAILURES_TO_OPEN, now=now)
+    assert gate.opens_at() == now + FIRST_PAUSE_S
+
+
+def test_call_that_began_before_the_breaker_opened_does_not_lengthen_the_pause() -> None:
+    gate = Gate(has_breaker=True)
+    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
+    gate.ended(0.5, is_failure=True)
+    assert gate.opens_at() == FIRST_PAUSE_S
+
+
+def test_probe_whose_end_is_never_heard_of_does_not_shut_the_gate_for_good() -> None:
+    gate = Gate(has_breaker=True)
+    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
+    gate.began(1.0)
+    assert gate.opens_at() == 1.0 + FIRST_PAUSE_S
+
+
+def limited(*, num_slots: int = 1, num_requests: int = 0, retries: int = 0, gate: Gate | None = None) -> Queue:
+    queue = Queue(num_slots=num_slots, deadline_s=30.0, gate=gate, retries=retries)
+    for slot in range(num_slots):
+        queue.open(slot)
+    for index in range(num_requests):
+        queue.add(score(f"r{index}", "x"))
+    return queue
+
+
+def handed(queue: Queue, now: float) -> list[str]:
+    return [ticket.score.rollout_id for tickets in queue.hand_out(now).values() for ticket in tickets]
+
+
+def test_queue_hands_out_at_the_rate_however_many_slots_are_free_and_says_when_to_wake() -> None:
+    queue = limited(num_slots=4, num_requests=4, gate=Gate(per_s=2.0))
+    assert handed(queue, 0.0) == ["r0"]
+    assert queue.wake_at() == 0.5
+    assert handed(queue, 0.4) == []
+    assert handed(queue, 0.5) == ["r1"]
+
+
+def test_fast_function_with_a_breaker_is_never_handed_calls_ahead() -> None:
+    queue = limited(num_requests=50, gate=Gate(has_breaker=True))
+    for index in range(20):
+        (ticket,) = queue.hand_out(float(index))[0]
+        queue.answered(0, ticket.ticket_id, float(index), duration_s=1e-6)
+
+
+def test_failed_try_waits_twice_as_long_each_time_then_is_over() -> None:
+    queue = limited(num_requests=1, retries=2)
+    for now, due in ((0.0, RETRY_AFTER_S), (10.0, 10.0 + 2 * RETRY_AFTER_S)):
+        (ticket,) = queue.hand_out(now)[0]
+        assert queue.answered(0, ticket.ticket_id, now, duration_s=0.1) is ticket
+        assert queue.try_again(ticket, now)
+        assert queue.wake_at() == due
+        assert handed(queue, due - 0.01) == []
+    (ticket,) = queue.hand_out(20.0)[0]
+    queue.answered(0, ticket.ticket_id, 20.0, duration_s=0.1)
+    assert not queue.try_again(ticket, 20.0)
+    assert queue.wake_at() is None
+
+
+def test_others_go_ahead_while_a_failed_try_waits() -> None:
+    queue = limited(num_requests=2, retries=1)
+    (ticket,) = queue.hand_out(0.0)[0]
+    queue.answered(0, ticket.ticket_id, 0.0, duration_s=0.1)
+    queue.try_again(ticket, 0.0)
+    assert handed(queue, 0.1) == ["r1"]
+
+
+def test_request_that_waits_for_its_next_try_can_be_cancelled_and_is_not_doubled_by_a_repeat() -> None:
+    queue = limited(num_requests=1, retries=1)
+    (ticket,) = queue.hand_out(0.0)[0]
+    queue.answered(0, ticket.ticket_id, 0.0, duration_s=0.1)
+    queue.try_again(ticket, 0.0)
+    queue.add(score("r0", "x"))
+    assert handed(queue, 0.1) == [], "the repeat is the request that waits"
+    queue.cancel("r0", 0)
+    assert handed(queue, 100.0) == []
+    assert queue.num_running == 0

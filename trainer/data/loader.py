@@ -1,0 +1,186 @@
+"""Rows for every rank, in lock step: one row per replica is a wave, and all ranks see the same waves end at the same place.
+
+A thread works ahead of the training loop: it takes the replica's next row off the feed where this rank holds the connection, hands it to
+the other ranks of the replica, and lays it out on the device. So the loop finds the next row ready, and never waits for a wire, a peer or a
+copy while there is a row. Over the wire a row travels once per replica; ranks pass it on as it came, through a group of their own.
+
+A wave that any replica cannot have, because it was told to stop, is no wave for the others either: all end after the same row. Likewise all
+ranks compute the same parts of a wave: what has a gradient on some rank, and what has none on some rank, see `trainer.data.split`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipelinerl.errors import PeerSilent
+from pipelinerl.messages import MicroBatch, StepSealed, Stop
+from pipelinerl.transport.codec import Decoder, encode
+from trainer.data.split import without_samples
+from trainer.orchestrator_client import Feed
+from trainer.parallel.replicas import Replicas
+from trainer.rows.packed_row import Row
+
+READY_AHEAD = 1
+"""Rows laid out on the device and not yet taken, beside one in the thread's hands. More would hold device memory for nothing."""
+GRACE_S = 30.0
+"""How much longer than a leader, which knows whom it waits for, the other ranks wait for it: so that its error comes first."""
+CLOSE_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WavePart:
+    """What is computed in one pass; a row without a sample where only other ranks have something to compute."""
+
+    batch: MicroBatch
+    row: Row | None
+    has_gradient: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """One rank's row of a wave."""
+
+    batch: MicroBatch
+    """As it came."""
+    parts: tuple[WavePart, ...]
+
+
+Item = Wave | StepSealed | Stop
+
+
+class Waves:
+    """What the training loop of one rank takes its rows from. Use as a context, inside that of the feed."""
+
+    def __init__(
+        self,
+        feed: Feed | None,
+        *,
+        replicas: Replicas,
+        lay_out: Callable[[MicroBatch], Row | None],
+        split: Callable[[MicroBatch], tuple[MicroBatch, MicroBatch]] = lambda batch: (batch, without_samples(batch)),
+    ) -> None:
+        """`feed` is the connection where this rank is a replica's leader. Every rank calls this at the same time.
+
+        `split` gives what of a row has a gradient, and what has none.
+        """
+        assert (feed is not None) == replicas.is_leader
+        self._busy_with = "starting"
+        self._feed = feed
+        self._replicas = replicas
+        self._lay_out = lay_out
+        self._split = split
+        self._ready: queue.Queue[Item | Exception] = queue.Queue(READY_AHEAD)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="waves", daemon=True)
+        timeout = datetime.timedelta(seconds=replicas.deadline_s + GRACE_S)
+        self._all = dist.new_group(backend="gloo", timeout=timeout) if replicas.size > 1 else None
+        self._replica = _group_of_replica(replicas, timeout)
+
+    def __enter__(self) -> Waves:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closing.set()
+        if self._feed is not None:
+            self._feed.wake()
+        self._thread.join(CLOSE_S)
+
+    @property
+    def busy_with(self) -> str:
+        """What the training loop is doing; told to the orchestrator by those who are connected to it."""
+        return self._busy_with
+
+    @busy_with.setter
+    def busy_with(self, what: str) -> None:
+        self._busy_with = what
+        if self._feed is not None:
+            self._feed.busy_with = what
+
+    def take(self) -> Item:
+        """Wait for this rank's next row with its layout, or the seal after a step's last. Raises as `Feed.take`, and `DataError`."""
+        item = self._ready.get()  # the thread sees to the deadline
+        if isinstance(item, Stop | Exception):
+            self._ready.put(item)  # nothing comes after it
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def wait_for_stop(self, deadline_s: float) -> None:
+        """Wait until the orchestrator itself has told this replica to stop, at most so long. Raises as `take` does."""
+        if self._feed is not None:
+            self._feed.wait_for_stop(deadline_s)
+        self._thread.join(deadline_s)
+
+    def _serve(self) -> None:
+        item: Item | Exception | None = None
+        while not isinstance(item, Stop | Exception) and not self._is_closing.is_set():
+            try:
+                item = self._next()
+            except Exception as error:  # the thread's boundary: the training loop raises it
+                item = error
+            self._put(item)
+
+    def _put(self, item: Item | Exception) -> None:
+        while not self._is_closing.is_set():
+            try:
+                return self._ready.put(item, timeout=0.2)
+            except queue.Full:  # the loop computes; look whether it has ended
+                continue
+
+    def _next(self) -> Item:
+        item = self._feed.take() if self._feed is not None else None
+        found = [len(half.token_ids) > 0 for half in self._split(item)] if isinstance(item, MicroBatch) else [False, False]
+        stops, *are_there = self._any(isinstance(item, Stop), *found)
+        if stops:
+            return item if isinstance(item, Stop) else Stop(reason="another replica was told to stop")
+        item = self._shared(item)
+        if isinstance(item, StepSealed):
+            return item
+        halves = [half for half in zip(self._split(item), (True, False), are_there, strict=True) if half[2]]
+        parts = [WavePart(batch=half, row=self._lay_out(half), has_gradient=has_gradient) for half, has_gradient, _ in halves]
+        return Wave(batch=item, parts=tuple(parts))
+
+    def _any(self, *claims: bool) -> list[bool]:
+        """Whether each claim holds on any rank."""
+        if self._all is None:
+            return list(claims)
+        flags = torch.tensor([float(claim) for claim in claims])
+        self._bounded(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._all), "to agree on the next row")
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _shared(self, item: MicroBatch | StepSealed | Stop | None) -> MicroBatch | StepSealed:
+        """What the leader took, on every rank of its replica."""
+        if self._replica is None:
+            assert isinstance(item, MicroBatch | StepSealed)
+            return item
+        frame = b"" if item is None else encode(item)
+        size = torch.tensor(len(frame))
+        self._bounded(lambda: dist.broadcast(size, group_src=0, group=self._replica), "to pass on a row")
+        content = torch.frombuffer(bytearray(frame or int(size)), dtype=torch.uint8)
+        self._bounded(lambda: dist.broadcast(content, group_src=0, group=self._replica), "to pass on a row")
+        return item if isinstance(item, MicroBatch | StepSealed) else _DECODER.decode(content.numpy().tobytes())
+
+    def _bounded(self, collective: Callable[[], object], what: str) -> None:
+        if self._is_closing.is_set():
+            raise PeerSilent("the training loop has ended")
+        self._replicas.bounded(collective, what)
+
+
+_DECODER: Decoder[MicroBatch | StepSealed] = Decoder(MicroBatch | StepSealed)
+
+
+def _group_of_replica(replicas: Replicas, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    """The ranks that work on the same rows as this one, its leader first; None where it works alone."""
+    if replicas.layout.ranks_per_replica == 1:
+        return None
+    groups: list[Any] = [dist.new_group(members, backend="gloo", timeout=timeout) for members in replicas.ranks_of_replicas]
+    return groups[replicas.number]

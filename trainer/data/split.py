@@ -1,0 +1,48 @@
+"""Splits a row in two: the samples that have a gradient, and those whose gradient is exactly zero, which cost no backward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipelinerl.data.expert_routes import routes_of, table_of
+from pipelinerl.messages import Mask, MicroBatch
+
+MIN_FRACTION = 1 / 8
+"""Part of a row's tokens that must be without a gradient for the row to be split: a second forward pass has costs of its own, and a
+backward pass takes twice as long as a forward one. Smaller would split rows for next to nothing, larger computes more that is zero."""
+
+
+def split_by_gradient(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """The samples of a row that have an advantage, and those that have none; either may be a row without a sample."""
+    num_samples = len(batch.lengths)
+    sample = np.repeat(np.arange(num_samples), batch.lengths)
+    has_one = np.bincount(sample, weights=(batch.advantages != 0) & batch.trains, minlength=num_samples) > 0
+    if batch.lengths[~has_one].sum() < MIN_FRACTION * len(batch.token_ids):
+        has_one[:] = True
+    return _chosen(batch, has_one), _chosen(batch, ~has_one)
+
+
+def without_samples(batch: MicroBatch) -> MicroBatch:
+    """The zero-loss row in the place of `batch`."""
+    return _chosen(batch, np.zeros(len(batch.lengths), np.bool_))
+
+
+def _chosen(batch: MicroBatch, samples: Mask) -> MicroBatch:
+    """The row with some of its samples; `samples` is [N] bool."""
+    if samples.all():
+        return batch
+    tokens = np.repeat(samples, batch.lengths)
+    of_samples = {name: getattr(batch, name) for name in ("rewards", "truncated", "group_ids", "weights", "engine_ids", "teachers")}
+    return MicroBatch(
+        step=batch.step,
+        index=batch.index,
+        token_ids=batch.token_ids[tokens],
+        trains=batch.trains[tokens],
+        logprobs=batch.logprobs[tokens],
+        versions=batch.versions[tokens],
+        advantages=batch.advantages[tokens],
+        lengths=batch.lengths[samples],
+        rollout_ids=tuple(name for name, is_chosen in zip(batch.rollout_ids, samples.tolist(), strict=True) if is_chosen),
+        routes=None if batch.routes is None else routes_of(table_of(batch.routes)[tokens]),
+        **{name: None if column is None else column[samples] for name, column in of_samples.items()},
+    )

@@ -1,0 +1,379 @@
+"""A model of the trainer: loaded from a Hugging Face folder, run on packed rows, named as Hugging Face names it.
+
+Log-probabilities come out as the engine defines them, so that the two can be compared token by token: logits divided by the sampling
+temperature, softmax in float32 over the whole vocabulary, natural logarithm. Logits exist only for the tokens that predict a trained one,
+and never all at once. A value model is the same without an output embedding: one number per hidden state instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.weights.adapters import published_name
+from trainer.model import attention
+from trainer.model.divergence import divergences
+from trainer.model.head import linear_logprobs
+from trainer.model.lora import Adapters, adapted, add_adapters, is_adapter
+from trainer.model.route_replay import Replay
+from trainer.parallel.context import gather_outputs
+from trainer.parallel.pipeline import Pipeline
+from trainer.parallel.replicas import Replicas
+from trainer.parallel.sharding import Holding, check_head, local, spread
+from trainer.parallel.stages import stage_of_weights
+from trainer.rows.packed_row import Row, TeacherStates
+
+
+class Model:
+    """This rank's share of a language model. What computes or gathers is called by all ranks of a replica, in the same order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        temperature: float,
+        device: torch.device,
+        replicas: Replicas | None = None,
+        recomputes: bool = False,
+        has_float32_head: bool = False,
+        is_offloaded: bool = False,
+        gives_values: bool = False,
+        is_frozen: bool = False,
+        adapters: Adapters | None = None,
+        replays_routes: bool = False,
+        gives_square_sums: bool = False,
+        divergence_mix: float | None = None,
+    ) -> None:
+        """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
+
+        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `is_offloaded`, weights
+        that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value model, of values 0 where the
+        folder holds a language model only. With `adapters` those are trained, and nothing else. `replays_routes` sends tokens to the
+        experts that their row names. `gives_square_sums` adds up squared probabilities over all words, too; with
+        `divergence_mix` rows with teachers have divergences from them.
+        """
+        if dtype == "float16":
+            raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
+        replicas = replicas or Replicas(ranks=1, deadline_s=0.0)
+        layout = replicas.layout
+        self.dtype = getattr(torch, dtype)
+        self.device = device
+        self.temperature = temperature
+        self.is_sharded = layout.ranks > layout.copies
+        """True where no rank holds all the weights."""
+        self.writes = replicas.rank == 0
+        """True on the rank that writes the model down."""
+        self.holdings: list[Holding] = []
+        """How each of `parameters` is spread over the ranks."""
+        self._replicas = replicas
+        self._stages: list[_Stage] = []
+        for index in replicas.stages:
+            held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
+            module = _load_values(folder, dtype=held_dtype) if gives_values else _load(folder, dtype=held_dtype)
+            module.requires_grad_(not is_frozen)
+            if adapters is not None:
+                add_adapters(module, adapters)
+            if not gives_values:
+                check_head(module)
+            # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
+            module.eval()
+            if recomputes:
+                _recompute_layers(module)
+            self._tied_names = _tied_names(module)
+            self._stage_of = stage_of_weights(module, layout=layout) if layout.pipeline > 1 else {}
+            self._adapted = frozenset(adapted(module))
+            shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+            self._adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+            self.shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+            """Of all weights of the model, by the name transformers' module has for them."""
+            stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
+            stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
+            if replays_routes:
+                Replay(module)
+            self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
+            if is_offloaded:
+                for buffer in module.buffers():
+                    buffer.data = buffer.to(device)
+            else:
+                module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
+            self._stages.append(stage)
+        self.extras = ("square_sums",) * gives_square_sums + ("divergence",) * (divergence_mix is not None)
+        """Names of what `outputs` gives of a language model beside log-probabilities and entropies, as in `trainer.engine.Outputs`."""
+        self.module = self._stages[0].module
+        """The model of transformers, or, of a pipeline, this rank's first stage of it."""
+        self.pipeline: Pipeline | None = None
+        """How rows go through the ranks that share the layers; None where none do."""
+        if layout.pipeline > 1:
+            hidden_size = int(self.module.config.hidden_size)
+            num_columns = 1 if gives_values else 3 if gives_square_sums else 2
+            self.pipeline = Pipeline(self._stages, num_columns=num_columns, hidden_size=hidden_size, dtype=self.dtype, replicas=replicas)
+
+    def logprobs(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([K] float32 log-probability of every trained token, [K] float32 entropy in nats), both with gradient.
+
+        Where a pipeline shares the layers, only without: gradients are those of `Pipeline.train`.
+        """
+        logprobs, entropy, *_ = self.outputs(row)
+        return logprobs, entropy
+
+    def states(self, row: Row) -> tuple[torch.Tensor, TeacherStates]:
+        """Return ([K] float32 log-probabilities, what the distributions at `row.sources` are made of), both without gradient.
+
+        Of a model whose layers no pipeline shares. The states stay as they are whatever becomes of the model's memory meanwhile.
+        """
+        (stage,) = self._stages
+        stage.keeps_states = True
+        try:
+            with torch.no_grad():
+                logprobs, _ = self.logprobs(row)
+            assert stage.states is not None
+            return logprobs, stage.states
+        finally:
+            stage.keeps_states, stage.states = False, None
+
+    @property
+    def num_words(self) -> int:
+        """Rows of the output embedding, on all ranks."""
+        return self._stages[-1].num_words
+
+    def values(self, row: Row) -> torch.Tensor:
+        """Return [K] float32, a value model's value of the state before every trained token, with gradient."""
+        (values,) = self.outputs(row)
+        return values
+
+    def outputs(self, row: Row) -> tuple[torch.Tensor, ...]:
+        """Return these as they come: (values,), or (log-probabilities, entropies) and `extras`, divergences of rows with teachers only."""
+        if self.pipeline is not None:
+            assert not torch.is_grad_enabled(), "a row by itself is no work for a pipeline"
+            outputs = self.pipeline.outputs(row)
+        else:
+            outputs = self._stages[0](row)
+        if not torch.is_grad_enabled():
+            for stage in self._stages:
+                if isinstance(stage, FSDPModule):
+                    stage.reshard()  # no backward pass will
+        return outputs
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's piece of every parameter once, tied ones too."""
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The same by transformers' name."""
+        return {name: parameter for stage in self._stages for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The present weights by Hugging Face name, tied ones under each of their names; whole ones, gathered where they are spread.
+
+        Mostly the weights themselves, not copies, where they are not spread.
+        """
+        return dict(self.stream())
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one after the other, in the same order on every rank, so that no more than one need be whole at a time."""
+        for name, tensor in self.state():
+            yield from revert_weight_conversion(self.module, {name: tensor}).items()
+
+    def state(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The present weights by the name transformers' module has for them (by default all `shapes`), whole, adapters merged into them.
+
+        In the dtype the model computes in. All ranks gather them together.
+        """
+        held = self._held()
+        for name in self.shapes if names is None else names:
+            yield name, self._whole(name, held)
+
+    def pieces(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the present weights, by the same names; adapters are apart from them."""
+        return {name: tensor for name, tensor in self._held().items() if not is_adapter(name)}
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for stage in self._stages for name, tensor in stage.module.state_dict().items()}
+
+    def _whole(self, name: str, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        owner = self._stage_of.get(name, 0) % self._replicas.layout.pipeline
+        if owner == self._replicas.place("pipeline"):
+            weight = _whole(held[name])
+            if self.is_adapted(name):
+                prefix = name.removesuffix("weight")
+                layer = {name: layer for stage in self._stages for name, layer in adapted(stage.module).items()}[prefix.removesuffix(".")]
+                weight = layer.merged(weight, _whole(held[prefix + "lora_A"]), _whole(held[prefix + "lora_B"]))
+            weight = weight.to(self.dtype) if weight.is_floating_point() else weight
+        else:
+            weight = torch.empty((self.shapes | self._adapter_shapes)[name], dtype=self.dtype, device=self.device)
+        if self.pipeline is not None:
+            self.pipeline.send_to_all(weight, owner=owner)
+        return weight
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether an adapter is merged into this weight."""
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._adapted
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """The adapters alone, whole; empty where all weights are trained."""
+        held = self._held()
+        return {name: self._whole(name, held) for name in self._adapter_shapes}
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """The same by the names they are published under. All ranks gather them together."""
+        return {published_name(name): tensor for name, tensor in self.adapter_state().items()}
+
+    def described_adapters(self) -> dict[str, torch.Tensor]:
+        """The same without memory, for their shapes; nothing is gathered."""
+        return {published_name(name): torch.empty(shape, device="meta") for name, shape in self._adapter_shapes.items()}
+
+    def tied_names(self) -> frozenset[str]:
+        """Names that are another name for a parameter already named: a published policy may leave them out."""
+        return self._tied_names
+
+
+class _Stage(torch.nn.Module):
+    """What one forward pass runs: one call, so that sharded weights are there for the whole of it."""
+
+    def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas, index: int) -> None:
+        super().__init__()
+        self.rows: Sequence[Row] = ()
+        self.length = 0
+        self.gives_square_sums = False
+        self.divergence_mix: float | None = None
+        self.keeps_states = False
+        self.states: TeacherStates | None = None
+        self._head_copy: torch.Tensor | None = None
+        """Of a sharded teacher: its output embedding, which a forward pass has whole and gives back at its end."""
+        self._is_sharded = replicas.layout.shard > 1
+        self._is_first = index == 0
+        self._is_last = index == replicas.layout.num_stages - 1
+        self._has_float32_head = has_float32_head
+        self.module = module
+        self._temperature = temperature
+        self._gives_values = module.get_output_embeddings() is None
+        self._vocabulary = 0 if self._gives_values else self._head_weight().shape[0]
+        self.num_words = self._vocabulary
+        self._tensor = replicas.layout.tensor
+        self._place = replicas.place("tensor")
+        self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
+        self._context = replicas.mesh("context").get_group() if replicas.layout.context > 1 else None
+
+    def _head_weight(self) -> torch.Tensor:
+        head: Any = self.module.get_output_embeddings()  # `check_head` has seen it
+        return head.weight
+
+    def forward(self, given: Row | torch.Tensor, number: torch.Tensor | None = None) -> Any:
+        """Of a whole model, the outputs of the row `given`; of a stage of a pipeline, as `trainer.parallel.pipeline` says."""
+        if isinstance(given, Row):
+            return self._outputs(given, self._run_layers(given, input_ids=given.token_ids[None]))
+        assert number is not None
+        row = self.rows[int(number)]
+        if self._is_first:
+            hidden = self._run_layers(row, input_ids=row.token_ids[None])
+        else:
+            hidden = self._run_layers(row, inputs_embeds=given[:, : len(row.token_ids)])
+        return self._outputs(row, hidden) if self._is_last else F.pad(hidden, (0, 0, 0, self.length - hidden.shape[1]))
+
+    def _run_layers(self, row: Row, **given: torch.Tensor) -> torch.Tensor:
+        """[1, I, H] hidden states."""
+        return self.module.base_model(
+            **given, position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context, routes=row.routes
+        ).last_hidden_state
+
+    def _outputs(self, row: Row, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = hidden[0, row.sources]
+        outputs = (self._values(hidden),) if self._gives_values else self._of_words(hidden, row)
+        if self._context is None:
+            return outputs
+        columns = gather_outputs(torch.stack(outputs, 1), self._context)[row.order]
+        return tuple(column.clone() for column in columns.unbind(1))  # not views: FSDP hangs the start of the backward pass on them
+
+    def _of_words(self, hidden: torch.Tensor, row: Row) -> tuple[torch.Tensor, ...]:
+        weight = local(self._head_weight())
+        if self._has_float32_head:
+            hidden, weight = hidden.float(), weight.float()
+        if self.keeps_states:
+            self.states = TeacherStates(hidden=hidden.detach(), head=self._kept_head(weight))
+        shared: dict[str, Any] = {"temperature": self._temperature, "group": self._group}
+        columns = linear_logprobs(
+            hidden,
+            weight,
+            row.targets,
+            first_id=-(-self._vocabulary // self._tensor) * self._place,
+            gives_square_sums=self.gives_square_sums,
+            **shared,
+        )
+        if self.divergence_mix is None or not row.teachers:
+            return columns
+        return (*columns, divergences(hidden, weight, row.teachers, mix=self.divergence_mix, **shared))
+
+    def _kept_head(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self._is_sharded:
+            return weight.detach()
+        if self._head_copy is None:
+            self._head_copy = weight.detach().clone()
+        return self._head_copy
+
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
+        score: Any = self.module.score
+        return hidden.float() @ local(score.weight).float()[0] + local(score.bias).float()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _tied_names(module: PreTrainedModel) -> frozenset[str]:
+    owners = {name for name, _ in module.named_parameters()}
+    named = {parameter.data_ptr() for parameter in module.parameters()}
+    tensors = revert_weight_conversion(module, {name: tensor.detach() for name, tensor in module.state_dict().items()})
+    return frozenset(name for name, tensor in tensors.items() if name not in owners and tensor.data_ptr() in named)
+
+
+def _recompute_layers(module: PreTrainedModel) -> None:
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    layers: Any = module.base_model.layers
+    for layer in layers:
+        layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still
+
+
+def _load(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    return _from_folder(AutoModelForCausalLM, folder, dtype=dtype)[0]
+
+
+def _load_values(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder with one output per token, named `score`; 0 for every state until it is trained."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # that a language model lacks the weights of a score is known
+    try:
+        module, missing = _from_folder(AutoModelForTokenClassification, folder, dtype=dtype, num_labels=1)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    score: Any = module.score
+    with torch.no_grad():
+        for name, parameter in score.named_parameters():
+            if f"score.{name}" in missing:
+                parameter.zero_()
+    return module
+
+
+def _from_folder(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, set[str]]:
+    """The model, and the names of its parameters that the folder does not hold."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
+    transformers.logging.disable_progress_bar()  # one line in a log for every shard of every model tells nobody anything
+    try:
+        module, loading = kind.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"model folder {folder} cannot be loaded as a language model: {type(error).__name__}: {error}") from error
+    return module, set(loading["missing_keys"])

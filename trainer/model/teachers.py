@@ -1,0 +1,80 @@
+"""Several frozen teachers, of which each sample has one: that of its prompt's row.
+
+Each teacher computes the rows that hold a sample of its own, whole, and says nothing of the others' tokens. So a row of samples of two
+teachers costs two forward passes; rows of one source cost one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from trainer.model.reference import Reference
+from trainer.parallel.replicas import Replicas
+from trainer.rows.packed_row import Row
+
+
+class Teachers:
+    """What a `Reference` is to a run of one, by `Row.judges`. Every rank calls it for the same rows."""
+
+    def __init__(self, references: Sequence[Reference], *, replicas: Replicas) -> None:
+        self._references = references
+        self._shares_passes = replicas.shares_passes
+        self._part = replicas.part
+
+    def logprobs(self, row: Row | None) -> torch.Tensor | None:
+        """[K] float32 log-probability of every trained token to its own teacher; None for a zero-loss row."""
+        found = [
+            one.logprobs(self._of(row, number)) if self._computes(row, number) else None for number, one in enumerate(self._references)
+        ]
+        return None if row is None else self._chosen(row, found)
+
+    def states(self, row: Row | None) -> tuple[torch.Tensor | None, Row | None]:
+        """The same, and the row with what its teachers' whole distributions are made of."""
+        found = [
+            one.states(self._of(row, number)) if self._computes(row, number) else (None, None)
+            for number, one in enumerate(self._references)
+        ]
+        if row is None:
+            return None, None
+        judges = self._judges_of_sources(row)
+        states = []
+        for number, (_, judged) in enumerate(found):
+            for one in judged.teachers if judged is not None else ():
+                places = (judges == number).nonzero()[:, 0]
+                states.append(dataclasses.replace(one, hidden=one.hidden[places], places=places))
+        return self._chosen(row, [logprobs for logprobs, _ in found]), dataclasses.replace(row, teachers=tuple(states))
+
+    def _of(self, row: Row | None, number: int) -> Row | None:
+        """The row where it holds a token of this teacher's."""
+        return row if row is not None and bool((_judges(row) == number).any()) else None
+
+    def _computes(self, row: Row | None, number: int) -> bool:
+        """Ranks of other replicas may have tokens for a teacher that this one has none for, and meet it in the middle."""
+        return self._shares_passes or self._of(row, number) is not None
+
+    def _chosen(self, row: Row, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        judges = _judges(row)
+        chosen = torch.zeros(len(judges), device=judges.device)
+        for number, logprobs in enumerate(found):
+            if logprobs is not None:
+                chosen = torch.where(judges == number, logprobs, chosen)
+        return chosen
+
+    def _judges_of_sources(self, row: Row) -> torch.Tensor:
+        """[J] teacher of each of this rank's sources, -1 for padding."""
+        judges = _judges(row)
+        if row.order is None:
+            return judges
+        size = len(row.sources)
+        is_here = row.order // size == self._part.index
+        found = torch.full((size,), -1, dtype=torch.int64, device=judges.device)
+        found[row.order[is_here] - self._part.index * size] = judges[is_here]
+        return found
+
+
+def _judges(row: Row) -> torch.Tensor:
+    assert row.judges is not None, "a run with several teachers is told of each sample which one judges it"
+    return row.judges

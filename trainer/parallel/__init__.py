@@ -1,0 +1,1 @@
+"""Ranks and what they share: replicas, sharding, pipeline stages, context parallelism."""

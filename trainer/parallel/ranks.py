@@ -1,0 +1,105 @@
+"""Starts the trainer's ranks on one machine and sees them to their end: torchrun's work, without an agent that listens to strangers.
+
+Ranks of one machine meet in a file in anonymous memory, which they alone inherit: there is no listener to reach. The first one that ends
+badly ends the others, and its own end becomes that of all, so that a launcher can tell a rank that was killed from one that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from pipelinerl.runtime.network import device_of
+from pipelinerl.transport.keys import read_keys
+
+STORE = "PIPELINERL_STORE"
+"""Environment variable: where ranks meet, as an `init_method` of torch.distributed: in a file, or, of several machines, by a store at
+`rendezvous://<address>:<port><run folder>`. Without it they meet where `MASTER_ADDR` and `MASTER_PORT` say."""
+SCHEME = "rendezvous"
+END_GRACE_S = 30.0
+"""What the other ranks have to end after one has failed, before they are killed. Shorter cuts off what they still have to say of it."""
+
+
+def run_ranks(module: Sequence[str], *, ranks: range, world_size: int, meeting: Mapping[str, str], inherited: Sequence[int] = ()) -> int:
+    """Run `python -m <module>` as each of these ranks of `world_size`, and wait until all have ended.
+
+    `meeting` is added to their environment and says where they find each other. Returns 0 where all ended well; else the code of the first
+    that did not, negative for a signal. SIGTERM and SIGINT end all of them.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for local_rank, rank in enumerate(ranks):
+            numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": len(ranks)}
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, **meeting, **{name: str(value) for name, value in numbers.items()}}
+            command = (sys.executable, "-m", *module)
+            processes.append(subprocess.Popen(command, env=environment, pass_fds=inherited))
+        return _first_failure(processes)
+    finally:
+        _end(processes)
+
+
+@contextlib.contextmanager
+def meeting_in_memory(extra: Mapping[str, str] | None = None) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """Where ranks of this machine alone meet: the environment, with what is `extra`, and the open file that they inherit."""
+    with open(os.memfd_create("ranks"), "wb") as file:
+        yield {STORE: f"file:///proc/self/fd/{file.fileno()}", **listening_on("127.0.0.1"), **(extra or {})}, (file.fileno(),)
+
+
+def listening_on(address: str) -> dict[str, str]:
+    """What has gloo and NCCL listen on one address of this machine only; what the user has set stands."""
+    return {name: os.environ.get(name, device_of(address)) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+
+def token_of(run_folder: Path) -> str:
+    """What lets ranks into the store by which they meet: whoever can read the keys of a run's trainer knows it."""
+    return hashlib.blake2b(read_keys(run_folder, "trainer-0").secret, digest_size=32).hexdigest()
+
+
+def end_alike(code: int) -> NoReturn:
+    """End this process as a rank did: by its exit code, or by the signal that killed it."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(abs(code))
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    running = {process.pid: process for process in processes}
+    while running:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None, "it waits until one has ended"
+        process = running.pop(ended.si_pid, None)
+        if process is None:
+            os.waitpid(ended.si_pid, 0)  # a child that another library has started here
+        elif code := process.wait():
+            return code
+    return 0
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask those that still run to end, then kill them."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # asked once more, this process must still see to the rest
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

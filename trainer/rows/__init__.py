@@ -1,0 +1,1 @@
+"""Rows as the model takes them: samples packed side by side."""
