@@ -142,7 +142,7 @@ async def _start_scorer(folder: Path) -> asyncio.subprocess.Process:
     log = os.open(folder / "logs" / "scorer-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pipelinerl.scorer", "--run-folder", str(folder), "--index", "0"),
+            *(sys.executable, "-m", "pipelinerl.rewards", "--run-folder", str(folder), "--index", "0"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,

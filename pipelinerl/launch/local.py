@@ -65,7 +65,7 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             Role(name=name, command=(python, "-m", "pipelinerl.engine", *run, *part), has_nothing_to_save=True)
             for name, part in _parts("engines", engine_nodes)
         ),
-        Role(name="scorer-0", command=(python, "-m", "pipelinerl.scorer", *run, "--index", "0"), has_nothing_to_save=True),
+        Role(name="scorer-0", command=(python, "-m", "pipelinerl.rewards", *run, "--index", "0"), has_nothing_to_save=True),
         *([_prm_role(run)] if config.prm.is_used else []),
         *(Role(name=name, command=(python, *_trainer(config, part), *run, *part)) for name, part in _parts("trainer", trainer_nodes)),
     )

@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.scorer --run-folder RUN --index I`: one scorer of a run, until the orchestrator stops it."""
+"""`python -m pipelinerl.rewards --run-folder RUN --index I`: one scorer of a run, until the orchestrator stops it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelinerl.transport.zmq import ZmqLink
 
 def main() -> None:
     """Read `<run>/config.json`, connect as `scorer-I` and serve."""
-    parser = argparse.ArgumentParser(prog="pipelinerl.scorer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
     parser.add_argument("--index", type=int, required=True, help="number of this scorer, from 0")
     arguments = parser.parse_args()

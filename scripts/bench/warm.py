@@ -37,7 +37,7 @@ def run(config: Config, *, cores: dict[str, set[int]], deadline_s: float) -> Pat
     roles = {
         "orchestrator": ("orchestrator", ["--run-folder", str(run_folder)]),
         "engines": ("pipelinerl.engine", ["--run-folder", str(run_folder)]),
-        "scorer-0": ("pipelinerl.scorer", ["--run-folder", str(run_folder), "--index", "0"]),
+        "scorer-0": ("pipelinerl.rewards", ["--run-folder", str(run_folder), "--index", "0"]),
         "trainer": ("trainer", ["--run-folder", str(run_folder)]),
     }
     children = {_fork(name, module, arguments, run_folder, cores.get(name)): name for name, (module, arguments) in roles.items()}

@@ -11,7 +11,7 @@ from pipelinerl.runtime.process import ancestors
 _MODULES = {
     "orchestrator": "orchestrator",
     "pipelinerl.engine": "engine",
-    "pipelinerl.scorer": "scorer",
+    "pipelinerl.rewards": "scorer",
     "pipelinerl.rewards.prm.process": "prm",
     "scripts.chaos.trainer": "trainer",
     "trainer": "trainer",

@@ -40,7 +40,7 @@ SECRETS = {
 
 
 class Scorer:
-    """A `python -m pipelinerl.scorer` and the orchestrator's end of its connection, driven from the test's own thread."""
+    """A `python -m pipelinerl.rewards` and the orchestrator's end of its connection, driven from the test's own thread."""
 
     def __init__(self, run_folder: Path, *, scratch: Path) -> None:
         self.run_folder = run_folder
@@ -50,7 +50,7 @@ class Scorer:
         self._arrived: list[Message] = []
         self.log = open(run_folder / "scorer.log", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipelinerl.scorer", "--run-folder", str(run_folder), "--index", "3"],
+            [sys.executable, "-m", "pipelinerl.rewards", "--run-folder", str(run_folder), "--index", "3"],
             cwd=REPOSITORY,
             env=dict(os.environ) | SECRETS | {"TMPDIR": str(scratch)},
             stdout=self.log,
