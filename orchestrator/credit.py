@@ -80,7 +80,7 @@ class MethodCredit:
         return [_columns(credit, group=group, survivors=members) for credit, group, members in zip(credits, scored, sampled, strict=True)]
 
     def _group(self, survivors: Survivors, *, greedy: ScoredTrajectory | None) -> ScoredGroup:
-        masks = tuple(member.trajectory.trains[len(member.trajectory.prompt.token_ids) :] for member in survivors)
+        masks = tuple(member.trajectory.loss_mask[len(member.trajectory.prompt.token_ids) :] for member in survivors)
         is_whole = np.array([member.score.reward is not None for member in survivors])
         rewards = np.array([member.score.reward or 0.0 for member in survivors], np.float64)  # 0.0 of stopped ones: weight 0, never read
         # A function may say that it does not apply to a completion: then it compares no siblings here.
@@ -97,7 +97,7 @@ class MethodCredit:
             correct=is_whole & (rewards >= self._correct_reward),
             sample_weights=np.array([member.weight for member in survivors]),
             predictions=np.array([_predicted(member) for member in survivors]),
-            trains=masks,
+            loss_mask=masks,
             steps=_steps(survivors),
         )
 

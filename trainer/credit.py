@@ -51,7 +51,7 @@ def credited(held: Sequence[Held], *, method: Method, replicas: Replicas, correc
     all_tokens, first_token = _gathered(tokens, replicas=replicas)
     advantages, returns = _step_credit(all_samples, all_tokens, method=method, correct_reward=correct_reward)
     mine = slice(first_token, first_token + len(tokens))
-    counts = np.cumsum([0 if one.columns is None else len(one.columns.trains) for one in held])[:-1]
+    counts = np.cumsum([0 if one.columns is None else len(one.columns.loss_mask) for one in held])[:-1]
     parts = zip(held, np.split(advantages[mine], counts), np.split(returns[mine], counts), strict=True)
     return [_with_credit(one, advantages=a, returns=g) for one, a, g in parts]
 
@@ -64,7 +64,7 @@ def _sample_facts(held: Held) -> np.ndarray:
     if batch.group_ids is None or batch.rewards is None:
         raise DataError(f"row {batch.index} of step {batch.step} says neither group nor reward of its samples, and advantages need them")
     sample_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
-    counts = np.bincount(sample_of[batch.trains], minlength=len(batch.lengths))
+    counts = np.bincount(sample_of[batch.loss_mask], minlength=len(batch.lengths))
     return np.stack((batch.group_ids, batch.rewards, counts), 1).astype(np.float64)
 
 

@@ -86,7 +86,7 @@ def worst_token(columns: TokenColumns, *, batch: MicroBatch) -> WorstToken | Non
     ours, theirs = columns.logprobs.detach(), columns.behaviour_logprobs
     gaps = (ours - theirs).abs().masked_fill(~fresh, 0.0)  # NaN is the largest for argmax
     worst = int(gaps.argmax())
-    place = int(np.flatnonzero(batch.trains)[worst])
+    place = int(np.flatnonzero(batch.loss_mask)[worst])
     sample = int(np.searchsorted(np.cumsum(batch.lengths), place, side="right"))
     within = place - int(batch.lengths[:sample].sum())
     return WorstToken(
@@ -155,8 +155,8 @@ def _named(engines: Sequence[str]) -> str:
 
 def _sampled_whole(batch: MicroBatch) -> np.ndarray:
     """[tokens with a loss] bool: whether one version sampled the token's whole sequence."""
-    sample = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[batch.trains]
-    versions = batch.versions[batch.trains]
+    sample = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[batch.loss_mask]
+    versions = batch.versions[batch.loss_mask]
     oldest, newest = np.full(len(batch.lengths), np.iinfo(np.int32).max), np.full(len(batch.lengths), -1)
     np.minimum.at(oldest, sample, versions)
     np.maximum.at(newest, sample, versions)

@@ -130,7 +130,7 @@ class Step:
         """Bring a row to the device, laid out for the model; None for a zero-loss row. May run beside `add`. Raises `DataError`."""
         return arrange(
             batch.token_ids,
-            trains=batch.trains,
+            loss_mask=batch.loss_mask,
             lengths=batch.lengths,
             names=batch.rollout_ids,
             device=self._replicas.device,
@@ -331,4 +331,4 @@ class Step:
 def _judges(batch: MicroBatch, *, device: torch.device) -> torch.Tensor:
     """[K] int64, the teacher of each trained token."""
     assert batch.teachers is not None
-    return torch.from_numpy(np.repeat(batch.teachers, batch.lengths)[batch.trains].astype(np.int64)).to(device, non_blocking=True)
+    return torch.from_numpy(np.repeat(batch.teachers, batch.lengths)[batch.loss_mask].astype(np.int64)).to(device, non_blocking=True)

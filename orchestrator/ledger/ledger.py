@@ -523,7 +523,7 @@ def _without_prompt(scored: ScoredTrajectory) -> ScoredTrajectory:
 
 def facts_of(trajectory: Trajectory, *, reward: float | None = None, step: int | None = None) -> Facts:
     """What the ledger records of a trajectory."""
-    sampled = trajectory.versions[trajectory.trains]
+    sampled = trajectory.versions[trajectory.loss_mask]
     return Facts(
         step=step,
         reward=reward,

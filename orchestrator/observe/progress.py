@@ -133,7 +133,7 @@ class Progress:
         in_flight, in_queue = parts.in_flight, parts.in_queue
         ages = in_flight + in_queue
         counts = np.bincount(ages)  # a step trains no token younger than itself
-        repeated = repeated_fraction([trajectory.token_ids[trajectory.trains] for trajectory in trajectories])
+        repeated = repeated_fraction([trajectory.token_ids[trajectory.loss_mask] for trajectory in trajectories])
         return {
             "step": done.step,
             "version": done.step,

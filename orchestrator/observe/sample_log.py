@@ -46,7 +46,7 @@ class Shown:
         self._due_s = now_s + EVERY_S
         for sample in worth_showing(samples):
             trajectory = sample.trajectory
-            trained = sample.advantages[trajectory.trains]
+            trained = sample.advantages[trajectory.loss_mask]
             advantage = float(trained.mean()) if len(trained) else 0.0
             said = {} if (member := members.get(trajectory.rollout_id)) is None else _said(member)
             fields = {**_fields(trajectory), **said, "reward": sample.reward, "advantage": advantage}

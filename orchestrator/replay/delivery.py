@@ -139,7 +139,7 @@ def _problems(step: int, rows: list[list[Sample]], seal: Seal, given: dict[tuple
         elif not np.array_equal(batch.advantages, np.concatenate([sample.advantages for sample in samples])):
             yield f"step {step}, row {number}: other advantages"
     batches = [batch for replica in range(num_replicas) for batch in given[step, replica].batches]
-    counted = (sum(int(batch.trains.sum()) for batch in batches), sum(len(batch.rollout_ids) for batch in batches), seal.commit)
+    counted = (sum(int(batch.loss_mask.sum()) for batch in batches), sum(len(batch.rollout_ids) for batch in batches), seal.commit)
     for replica in range(num_replicas):
         told = given[step, replica].seal
         for what, one, other in zip(

@@ -73,7 +73,7 @@ def say_credit(
     columns = credit.advantages if isinstance(credit, SetAside) else credit
     yield f"-- {method}"
     for member, column in zip(members, columns, strict=True):
-        trained = column[member.trajectory.trains]
+        trained = column[member.trajectory.loss_mask]
         yield f"   reward {member.score.reward or 0.0:>10.4g}   advantage {_range(trained)}"
     if isinstance(credit, SetAside):
         yield f"   the group would be set aside: {credit.reason}"

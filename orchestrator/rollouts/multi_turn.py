@@ -126,7 +126,7 @@ class Episode:
         return Trajectory(
             prompt=self.prompt,
             token_ids=self.context,
-            trains=versions != UNSAMPLED,
+            loss_mask=versions != UNSAMPLED,
             logprobs=np.concatenate((np.zeros(num_prompt, np.float32), self.logprobs)),
             versions=versions,
             finish=self.finish,

@@ -20,8 +20,8 @@ def trajectory_of(
 ) -> Trajectory:
     """Lay prompt and completion end to end; times are seconds on the run's clock."""
     num_prompt, num_sampled = len(prompt.token_ids), len(completion.token_ids)
-    trains = np.zeros(num_prompt + num_sampled, np.bool_)
-    trains[num_prompt:] = True
+    loss_mask = np.zeros(num_prompt + num_sampled, np.bool_)
+    loss_mask[num_prompt:] = True
     return Trajectory(
         rollout_id=completion.rollout_id,
         group_id=group_id,
@@ -29,7 +29,7 @@ def trajectory_of(
         attempt=completion.attempt,
         prompt=prompt,
         token_ids=np.concatenate((prompt.token_ids, completion.token_ids)),
-        trains=trains,
+        loss_mask=loss_mask,
         logprobs=np.concatenate((np.zeros(num_prompt, np.float32), completion.logprobs)),
         versions=np.concatenate((np.full(num_prompt, UNSAMPLED, np.int32), completion.versions)),
         finish=completion.finish,

@@ -156,7 +156,7 @@ class Evaluation:
         trajectories = await self._generate(version, engine_ids)
         scored = await self._score(trajectories)
         rewards = [score.reward if score.outcome is Outcome.OK and score.reward is not None else 0.0 for score in scored]
-        sampled = [trajectory.versions[trajectory.trains] for trajectory in trajectories]
+        sampled = [trajectory.versions[trajectory.loss_mask] for trajectory in trajectories]
         versions = [int(version) for column in sampled if len(column) for version in column[[0, -1]]]
         mean, num_samples = sum(rewards) / len(rewards), self._section.samples
         correct = [reward >= self._correct_reward for reward in rewards]

@@ -553,7 +553,7 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teache
         step=step,
         index=index,
         token_ids=_join([trajectory.token_ids for trajectory in trajectories], np.int32),
-        trains=_join([trajectory.trains for trajectory in trajectories], np.bool_),
+        loss_mask=_join([trajectory.loss_mask for trajectory in trajectories], np.bool_),
         logprobs=_join([trajectory.logprobs for trajectory in trajectories], np.float32),
         versions=_join([trajectory.versions for trajectory in trajectories], np.int32),
         advantages=_join([sample.advantages for sample in samples], np.float32),

@@ -51,7 +51,7 @@ _TOKENS: dict[str, Carried] = {
 _GROUP: dict[str, Carried] = {
     "rewards": Carried("[N] float64 array, of the scored siblings of one prompt"),
     "lengths": Carried("[N] int64 array, trained tokens"),
-    "trains": Carried("N bool arrays [P], by position of the response; false for what a tool or environment said"),
+    "loss_mask": Carried("N bool arrays [P], by position of the response; false for what a tool or environment said"),
     "components": Carried("[N, K] float64 array, the reward of each component apart", Need.COMPONENTS),
     "component_weights": Carried("[K] float64 array", Need.COMPONENTS),
     "correct": Carried("[N] bool array", Need.CORRECT),
@@ -66,6 +66,8 @@ CARRIED: Mapping[str, Mapping[str, Carried]] = {
     "auxiliary": _TOKENS,
 }
 """By column of a method, what its functions may ask for. Advantages are numpy, on the orchestrator; the others torch, in the trainer."""
+RENAMED = {"trains": "loss_mask"}
+"""What a function asked for under another name before -> its name now."""
 COMPARES = frozenset({"ratio", "proximal_logprobs"})
 """Parameters by which an objective compares pi with the proximal policy."""
 
@@ -84,6 +86,8 @@ def spec_of_own(column: str, reference: str) -> RuleSpec:
     spec = read_function(_function(reference), RuleSpec(column=column, name=reference, source=reference, reference=reference, is_own=True))
     for parameter in spec.parameters:
         if parameter not in carried:
+            if (renamed := RENAMED.get(parameter)) in carried:
+                raise ConfigError(f"algorithm.{column}: {reference} asks for {parameter}, which is now called {renamed}.")
             raise ConfigError(
                 f"algorithm.{column}: {reference} asks for {parameter}{nearest(parameter, carried)}, which nothing carries to a function of"
                 f" this column. It may ask for {', '.join(carried)}; options of its own stand after a bare *, with a default."

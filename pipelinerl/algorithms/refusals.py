@@ -161,11 +161,11 @@ def _unread(method: Method, run: RunFacts) -> Iterator[str]:
         yield f"objective {objective} brings its own signal: got advantage {advantage!r}, which it would not read, expected none."
     if Need.DIVERGENCE in specs["objective"].needs and Need.DIVERGENCE in specs["kl"].needs:
         yield f"objective {objective} and kl {method.kl.name} are both the divergence from one teacher. Set kl to none."
-    reads, trains = specs["advantage"].needs & CRITICS, specs["critic"].needs & CRITICS
-    for need in reads - trains:
+    reads, loss_mask = specs["advantage"].needs & CRITICS, specs["critic"].needs & CRITICS
+    for need in reads - loss_mask:
         wanted = next(name for name, spec in COLUMNS["critic"].items() if need in spec.needs)
         yield f"advantage {advantage} reads {_JUDGED[need]}: got critic {method.critic.name!r}, which trains none, expected {wanted}."
-    for need in trains - reads:
+    for need in loss_mask - reads:
         yield f"critic {method.critic.name} trains {_JUDGED[need]} that advantage {advantage} does not read. Set critic to none."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 
+import msgspec
 import numpy as np
 
 from pipelinerl.messages.base import Float32, Id, Int32, Mask, Message, Outcome, Prompt, Text, check_lengths
@@ -41,12 +42,12 @@ class Trajectory(Message, frozen=True):
     prompt: Prompt
     token_ids: Int32
     """[L] int32, prompt included."""
-    trains: Mask
-    """[L] bool, true where the policy sampled the token."""
+    loss_mask: Mask = msgspec.field(name="trains")
+    """[L] bool, true where the policy sampled the token. `trains` is its name in the bodies that ledgers keep."""
     logprobs: Float32
-    """[L] float32, natural log under the policy that sampled; 0.0 where `trains` is false."""
+    """[L] float32, natural log under the policy that sampled; 0.0 where `loss_mask` is false."""
     versions: Int32
-    """[L] int32, version that sampled the token; `UNSAMPLED` where `trains` is false."""
+    """[L] int32, version that sampled the token; `UNSAMPLED` where `loss_mask` is false."""
     finish: Finish
     error: Text = ""
     engine_id: int = -1
@@ -66,7 +67,7 @@ class Trajectory(Message, frozen=True):
     """Sampled at temperature 0 beside its siblings, only for its reward, which is their baseline: it never trains."""
 
     def __post_init__(self) -> None:
-        check_lengths(self, "token_ids", "trains", "logprobs", "versions")
+        check_lengths(self, "token_ids", "loss_mask", "logprobs", "versions")
         if self.routes is not None and self.routes.num_rows != len(self.token_ids) - 1:
             rows, expected = self.routes.num_rows, len(self.token_ids) - 1
             raise ValueError(f"Trajectory {self.rollout_id}: routes of {rows} tokens, expected {expected}, all but the last")
@@ -82,12 +83,12 @@ class Trajectory(Message, frozen=True):
 
     @property
     def num_trained_tokens(self) -> int:
-        return int(np.count_nonzero(self.trains))
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> int | None:
         """Version of the oldest sampled token; None where nothing was sampled."""
-        sampled = self.versions[self.trains]
+        sampled = self.versions[self.loss_mask]
         return int(sampled.min()) if len(sampled) else None
 
 

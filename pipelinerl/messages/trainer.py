@@ -71,12 +71,12 @@ class MicroBatch(Message, frozen=True):
     index: int
     token_ids: Int32
     """[R] int32."""
-    trains: Mask
+    loss_mask: Mask
     """[R] bool, true where the token enters the loss."""
     logprobs: Float32
-    """[R] float32, natural log under the engine; 0.0 where `trains` is false."""
+    """[R] float32, natural log under the engine; 0.0 where `loss_mask` is false."""
     versions: Int32
-    """[R] int32, `UNSAMPLED` where `trains` is false."""
+    """[R] int32, `UNSAMPLED` where `loss_mask` is false."""
     advantages: Float32
     """[R] float32."""
     lengths: Int32
@@ -100,7 +100,7 @@ class MicroBatch(Message, frozen=True):
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
-        check_lengths(self, "token_ids", "trains", "logprobs", "versions", "advantages")
+        check_lengths(self, "token_ids", "loss_mask", "logprobs", "versions", "advantages")
         if int(self.lengths.sum()) != len(self.token_ids) or len(self.lengths) != len(self.rollout_ids):
             raise ValueError(
                 f"{name}: lengths {self.lengths.tolist()} must sum to {len(self.token_ids)} tokens and name {len(self.rollout_ids)} samples"

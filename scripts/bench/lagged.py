@@ -160,7 +160,7 @@ def learn(job: Job) -> Curve:
         rows = [next(prompts) for _ in range(task.groups)]
         batch = _sample(rows, sampler=sampler, policies=policies, where=job.where, step=number, method=method, task=task)
         step.add(batch)
-        num_tokens = int(batch.trains.sum())
+        num_tokens = int(batch.loss_mask.sum())
         sealed = StepSealed(step=number, num_micro_batches=1, num_tokens=num_tokens, num_samples=len(batch.lengths))
         step.train_held(sealed)
         metrics = step.finish(sealed)
@@ -231,12 +231,12 @@ def _sample(
         advantages = np.asarray(group_advantages(ScoredGroup(rewards=rewards[group], lengths=lengths[group]), method=method))
         for index in range(start, start + task.group_size):
             length = lengths[index]
-            trains = np.arange(PROMPT_TOKENS + length) >= PROMPT_TOKENS
+            loss_mask = np.arange(PROMPT_TOKENS + length) >= PROMPT_TOKENS
             columns["token_ids"].append(np.array([*_encode(asked[index]["prompt"]), *tokens[index, :length]], np.int32))
-            columns["trains"].append(trains)
+            columns["loss_mask"].append(loss_mask)
             columns["logprobs"].append(_behind_prompt(logprobs[index, :length], np.float32, before=0.0))
             columns["versions"].append(_behind_prompt(step - np.array(ages[:length]), np.int32, before=UNSAMPLED))
-            columns["advantages"].append(np.where(trains, advantages[index - start], 0).astype(np.float32))
+            columns["advantages"].append(np.where(loss_mask, advantages[index - start], 0).astype(np.float32))
     return MicroBatch(
         step=step,
         index=0,

@@ -152,7 +152,7 @@ def _admit(ledger: Ledger, group_id: int, *, version: int) -> list[ScoredTraject
             attempt=0,
             prompt=prompt,
             token_ids=_IDS,
-            trains=_TRAINS,
+            loss_mask=_TRAINS,
             logprobs=_ADVANTAGES,
             versions=versions,
             finish=Finish.STOP,

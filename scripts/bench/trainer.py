@@ -83,7 +83,7 @@ class Work:
 
     def seal(self, step: int) -> StepSealed:
         rows = self.steps[step]
-        num_tokens, num_samples = sum(int(row.trains.sum()) for row in rows), sum(len(row.lengths) for row in rows)
+        num_tokens, num_samples = sum(int(row.loss_mask.sum()) for row in rows), sum(len(row.lengths) for row in rows)
         return StepSealed(step=step, num_micro_batches=len(rows), num_tokens=num_tokens, num_samples=num_samples)
 
 
@@ -253,7 +253,7 @@ def _group(chance: np.random.Generator, number: int, *, longest: int) -> list[Sa
 def _sample(chance: np.random.Generator, prompt: np.ndarray, *, longest: int, name: str) -> Sample:
     length = int(np.clip(chance.lognormal(np.log(0.06 * longest), 1.0), 8, longest - len(prompt)))
     ids = np.concatenate((prompt, chance.integers(0, VOCABULARY, length, dtype=np.int32)))
-    trains = np.arange(len(ids)) >= len(prompt)
+    loss_mask = np.arange(len(ids)) >= len(prompt)
     trajectory = Trajectory(
         rollout_id=name,
         group_id=0,
@@ -261,12 +261,12 @@ def _sample(chance: np.random.Generator, prompt: np.ndarray, *, longest: int, na
         attempt=0,
         prompt=Prompt(prompt_id="0:0", text="", token_ids=prompt),
         token_ids=ids,
-        trains=trains,
-        logprobs=np.where(trains, -9.0, 0.0).astype(np.float32),
-        versions=np.where(trains, 0, -1).astype(np.int32),
+        loss_mask=loss_mask,
+        logprobs=np.where(loss_mask, -9.0, 0.0).astype(np.float32),
+        versions=np.where(loss_mask, 0, -1).astype(np.int32),
         finish=Finish.STOP,
     )
-    return Sample(trajectory=trajectory, reward=0.0, advantages=np.where(trains, chance.normal(), 0).astype(np.float32))
+    return Sample(trajectory=trajectory, reward=0.0, advantages=np.where(loss_mask, chance.normal(), 0).astype(np.float32))
 
 
 def _serve_in_child(work: Work, rounds: int) -> int:
@@ -321,7 +321,7 @@ def _blank_sample(length: int) -> Sample:
         attempt=0,
         prompt=Prompt(prompt_id="0:0", text="", token_ids=ids[:1]),
         token_ids=ids,
-        trains=ids.astype(bool),
+        loss_mask=ids.astype(bool),
         logprobs=zeros,
         versions=ids,
         finish=Finish.STOP,

@@ -194,8 +194,8 @@ def _compare(batch: MicroBatch, engines: dict[int, collections.Counter[str]]) ->
     """Add up how far each engine's log-probabilities are from `LOGPROB` (k3), as the real trainer does."""
     if batch.engine_ids is None:
         return
-    of_token = np.repeat(batch.engine_ids, batch.lengths)[batch.trains]
-    gaps = LOGPROB - batch.logprobs[batch.trains].astype(np.float64)
+    of_token = np.repeat(batch.engine_ids, batch.lengths)[batch.loss_mask]
+    gaps = LOGPROB - batch.logprobs[batch.loss_mask].astype(np.float64)
     for engine_id in np.unique(batch.engine_ids).tolist():
         of_it = gaps[of_token == engine_id]
         counts = {"num_sequences": int((batch.engine_ids == engine_id).sum()), "num_tokens": len(of_it)}

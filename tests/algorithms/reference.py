@@ -123,7 +123,7 @@ def _unit(method: Method, seq: Seq, row: Row) -> float:
 
 
 def _tokens(method: Method, seq: Seq, moved: dict[int, float], draws: list[float], trained_version: int) -> Iterator[Token]:
-    trained = [t for t, trains in enumerate(seq.trained()) if trains]
+    trained = [t for t, loss_mask in enumerate(seq.trained()) if loss_mask]
     for t in trained:
         f, mu, old, version = seq.logprobs[t], seq.behaviour[t], seq.old[t], seq.versions[t]
         run = next(number for number, run in enumerate(_runs(seq.trained())) if t in run)
@@ -144,7 +144,7 @@ def _tokens(method: Method, seq: Seq, moved: dict[int, float], draws: list[float
 
 
 def _runs(trained: list[bool]) -> list[list[int]]:
-    return [list(run) for trains, run in groupby(range(len(trained)), key=lambda t: trained[t]) if trains]
+    return [list(run) for loss_mask, run in groupby(range(len(trained)), key=lambda t: trained[t]) if loss_mask]
 
 
 # --- the proximal policy and the weight -----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Seq:
     logprobs: list[float]
     behaviour: list[float]
     advantages: list[float]
-    trains: list[bool] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Seq:
     truncated: bool = False
 
     def trained(self) -> list[bool]:
-        return self.trains or [True] * len(self.logprobs)
+        return self.loss_mask or [True] * len(self.logprobs)
 
 
 def random_seq(generator: random.Random, *, length: int, holes: bool = True, weight: float = 1.0) -> Seq:
@@ -51,14 +51,14 @@ def random_seq(generator: random.Random, *, length: int, holes: bool = True, wei
 
     advantage = generator.gauss(0, 1)
     versions = sorted(generator.randint(2, 5) for _ in range(length))
-    trains = [generator.random() > 0.25 if holes else True for _ in range(length)]
+    loss_mask = [generator.random() > 0.25 if holes else True for _ in range(length)]
     return Seq(
         logprobs=logprobs,
         behaviour=drifted(0.3),
         old=drifted(0.2),
         reference=drifted(0.4),
         advantages=[advantage] * length,
-        trains=trains,
+        loss_mask=loss_mask,
         versions=versions,
         entropy=[generator.uniform(0.1, 2.0) for _ in range(length)],
         weight=weight,
@@ -78,19 +78,19 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
         )
 
     num_tokens = len(flat("logprobs"))
-    trains = torch.tensor([flag for sequence in sequences for flag in sequence.trained()], dtype=torch.bool)
+    loss_mask = torch.tensor([flag for sequence in sequences for flag in sequence.trained()], dtype=torch.bool)
     leaf, reference = torch.tensor(flat("logprobs"), dtype=dtype, requires_grad=True), optional("reference")
     return TokenColumns(
         logprobs=leaf,
         behaviour_logprobs=torch.tensor(flat("behaviour"), dtype=dtype),
         advantages=torch.tensor(flat("advantages"), dtype=dtype),
-        trains=trains,
+        loss_mask=loss_mask,
         versions=torch.tensor(flat("versions") or [0] * num_tokens, dtype=torch.int32),
         sequence_ids=torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence.logprobs], dtype=torch.int64),
         trained_version=trained_version,
         entropy=optional("entropy"),
         reference_logprobs=reference,
-        divergence=None if reference is None else DIVERGES * torch.where(trains, leaf - reference, 0).square(),
+        divergence=None if reference is None else DIVERGES * torch.where(loss_mask, leaf - reference, 0).square(),
         old_logprobs=optional("old"),
         weights=torch.tensor([sequence.weight for sequence in sequences], dtype=dtype),
         correct=torch.tensor([sequence.correct for sequence in sequences], dtype=torch.bool),

@@ -121,7 +121,7 @@ def test_an_unscored_sibling_cannot_enter_a_group_as_a_number() -> None:
 
 def test_a_withheld_sibling_still_counts_in_the_baseline() -> None:
     """Its tokens train nothing, but its reward moves its siblings' advantages."""
-    scored = group(1.0, 0.0, lengths=[2, 0], trains=(np.array([True, True]), np.array([False, False, False])))
+    scored = group(1.0, 0.0, lengths=[2, 0], loss_mask=(np.array([True, True]), np.array([False, False, False])))
     columns = token_columns(group_advantages(scored, method=method_of("dr_grpo")), group=scored)
     np.testing.assert_allclose(columns[0], [0.5, 0.5])
     np.testing.assert_array_equal(columns[1], [0.0, 0.0, 0.0])
@@ -142,7 +142,7 @@ def test_kl_in_the_reward_sums_over_trained_tokens_only() -> None:
     scored = group(
         1.0,
         0.0,
-        trains=(np.array([True, False]), np.array([True])),
+        loss_mask=(np.array([True, False]), np.array([True])),
         token_kl=(np.array([2.0, 1e9]), np.array([0.0])),
     )
     np.testing.assert_allclose(group_advantages(scored, method=method), [0.4, -0.4])

@@ -35,7 +35,7 @@ def test_whitening_tokens_counts_a_sequence_once_per_trained_token() -> None:
 
 
 def test_whitening_tokens_leaves_tool_tokens_out_and_at_zero() -> None:
-    groups = [group([1.0], [2], trains=(np.array([True, False, True]),)), group([1.0], [1], trains=(np.array([True]),))]
+    groups = [group([1.0], [2], loss_mask=(np.array([True, False, True]),)), group([1.0], [1], loss_mask=(np.array([True]),))]
     got = whiten_tokens([[np.array([1.0, 77.0, 2.0])], [np.array([3.0])]], groups, eps=0.0)
     np.testing.assert_allclose(got[0][0], [-1.0, 0.0, 0.0])
     np.testing.assert_allclose(got[1][0], [1.0])

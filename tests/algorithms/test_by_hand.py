@@ -181,7 +181,7 @@ def test_top_entropy_keeps_so_large_a_part_of_the_step() -> None:
     """Two of five trained tokens, wherever they stand; what stands at a tool token counts for nothing."""
     method = method_of("grpo_top_entropy", masks={"name": "top_entropy", "fraction": 0.4}, aggregation="token-sum")
     rows = [
-        Seq(logprobs=[-1.0] * 3, behaviour=[-1.0] * 3, advantages=[1.0] * 3, entropy=[0.1, 0.9, 5.0], trains=[True, True, False]),
+        Seq(logprobs=[-1.0] * 3, behaviour=[-1.0] * 3, advantages=[1.0] * 3, entropy=[0.1, 0.9, 5.0], loss_mask=[True, True, False]),
         Seq(logprobs=[-1.0] * 3, behaviour=[-1.0] * 3, advantages=[1.0] * 3, entropy=[0.8, 0.2, 0.3]),
     ]
     columns = pack(rows)

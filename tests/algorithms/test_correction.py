@@ -62,13 +62,13 @@ def test_weight_by_hand(rule: str | dict[str, Any], expected: list[float]) -> No
 
 
 def test_sequence_weights_do_not_mix_sequences_and_skip_tool_tokens() -> None:
-    tooled = with_rho(0.5, 1e4, 3.0, trains=[True, False, True])
+    tooled = with_rho(0.5, 1e4, 3.0, loss_mask=[True, False, True])
     got = weights_of("tis_sequence", SPREAD, tooled)
     assert [*got[:3], got[3], got[5]] == pytest.approx([2.0, 2.0, 2.0, 1.5, 1.5])
 
 
 def test_segment_weight_is_one_geometric_mean_per_turn() -> None:
-    turns = with_rho(0.5, 0.5, 9.0, 1.1, 0.9, trains=[True, True, False, True, True])
+    turns = with_rho(0.5, 0.5, 9.0, 1.1, 0.9, loss_mask=[True, True, False, True, True])
     turn = math.sqrt(1.1 * 0.9)
     got = weights_of("tis_segment", turns, with_rho(1.1))
     assert [got[0], got[1], got[3], got[4], got[5]] == pytest.approx([0.5, 0.5, turn, turn, 1.1])
@@ -145,7 +145,7 @@ def test_rounding_below_zero_rejects_no_token_that_agrees(metric: str) -> None:
 
 
 def test_sequence_masks_decide_each_sequence_by_its_own_trained_tokens() -> None:
-    tooled = with_rho(1.0, 1e-6, 1.0, trains=[True, False, True])
+    tooled = with_rho(1.0, 1e-6, 1.0, loss_mask=[True, False, True])
     vetoed = keeps_of({"name": "veto", "low": 0.6}, SPREAD, tooled)
     assert (vetoed[0], vetoed[3], vetoed[5]) == (False, True, True)
 

@@ -17,7 +17,7 @@ def value_loss(value: float, *, old: float, target: float) -> tuple[float, int, 
         leaf,
         old_values=torch.tensor([old, 0.0]),
         returns=torch.tensor([target, float("inf")]),
-        trains=torch.tensor([True, False]),
+        loss_mask=torch.tensor([True, False]),
         clip=0.5,
     )
     loss.backward()
@@ -34,8 +34,8 @@ def test_value_clip_takes_the_larger_loss_around_the_old_value() -> None:
 
 def test_implicit_prm_loss_is_the_cross_entropy_of_the_summed_log_ratio() -> None:
     phi = torch.tensor([-1.0, -2.0, -1e4, -0.5], dtype=torch.float64, requires_grad=True)
-    trains = torch.tensor([True, True, False, True])
-    sequences = Segments(torch.tensor([0, 0, 0, 1]), trains, 2)
+    loss_mask = torch.tensor([True, True, False, True])
+    sequences = Segments(torch.tensor([0, 0, 0, 1]), loss_mask, 2)
     reference = torch.tensor([-2.0, -2.5, -3.0, -0.1], dtype=torch.float64)
     loss, num_right = implicit_prm_loss(
         phi, reference_logprobs=reference, correct=torch.tensor([True, False]), sequences=sequences, beta=0.5
@@ -51,7 +51,7 @@ def test_implicit_prm_loss_is_the_cross_entropy_of_the_summed_log_ratio() -> Non
 
 def test_huber_loss_is_square_within_delta_and_a_line_beyond() -> None:
     values = torch.tensor([0.5, -3.0, float("nan")], dtype=torch.float64, requires_grad=True)
-    loss, beyond = huber_value_loss(values, returns=torch.tensor([0.0, 0.0, 1.0]), trains=torch.tensor([True, True, False]), delta=1.0)
+    loss, beyond = huber_value_loss(values, returns=torch.tensor([0.0, 0.0, 1.0]), loss_mask=torch.tensor([True, True, False]), delta=1.0)
     loss.backward()
     assert values.grad is not None
     assert (float(loss.detach()), int(beyond)) == (pytest.approx(0.125 + 2.5), 1)

@@ -114,7 +114,7 @@ def test_every_mask_keeps_and_drops_in_these_cases(name: str) -> None:
         columns = pack(sequences)
         statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
         keep = keep_mask(terms_of(columns, proximal=method.proximal, statistics=statistics), rule=rule)
-        found |= set(keep[columns.trains].tolist())
+        found |= set(keep[columns.loss_mask].tolist())
     assert found == {True, False}
 
 
@@ -139,7 +139,7 @@ def test_the_gradient_jumps_where_the_formula_says_and_there_is_that_of_one_side
     def slopes(probability: float, advantage: float) -> tuple[float, float]:
         """The product's, and the formula's."""
         mu = math.log(MU)
-        seq = changed(token, logprobs=[math.log(probability)], behaviour=[mu], advantages=[advantage], trains=[True], weight=1.0)
+        seq = changed(token, logprobs=[math.log(probability)], behaviour=[mu], advantages=[advantage], loss_mask=[True], weight=1.0)
         up, down = (reference.loss(method, [seq], moved={(0, 0): by}, draws=[[0.0]]) for by in (1e-6, -1e-6))
         return product_loss(method, [seq])[1][0], (up - down) / 2e-6
 

@@ -95,7 +95,7 @@ def test_a_mask_says_whether_it_looks_at_the_engines_probabilities(name: str) ->
         columns = pack(row)
         statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
         terms = terms_of(columns, proximal=method.proximal, statistics=statistics)
-        kept.append(keep_mask(terms, rule=method.masks[0])[columns.trains].tolist())
+        kept.append(keep_mask(terms, rule=method.masks[0])[columns.loss_mask].tolist())
     assert (kept[0] != kept[1]) == COLUMNS["masks"][name].reads_mu
 
 

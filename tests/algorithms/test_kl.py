@@ -61,7 +61,7 @@ def expected_gradient(kind: str, logits: torch.Tensor, reference: torch.Tensor) 
         behaviour_logprobs=logprobs.detach(),
         reference_logprobs=reference,
         advantages=torch.zeros(3),
-        trains=torch.ones(3, dtype=torch.bool),
+        loss_mask=torch.ones(3, dtype=torch.bool),
         versions=torch.zeros(3, dtype=torch.int32),
         sequence_ids=torch.zeros(3, dtype=torch.int64),
         trained_version=0,

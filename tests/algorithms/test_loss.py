@@ -24,7 +24,7 @@ def whole_step(rows: Sequence[Sequence[Seq]], *, method: Method) -> tuple[float,
     packed = [pack(row) for row in rows]
     statistics = measure_step(packed, method=method, reduce=lambda tensor: tensor)
     sums = [policy_loss(row, method=method, statistics=statistics) for row in packed]
-    num_tokens = sum(int(row.trains.sum()) for row in packed)
+    num_tokens = sum(int(row.loss_mask.sum()) for row in packed)
     divisor = denominator(method.aggregation, num_tokens=num_tokens, num_sequences=sum(map(len, rows)), max_tokens=16)
     for one in sums:
         (one.loss / divisor).backward()
@@ -78,7 +78,9 @@ def test_what_stands_where_nothing_trains_changes_nothing(name: str) -> None:
     assert dirty_loss == pytest.approx(loss, rel=1e-12)
     assert dirty_gradients[0] == pytest.approx(gradients[0], rel=1e-12)
     assert dirty_meters == pytest.approx(meters, rel=1e-12)
-    assert all(slope == 0 for slope, trains in zip(dirty_gradients[0], [t for s in clean for t in s.trained()], strict=True) if not trains)
+    assert all(
+        slope == 0 for slope, loss_mask in zip(dirty_gradients[0], [t for s in clean for t in s.trained()], strict=True) if not loss_mask
+    )
 
 
 def spoiled(seq: Seq, *, seed: int) -> Seq:
@@ -86,7 +88,7 @@ def spoiled(seq: Seq, *, seed: int) -> Seq:
 
     def spoil(values: list[float]) -> list[float]:
         garbage = [math.nan, math.inf, -math.inf, -1e4, 0.0]
-        return [value if trains else generator.choice(garbage) for value, trains in zip(values, seq.trained(), strict=True)]
+        return [value if loss_mask else generator.choice(garbage) for value, loss_mask in zip(values, seq.trained(), strict=True)]
 
     names = ("logprobs", "behaviour", "old", "reference", "entropy", "advantages")
     return changed(seq, **{name: spoil(getattr(seq, name)) for name in names})
@@ -96,7 +98,7 @@ def spoiled(seq: Seq, *, seed: int) -> Seq:
 def test_the_sequence_of_a_token_that_does_not_train_is_not_read(name: str) -> None:
     row = pack(sample(5))
     loss = policy_loss(row, method=EVERY_METHOD[name], statistics=StepStatistics()).loss
-    padded = dataclasses.replace(row, sequence_ids=torch.where(row.trains, row.sequence_ids, 10**9))
+    padded = dataclasses.replace(row, sequence_ids=torch.where(row.loss_mask, row.sequence_ids, 10**9))
     assert torch.equal(policy_loss(padded, method=EVERY_METHOD[name], statistics=StepStatistics()).loss, loss)
 
 
@@ -104,12 +106,12 @@ def test_the_sequence_of_a_token_that_does_not_train_is_not_read(name: str) -> N
 def test_a_row_without_a_trained_token_changes_neither_loss_nor_gradient_nor_meters(name: str) -> None:
     method = EVERY_METHOD[name]
     sequences = sample(7)
-    silent = [changed(seq, trains=[False] * len(seq.logprobs)) for seq in sample(8)]
+    silent = [changed(seq, loss_mask=[False] * len(seq.logprobs)) for seq in sample(8)]
     loss, gradients, meters = whole_step([sequences], method=method)
     packed = [pack(sequences), pack(silent), pack([])]
     statistics = measure_step(packed, method=method, reduce=lambda tensor: tensor)
     sums = [policy_loss(row, method=method, statistics=statistics) for row in packed]
-    divisor = denominator(method.aggregation, num_tokens=int(packed[0].trains.sum()), num_sequences=len(sequences), max_tokens=16)
+    divisor = denominator(method.aggregation, num_tokens=int(packed[0].loss_mask.sum()), num_sequences=len(sequences), max_tokens=16)
     (torch.stack([one.loss for one in sums]).sum() / divisor).backward()
     assert [float(one.loss.detach()) for one in sums[1:]] == [0.0, 0.0]
     assert packed[1].logprobs.grad is not None
@@ -247,7 +249,7 @@ def test_positive_nll_is_the_mean_over_tokens_of_correct_sequences() -> None:
 
 def test_entropy_bonus_rewards_entropy_on_every_trained_token() -> None:
     method = method_of("grpo", auxiliary={"name": "entropy_bonus", "coef": 0.25})
-    seq = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.0], advantages=[0.0, 0.0], entropy=[2.0, 9.0], trains=[True, False])
+    seq = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.0], advantages=[0.0, 0.0], entropy=[2.0, 9.0], loss_mask=[True, False])
     assert loss_and_gradient([seq], method=method)[0] == pytest.approx(-0.5)
 
 
@@ -264,7 +266,7 @@ def test_a_coefficient_fades_in_a_straight_line_and_then_stays(step: int, share:
 
 
 def test_an_empty_completion_counts_as_a_sequence_and_adds_nothing() -> None:
-    empty = changed(UNEVEN[0], trains=[False] * 3)
+    empty = changed(UNEVEN[0], loss_mask=[False] * 3)
     method = method_of("grpo", aggregation="seq-mean-token-mean")
     assert whole_step([[UNEVEN[1], empty]], method=method)[0] == pytest.approx(2.0 / 2)
 
@@ -278,7 +280,7 @@ def test_columns_of_unequal_length_are_refused_with_their_name() -> None:
     with pytest.raises(ValueError, match="versions has shape"):
         dataclasses.replace(row, versions=row.versions[:-1])
     with pytest.raises(ValueError, match=r"expected torch\.bool"):
-        dataclasses.replace(row, trains=row.trains.int())
+        dataclasses.replace(row, loss_mask=row.loss_mask.int())
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY_METHOD if name != "segments"])

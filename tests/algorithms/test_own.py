@@ -65,12 +65,12 @@ def test_the_readmes_file_trains_by_its_lines_and_its_options(tmp_path: Path, mo
     sequences = sample(5)
     loss, gradient, sums = loss_and_gradient(sequences, method=method)
     columns = pack(sequences)
-    pi, mu, a, trains = columns.logprobs, columns.behaviour_logprobs, columns.advantages, columns.trains
+    pi, mu, a, loss_mask = columns.logprobs, columns.behaviour_logprobs, columns.advantages, columns.loss_mask
     ratio = (pi - mu).exp()
     weight = 0.5 ** ((5 - columns.versions) / 4.0) * (ratio.detach() <= 5.0)
     assert columns.weights is not None
     by_hand = -weight * torch.minimum(ratio * a, ratio.clamp(0.7, 1.3) * a) * columns.weights[columns.sequence_ids]
-    expected = torch.where(trains, by_hand, 0).sum()
+    expected = torch.where(loss_mask, by_hand, 0).sum()
     expected.backward()
     assert pi.grad is not None
     assert loss == pytest.approx(float(expected.detach()))
@@ -87,7 +87,7 @@ def test_a_step_of_the_trainer_has_the_gradient_of_a_loss_of_the_users(llama: Pa
     step.add(make_batch(samples))
     by_hand = make_model(llama)
     batch = make_batch(samples)
-    mu, a = (torch.from_numpy(getattr(batch, column)[batch.trains].copy()) for column in ("logprobs", "advantages"))
+    mu, a = (torch.from_numpy(getattr(batch, column)[batch.loss_mask].copy()) for column in ("logprobs", "advantages"))
     (-a * (packed_logprobs(by_hand, samples) - mu).exp().sqrt()).sum().backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in by_hand.parameters() if parameter.grad is not None])
     assert torch.allclose(optimizer.gradient, expected, rtol=1e-4, atol=1e-5)
@@ -115,13 +115,13 @@ def test_whatever_the_contract_carries_arrives_in_the_shape_it_says(column: str,
 
 
 def test_whatever_the_contract_carries_to_an_advantage_arrives(rules: Any) -> None:
-    reference = rules(f"def f({CARRIES_ALL['advantage']}):\n    return [0.5 * t + greedy_reward + components[0, 1] for t in trains]\n")
+    reference = rules(f"def f({CARRIES_ALL['advantage']}):\n    return [0.5 * t + greedy_reward + components[0, 1] for t in loss_mask]\n")
     method = with_rule("advantage", reference)
     assert {Need.GREEDY_REWARD, Need.STEP_SCORES, Need.COMPONENTS} <= method.needs
     group = ScoredGroup(
         rewards=np.array([1.0, 0.0]),
         lengths=np.array([2, 1]),
-        trains=(np.array([True, True]), np.array([False, True])),
+        loss_mask=(np.array([True, True]), np.array([False, True])),
         components=np.array([[1.0, 0.25], [0.0, 0.5]]),
         component_weights=np.ones(2),
         correct=np.array([True, False]),
@@ -129,7 +129,9 @@ def test_whatever_the_contract_carries_to_an_advantage_arrives(rules: Any) -> No
     )
     with pytest.raises(ValueError, match="reads steps"):
         group_advantages(group, method=method)
-    without = with_rule("advantage", rules("def f(trains, greedy_reward, components):\n    return [t + greedy_reward for t in trains]\n"))
+    without = with_rule(
+        "advantage", rules("def f(loss_mask, greedy_reward, components):\n    return [t + greedy_reward for t in loss_mask]\n")
+    )
     credit = group_advantages(group, method=without)
     assert [row.tolist() for row in credit] == [pytest.approx([1.1, 1.1]), pytest.approx([0.1, 1.1])]
 
@@ -137,6 +139,7 @@ def test_whatever_the_contract_carries_to_an_advantage_arrives(rules: Any) -> No
 @pytest.mark.parametrize(
     ("column", "source", "match"),
     [
+        ("advantage", "def f(rewards, trains): ...", r"asks for trains, which is now called loss_mask"),
         ("objective", "def f(advantage, ratio): ...", r"asks for advantage \(did you mean 'advantages'\?\), which nothing carries"),
         ("objective", "def f(ratio, advantages, tau=1.0): ...", "asks for tau, which nothing carries .* after a bare"),
         ("objective", "def f(hidden_states): ...", "asks for hidden_states .*which nothing carries to a function of this column"),

@@ -50,9 +50,9 @@ class LaggedStep:
         flat = list(itertools.chain.from_iterable(self.lengths))
         self.num_positions = sum(flat)
         self.sequence_ids = np.repeat(np.arange(len(flat)), flat)
-        self.trains = self.generator.uniform(size=self.num_positions) > 0.2
+        self.loss_mask = self.generator.uniform(size=self.num_positions) > 0.2
         starts: np.ndarray = np.cumsum(flat) - flat
-        self.trains[starts] = True
+        self.loss_mask[starts] = True
         self.versions = np.concatenate([np.sort(self.generator.integers(2, TRAINED_VERSION + 1, size)) for size in flat])
         self.logprobs = -self.generator.uniform(0.05, 3.0, self.num_positions)
         age = TRAINED_VERSION - self.versions
@@ -84,11 +84,11 @@ class LaggedStep:
         inside = np.zeros(self.num_positions, bool)
         for place in itertools.chain.from_iterable(places[number] for number in kept):
             inside[place] = True
-        columns = self._columns(advantages, trains=self.trains & inside)
+        columns = self._columns(advantages, loss_mask=self.loss_mask & inside)
         statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
         loss = policy_loss(columns, method=method, statistics=statistics).loss / denominator(
             method.aggregation,
-            num_tokens=int((self.trains & inside).sum()),
+            num_tokens=int((self.loss_mask & inside).sum()),
             num_sequences=sum(len(group.rewards) for group in groups),
             max_tokens=MAX_TOKENS,
         )
@@ -97,14 +97,14 @@ class LaggedStep:
         found = columns.logprobs.grad.numpy()
         return found / np.linalg.norm(found)
 
-    def _columns(self, advantages: np.ndarray, *, trains: np.ndarray) -> TokenColumns:
+    def _columns(self, advantages: np.ndarray, *, loss_mask: np.ndarray) -> TokenColumns:
         rewards = np.concatenate([np.array(rewards) for rewards in GROUPS])
         leaf, reference = torch.from_numpy(self.logprobs.copy()).requires_grad_(), torch.from_numpy(self.reference)
         return TokenColumns(
             logprobs=leaf,
             behaviour_logprobs=torch.from_numpy(self.behaviour),
             advantages=torch.from_numpy(advantages),
-            trains=torch.from_numpy(trains),
+            loss_mask=torch.from_numpy(loss_mask),
             versions=torch.from_numpy(self.versions.astype(np.int32)),
             sequence_ids=torch.from_numpy(self.sequence_ids.astype(np.int64)),
             trained_version=TRAINED_VERSION,
@@ -126,7 +126,7 @@ class LaggedStep:
         places = self._places()[number]
         n, draw = len(rewards), self.generator
         ends = [np.unique(np.array([length // 3, length // 2, length - 1])) for length in lengths]
-        masks = tuple(self.trains[place] for place in places)
+        masks = tuple(self.loss_mask[place] for place in places)
         return ScoredGroup(
             rewards=rewards,
             lengths=np.array([int(mask.sum()) for mask in masks]),
@@ -137,7 +137,7 @@ class LaggedStep:
             roles=tuple(("proposer", "solver")[index % 2] for index in range(n)),
             predictions=draw.uniform(size=n),
             sample_weights=np.ones(n),
-            trains=masks,
+            loss_mask=masks,
             token_kl=tuple(self.behaviour[place] - self.reference[place] for place in places),
             steps=tuple(
                 StepScores(ends=end, scores=draw.uniform(size=len(end)), anchors=np.arange(len(end)) * draw.integers(0, 2)) for end in ends
@@ -156,7 +156,7 @@ class LaggedStep:
         found = []
         for place in self._places()[number]:
             p = np.exp(self.logprobs[place])
-            found.append(energy(p, square_sums=p**2 + (1 - p) ** 2 / 5, importance=rho[place]) * self.trains[place])
+            found.append(energy(p, square_sums=p**2 + (1 - p) ** 2 / 5, importance=rho[place]) * self.loss_mask[place])
         return dataclasses.replace(group, energies=tuple(found))
 
 
@@ -172,8 +172,8 @@ def chosen(name: str) -> Method:
 
 def test_the_step_lies_beyond_every_bound_on_both_sides_of_every_baseline() -> None:
     step = LaggedStep()
-    ratio = np.exp(step.logprobs - step.behaviour)[step.trains]
-    change = (np.exp(step.logprobs) - np.exp(step.behaviour))[step.trains]
+    ratio = np.exp(step.logprobs - step.behaviour)[step.loss_mask]
+    change = (np.exp(step.logprobs) - np.exp(step.behaviour))[step.loss_mask]
     for bound in (1.2, 1.28, 2.0, 3.0, 5.0, 20.0):
         assert (ratio > bound).any(), bound
     for bound in (0.5, 0.67, 0.8):
@@ -181,7 +181,7 @@ def test_the_step_lies_beyond_every_bound_on_both_sides_of_every_baseline() -> N
     assert change.max() > 0.2
     assert change.min() < -0.2
     assert set(step.versions) == {2, 3, 4, 5}
-    assert not step.trains.all()
+    assert not step.loss_mask.all()
 
 
 @pytest.mark.parametrize("name", METHODS)

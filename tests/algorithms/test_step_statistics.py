@@ -72,7 +72,7 @@ def kept_by_sorting(values: list[float], tau: float) -> int:
 @settings(max_examples=25)
 def test_m2po_keeps_as_many_tokens_as_sorting_all_of_them_would(seed: int, tau: float) -> None:
     rows = rows_of(seed)
-    squares = [second_moments(row)[row.trains] for row in rows]
+    squares = [second_moments(row)[row.loss_mask] for row in rows]
     flat = torch.cat(squares)
     statistics = measured(rows, method=method_of("m2po", masks={"name": "m2po", "tau": tau}))
     assert int((flat <= statistics.m2po_threshold).sum()) == kept_by_sorting(flat.double().tolist(), tau)
@@ -101,10 +101,10 @@ def test_a_rank_without_rows_takes_part_and_gets_the_same_numbers() -> None:
 def test_covariance_is_centred_on_the_whole_step() -> None:
     rows = rows_of(6)
     statistics = measured(rows, method=method_of("kl_cov", objective={"fraction": 0.1}))
-    advantages = torch.cat([row.advantages[row.trains] for row in rows])
-    old = torch.cat([row.old_logprobs[row.trains] for row in rows if row.old_logprobs is not None])
+    advantages = torch.cat([row.advantages[row.loss_mask] for row in rows])
+    old = torch.cat([row.old_logprobs[row.loss_mask] for row in rows if row.old_logprobs is not None])
     expected = (advantages - advantages.mean()) * (old - old.mean())
-    got = torch.cat([covariance(row, statistics=statistics)[row.trains] for row in rows])
+    got = torch.cat([covariance(row, statistics=statistics)[row.loss_mask] for row in rows])
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -113,7 +113,7 @@ def test_kl_cov_chooses_the_tokens_of_largest_covariance(fraction: float) -> Non
     """Also where that reaches down to negative ones."""
     rows = rows_of(8)
     statistics = measured(rows, method=method_of("kl_cov", objective={"fraction": fraction}))
-    values = torch.cat([covariance(row, statistics=statistics)[row.trains] for row in rows])
+    values = torch.cat([covariance(row, statistics=statistics)[row.loss_mask] for row in rows])
     wanted = max(1, int(fraction * len(values)))
     assert statistics.covariance_threshold == float(values.sort(descending=True).values[wanted - 1])
 

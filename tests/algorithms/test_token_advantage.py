@@ -29,36 +29,36 @@ def stepped(rewards: list[float], lengths: list[int], *scores: StepScores, **col
 
 
 def test_gae_by_hand() -> None:
-    got = token_advantage.gae(REWARDS, values=VALUES, trains=ALL, gamma=1.0, lam=0.95)
+    got = token_advantage.gae(REWARDS, values=VALUES, loss_mask=ALL, gamma=1.0, lam=0.95)
     np.testing.assert_allclose(got, [0.751, 0.58, 0.4], atol=1e-9)
 
 
 def test_gae_carries_value_and_sum_through_a_tool_token() -> None:
     values = np.array([0.2, 1e6, 0.6])
-    got = token_advantage.gae(REWARDS, values=values, trains=np.array([True, False, True]), gamma=1.0, lam=0.95)
+    got = token_advantage.gae(REWARDS, values=values, loss_mask=np.array([True, False, True]), gamma=1.0, lam=0.95)
     np.testing.assert_allclose(got, [0.78, 0.0, 0.4], atol=1e-9)
 
 
 def test_gae_with_lambda_one_is_the_return_minus_the_value() -> None:
     rewards, values = np.array([0.3, -0.1, 0.7, 0.2]), np.array([0.5, 0.1, 0.4, 0.9])
-    got = token_advantage.gae(rewards, values=values, trains=np.ones(4, dtype=bool), gamma=1.0, lam=1.0)
+    got = token_advantage.gae(rewards, values=values, loss_mask=np.ones(4, dtype=bool), gamma=1.0, lam=1.0)
     np.testing.assert_allclose(got, rewards[::-1].cumsum()[::-1] - values)
 
 
 def test_vapo_takes_lambda_from_the_length_and_returns_with_lambda_one() -> None:
-    trains = np.ones(40, dtype=bool)
+    loss_mask = np.ones(40, dtype=bool)
     rewards, values = np.zeros(40), np.full(40, 0.25)
     rewards[-1] = 1.0
-    advantages, returns = token_advantage.vapo_gae(rewards, values=values, trains=trains, gamma=1.0, alpha=0.05)
-    np.testing.assert_allclose(advantages, token_advantage.gae(rewards, values=values, trains=trains, gamma=1.0, lam=0.5))
+    advantages, returns = token_advantage.vapo_gae(rewards, values=values, loss_mask=loss_mask, gamma=1.0, alpha=0.05)
+    np.testing.assert_allclose(advantages, token_advantage.gae(rewards, values=values, loss_mask=loss_mask, gamma=1.0, lam=0.5))
     np.testing.assert_allclose(returns, np.ones(40))
-    short, _ = token_advantage.vapo_gae(rewards[-2:], values=values[-2:], trains=trains[-2:], gamma=1.0, alpha=0.05)
+    short, _ = token_advantage.vapo_gae(rewards[-2:], values=values[-2:], loss_mask=loss_mask[-2:], gamma=1.0, alpha=0.05)
     np.testing.assert_allclose(short, [0.0, 0.75], err_msg="lam is 0 where 1/(alpha L) exceeds 1")
 
 
 def test_turn_gae_is_constant_inside_a_turn_and_zero_on_tool_tokens() -> None:
-    trains = np.array([True, True, False, True, True, True])
-    got = token_advantage.turn_gae(REWARDS, values=VALUES, ends=np.array([1, 3, 5]), trains=trains, gamma=1.0, lam=0.95)
+    loss_mask = np.array([True, True, False, True, True, True])
+    got = token_advantage.turn_gae(REWARDS, values=VALUES, ends=np.array([1, 3, 5]), loss_mask=loss_mask, gamma=1.0, lam=0.95)
     np.testing.assert_allclose(got, [0.751, 0.751, 0.0, 0.58, 0.4, 0.4], atol=1e-9)
 
 
@@ -67,7 +67,7 @@ def test_reinforce_pp_puts_the_outcome_at_the_last_trained_token_and_kl_on_each(
     scored = ScoredGroup(
         rewards=np.array([2.0, 1.0]),
         lengths=np.array([2, 0]),
-        trains=(np.array([True, False, True, False]), np.array([False])),
+        loss_mask=(np.array([True, False, True, False]), np.array([False])),
         token_kl=(np.array([1.0, 99.0, 3.0, 99.0]), np.array([5.0])),
     )
     first, empty = group_advantages(scored, method=method)

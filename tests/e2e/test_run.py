@@ -185,7 +185,9 @@ def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_kil
     turns = [len(one.turns.starts) for one in trained if one.turns is not None]
     assert len(turns) == len(trained)
     assert {1, 2, 3, 4} == set(turns)
-    replies = {number for one in trained for number in one.token_ids[len(one.prompt.token_ids) :][~one.trains[len(one.prompt.token_ids) :]]}
+    replies = {
+        number for one in trained for number in one.token_ids[len(one.prompt.token_ids) :][~one.loss_mask[len(one.prompt.token_ids) :]]
+    }
     assert len(replies) == 2, "nothing but h and l was ever said to the model"
     longest = max(trained, key=lambda one: len(one.turns.starts) if one.turns else 0)
     assert sum("the environment: " in line for line in story_of(run_folder, longest.rollout_id)) >= 3

@@ -122,7 +122,7 @@ def _gaps(folder: Path, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     from tests.trainer.tiny import make_model, make_seal, make_step
 
     gaps: list[torch.Tensor] = []
-    theirs = torch.from_numpy(batch.logprobs[batch.trains])
+    theirs = torch.from_numpy(batch.logprobs[batch.loss_mask])
     for row in (batch, msgspec.structs.replace(batch, routes=None)):
         model = make_model(folder, dtype="bfloat16", replays_routes=True)
         step, _ = make_step(model, replays_routes=True)
@@ -132,5 +132,5 @@ def _gaps(folder: Path, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             gaps.append((model.logprobs(laid_out)[0] - theirs).abs())
         step.add(row)
         expected = _num_unknown(row) if row.routes is not None else len(batch.token_ids) - NUM_ROLLOUTS
-        assert step.finish(make_seal([{"trains": batch.trains}]))["num_unrouted_tokens"] == expected
+        assert step.finish(make_seal([{"loss_mask": batch.loss_mask}]))["num_unrouted_tokens"] == expected
     return gaps[0], gaps[1]

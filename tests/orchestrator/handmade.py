@@ -39,7 +39,7 @@ def trajectory(
         attempt=0,
         prompt=asked,
         token_ids=np.concatenate((asked.token_ids, np.arange(10, 10 + num_sampled, dtype=np.int32))),
-        trains=np.array([False] * num_prompt + [True] * num_sampled),
+        loss_mask=np.array([False] * num_prompt + [True] * num_sampled),
         logprobs=np.array([0.0] * num_prompt + [-0.5] * num_sampled, np.float32),
         versions=np.array([UNSAMPLED] * num_prompt + list(versions), np.int32),
         finish=finish,
@@ -68,7 +68,7 @@ def show(shown: Shown) -> None:
     good, failed = scored(right, components={"right": 1.0}), scored(late, outcome=Outcome.TIMEOUT)
     failed = msgspec.structs.replace(failed, score=msgspec.structs.replace(failed.score, error="slow.py took 3 s"))
     shown.ended([Ended(scored=failed, fate=Fate.FAILED, reason="timeout")], step=3, now_s=0.0)
-    sample = Sample(trajectory=right, reward=1.0, advantages=np.where(right.trains, np.float32(0.5), np.float32(0.0)))
+    sample = Sample(trajectory=right, reward=1.0, advantages=np.where(right.loss_mask, np.float32(0.5), np.float32(0.0)))
     shown.trained(3, [sample], now_s=0.0, members={right.rollout_id: good})
 
 
@@ -101,7 +101,7 @@ def plain_group(group_id: int, rewards: Sequence[float | Outcome], *, versions: 
 def sample(num_tokens: int, *, number: int = 0, group_id: int = 0) -> Sample:
     """A sample of that many tokens, one of them the prompt's; its advantage is 0.5 on every sampled token."""
     of = trajectory([0] * (num_tokens - 1), group_id=group_id, sibling=number, num_prompt=1)
-    return Sample(trajectory=of, reward=1.0, advantages=np.where(of.trains, 0.5, 0).astype(np.float32))
+    return Sample(trajectory=of, reward=1.0, advantages=np.where(of.loss_mask, 0.5, 0).astype(np.float32))
 
 
 def centred(survivors: tuple[ScoredTrajectory, ...]) -> list[np.ndarray]:
@@ -109,5 +109,6 @@ def centred(survivors: tuple[ScoredTrajectory, ...]) -> list[np.ndarray]:
     rewards = [member.score.reward or 0.0 for member in survivors]
     mean = sum(rewards) / len(rewards)
     return [
-        np.where(member.trajectory.trains, reward - mean, 0).astype(np.float32) for member, reward in zip(survivors, rewards, strict=True)
+        np.where(member.trajectory.loss_mask, reward - mean, 0).astype(np.float32)
+        for member, reward in zip(survivors, rewards, strict=True)
     ]

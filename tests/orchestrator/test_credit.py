@@ -79,7 +79,7 @@ def test_a_rule_over_the_step_sees_every_group_as_if_they_were_one_table() -> No
     expected = [[0.5, -0.5], [1.0, -1.0], [0.0, 0.0]]
     for columns, group, values in zip(over_step(groups), groups, expected, strict=True):
         for column, member, value in zip(columns, group, values, strict=True):
-            sampled = member.trajectory.trains
+            sampled = member.trajectory.loss_mask
             assert column[sampled] == pytest.approx((value - tokens.mean()) / tokens.std(ddof=1), abs=1e-6)
             assert not column[~sampled].any()
 

@@ -138,7 +138,7 @@ def test_a_row_is_its_samples_end_to_end_in_every_column():
     batch = micro_batch_of(samples, step=7, index=2)
     assert (batch.step, batch.index) == (7, 2)
     assert batch.token_ids.tolist() == [100, 101, 10, 11, 100, 10]
-    assert batch.trains.tolist() == [False, False, True, True, False, True]
+    assert batch.loss_mask.tolist() == [False, False, True, True, False, True]
     assert batch.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert batch.versions.tolist() == [-1, -1, 3, 4, -1, 5]
     assert batch.advantages.tolist() == [0, 0, 0.5, 0.25, 0, -1]

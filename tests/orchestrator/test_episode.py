@@ -63,7 +63,7 @@ def two_turns() -> Episode:
 def test_an_episode_of_three_turns_is_one_row_in_which_only_the_model_trains():
     row = trajectory(three_turns())
     assert row.token_ids.tolist() == [100, 101, 10, 11, 50, 20, 21, 22, 51, 52, 30]
-    assert row.trains.tolist() == [False, False, True, True, False, True, True, True, False, False, True]
+    assert row.loss_mask.tolist() == [False, False, True, True, False, True, True, True, False, False, True]
     assert row.versions.tolist() == [-1, -1, 3, 3, -1, 3, 4, 4, -1, -1, 6]
     assert row.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5, -0.5, -0.5, 0, 0, -0.5]
     assert row.turns is not None

@@ -204,7 +204,7 @@ def test_a_scored_rollout_comes_back_to_the_last_column(path: Path):
     killed(ledger)
     (back,) = read_snapshot(Ledger(path)).scored
     assert back.score.reward == 0.25
-    for name in ("token_ids", "trains", "logprobs", "versions"):
+    for name in ("token_ids", "loss_mask", "logprobs", "versions"):
         assert getattr(back.trajectory, name).tolist() == getattr(sample.trajectory, name).tolist()
     assert back.trajectory.prompt.token_ids.tolist() == sample.trajectory.prompt.token_ids.tolist()
 

@@ -89,7 +89,7 @@ def _scored(group_id: int, sibling: int, prompt: Prompt, text: str, ids: np.ndar
         attempt=0,
         prompt=prompt,
         token_ids=np.concatenate((prompt.token_ids, ids)),
-        trains=np.array([False] + [True] * len(ids)),
+        loss_mask=np.array([False] + [True] * len(ids)),
         logprobs=np.zeros(1 + len(ids), np.float32),
         versions=np.array([UNSAMPLED] + [0] * len(ids), np.int32),
         finish=Finish.STOP,

@@ -25,7 +25,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 def sample(reward: float, versions: tuple[int, ...], *, sibling: int = 0) -> Sample:
     trajectory = handmade.trajectory(versions, sibling=sibling, num_prompt=2)
-    advantages = np.where(trajectory.trains, np.float32(reward - 0.5), np.float32(0.0))
+    advantages = np.where(trajectory.loss_mask, np.float32(reward - 0.5), np.float32(0.0))
     return Sample(trajectory=trajectory, reward=reward, advantages=advantages)
 
 

@@ -478,36 +478,36 @@ def note(batch: MicroBatch, record: TrainerRecord) -> None:
             rollout_id,
             step=batch.step,
             token_ids=batch.token_ids[part],
-            trains=batch.trains[part],
+            loss_mask=batch.loss_mask[part],
             versions=batch.versions[part],
             record=record,
         )
         assert batch.engine_ids is not None
         sums = record.engines[int(batch.engine_ids[batch.rollout_ids.index(rollout_id)])]
-        gaps = -math.log(1000) - batch.logprobs[part][batch.trains[part]]
+        gaps = -math.log(1000) - batch.logprobs[part][batch.loss_mask[part]]
         sums[0], sums[1], sums[2] = sums[0] + 1, sums[1] + len(gaps), sums[2] + float((np.expm1(gaps) - gaps).sum())
         record.weights[rollout_id] = 1.0 if batch.weights is None else float(batch.weights[batch.rollout_ids.index(rollout_id)])
         start += length
 
 
 def _note_sample(
-    rollout_id: str, *, step: int, token_ids: np.ndarray, trains: np.ndarray, versions: np.ndarray, record: TrainerRecord
+    rollout_id: str, *, step: int, token_ids: np.ndarray, loss_mask: np.ndarray, versions: np.ndarray, record: TrainerRecord
 ) -> None:
     if rollout_id in record.trained:
         record.repeated.append(rollout_id)
-    sampled = versions[trains].tolist()
-    if sampled != sorted(sampled) or not _is_as_sampled(token_ids, trains=trains, versions=versions):
+    sampled = versions[loss_mask].tolist()
+    if sampled != sorted(sampled) or not _is_as_sampled(token_ids, loss_mask=loss_mask, versions=versions):
         record.mislabelled.append(rollout_id)
-    record.turns[rollout_id] = int(np.count_nonzero(np.diff(trains, append=False) & trains))
+    record.turns[rollout_id] = int(np.count_nonzero(np.diff(loss_mask, append=False) & loss_mask))
     record.trained[rollout_id] = step
     record.oldest[rollout_id] = min(sampled)
     record.tokens[step] += len(sampled)
     record.samples[step] += 1
 
 
-def _is_as_sampled(token_ids: np.ndarray, *, trains: np.ndarray, versions: np.ndarray) -> bool:
+def _is_as_sampled(token_ids: np.ndarray, *, loss_mask: np.ndarray, versions: np.ndarray) -> bool:
     """True where each turn is what an engine samples after all that was before it, and between two stands what the environment says."""
-    borders = np.flatnonzero(np.diff(trains, prepend=False, append=False)).reshape(-1, 2).tolist()
+    borders = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).reshape(-1, 2).tolist()
     num_prompt = end = borders[0][0]
     for start, until in borders:
         if start > end and token_ids[end:start].tolist() != reply(token_ids[num_prompt:end]):

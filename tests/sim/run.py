@@ -110,7 +110,7 @@ def mean_baseline(survivors: tuple[ScoredTrajectory, ...]):
     """R - mean over the group."""
     rewards = np.array([member.score.reward for member in survivors])
     centred = (rewards - rewards.mean()).astype(np.float32)
-    return [np.where(member.trajectory.trains, value, 0).astype(np.float32) for member, value in zip(survivors, centred, strict=True)]
+    return [np.where(member.trajectory.loss_mask, value, 0).astype(np.float32) for member, value in zip(survivors, centred, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

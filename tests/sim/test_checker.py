@@ -212,7 +212,7 @@ def micro_batch(versions: list[int]) -> MicroBatch:
         step=5,
         index=0,
         token_ids=np.array([7, 8, *sampled], np.int32),
-        trains=np.array([False, False, True, True, True]),
+        loss_mask=np.array([False, False, True, True, True]),
         logprobs=np.zeros(5, np.float32),
         versions=np.array([-1, -1, *versions], np.int32),
         advantages=np.zeros(5, np.float32),

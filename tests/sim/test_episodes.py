@@ -39,10 +39,10 @@ def credit(survivors: Survivors):
         assert turns is not None
         num_prompt = len(trajectory.prompt.token_ids)
         after = trajectory.token_ids[num_prompt:]
-        assert trajectory.trains[num_prompt:].tolist() == turns.mask(len(after)).tolist()
+        assert trajectory.loss_mask[num_prompt:].tolist() == turns.mask(len(after)).tolist()
         assert len(turns.starts) <= MAX_TURNS
         assert len(after) <= MAX_TOKENS
-        assert trajectory.trains[-1], "an episode ends with the model's words"
+        assert trajectory.loss_mask[-1], "an episode ends with the model's words"
         said = [after[end + 1 : start].tolist() for end, start in zip(turns.ends, turns.starts[1:], strict=False)]
         assert turns.states == ("prompt", *(f"state {tokens[-1] % 3}" for tokens in said))
         is_cut_off = trajectory.finish is Finish.LENGTH

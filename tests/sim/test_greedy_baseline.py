@@ -34,7 +34,7 @@ def credit_of(settings: Config) -> tuple[MethodCredit, list[str]]:
     def group(survivors: Survivors, *, greedy: Any) -> Any:
         baselines.append(greedy.trajectory.rollout_id)
         found = inner(survivors, greedy=greedy)
-        assert found.greedy_reward == greedy.trajectory.token_ids[greedy.trajectory.trains].sum() % 2
+        assert found.greedy_reward == greedy.trajectory.token_ids[greedy.trajectory.loss_mask].sum() % 2
         return found
 
     rule._group = group

@@ -149,7 +149,7 @@ class Conductor:
             row = rows[number] if number < len(rows) else make_batch([], step=pull.step)
             self._send(peer, msgspec.structs.replace(row, index=pull.index))
         else:
-            num_tokens = sum(int(row.trains.sum()) for row in rows)
+            num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
             num_samples = sum(len(row.lengths) for row in rows)
             seal = StepSealed(
                 step=pull.step,
@@ -190,8 +190,8 @@ class Conductor:
             with torch.no_grad():
                 logprobs = packed_logprobs(self.engine, samples).numpy() + self.logprob_error
             for sample in samples:
-                count = int(sample["trains"].sum())
-                sample["logprobs"][sample["trains"]], logprobs = logprobs[:count], logprobs[count:]
-                sample["versions"][sample["trains"]] = step
+                count = int(sample["loss_mask"].sum())
+                sample["logprobs"][sample["loss_mask"]], logprobs = logprobs[:count], logprobs[count:]
+                sample["versions"][sample["loss_mask"]] = step
             rows.append(make_batch(samples, step=step, index=index, first_id=100 * index))
         return [*rows, make_batch([], step=step, index=ROWS_PER_STEP - 1)]

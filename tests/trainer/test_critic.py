@@ -43,7 +43,7 @@ def _critic(folder: Path, *, replicas: Replicas | None = None, seed: int = 3) ->
 
 def _values(model: Model, samples: Samples) -> torch.Tensor:
     batch = make_batch(samples)
-    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     assert row is not None
     return model.values(row)
 
@@ -98,7 +98,7 @@ def test_both_models_get_the_gradients_of_their_formulas_however_the_step_is_pac
     policy, critic = make_model(folders["qwen3"]), _critic(folders["qwen3"])
     batch = make_batch(samples)
     values = _values(critic, samples)
-    lengths = [int(sample["trains"].sum()) for sample in samples]
+    lengths = [int(sample["loss_mask"].sum()) for sample in samples]
     advantages, returns = [], []
     for sample, row in zip(samples, np.split(values.detach().double().numpy(), np.cumsum(lengths)[:-1]), strict=True):
         rewards = np.zeros(len(row))
@@ -115,7 +115,7 @@ def test_both_models_get_the_gradients_of_their_formulas_however_the_step_is_pac
     a, g = (torch.from_numpy(np.concatenate(parts)).float() for parts in (advantages, returns))
     if name == "ppo":
         a = (a - a.mean()) / (a.var() + 1e-8).sqrt()
-    ratio = (packed_logprobs(policy, samples) - torch.from_numpy(batch.logprobs[batch.trains])).exp()
+    ratio = (packed_logprobs(policy, samples) - torch.from_numpy(batch.logprobs[batch.loss_mask])).exp()
     (-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)).sum().backward()
     (0.5 * (values - g).square()).sum().backward()
     expected = [

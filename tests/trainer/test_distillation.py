@@ -43,7 +43,7 @@ def _by_definition(folder: Path, teacher: Path, samples: Samples, *, mix: float)
     total = torch.zeros(())
     for sample in samples:
         ids = torch.from_numpy(sample["token_ids"].astype(np.int64))[None]
-        predicts = torch.from_numpy(np.flatnonzero(sample["trains"]) - 1)
+        predicts = torch.from_numpy(np.flatnonzero(sample["loss_mask"]) - 1)
         p, q = ((model(ids).logits[0, predicts] / TEMPERATURE).softmax(-1) for model in (student, other))
         q = q.detach()
         m = mix * q + (1 - mix) * p
@@ -71,7 +71,7 @@ def test_a_step_has_the_gradient_of_the_definition(folders: dict[str, Path], tea
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, expected[name], atol=2e-5), name
     numbers = step.finish(make_seal(samples))
-    num_tokens = sum(int(sample["trains"].sum()) for sample in samples)
+    num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
     assert numbers["divergence"] == pytest.approx(total / num_tokens, rel=1e-5)
     assert numbers["loss_objective"] == pytest.approx(total / num_tokens, rel=1e-5)
     assert numbers["reference_kl_k3"] > 0, "the sampled tokens are measured, too"
@@ -93,7 +93,7 @@ def test_a_whole_kl_beside_a_reward_adds_its_gradient(folders: dict[str, Path], 
         flat = torch.cat([(0.25 * expected[name]).flatten() for name in model.named_parameters()])
         assert float((optimizer.gradient - flat).norm() / flat.norm()) < 1e-4
         numbers = step.finish(make_seal(samples))
-        num_tokens = sum(int(sample["trains"].sum()) for sample in samples)
+        num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
         assert numbers["loss_kl"] == pytest.approx(0.25 * total / num_tokens, rel=1e-4)
         assert step._controllers.in_force()["kl_coef"] == pytest.approx(0.25 * (1 + 0.2 * 9 / 50)), "its coefficient can follow it"
 

@@ -57,7 +57,7 @@ def member(trace: tuple[int, ...], sibling: int, flag: Flag | None) -> ScoredTra
         attempt=0,
         prompt=PROMPT,
         token_ids=np.concatenate((PROMPT.token_ids, tokens)),
-        trains=np.array([False] + [True] * len(tokens)),
+        loss_mask=np.array([False] + [True] * len(tokens)),
         logprobs=np.concatenate(([0.0], mu)).astype(np.float32),
         versions=np.array([UNSAMPLED] + [0] * len(tokens), np.int32),
         finish=Finish.CANCELLED if stops else Finish.STOP,
@@ -87,11 +87,11 @@ def gradient(group: Group, *, divides_by_survivors: bool = False) -> torch.Tenso
     if not verdict.samples:
         return torch.zeros(3, dtype=torch.float64)
     batch = micro_batch_of(verdict.delivered or verdict.samples, step=0, index=0)
-    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     assert row is not None
     theta = THETA.clone().requires_grad_()
     places = np.concatenate([np.arange(length - 1) for length in batch.lengths])
-    tokens = batch.token_ids[batch.trains]
+    tokens = batch.token_ids[batch.loss_mask]
     outputs = Outputs(logprobs=logprobs(tokens, theta, places), entropy=entropy(theta)[torch.from_numpy(places)])
     reference = logprobs(tokens, REFERENCE, places)
     columns = columns_of(batch, row, outputs, correct_reward=1.0, reference_logprobs=reference)

@@ -55,13 +55,13 @@ def test_policy_and_process_reward_model_get_the_gradients_of_their_formulas(
 ) -> None:
     samples = _samples()
     policy, phi, frozen = make_model(folders["qwen3"]), make_model(other), make_model(folders["qwen3"], is_frozen=True)
-    lengths = [int(sample["trains"].sum()) for sample in samples]
+    lengths = [int(sample["loss_mask"].sum()) for sample in samples]
     correct = np.array([float(sample["reward"]) for sample in samples])
     q = packed_logprobs(phi, samples) - packed_logprobs(frozen, samples)
     rows = np.split(q.detach().double().numpy(), np.cumsum(lengths)[:-1])
     a = torch.from_numpy(_credit(rows, correct)).float()
     batch = make_batch(samples)
-    ratio = (packed_logprobs(policy, samples) - torch.from_numpy(batch.logprobs[batch.trains])).exp()
+    ratio = (packed_logprobs(policy, samples) - torch.from_numpy(batch.logprobs[batch.loss_mask])).exp()
     (-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)).sum().backward()
     logits = torch.stack([BETA * part.sum() for part in q.split(lengths)])
     labels = torch.from_numpy(correct).float()

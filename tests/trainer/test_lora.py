@@ -76,7 +76,7 @@ def test_training_moves_the_adapters_and_the_merged_folder_is_the_model(folders:
 def test_the_model_under_the_adapters_is_a_reference_that_costs_nothing(folders: dict[str, Path]) -> None:
     model = _trained(folders["llama"])
     batch = make_batch(_samples())
-    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     got = Reference(model, replicas=Replicas(ranks=1, deadline_s=60)).logprobs(row)
     with torch.no_grad():
         assert got is not None

@@ -79,7 +79,7 @@ def test_a_row_is_split_by_sample_with_every_column() -> None:
     halves = split_by_gradient(batch)
     for half, numbers in zip(halves, ((0, 2), (1, 3)), strict=True):
         expected = make_batch([samples[number] for number in numbers])
-        for name in ("token_ids", "trains", "logprobs", "versions", "advantages", "lengths", "rewards", "truncated", "group_ids"):
+        for name in ("token_ids", "loss_mask", "logprobs", "versions", "advantages", "lengths", "rewards", "truncated", "group_ids"):
             assert getattr(half, name).tolist() == getattr(expected, name).tolist(), name
         assert half.rollout_ids == tuple(f"rollout-{number}" for number in numbers)
         assert half.weights is not None

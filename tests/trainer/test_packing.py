@@ -35,7 +35,7 @@ def _logprobs_alone(folder: Path, samples: Samples, *, temperature: float) -> tu
     for sample in samples:
         ids = torch.from_numpy(sample["token_ids"].astype(np.int64))
         logprobs = (module(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
-        parts.append(logprobs.gather(-1, ids[1:, None])[sample["trains"][1:], 0])
+        parts.append(logprobs.gather(-1, ids[1:, None])[sample["loss_mask"][1:], 0])
     return torch.cat(parts), module
 
 
@@ -59,15 +59,15 @@ def test_logprobs_and_gradients_equal_those_of_samples_alone(folders: dict[str, 
 def test_no_sample_sees_another(folders: dict[str, Path], family: str) -> None:
     samples = _mixed_samples()
     model = make_model(folders[family])
-    ends = np.cumsum([int(sample["trains"].sum()) for sample in samples])
+    ends = np.cumsum([int(sample["loss_mask"].sum()) for sample in samples])
     with torch.no_grad():
         before = packed_logprobs(model, samples)
         for changed in (1, 4, 9):  # a short one, a long one, one of several siblings
             ids = samples[changed]["token_ids"].copy()
-            samples[changed]["token_ids"] = np.where(samples[changed]["trains"], (ids + 1) % 61, ids).astype(np.int32)
+            samples[changed]["token_ids"] = np.where(samples[changed]["loss_mask"], (ids + 1) % 61, ids).astype(np.int32)
             after = packed_logprobs(model, samples)
             samples[changed]["token_ids"] = ids
-            inside = slice(ends[changed] - int(samples[changed]["trains"].sum()), ends[changed])
+            inside = slice(ends[changed] - int(samples[changed]["loss_mask"].sum()), ends[changed])
             moved = (after - before).abs()
             assert float(moved[inside].max()) > 1e-2
             moved[inside] = 0
@@ -77,7 +77,7 @@ def test_no_sample_sees_another(folders: dict[str, Path], family: str) -> None:
 def test_entropy_is_that_of_the_next_token(folders: dict[str, Path]) -> None:
     sample = make_sample(np.random.default_rng(0), prompt=5, completion=4)
     model = make_model(folders["qwen2"], temperature=2.0)
-    row = arrange(sample["token_ids"], trains=sample["trains"], lengths=np.array([9], np.int32), names=["rollout"])
+    row = arrange(sample["token_ids"], loss_mask=sample["loss_mask"], lengths=np.array([9], np.int32), names=["rollout"])
     assert row is not None
     with torch.no_grad():
         _, entropy = model.logprobs(row)

@@ -31,8 +31,8 @@ def _near(folder: Path) -> Samples:
         logprobs = packed_logprobs(make_model(folder), samples).numpy().reshape(8, 6)
     noise = np.random.default_rng(2).uniform(-0.3, 0.3, (8, 6))
     for sample, row in zip(samples, (logprobs + noise).astype(np.float32), strict=True):
-        sample["logprobs"][sample["trains"]] = row
-        sample["versions"][sample["trains"]] = [3, 3, 3, 4, 4, 4]
+        sample["logprobs"][sample["loss_mask"]] = row
+        sample["versions"][sample["loss_mask"]] = [3, 3, 3, 4, 4, 4]
     return samples
 
 
@@ -40,7 +40,7 @@ def _expected_gradient(folder: Path, samples: Samples, name: str) -> torch.Tenso
     """By its formula over one row: w clip(pi / prox), prox with a = (4 - v) / (5 - v), so 1/2 for version 3 and 0 for version 4."""
     model, batch = make_model(folder), make_batch(samples)
     pi = packed_logprobs(model, samples)
-    mu, advantages = (torch.from_numpy(getattr(batch, column)[batch.trains]) for column in ("logprobs", "advantages"))
+    mu, advantages = (torch.from_numpy(getattr(batch, column)[batch.loss_mask]) for column in ("logprobs", "advantages"))
     share = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.0, 0.0]).repeat(8)
     prox = {"engine": mu, "loglinear": mu + share * (pi.detach() - mu)}.get(name, pi.detach())
     weight = 1.0 if name == "engine" else (prox - mu).exp().clamp(max=2.0 if name == "current" else 5.0)
@@ -68,7 +68,7 @@ def test_a_second_pass_over_a_step_clips_around_the_policy_it_is_told(folders: d
     """Against two updates by hand: around the log-probabilities from before the first, or, for `dapo`, around the engine's."""
     samples = _near(folders["llama"])
     batch = make_batch(samples, step=STEP)
-    mu, advantages = (torch.from_numpy(getattr(batch, column)[batch.trains]) for column in ("logprobs", "advantages"))
+    mu, advantages = (torch.from_numpy(getattr(batch, column)[batch.loss_mask]) for column in ("logprobs", "advantages"))
     by_hand = make_model(folders["llama"])
     _, optimizer = make_step(by_hand, learning_rate=1e-3)
     old = packed_logprobs(by_hand, samples).detach()

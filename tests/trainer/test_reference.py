@@ -83,9 +83,9 @@ def test_a_teacher_is_approached_without_any_reward(folders: dict[str, Path], te
         with torch.no_grad():  # the engine samples with the present policy
             logprobs = packed_logprobs(model, samples).numpy()
         for sample in samples:
-            count = int(sample["trains"].sum())
-            sample["logprobs"][sample["trains"]], logprobs = logprobs[:count], logprobs[count:]
-            sample["versions"][sample["trains"]] = number
+            count = int(sample["loss_mask"].sum())
+            sample["logprobs"][sample["loss_mask"]], logprobs = logprobs[:count], logprobs[count:]
+            sample["versions"][sample["loss_mask"]] = number
             sample["advantages"][:] = 0
         step.add(make_batch(samples, step=number))
         told.append(step.finish(make_seal(samples, step=number))["reference_kl_k3"])
@@ -96,7 +96,7 @@ def _reinforce_pp(mu: np.ndarray, ref: np.ndarray, samples: Samples, *, kl_coef:
     """Returns of R at the last token and -kl_coef (log mu - log ref) at each, whitened over all tokens of the step."""
     returns, start = [], 0
     for sample in samples:
-        count = int(sample["trains"].sum())
+        count = int(sample["loss_mask"].sum())
         rewards = -kl_coef * (mu - ref)[start : start + count]
         rewards[-1] += float(sample["reward"])
         returns.append(rewards[::-1].cumsum()[::-1])
@@ -110,9 +110,9 @@ def test_a_kl_in_the_reward_makes_advantages_that_no_packing_changes(folders: di
     samples = _samples()
     batch = make_batch(samples)
     ref = packed_logprobs(_frozen(teacher), samples).double().numpy()
-    expected = _reinforce_pp(batch.logprobs[batch.trains].astype(np.float64), ref, samples, kl_coef=0.3)
+    expected = _reinforce_pp(batch.logprobs[batch.loss_mask].astype(np.float64), ref, samples, kl_coef=0.3)
     model = make_model(folders["qwen3"])
-    ratio = (packed_logprobs(model, samples) - torch.from_numpy(batch.logprobs[batch.trains])).exp()
+    ratio = (packed_logprobs(model, samples) - torch.from_numpy(batch.logprobs[batch.loss_mask])).exp()
     advantages = torch.from_numpy(expected).float()
     (-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum().backward()
 
@@ -132,8 +132,8 @@ def test_a_kl_taken_from_whole_rewards_is_seen_by_the_group_baseline(folders: di
     overrides = {"shaping": {"name": "minus_token_kl", "coef": 0.5}, "proximal": "engine", "weight": "none"}
     step, _ = make_step(make_model(folders["qwen3"]), method="rloo", overrides=overrides, reference=_frozen(teacher))
     batch = make_batch(samples)
-    kl = batch.logprobs[batch.trains] - packed_logprobs(_frozen(teacher), samples).numpy()
-    lengths = [int(sample["trains"].sum()) for sample in samples]
+    kl = batch.logprobs[batch.loss_mask] - packed_logprobs(_frozen(teacher), samples).numpy()
+    lengths = [int(sample["loss_mask"].sum()) for sample in samples]
     shaped = np.array([float(sample["reward"]) for sample in samples]) - 0.5 * np.array(
         [part.sum() for part in np.split(kl, np.cumsum(lengths)[:-1])]
     )
@@ -148,7 +148,7 @@ def test_a_kl_taken_from_whole_rewards_is_seen_by_the_group_baseline(folders: di
 
 def test_weights_on_the_host_give_the_same(folders: dict[str, Path]) -> None:
     batch = make_batch(_samples())
-    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     replicas = Replicas(ranks=1, deadline_s=60)
     stays, offloads = (Reference(_frozen(folders["qwen3"]), replicas=replicas, offloads=offloads) for offloads in (False, True))
     got = offloads.logprobs(row)

@@ -12,7 +12,7 @@ def _arrange(samples: list[tuple[list[int], list[int]]], *, part: Part | None = 
     """Arrange samples given as (prompt, completion)."""
     return arrange(
         np.array([token for prompt, completion in samples for token in prompt + completion], np.int32),
-        trains=np.array(
+        loss_mask=np.array(
             [is_completion for prompt, completion in samples for is_completion in [False] * len(prompt) + [True] * len(completion)], bool
         ),
         lengths=np.array([len(prompt) + len(completion) for prompt, completion in samples], np.int32),

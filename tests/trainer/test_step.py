@@ -63,7 +63,7 @@ def test_gradient_is_divided_by_the_sealed_count_of_tokens(folders: dict[str, Pa
     reference = make_model(folders["llama"])
     columns = make_batch(samples)
     logprobs = packed_logprobs(reference, samples)
-    trained = {name: torch.from_numpy(getattr(columns, name)[columns.trains]) for name in ("logprobs", "advantages")}
+    trained = {name: torch.from_numpy(getattr(columns, name)[columns.loss_mask]) for name in ("logprobs", "advantages")}
     ratio = (logprobs - trained["logprobs"]).exp()
     loss = -torch.minimum(ratio * trained["advantages"], ratio.clamp(0.8, 1.2) * trained["advantages"]).sum() / 1000
     loss.backward()
@@ -86,11 +86,11 @@ def test_sequence_means_are_divided_by_the_sealed_count_of_samples(folders: dict
     batch = make_batch(samples)
     columns = TokenColumns(
         logprobs=packed_logprobs(make_model(folders["llama"]), samples).detach(),
-        behaviour_logprobs=torch.from_numpy(batch.logprobs[batch.trains]),
-        advantages=torch.from_numpy(batch.advantages[batch.trains]),
-        trains=torch.ones(int(batch.trains.sum()), dtype=torch.bool),
-        versions=torch.from_numpy(batch.versions[batch.trains]),
-        sequence_ids=torch.from_numpy(np.repeat(np.arange(4), [int(sample["trains"].sum()) for sample in samples])),
+        behaviour_logprobs=torch.from_numpy(batch.logprobs[batch.loss_mask]),
+        advantages=torch.from_numpy(batch.advantages[batch.loss_mask]),
+        loss_mask=torch.ones(int(batch.loss_mask.sum()), dtype=torch.bool),
+        versions=torch.from_numpy(batch.versions[batch.loss_mask]),
+        sequence_ids=torch.from_numpy(np.repeat(np.arange(4), [int(sample["loss_mask"].sum()) for sample in samples])),
         trained_version=0,
     )
     raw = float(policy_loss(columns, method=resolve("gspo", {}, group_size=8)).loss)
@@ -108,7 +108,7 @@ def test_an_entropy_bonus_has_a_gradient(folders: dict[str, Path]) -> None:
     batch = make_batch(samples)
     step.add(batch)
     reference = make_model(folders["llama"])
-    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     assert row is not None
     (-0.01 * reference.logprobs(row)[1].sum()).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None])
@@ -153,11 +153,11 @@ def test_a_method_over_the_whole_step_equals_its_formula_over_one_row_however_th
     columns = TokenColumns(
         logprobs=logprobs,
         old_logprobs=logprobs.detach(),
-        behaviour_logprobs=torch.from_numpy(batch.logprobs[batch.trains]),
-        advantages=torch.from_numpy(batch.advantages[batch.trains]),
-        trains=torch.ones(int(batch.trains.sum()), dtype=torch.bool),
-        versions=torch.from_numpy(batch.versions[batch.trains]),
-        sequence_ids=torch.from_numpy(np.repeat(np.arange(12), [int(sample["trains"].sum()) for sample in samples])),
+        behaviour_logprobs=torch.from_numpy(batch.logprobs[batch.loss_mask]),
+        advantages=torch.from_numpy(batch.advantages[batch.loss_mask]),
+        loss_mask=torch.ones(int(batch.loss_mask.sum()), dtype=torch.bool),
+        versions=torch.from_numpy(batch.versions[batch.loss_mask]),
+        sequence_ids=torch.from_numpy(np.repeat(np.arange(12), [int(sample["loss_mask"].sum()) for sample in samples])),
         trained_version=0,
         correct=torch.tensor([bool(sample["reward"] >= 1.0) for sample in samples]),
     )
@@ -191,7 +191,7 @@ def test_truncated_sequences_are_dropped_and_still_counted(folders: dict[str, Pa
     whole = [sample for sample in samples if not sample["truncated"]]
     expected = _gradient(folders["qwen3"], [whole])
     assert float((optimizer.gradient - expected).norm() / expected.norm()) < 1e-5
-    dropped = sum(int(sample["trains"].sum()) for sample in samples if sample["truncated"])
+    dropped = sum(int(sample["loss_mask"].sum()) for sample in samples if sample["truncated"])
     metrics = step.finish(make_seal(samples))
     assert metrics["overlong_dropped_fraction"] == pytest.approx(dropped / make_seal(samples).num_tokens)
 
@@ -199,15 +199,15 @@ def test_truncated_sequences_are_dropped_and_still_counted(folders: dict[str, Pa
 def test_metrics_are_those_of_the_step_alone(folders: dict[str, Path]) -> None:
     samples = _samples()
     for sample in samples:
-        sample["versions"] = np.where(sample["trains"], 1, -1).astype(np.int32)
-    samples[0]["versions"] = np.where(samples[0]["trains"], 0, -1).astype(np.int32)
+        sample["versions"] = np.where(sample["loss_mask"], 1, -1).astype(np.int32)
+    samples[0]["versions"] = np.where(samples[0]["loss_mask"], 0, -1).astype(np.int32)
     step, _ = make_step(make_model(folders["qwen2"]), learning_rate=1e-9)
     step.add(make_batch(_samples(3)))
     step.finish(make_seal(_samples(3)))
     step.add(make_batch(samples, step=2))
     metrics = step.finish(make_seal(samples, step=2))
-    old = int(samples[0]["trains"].sum())
-    total = sum(int(sample["trains"].sum()) for sample in samples)
+    old = int(samples[0]["loss_mask"].sum())
+    total = sum(int(sample["loss_mask"].sum()) for sample in samples)
     assert metrics["staleness_max"] == 2
     assert metrics["staleness_mean"] == pytest.approx(1 + old / total)
     assert metrics["num_tokens"] == sum(len(sample["token_ids"]) for sample in samples)
@@ -221,8 +221,8 @@ def _agreeing(folder: Path, *, error: float) -> Samples:
     with torch.no_grad():
         logprobs = packed_logprobs(make_model(folder), samples).numpy()
     for sample in samples:
-        count = int(sample["trains"].sum())
-        sample["logprobs"][sample["trains"]] = logprobs[:count]
+        count = int(sample["loss_mask"].sum())
+        sample["logprobs"][sample["loss_mask"]] = logprobs[:count]
         logprobs = logprobs[count:]
     samples[5]["logprobs"][-1] += error
     return samples
@@ -263,7 +263,7 @@ def test_one_wrong_token_in_fifty_ends_the_first_step(folders: dict[str, Path], 
     """Of 200 tokens some are off by 2e-3: the mean is under 1e-4, the 0.99 quantile over ten times that where they are four."""
     sample = make_sample(np.random.default_rng(1), prompt=3, completion=200)
     with torch.no_grad():
-        sample["logprobs"][sample["trains"]] = packed_logprobs(make_model(folders["qwen3"]), [sample]).numpy()
+        sample["logprobs"][sample["loss_mask"]] = packed_logprobs(make_model(folders["qwen3"]), [sample]).numpy()
     sample["logprobs"][20 : 20 + num_wrong] -= 2e-3
     step, _ = make_step(make_model(folders["qwen3"]), max_logprob_gap=1e-4)
     step.add(make_batch([sample]))
@@ -286,12 +286,12 @@ def test_a_token_of_the_trained_version_whose_sequence_lived_through_a_swap_is_n
     """The first step after a resume holds such tokens; their engine had keys and values of older weights."""
     samples = _agreeing(folders["qwen3"], error=1.0)
     for sample in samples:
-        sample["versions"][sample["trains"]] = 6
+        sample["versions"][sample["loss_mask"]] = 6
     samples[5]["versions"][-1] = 7
     step, _ = make_step(make_model(folders["qwen3"]), max_logprob_gap=1e-4, first_step=7)
     step.add(make_batch(samples, step=7))
     step.finish(make_seal(samples, step=7))
-    samples[5]["versions"][samples[5]["trains"]] = 7
+    samples[5]["versions"][samples[5]["loss_mask"]] = 7
     step, _ = make_step(make_model(folders["qwen3"]), max_logprob_gap=1e-4, first_step=7)
     step.add(make_batch(samples, step=7))
     with pytest.raises(MismatchError, match="sequences that version 7 sampled whole"):
@@ -309,7 +309,7 @@ def test_a_logprob_that_is_no_number_is_a_mismatch(folders: dict[str, Path]) -> 
 def _later(samples: Samples, *, versions: tuple[int, int], step: int) -> MicroBatch:
     """The same samples in a later step: the first half of each sampled under one version, the rest under another."""
     for sample in samples:
-        places = np.flatnonzero(sample["trains"])
+        places = np.flatnonzero(sample["loss_mask"])
         sample["versions"][places[: (len(places) + 1) // 2]] = versions[0]
         sample["versions"][places[(len(places) + 1) // 2 :]] = versions[1]
     return make_batch(samples, step=step)
@@ -342,7 +342,7 @@ def test_sequences_that_lived_through_a_swap_trip_no_alarm(folders: dict[str, Pa
     with torch.no_grad():
         ours = packed_logprobs(make_model(folders["qwen3"]), samples).numpy().reshape(4, 8)
     for sample, logprobs in zip(samples, ours, strict=True):
-        sample["logprobs"][sample["trains"]] = logprobs - 0.4
+        sample["logprobs"][sample["loss_mask"]] = logprobs - 0.4
     step, _ = make_step(make_model(folders["qwen3"]), max_mismatch_kl=0.03, learning_rate=1e-9)
     step.add(_later(samples, versions=(6, 7), step=7))
     assert "mismatch_kl_fresh" not in step.finish(make_seal(samples, step=7))
@@ -357,7 +357,7 @@ def _of_two_engines(folder: Path, *, forged: float) -> Samples:
     with torch.no_grad():
         ours = packed_logprobs(make_model(folder), samples).numpy().reshape(6, 20)
     for number, (sample, logprobs) in enumerate(zip(samples, ours, strict=True)):
-        sample["logprobs"][sample["trains"]] = logprobs - (forged if number >= 4 else 0.0)
+        sample["logprobs"][sample["loss_mask"]] = logprobs - (forged if number >= 4 else 0.0)
         sample["engine"] = np.array(int(number >= 4))
     return samples
 
@@ -402,7 +402,7 @@ def test_the_error_that_ends_a_run_names_the_engine_that_stands_out(folders: dic
 def test_tokens_far_off_whatever_their_version_are_a_mismatch_too(folders: dict[str, Path]) -> None:
     samples = _samples()
     step, _ = make_step(make_model(folders["qwen3"]), max_mismatch_kl=0.001)
-    step.add(_later([sample for sample in samples if sample["trains"].sum() > 1], versions=(6, 7), step=7))
+    step.add(_later([sample for sample in samples if sample["loss_mask"].sum() > 1], versions=(6, 7), step=7))
     with pytest.raises(MismatchError, match=r"all tokens, whatever their version: got .*, expected at most 0.02"):
         step.finish(make_seal(samples, step=7))
 

@@ -66,20 +66,20 @@ def make_model(
 def make_sample(generator: np.random.Generator, *, prompt: int, completion: int) -> dict[str, np.ndarray]:
     """Columns of one sample; versions 0, log-probabilities and advantages drawn at random, reward and finish by its length."""
     length = prompt + completion
-    trains = np.arange(length) >= prompt
+    loss_mask = np.arange(length) >= prompt
     columns = {
         "token_ids": generator.integers(0, VOCABULARY, length, dtype=np.int32),
-        "trains": trains,
-        "logprobs": np.where(trains, -generator.uniform(0.5, 4, length), 0).astype(np.float32),
-        "versions": np.where(trains, 0, -1).astype(np.int32),
-        "advantages": np.where(trains, generator.normal(), 0).astype(np.float32),
+        "loss_mask": loss_mask,
+        "logprobs": np.where(loss_mask, -generator.uniform(0.5, 4, length), 0).astype(np.float32),
+        "versions": np.where(loss_mask, 0, -1).astype(np.int32),
+        "advantages": np.where(loss_mask, generator.normal(), 0).astype(np.float32),
     }
     return columns | {"reward": np.array(completion % 2, np.float32), "truncated": np.array(completion % 3 == 0)}
 
 
 def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index: int = 0, first_id: int = 0) -> MicroBatch:
     """Lay samples end to end; without samples this is a zero-loss row."""
-    dtypes = {"token_ids": np.int32, "trains": np.bool_, "logprobs": np.float32, "versions": np.int32, "advantages": np.float32}
+    dtypes = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32, "advantages": np.float32}
     columns: dict[str, Any] = {
         name: np.concatenate([np.zeros(0, dtype), *(sample[name] for sample in samples)]).astype(dtype) for name, dtype in dtypes.items()
     }
@@ -97,7 +97,7 @@ def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index
 
 
 def make_seal(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, num_micro_batches: int = 1) -> StepSealed:
-    num_tokens = sum(int(sample["trains"].sum()) for sample in samples)
+    num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
     return StepSealed(step=step, num_micro_batches=num_micro_batches, num_tokens=num_tokens, num_samples=len(samples))
 
 
@@ -158,6 +158,6 @@ def critic_optimizer(step: Step) -> Optimizer:
 def packed_logprobs(model: Model, samples: Sequence[dict[str, np.ndarray]]) -> torch.Tensor:
     """[K] log-probabilities of the trained tokens of one packed row, with gradient."""
     batch = make_batch(samples)
-    row = arrange(batch.token_ids, trains=batch.trains, lengths=batch.lengths, names=batch.rollout_ids)
+    row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     assert row is not None
     return model.logprobs(row)[0]

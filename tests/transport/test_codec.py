@@ -104,7 +104,7 @@ TRAJECTORY = Trajectory(
     attempt=0,
     prompt=PROMPT,
     token_ids=IDS,
-    trains=MASK,
+    loss_mask=MASK,
     logprobs=LOGPROBS,
     versions=np.array([-1, 1, 2], np.int32),
     finish=Finish.STOP,
@@ -117,7 +117,7 @@ MICRO_BATCH = MicroBatch(
     step=3,
     index=1,
     token_ids=IDS,
-    trains=MASK,
+    loss_mask=MASK,
     logprobs=LOGPROBS,
     versions=np.array([-1, 1, 2], np.int32),
     advantages=np.array([0.0, 0.5, -0.5], np.float32),
@@ -198,7 +198,8 @@ ANY = Decoder(Completion | Generate | Score | Scored | MicroBatch | EngineReady 
 def plain(value: Any) -> Any:
     """A message as plain values, columns as (dtype, list), so that two can be compared."""
     if isinstance(value, Message):
-        return {"type": type(value).__name__} | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+        return {"type": type(value).__name__} | {encoded: plain(getattr(value, name)) for name, encoded in names}
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.tolist()
     if isinstance(value, tuple):

@@ -81,11 +81,11 @@ class ValueCritic:
             old_values, returns = held.values, held.returns
             assert old_values is not None
             assert returns is not None
-            trains = torch.ones_like(returns, dtype=torch.bool)
+            loss_mask = torch.ones_like(returns, dtype=torch.bool)
             if self._delta:
-                loss, clipped = huber_value_loss(values, returns=returns, trains=trains, delta=self._delta)
+                loss, clipped = huber_value_loss(values, returns=returns, loss_mask=loss_mask, delta=self._delta)
             else:
-                loss, clipped = clipped_value_loss(values, old_values=old_values, returns=returns, trains=trains, clip=self._clip)
+                loss, clipped = clipped_value_loss(values, old_values=old_values, returns=returns, loss_mask=loss_mask, clip=self._clip)
             errors = returns - values.detach()
             sums = (loss.detach(), clipped, values.detach(), errors, errors.square(), returns, returns.square())
             report({name: numbers.sum().double() for name, numbers in zip(self.meters, sums, strict=True)})

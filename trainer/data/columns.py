@@ -31,13 +31,13 @@ def columns_of(
         return torch.from_numpy(column).to(device, non_blocking=True)
 
     def trained(column: np.ndarray) -> torch.Tensor:
-        return on_device(column[batch.trains])
+        return on_device(column[batch.loss_mask])
 
     return TokenColumns(
         logprobs=outputs.logprobs,
         behaviour_logprobs=trained(batch.logprobs),
         advantages=trained(batch.advantages),
-        trains=torch.ones_like(row.trained, dtype=torch.bool),
+        loss_mask=torch.ones_like(row.trained, dtype=torch.bool),
         versions=trained(batch.versions),
         sequence_ids=trained(sample_of),
         trained_version=batch.step,
@@ -59,7 +59,7 @@ def no_columns(device: torch.device, *, has_reference: bool, has_divergence: boo
         logprobs=nothing,
         behaviour_logprobs=nothing,
         advantages=nothing,
-        trains=no_ids.bool(),
+        loss_mask=no_ids.bool(),
         versions=no_ids,
         sequence_ids=no_ids,
         trained_version=0,

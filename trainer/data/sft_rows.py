@@ -52,7 +52,7 @@ class SftRows:
     def _lay_out(self, row: Sequence[Demonstration]) -> Row | None:
         return arrange(
             np.concatenate([one.token_ids for one in row]),
-            trains=np.concatenate([np.arange(one.num_tokens) >= one.num_prompt for one in row]),
+            loss_mask=np.concatenate([np.arange(one.num_tokens) >= one.num_prompt for one in row]),
             lengths=np.array([one.num_tokens for one in row], np.int32),
             names=[f"sample {index} of the row" for index in range(len(row))],
             device=self._replicas.device,

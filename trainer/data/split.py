@@ -16,7 +16,7 @@ def split_by_gradient(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
     """The samples of a row that have an advantage, and those that have none; either may be a row without a sample."""
     num_samples = len(batch.lengths)
     sample = np.repeat(np.arange(num_samples), batch.lengths)
-    has_one = np.bincount(sample, weights=(batch.advantages != 0) & batch.trains, minlength=num_samples) > 0
+    has_one = np.bincount(sample, weights=(batch.advantages != 0) & batch.loss_mask, minlength=num_samples) > 0
     if batch.lengths[~has_one].sum() < MIN_FRACTION * len(batch.token_ids):
         has_one[:] = True
     return _chosen(batch, has_one), _chosen(batch, ~has_one)
@@ -37,7 +37,7 @@ def _chosen(batch: MicroBatch, samples: Mask) -> MicroBatch:
         step=batch.step,
         index=batch.index,
         token_ids=batch.token_ids[tokens],
-        trains=batch.trains[tokens],
+        loss_mask=batch.loss_mask[tokens],
         logprobs=batch.logprobs[tokens],
         versions=batch.versions[tokens],
         advantages=batch.advantages[tokens],

@@ -55,7 +55,7 @@ class _Piece:
 def arrange(
     token_ids: Int32,
     *,
-    trains: Mask,
+    loss_mask: Mask,
     lengths: Int32,
     names: Sequence[str],
     device: torch.device | str = "cpu",
@@ -68,7 +68,7 @@ def arrange(
 
     Raises `DataError` naming the sample whose first token has a loss: nothing stands before it that could predict it.
     """
-    trained = np.flatnonzero(trains)
+    trained = np.flatnonzero(loss_mask)
     if not len(trained):
         return None
     ends = np.cumsum(lengths, dtype=np.int64)

@@ -53,18 +53,18 @@ def step_advantages(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *,
 def token_columns(credit: Credit, *, group: ScoredGroup) -> list[Float64]:
     """N arrays [P]: one advantage per position, 0 where the position does not train."""
     masks = group.masks()
-    rows = credit if isinstance(credit, list) else [np.full(len(trains), value) for value, trains in zip(credit, masks, strict=True)]
-    return [np.where(trains, row, 0.0) for row, trains in zip(rows, masks, strict=True)]
+    rows = credit if isinstance(credit, list) else [np.full(len(loss_mask), value) for value, loss_mask in zip(credit, masks, strict=True)]
+    return [np.where(loss_mask, row, 0.0) for row, loss_mask in zip(rows, masks, strict=True)]
 
 
 def _own_advantages(group: ScoredGroup, *, spec: RuleSpec, options: Mapping[str, Option]) -> Credit:
     """What a user's function gives for a group, checked. Raises `ConfigError`, with its cause where the function raises."""
-    given = [group.masks() if parameter == "trains" else group.required(parameter) for parameter in spec.parameters]
+    given = [group.masks() if parameter == "loss_mask" else group.required(parameter) for parameter in spec.parameters]
     try:
         credit = spec.call(*given, options=options)
     except Exception as error:  # a user's function may raise anything; it becomes a named error with its cause
         raise ConfigError(f"algorithm.advantage: {spec.name} raised {type(error).__name__}: {error}") from error
-    num, sizes = len(group.rewards), [len(trains) for trains in group.masks()]
+    num, sizes = len(group.rewards), [len(loss_mask) for loss_mask in group.masks()]
     rows = [np.asarray(row, np.float64) for row in credit] if isinstance(credit, list | tuple) else np.asarray(credit, np.float64)
     is_whole = isinstance(rows, np.ndarray) and rows.shape == (num,)
     if not is_whole and not (isinstance(rows, list) and [row.shape for row in rows] == [(size,) for size in sizes]):

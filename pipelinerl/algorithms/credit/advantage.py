@@ -51,7 +51,7 @@ _PER_SIBLING = (
     "roles",
     "predictions",
     "sample_weights",
-    "trains",
+    "loss_mask",
     "token_kl",
     "steps",
     "values",
@@ -83,7 +83,7 @@ class ScoredGroup:
     """[N] predicted reward of each started row under an unbiased early stop."""
     sample_weights: Float64 | None = None
     """[N] 1 for a row never flagged, 1/eps for a flagged survivor, 0 for a stopped row, whose reward is then not read."""
-    trains: tuple[Mask, ...] | None = None
+    loss_mask: tuple[Mask, ...] | None = None
     """N arrays [P], true where the policy sampled; None where all of `lengths` positions did."""
     token_kl: tuple[Float64, ...] | None = None
     """N arrays [P], log mu - log ref per token."""
@@ -115,7 +115,7 @@ class ScoredGroup:
 
     def masks(self) -> tuple[Mask, ...]:
         """N arrays [P], true where the policy sampled the token."""
-        return self.trains if self.trains is not None else tuple(np.ones(int(length), dtype=bool) for length in self.lengths)
+        return self.loss_mask if self.loss_mask is not None else tuple(np.ones(int(length), dtype=bool) for length in self.lengths)
 
 
 def centred(rewards: Float64) -> Float64:

@@ -102,11 +102,13 @@ def gpg_alpha(credits: Sequence[Credit], groups: Sequence[ScoredGroup]) -> list[
 
 def _token_moments(credit: Credit, group: ScoredGroup) -> Moments:
     if isinstance(credit, list):
-        return Moments.of(np.concatenate([values[trains] for values, trains in zip(credit, group.masks(), strict=True)] or [np.zeros(0)]))
+        return Moments.of(
+            np.concatenate([values[loss_mask] for values, loss_mask in zip(credit, group.masks(), strict=True)] or [np.zeros(0)])
+        )
     return Moments.of(np.repeat(credit, group.lengths))
 
 
 def _mapped(credit: Credit, masks: tuple[Mask, ...], change: Callable[[Float64], Float64]) -> Credit:
     if isinstance(credit, list):
-        return [np.where(trains, change(values), 0.0) for values, trains in zip(credit, masks, strict=True)]
+        return [np.where(loss_mask, change(values), 0.0) for values, loss_mask in zip(credit, masks, strict=True)]
     return change(credit)

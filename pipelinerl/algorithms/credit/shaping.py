@@ -27,5 +27,5 @@ def overlong_penalty(group: ScoredGroup, *, max_tokens: float, buffer_tokens: fl
 @shaping(source="PipelineRL", needs={Need.TOKEN_KL})
 def minus_token_kl(group: ScoredGroup, *, coef: float) -> ScoredGroup:
     """R -= coef * sum_t (log mu - log ref)"""
-    sums = [float(kl[trains].sum()) for kl, trains in zip(group.required("token_kl"), group.masks(), strict=True)]
+    sums = [float(kl[loss_mask].sum()) for kl, loss_mask in zip(group.required("token_kl"), group.masks(), strict=True)]
     return dataclasses.replace(group, rewards=group.rewards - coef * np.array(sums, dtype=np.float64))

@@ -99,9 +99,9 @@ def gigpo(
 def _per_token(group: ScoredGroup, credit: Callable[[int, StepScores], Float64], *, outcome: Float64 | None = None) -> list[Float64]:
     """N arrays [P]: step credits spread over their tokens, + one outcome per sibling on all trained tokens."""
     rows = []
-    for sibling, (steps, trains) in enumerate(zip(group.required("steps"), group.masks(), strict=True)):
-        tokens = spread(credit(sibling, steps), ends=steps.ends, num_positions=len(trains))
-        rows.append(np.where(trains, tokens + (0.0 if outcome is None else outcome[sibling]), 0.0))
+    for sibling, (steps, loss_mask) in enumerate(zip(group.required("steps"), group.masks(), strict=True)):
+        tokens = spread(credit(sibling, steps), ends=steps.ends, num_positions=len(loss_mask))
+        rows.append(np.where(loss_mask, tokens + (0.0 if outcome is None else outcome[sibling]), 0.0))
     return rows
 
 

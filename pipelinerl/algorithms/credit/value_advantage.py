@@ -23,7 +23,9 @@ _Row = tuple[Float64, Float64, Mask]
 @advantage(source="arXiv:1506.02438", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL})
 def gae(group: ScoredGroup, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0) -> list[Float64]:
     """A_t = delta_t + gamma lam A_{t+1}, carried through masked tokens"""
-    return [token_advantage.gae(r, values=v, trains=trains, gamma=gamma, lam=lam) for r, v, trains in _rows(group, kl_coef=kl_coef)]
+    return [
+        token_advantage.gae(r, values=v, loss_mask=loss_mask, gamma=gamma, lam=lam) for r, v, loss_mask in _rows(group, kl_coef=kl_coef)
+    ]
 
 
 def gae_returns(group: ScoredGroup, *, gamma: float, lam: float, kl_coef: float) -> list[Float64]:
@@ -36,14 +38,16 @@ def gae_returns(group: ScoredGroup, *, gamma: float, lam: float, kl_coef: float)
 def vapo_gae(group: ScoredGroup, *, gamma: float = 1.0, alpha: float = 0.05, kl_coef: float = 0.0) -> list[Float64]:
     """GAE with lam = 1 - 1/(alpha L); returns with lam 1"""
     return [
-        token_advantage.vapo_gae(r, values=v, trains=trains, gamma=gamma, alpha=alpha)[0] for r, v, trains in _rows(group, kl_coef=kl_coef)
+        token_advantage.vapo_gae(r, values=v, loss_mask=loss_mask, gamma=gamma, alpha=alpha)[0]
+        for r, v, loss_mask in _rows(group, kl_coef=kl_coef)
     ]
 
 
 def vapo_returns(group: ScoredGroup, *, gamma: float, alpha: float, kl_coef: float) -> list[Float64]:
     """Returns with lambda 1: the critic learns from the outcome itself."""
     return [
-        token_advantage.vapo_gae(r, values=v, trains=trains, gamma=gamma, alpha=alpha)[1] for r, v, trains in _rows(group, kl_coef=kl_coef)
+        token_advantage.vapo_gae(r, values=v, loss_mask=loss_mask, gamma=gamma, alpha=alpha)[1]
+        for r, v, loss_mask in _rows(group, kl_coef=kl_coef)
     ]
 
 
@@ -56,7 +60,7 @@ def turn_gae(group: ScoredGroup, *, gamma: float = 1.0, lam: float = 0.95, kl_co
     credits = []
     for row, ends in zip(_rows(group, kl_coef=kl_coef), group.required("turns"), strict=True):
         rewards, values = _per_turn(row, ends=ends)
-        credits.append(token_advantage.turn_gae(rewards, values=values, ends=ends, trains=row[2], gamma=gamma, lam=lam))
+        credits.append(token_advantage.turn_gae(rewards, values=values, ends=ends, loss_mask=row[2], gamma=gamma, lam=lam))
     return credits
 
 
@@ -77,10 +81,10 @@ def _rows(group: ScoredGroup, *, kl_coef: float) -> list[_Row]:
 
 def _per_turn(row: _Row, *, ends: Int64) -> tuple[Float64, Float64]:
     """([turns] rewards, [turns] values). A turn without a trained token has neither."""
-    rewards, values, trains = row
-    turn_of = np.searchsorted(ends, np.arange(len(trains)), side="left")
+    rewards, values, loss_mask = row
+    turn_of = np.searchsorted(ends, np.arange(len(loss_mask)), side="left")
     sums, firsts = np.zeros(len(ends)), np.zeros(len(ends))
-    np.add.at(sums, turn_of[trains], rewards[trains])
-    places = np.flatnonzero(trains)[::-1]  # backwards, so that the first of a turn is written last
+    np.add.at(sums, turn_of[loss_mask], rewards[loss_mask])
+    places = np.flatnonzero(loss_mask)[::-1]  # backwards, so that the first of a turn is written last
     firsts[turn_of[places]] = values[places]
     return sums, firsts

@@ -64,7 +64,7 @@ def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatis
     if penalties is not None:
         parts["kl"] = _beta(method.kl, step=columns.trained_version) * penalties
     parts |= {rule.name: call_rule(rule, terms, column="auxiliary") for rule in method.auxiliary}
-    sums = {name: torch.where(columns.trains, factor * values, 0).sum() for name, values in parts.items()}
+    sums = {name: torch.where(columns.loss_mask, factor * values, 0).sum() for name, values in parts.items()}
     with torch.no_grad():
         meters = measure(terms, weights=weights, clipped=objective.clipped, keeps=keeps)
         if penalties is not None:

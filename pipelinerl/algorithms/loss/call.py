@@ -27,8 +27,8 @@ def call_rule(rule: Rule, terms: Terms, *, column: str) -> Any:
     if not spec.is_own:
         return spec.call(terms, options=rule.options)
     load_rule(spec.reference)
-    if not len(terms.trains):
-        return terms.trains if column == "masks" else terms.logprobs
+    if not len(terms.loss_mask):
+        return terms.loss_mask if column == "masks" else terms.logprobs
     takes_gradient = column in ("objective", "auxiliary")
     given = [_carried(terms, parameter) for parameter in spec.parameters]
     if not takes_gradient:
@@ -58,7 +58,7 @@ def _carried(terms: Terms, name: str) -> object:
         case "proximal_logprobs":
             return terms.proximal
         case "staleness":
-            return torch.where(terms.trains, columns.trained_version - columns.versions, 0)
+            return torch.where(terms.loss_mask, columns.trained_version - columns.versions, 0)
         case "correct" | "truncated":
             return terms.sequences.spread(columns.required(name))
         case _:

@@ -25,7 +25,7 @@ LOG_LIMIT = 20.0
 _PER_TOKEN = (
     "behaviour_logprobs",
     "advantages",
-    "trains",
+    "loss_mask",
     "versions",
     "sequence_ids",
     "positions",
@@ -46,12 +46,12 @@ class TokenColumns:
     """[T] log mu, float, natural log under the engine."""
     advantages: Tensor
     """[T] float."""
-    trains: Tensor
+    loss_mask: Tensor
     """[T] bool, true where the token enters the loss, before any rejection."""
     versions: Tensor
     """[T] int32, version that sampled the token, -1 where none did."""
     sequence_ids: Tensor
-    """[T] int64 in 0..N-1; any value where `trains` is false."""
+    """[T] int64 in 0..N-1; any value where `loss_mask` is false."""
     trained_version: int
     """Version of the policy at the start of this step."""
     positions: Tensor | None = None
@@ -76,8 +76,8 @@ class TokenColumns:
             column = getattr(self, name)
             if column is not None and column.shape != self.logprobs.shape:
                 raise ValueError(f"TokenColumns: {name} has shape {tuple(column.shape)}, expected {tuple(self.logprobs.shape)} as logprobs")
-        if self.trains.dtype != torch.bool:
-            raise ValueError(f"TokenColumns: trains is {self.trains.dtype}, expected torch.bool")
+        if self.loss_mask.dtype != torch.bool:
+            raise ValueError(f"TokenColumns: loss_mask is {self.loss_mask.dtype}, expected torch.bool")
 
     def required(self, name: str) -> Tensor:
         """The optional column `name`; raises `ConfigError` where the trainer supplied none."""
@@ -91,7 +91,7 @@ class TokenColumns:
         for column in (self.weights, self.correct, self.truncated):
             if column is not None:
                 return max(len(column), 1)
-        inside = self.sequence_ids[self.trains]
+        inside = self.sequence_ids[self.loss_mask]
         return int(inside.max()) + 1 if len(inside) else 1
 
 
@@ -123,13 +123,13 @@ class Segments:
 
     ids: Tensor
     """[T] int64 part of each token; 0 where it does not train."""
-    trains: Tensor
+    loss_mask: Tensor
     """[T] bool."""
     count: int
 
     def sum(self, values: Tensor) -> Tensor:
         """[count] sums of `values` [T] over the trained tokens of each part."""
-        kept = torch.where(self.trains, values, torch.zeros_like(values))
+        kept = torch.where(self.loss_mask, values, torch.zeros_like(values))
         return torch.zeros(self.count, dtype=values.dtype, device=values.device).index_add(0, self.ids, kept)
 
     def sizes(self, dtype: torch.dtype) -> Tensor:
@@ -142,7 +142,7 @@ class Segments:
 
     def maximum(self, values: Tensor) -> Tensor:
         """[count] largest value among the trained tokens of each part; -inf for an empty part."""
-        kept = torch.where(self.trains, values, torch.full_like(values, -torch.inf))
+        kept = torch.where(self.loss_mask, values, torch.full_like(values, -torch.inf))
         return torch.full((self.count,), -torch.inf, dtype=values.dtype, device=values.device).scatter_reduce(0, self.ids, kept, "amax")
 
     def spread(self, values: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Segments:
 
     def restricted(self, keep: Tensor) -> Segments:
         """The same parts without the tokens outside `keep`, which still know their part when a value is spread."""
-        return Segments(self.ids, self.trains & keep, self.count)
+        return Segments(self.ids, self.loss_mask & keep, self.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,7 +166,7 @@ class Terms:
     proximal: Tensor
     """log prox, detached."""
     advantages: Tensor
-    trains: Tensor
+    loss_mask: Tensor
     log_ratio: Tensor
     """log pi - log prox, clamped, with gradient."""
     log_rho: Tensor
@@ -197,14 +197,14 @@ class Terms:
 
     def column(self, name: str) -> Tensor:
         """A further column of the row, masked, upcast and, unless it is the model's to change, detached."""
-        values = masked(self.columns.required(name), self.trains, like=self.logprobs)
+        values = masked(self.columns.required(name), self.loss_mask, like=self.logprobs)
         return values if name in ("entropy", "divergence") else values.detach()
 
 
-def masked(values: Tensor, trains: Tensor, *, like: Tensor | None = None) -> Tensor:
+def masked(values: Tensor, loss_mask: Tensor, *, like: Tensor | None = None) -> Tensor:
     """Values with 0 where the token does not train, upcast to float32 where narrower, or to the dtype of `like`."""
     dtype = like.dtype if like is not None else torch.promote_types(values.dtype, torch.float32)
-    return torch.where(trains, values.to(dtype), torch.zeros((), dtype=dtype, device=values.device))
+    return torch.where(loss_mask, values.to(dtype), torch.zeros((), dtype=dtype, device=values.device))
 
 
 def log_difference(upper: Tensor, lower: Tensor) -> Tensor:
@@ -214,25 +214,25 @@ def log_difference(upper: Tensor, lower: Tensor) -> Tensor:
 
 def sequences_of(columns: TokenColumns) -> Segments:
     """The trained tokens of a row, by sequence."""
-    ids = torch.where(columns.trains, columns.sequence_ids, 0)
-    return Segments(ids, columns.trains, columns.count_sequences())
+    ids = torch.where(columns.loss_mask, columns.sequence_ids, 0)
+    return Segments(ids, columns.loss_mask, columns.count_sequences())
 
 
 def places_of(columns: TokenColumns) -> Tensor:
     """[T] int64 distance of each trained token from the first trained one of its sequence: the same however the row is packed."""
-    places = torch.arange(len(columns.trains), device=columns.trains.device) if columns.positions is None else columns.positions
+    places = torch.arange(len(columns.loss_mask), device=columns.loss_mask.device) if columns.positions is None else columns.positions
     sequences = sequences_of(columns)
     never = torch.iinfo(places.dtype).max
     firsts = torch.full((sequences.count,), never, dtype=places.dtype, device=places.device)
-    firsts = firsts.scatter_reduce(0, sequences.ids, places.masked_fill(~columns.trains, never), "amin")
-    return torch.where(columns.trains, places - sequences.spread(firsts), 0)
+    firsts = firsts.scatter_reduce(0, sequences.ids, places.masked_fill(~columns.loss_mask, never), "amin")
+    return torch.where(columns.loss_mask, places - sequences.spread(firsts), 0)
 
 
 def runs_of(columns: TokenColumns) -> Segments:
     """The trained tokens of a row, by unbroken run inside a sequence: one run per turn, since tool tokens stand between turns."""
-    trains, ids = columns.trains, columns.sequence_ids
-    places = torch.arange(len(trains), device=trains.device) if columns.positions is None else columns.positions
-    goes_on = torch.zeros_like(trains)
-    goes_on[1:] = trains[:-1] & (ids[1:] == ids[:-1]) & (places[1:] == places[:-1] + 1)
-    numbers = (trains & ~goes_on).cumsum(0)
-    return Segments(torch.where(trains, numbers - 1, 0), trains, max(int(numbers.max()) if len(numbers) else 1, 1))
+    loss_mask, ids = columns.loss_mask, columns.sequence_ids
+    places = torch.arange(len(loss_mask), device=loss_mask.device) if columns.positions is None else columns.positions
+    goes_on = torch.zeros_like(loss_mask)
+    goes_on[1:] = loss_mask[:-1] & (ids[1:] == ids[:-1]) & (places[1:] == places[:-1] + 1)
+    numbers = (loss_mask & ~goes_on).cumsum(0)
+    return Segments(torch.where(loss_mask, numbers - 1, 0), loss_mask, max(int(numbers.max()) if len(numbers) else 1, 1))

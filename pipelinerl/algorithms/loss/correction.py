@@ -29,8 +29,8 @@ from pipelinerl.algorithms.rules import spec_of
 
 def terms_of(columns: TokenColumns, *, proximal: Rule, statistics: StepStatistics | None = None) -> Terms:
     """Mask, upcast and compare the row's log-probabilities against the proximal policy. Raises `ConfigError` for a missing column."""
-    logprobs = masked(columns.logprobs, columns.trains)
-    behaviour = masked(columns.behaviour_logprobs.detach(), columns.trains, like=logprobs)
+    logprobs = masked(columns.logprobs, columns.loss_mask)
+    behaviour = masked(columns.behaviour_logprobs.detach(), columns.loss_mask, like=logprobs)
     prox = spec_of("proximal", proximal.name).call(columns, logprobs.detach(), behaviour, options=proximal.options)
     anchor = logprobs.detach() if proximal.name == "engine" else prox
     return Terms(
@@ -38,8 +38,8 @@ def terms_of(columns: TokenColumns, *, proximal: Rule, statistics: StepStatistic
         logprobs=logprobs,
         behaviour=behaviour,
         proximal=prox,
-        advantages=masked(columns.advantages.detach(), columns.trains, like=logprobs),
-        trains=columns.trains,
+        advantages=masked(columns.advantages.detach(), columns.loss_mask, like=logprobs),
+        loss_mask=columns.loss_mask,
         log_ratio=log_difference(logprobs, prox),
         log_rho=log_difference(anchor, behaviour),
         sequences=sequences_of(columns),
@@ -78,7 +78,7 @@ def current(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor) -> Tenso
 @proximal(source="verl; AReaL arXiv:2505.24298", needs={Need.OLD_LOGPROBS})
 def recomputed(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor) -> Tensor:
     """the policy at the start of the step; with one pass over a step that is pi itself"""
-    return masked(columns.required("old_logprobs").detach(), columns.trains, like=logprobs)
+    return masked(columns.required("old_logprobs").detach(), columns.loss_mask, like=logprobs)
 
 
 @proximal(source="verl bypass mode; TRL AsyncGRPO; prime-rl")
@@ -91,7 +91,7 @@ def engine(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor) -> Tensor
 def loglinear(columns: TokenColumns, logprobs: Tensor, behaviour: Tensor, *, prox_lag: int = 1) -> Tensor:
     """log mu + a (log pi - log mu), a = (v_prox - v_behave) / (v_theta - v_behave), v_prox = v_theta - prox_lag"""
     newest = columns.trained_version
-    versions = torch.where(columns.trains, columns.versions, newest)
+    versions = torch.where(columns.loss_mask, columns.versions, newest)
     return loglinear_logprobs(logprobs, behaviour=behaviour, versions=versions, prox_version=newest - int(prox_lag), current_version=newest)
 
 
@@ -119,7 +119,7 @@ def tis_geometric(terms: Terms, *, cap: float = 1.2, floor: float = 0.0) -> Tens
 @weight(source="ROLL", level="sequence", caller_options={}, needs_if={})
 def tis_segment(terms: Terms, *, cap: float = 1.2) -> Tensor:
     """min(exp(mean log rho over an unbroken run of trained tokens), cap)"""
-    return _geometric(terms, runs_of(terms.columns).restricted(terms.sequences.trains)).clamp(max=cap)
+    return _geometric(terms, runs_of(terms.columns).restricted(terms.sequences.loss_mask)).clamp(max=cap)
 
 
 @weight(source="MIS; cap as TRL")

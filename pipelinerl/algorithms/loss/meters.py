@@ -40,7 +40,7 @@ def merge_meters(parts: Iterable[Mapping[str, Tensor]]) -> Meters:
 
 def measure(terms: Terms, *, weights: Tensor, clipped: Tensor, keeps: Mapping[str, Tensor]) -> Meters:
     """Raw meters of one row, all 0-dimensional and detached; no copy to the host. `keeps` maps mask names to [T] bool."""
-    trains = terms.trains
+    loss_mask = terms.loss_mask
     ones = torch.ones_like(terms.logprobs)
     to_engine = log_difference(terms.logprobs.detach(), terms.behaviour)
     importance = to_engine.exp()
@@ -68,8 +68,8 @@ def measure(terms: Terms, *, weights: Tensor, clipped: Tensor, keeps: Mapping[st
     if terms.columns.reference_logprobs is not None:
         to_reference = log_difference(terms.column("reference_logprobs"), terms.logprobs.detach())
         sums |= {"reference_k1": -to_reference, "reference_k3": estimate_k3(to_reference)}
-    meters = {f"{name}_sum": _sum(values, trains) for name, values in sums.items()}
-    meters |= {name: _maximum(values, trains) for name, values in maxima.items()}
+    meters = {f"{name}_sum": _sum(values, loss_mask) for name, values in sums.items()}
+    meters |= {name: _maximum(values, loss_mask) for name, values in maxima.items()}
     present = (terms.sequences.sum(ones) > 0).to(ones.dtype)
     return meters | _version_meters(terms, to_engine) | {"sequences_sum": present.sum()}
 
@@ -142,7 +142,7 @@ def _version_meters(terms: Terms, to_engine: Tensor) -> Meters:
     kept keys and values do.
     """
     age = terms.columns.trained_version - terms.columns.versions
-    sampled = terms.trains & (terms.columns.versions >= 0)
+    sampled = terms.loss_mask & (terms.columns.versions >= 0)
     age, gap = age.to(to_engine.dtype), to_engine.abs()
     is_whole = terms.sequences.spread(terms.sequences.maximum(age) == 0)
     fresh, kept = sampled & is_whole, sampled & ~is_whole & (age == 0)

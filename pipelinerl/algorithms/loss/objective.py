@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 def objective_loss(terms: Terms, *, rule: Rule) -> Loss:
     """The loss of a method's objective: one of this file, or a function of the user's, whose clipping is not known."""
     found = call_rule(rule, terms, column="objective")
-    return found if isinstance(found, Loss) else Loss(found, torch.zeros_like(terms.trains))
+    return found if isinstance(found, Loss) else Loss(found, torch.zeros_like(terms.loss_mask))
 
 
 @objective(source="PPO arXiv:1707.06347, widths as verl clip_ratio; dual clip arXiv:1912.09729")
@@ -74,7 +74,7 @@ def sapo(terms: Terms, *, tau_positive: float = 1.0, tau_negative: float = 1.05)
     """
     tau = torch.full_like(terms.advantages, tau_negative).masked_fill(terms.advantages > 0, tau_positive)
     gate = 4 / tau * torch.sigmoid(tau * (terms.ratio - 1))
-    return Loss(-gate * terms.advantages, torch.zeros_like(terms.trains))
+    return Loss(-gate * terms.advantages, torch.zeros_like(terms.loss_mask))
 
 
 @objective(source="GMPO arXiv:2507.20673 section 4, as TRL quotes it")
@@ -149,7 +149,7 @@ def gkd(terms: Terms, *, mix: float = 0.5) -> Loss:
 
     The trainer computes it by `mix`, beside the log-probabilities.
     """
-    return Loss(terms.column("divergence"), torch.zeros_like(terms.trains))
+    return Loss(terms.column("divergence"), torch.zeros_like(terms.loss_mask))
 
 
 @objective(source="TOPR arXiv:2503.14286, trajectory ratio; good and bad by the sign of A", proximal={"engine"})
@@ -178,13 +178,13 @@ def vespo(
     k = torch.full_like(log_w, k_negative).masked_fill(is_good, k_positive)
     rate = torch.full_like(log_w, lambda_negative).masked_fill(is_good, lambda_positive)
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
-    return Loss(-phi * terms.advantages * terms.logprobs, torch.zeros_like(terms.trains))
+    return Loss(-phi * terms.advantages * terms.logprobs, torch.zeros_like(terms.loss_mask))
 
 
 @objective(source="Kimi k1.5 arXiv:2501.12599", is_linear=True, has_own_term=True)
 def kimi(terms: Terms, *, tau: float) -> Loss:
     """-A log pi + tau/2 (log r)^2"""
-    return Loss(-terms.advantages * terms.logprobs + tau / 2 * terms.log_ratio.square(), torch.zeros_like(terms.trains))
+    return Loss(-terms.advantages * terms.logprobs + tau / 2 * terms.log_ratio.square(), torch.zeros_like(terms.loss_mask))
 
 
 @objective(source="verl dro", is_linear=True, has_own_term=True)
@@ -199,7 +199,7 @@ def dro(terms: Terms, *, beta: float) -> Loss:
 @objective(source="GPG arXiv:2504.02546", proximal=set(), is_linear=True)
 def gpg(terms: Terms) -> Loss:
     """-A log pi: the policy gradient, without a trust region"""
-    return Loss(-terms.advantages * terms.logprobs, torch.zeros_like(terms.trains))
+    return Loss(-terms.advantages * terms.logprobs, torch.zeros_like(terms.loss_mask))
 
 
 @objective(source="PipelineRL arXiv:2509.19128, its run's cap; its code suggests 1.02", proximal={"engine"}, is_linear=True)
@@ -226,7 +226,7 @@ def clip_cov(
     """
     base = _clipped(terms.ratio, terms.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
     cov = covariance(terms.columns, statistics=terms.known)
-    candidates = (cov > low) & (cov < high) & terms.trains
+    candidates = (cov > low) & (cov < high) & terms.loss_mask
     zeroed = candidates & (uniform_draws(terms.columns) < terms.known.pick_probability)
     return Loss(torch.where(zeroed, torch.zeros_like(base.values), base.values), base.clipped | zeroed)
 
@@ -239,7 +239,7 @@ def kl_cov(terms: Terms, *, fraction: float = 2e-4, beta: float = 0.1) -> Loss:
 
     The `fraction` of tokens with the largest covariance has the second term.
     """
-    chosen = (covariance(terms.columns, statistics=terms.known) >= terms.known.covariance_threshold) & terms.trains
+    chosen = (covariance(terms.columns, statistics=terms.known) >= terms.known.covariance_threshold) & terms.loss_mask
     return Loss(-terms.ratio * terms.advantages + beta * terms.log_ratio.abs() * chosen, chosen)
 
 

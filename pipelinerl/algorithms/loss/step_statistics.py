@@ -51,14 +51,14 @@ def measure_step(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce
 
 def second_moments(columns: TokenColumns) -> Tensor:
     """[T] float32 (log prox - log mu)^2 with the policy at the start of the step as prox; 0 where the token does not train."""
-    old = masked(columns.required("old_logprobs").detach(), columns.trains)
-    return log_difference(old, masked(columns.behaviour_logprobs.detach(), columns.trains, like=old)).square().float()
+    old = masked(columns.required("old_logprobs").detach(), columns.loss_mask)
+    return log_difference(old, masked(columns.behaviour_logprobs.detach(), columns.loss_mask, like=old)).square().float()
 
 
 def covariance(columns: TokenColumns, *, statistics: StepStatistics) -> Tensor:
     """[T] float32 (A - mean A)(log pi - mean log pi) with the policy at the start of the step (arXiv:2505.22617)."""
-    advantages = masked(columns.advantages.detach(), columns.trains) - statistics.mean_advantage
-    logprobs = masked(columns.required("old_logprobs").detach(), columns.trains) - statistics.mean_logprob
+    advantages = masked(columns.advantages.detach(), columns.loss_mask) - statistics.mean_advantage
+    logprobs = masked(columns.required("old_logprobs").detach(), columns.loss_mask) - statistics.mean_logprob
     return (advantages * logprobs).float()
 
 
@@ -74,7 +74,7 @@ def uniform_draws(columns: TokenColumns) -> Tensor:
 
 
 def _m2po_threshold(rows: Sequence[TokenColumns], *, tau: float, reduce: Reduce) -> float:
-    squares = _joined([second_moments(row)[row.trains] for row in rows])
+    squares = _joined([second_moments(row)[row.loss_mask] for row in rows])
 
     def mean_is_small(threshold: float) -> bool:
         total, count = _total(squares[squares <= threshold], reduce=reduce)
@@ -85,7 +85,7 @@ def _m2po_threshold(rows: Sequence[TokenColumns], *, tau: float, reduce: Reduce)
 
 def _entropy_threshold(rows: Sequence[TokenColumns], *, fraction: float, reduce: Reduce) -> float:
     """The largest entropy that so large a part of the step's tokens reaches, one at least: what a sort of all ranks' tokens would give."""
-    entropies = _joined([row.required("entropy")[row.trains] for row in rows])
+    entropies = _joined([row.required("entropy")[row.loss_mask] for row in rows])
     _, num_tokens = _total(entropies, reduce=reduce)
     wanted = max(1, int(fraction * num_tokens))
     return _largest(lambda threshold: _total(entropies[entropies >= threshold], reduce=reduce)[1] >= wanted)
@@ -93,12 +93,12 @@ def _entropy_threshold(rows: Sequence[TokenColumns], *, fraction: float, reduce:
 
 def _covariance_statistics(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> dict[str, float]:
     options = {name: float(value or 0.0) for name, value in method.objective.options.items()}
-    advantage_sum, num_tokens = _total(_joined([row.advantages[row.trains] for row in rows]), reduce=reduce)
-    logprob_sum, _ = _total(_joined([row.required("old_logprobs")[row.trains] for row in rows]), reduce=reduce)
+    advantage_sum, num_tokens = _total(_joined([row.advantages[row.loss_mask] for row in rows]), reduce=reduce)
+    logprob_sum, _ = _total(_joined([row.required("old_logprobs")[row.loss_mask] for row in rows]), reduce=reduce)
     known = StepStatistics(mean_advantage=advantage_sum / max(num_tokens, 1), mean_logprob=logprob_sum / max(num_tokens, 1))
     values = {"mean_advantage": known.mean_advantage, "mean_logprob": known.mean_logprob}
     wanted = max(1, int(options["fraction"] * num_tokens))
-    covariances = _joined([covariance(row, statistics=known)[row.trains] for row in rows])
+    covariances = _joined([covariance(row, statistics=known)[row.loss_mask] for row in rows])
     if method.objective.name == "kl_cov":
 
         def holds_enough(threshold: float) -> bool:
@@ -118,14 +118,14 @@ def _mean_weight(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce
         terms = terms_of(row, proximal=method.proximal)
         weights = importance_weights(terms, rule=method.weight).detach()
         is_there = terms.sequences.sum(torch.ones_like(weights)) > 0
-        found.append(terms.sequences.mean(weights)[is_there] if by_sequence else weights[row.trains])
+        found.append(terms.sequences.mean(weights)[is_there] if by_sequence else weights[row.loss_mask])
     total, count = _total(torch.cat(found) if found else torch.zeros(0), reduce=reduce)
     mean = total / count if count else 0.0
     return mean if mean > LEAST_MEAN_WEIGHT else 1.0
 
 
 def _positive_scale(rows: Sequence[TokenColumns], *, reduce: Reduce) -> float:
-    of_correct = [row.required("correct")[row.sequence_ids[row.trains]] for row in rows]
+    of_correct = [row.required("correct")[row.sequence_ids[row.loss_mask]] for row in rows]
     correct, num_tokens = _total(_joined(of_correct), reduce=reduce)
     return num_tokens / correct if correct else 0.0
 

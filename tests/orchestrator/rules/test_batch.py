@@ -225,7 +225,7 @@ def test_a_group_that_withholds_old_tokens_is_stale_only_where_none_is_young_eno
 
 
 def advantages_of_one(survivors: Survivors) -> list[np.ndarray]:
-    return [np.where(member.trajectory.trains, 1.0, 0.0).astype(np.float32) for member in survivors]
+    return [np.where(member.trajectory.loss_mask, 1.0, 0.0).astype(np.float32) for member in survivors]
 
 
 def siblings(*rewards: float | None, group_id: int = 7, versions: Sequence[int] = (0, 0, 0)):
