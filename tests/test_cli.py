@@ -156,7 +156,7 @@ def test_a_disk_that_is_full_is_said_so_in_one_line(config: Path, monkeypatch: p
     def full(*words: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/runs/demo/config.json")
 
-    monkeypatch.setattr("pipelinerl.__main__._train", full)
+    monkeypatch.setattr("pipelinerl.cli.train.train", full)
     monkeypatch.setattr(sys, "argv", ["pipelinerl", "run", str(config)])
     with pytest.raises(SystemExit):
         main()

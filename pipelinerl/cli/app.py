@@ -1,0 +1,41 @@
+"""The application that commands are added to, and the arguments that several of them take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pipelinerl import __version__
+
+app = typer.Typer(
+    name="pipelinerl",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Streaming RL post-training of language models: prompts flow into vLLM, rewards and training run beside it, and new weights
+are swapped in between forward passes.
+
+**Start here:** `pipelinerl demo` trains a small model and shows the report.
+Then write a TOML file (`pipelinerl run --help` says how) and `pipelinerl run my.toml`.""",
+)
+console = Console()
+errors = Console(stderr=True)
+
+ConfigFile = Annotated[Path, typer.Argument(help="TOML file with the sections model, data, reward, ...", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, in TOML syntax", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo-20260101-120000", show_default=False)]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        console.print(f"pipelinerl {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")] = False,
+) -> None:
+    """Options before any command."""

@@ -1,0 +1,45 @@
+"""Commands that tell about this program and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelinerl.cli.app import console
+from pipelinerl.config.file import described_keys
+
+commands = typer.Typer()
+PANEL = "Reference"
+
+
+@commands.command(rich_help_panel=PANEL)
+def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
+    """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
+    from pipelinerl.launch.doctor import judge, look
+    from pipelinerl.runtime.findings import Level, sentences, show
+
+    findings = judge(look(folder))
+    show(findings, console, *Level)
+    raise typer.Exit(1 if sentences(findings, Level.FAIL) else 0)
+
+
+@commands.command(rich_help_panel=PANEL)
+def algorithms() -> None:
+    """Print the table of methods, and the rules that each of their columns may be overridden with: formulas, defaults, sources."""
+    from pipelinerl.algorithms.listing import render_rules, render_table
+
+    console.print(f"{render_table()}\n{render_rules()}", markup=False, highlight=False, soft_wrap=True)
+
+
+@commands.command(rich_help_panel=PANEL)
+def keys(markdown: Annotated[bool, typer.Option("--markdown", help="as a page, which is docs/config.md")] = False) -> None:
+    """List every config key with its type, its default and what it means."""
+    if markdown:
+        from pipelinerl.config.reference import markdown as page
+
+        print(page(), end="")
+        return
+    for key, kind, default, meaning in described_keys():
+        console.print(f"{key:<36} {kind:<24} {default:<14} {meaning}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,140 @@
+"""Commands on a run's folder: reports and views of it, its ledger, its model, its stages once more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelinerl.cli.app import Overrides, RunFolder, console
+
+commands = typer.Typer()
+PANEL = "Look at a run"
+
+
+@commands.command(rich_help_panel=PANEL)
+def watch(run_folder: RunFolder) -> None:
+    """Follow a run in the terminal, from another window or after its end."""
+    from pipelinerl.observe.report.reading import has_journal
+    from pipelinerl.observe.terminal import show
+
+    has_journal(run_folder)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(show(run_folder, console=console, until=asyncio.Event()))
+
+
+@commands.command(rich_help_panel=PANEL)
+def view(
+    run_folder: RunFolder,
+    port: Annotated[int, typer.Option(help="0: a free one")] = 0,
+    interface: Annotated[str, typer.Option(help="where it listens; the page asks for the token in its address everywhere")] = "127.0.0.1",
+) -> None:
+    """Follow a run in the browser: the pipeline as a picture, curves, who waits for whom, samples. Works on a finished run, too."""
+    from pipelinerl.observe.view.server import View
+
+    page = View(run_folder, interface=interface, port=port)
+    console.print(f"view: {page.address}", soft_wrap=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        page.serve()
+
+
+@commands.command(rich_help_panel=PANEL)
+def report(run_folder: RunFolder) -> None:
+    """Write a run's report: one self-contained HTML page. Works on a run under way, too."""
+    from pipelinerl.observe.report import write_report
+
+    console.print(f"report: {write_report(run_folder)}")
+
+
+@commands.command(rich_help_panel=PANEL)
+def compare(
+    run_folders: Annotated[list[Path], typer.Argument(help="run folders; the first one is the reference", show_default=False)],
+    page: Annotated[Path, typer.Option(help="where the page goes")] = Path("comparison.html"),
+) -> None:
+    """Lay runs side by side on one self-contained HTML page: numbers, curves, where the time went, settings that differ."""
+    from pipelinerl.observe.report.comparison import write_comparison
+
+    console.print(f"comparison: {write_comparison(run_folders, path=page)}")
+
+
+@commands.command(rich_help_panel=PANEL)
+def track(
+    run_folder: RunFolder,
+    to: Annotated[list[str] | None, typer.Option(help="wandb, tensorboard; default: what the run's config names")] = None,
+) -> None:
+    """Send a run's numbers to its trackers, or what they missed of it, from the run's journal."""
+    from pipelinerl.observe.tracking.beside import missing_packages, track
+    from pipelinerl.runtime.process import read_config
+
+    to = to or [name for name in read_config(run_folder).tracking.to if name != "prometheus"]
+    missing_packages(to)
+    raise typer.Exit(0 if track(run_folder, to) else 1)
+
+
+@commands.command(rich_help_panel=PANEL)
+def trace(run_folder: RunFolder) -> None:
+    """Write a run's timeline as a Chrome trace, which ui.perfetto.dev opens."""
+    from pipelinerl.observe.tracking.trace import write_trace
+
+    console.print(f"trace: {write_trace(run_folder)}")
+
+
+@commands.command(rich_help_panel=PANEL)
+def ledger(
+    run_folder: RunFolder,
+    prompt: Annotated[str | None, typer.Argument(help="a prompt's id, `<epoch>:<row>`, or a rollout's, `<group>/<sibling>`")] = None,
+) -> None:
+    """Tell what became of a run's prompts, or, step by step, of one: `pipelinerl ledger RUN 0:17`."""
+    from pipelinerl.observe.history import story_of, summary_of
+
+    for line in summary_of(run_folder) if prompt is None else story_of(run_folder, prompt):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@commands.command(rich_help_panel=PANEL)
+def check(run_folder: RunFolder) -> None:
+    """Judge a run by its ledger and its checkpoints: nothing lost, nothing trained twice, nothing too old."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "pipelinerl.checker", str(run_folder)]))
+
+
+@commands.command(rich_help_panel=PANEL)
+def replay(
+    run_folder: RunFolder,
+    overrides: Overrides = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="prompts, dispatch, following, scoring, batching, delivery, refresh; several at once")
+    ] = None,
+) -> None:
+    """Run stages of a recorded run once more, alone, and tell what comes out otherwise: no engine, no trainer.
+
+    After a change of `rewards.py`: `pipelinerl replay RUN --stage scoring`. With other settings than the run's:
+    `pipelinerl replay RUN --stage scoring --stage batching 'reward=[{function="other.py:reward"}]' algorithm.name=dapo`.
+    """
+    stages = [f"--stage={name}" for name in stage or ["scoring"]]
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.replay", str(run_folder), *(overrides or []), *stages]))
+
+
+@commands.command(rich_help_panel=PANEL)
+def export(
+    run_folder: RunFolder,
+    output: Annotated[Path, typer.Argument(help="folder to write", show_default=False)],
+    adapter: Annotated[bool, typer.Option(help="the LoRA adapter by itself, as PEFT and vLLM load it")] = False,
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    command = [sys.executable, "-m", "trainer.export", "--run-folder", str(run_folder), "--output", str(output)]
+    command += ["--adapter"] if adapter else []
+    raise typer.Exit(subprocess.call(command))
+
+
+@commands.command(rich_help_panel=PANEL)
+def migrate(run_folder: RunFolder) -> None:
+    """Bring a run folder that an earlier version wrote to the present form: `pipelinerl run my.toml --resume` then goes on with it.
+
+    The run must have ended. Its old ledger stays beside the new one.
+    """
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.ledger.migration", str(run_folder)]))

@@ -1,0 +1,99 @@
+"""The start of a run: what is looked at before it, the launcher, the view in the terminal, and the report after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+from rich.markup import escape
+
+from pipelinerl.cli.app import console, errors
+from pipelinerl.config import Config
+from pipelinerl.errors import ConfigError, PipelineError
+from pipelinerl.launch import local, resuming
+from pipelinerl.runtime.lease import Lease, held
+
+
+def train(settings: Config, *, resume: str | None = None, takes_over: bool = False) -> None:
+    from pipelinerl.launch.preflight import check as preflight
+    from pipelinerl.observe.tracking.beside import trackers
+    from pipelinerl.runtime.findings import Level, refuse, show
+
+    earlier = resuming.find_run(settings, resume or None) if resume is not None else None
+    with contextlib.ExitStack() as at_end:
+        lease = None
+        if earlier:  # before anything else is looked at: what another launcher holds is refused at once
+            lease = at_end.enter_context(held(earlier.folder, takes_over=takes_over))
+        refuse(findings := preflight(settings))
+        show(findings, console, Level.NOTE, Level.WARN)
+        run_folder = earlier.folder if earlier else local.make_run_folder(settings)
+        lease = lease or at_end.enter_context(held(run_folder))
+        if earlier:
+            resuming.make_ready(settings, run_folder)
+        console.print(f"run folder: {escape(str(earlier or run_folder))}", soft_wrap=True)
+        try:
+            with trackers(run_folder, settings.tracking.to):
+                asyncio.run(_launch_and_show(settings, run_folder, lease=lease))
+        finally:
+            _report(run_folder)
+    log = (run_folder / "logs" / "orchestrator.log").read_text().splitlines()
+    console.print(escape(log[-1]) if log else "")
+    console.print(f"model: {escape(str(run_folder / 'model'))}")
+
+
+def print_plan(settings: Config) -> None:
+    """Print what would run, what it would take, and what is wrong with it. Raises `ConfigError` with all problems at once."""
+    from pipelinerl.algorithms.listing import describe_run
+    from pipelinerl.launch.preflight import check as preflight
+    from pipelinerl.observe.tracking.beside import command
+    from pipelinerl.runtime.findings import Level, refuse, show
+
+    console.print_json(settings.model_dump_json())
+    for name, value in settings.derived().items():
+        console.print(f"{name}: {value}", highlight=False)
+    with contextlib.suppress(ConfigError):  # told below, beside whatever else is wrong
+        console.print(describe_run(settings), markup=False, highlight=False, soft_wrap=True)
+    console.print("processes:")
+    run_folder = settings.run.folder / f"{settings.run.name}-<time>"
+    trackers = [local.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
+    for role in (*local.roles_of(settings, run_folder), *trackers):
+        console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
+    findings = preflight(settings, is_dry=True)
+    show(findings, console, Level.OK, Level.NOTE, Level.WARN)
+    refuse(findings)
+    console.print("nothing is wrong that can be known without loading a model")
+
+
+def _report(run_folder: Path) -> None:
+    """Write the report; where that fails, as on a full disk, say so: it must not hide why the run ended."""
+    from pipelinerl.observe.report import write_report
+    from pipelinerl.observe.segments import has_lines
+
+    if not has_lines(run_folder / "journal" / "orchestrator.jsonl"):
+        return
+    try:
+        console.print(f"report: {escape(str(write_report(run_folder)))}")
+    except (OSError, PipelineError) as error:
+        errors.print(f"no report: {escape(str(error))}; `pipelinerl report {run_folder}` writes it later", highlight=False, soft_wrap=True)
+
+
+async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) -> None:
+    from pipelinerl.observe.terminal import show
+
+    until, roles = asyncio.Event(), local.roles_of(settings, run_folder)
+    if not console.is_terminal:
+        console.print(f"starting {', '.join(role.name for role in roles)}; logs: {escape(str(run_folder / 'logs'))}", soft_wrap=True)
+    async with asyncio.TaskGroup() as group:
+        view = group.create_task(show(run_folder, console=console, until=until, began=time.time()))
+        try:
+            await local.Launcher(roles, run_folder, **local.limits_of(settings), lease=lease).run()
+        except PipelineError as error:
+            failure = error
+        else:
+            failure = None
+        until.set()
+        await view
+    if failure is not None:
+        raise failure
