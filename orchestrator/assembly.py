@@ -35,8 +35,8 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.judged import JudgedRule
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.rules.road import choose_road
 from orchestrator.rules.sampled import Experts, SampledRule
+from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.environment import Replying
 from orchestrator.stages.evaluation import Evaluation
@@ -415,7 +415,7 @@ class Assembly:
 
     @cached_property
     def _kv_policy(self) -> KvPolicy:
-        return KvPolicy(span=self._config.weights.kv_span, bound=self._config.weights.kv_kl)
+        return KvPolicy(max_staleness=self._config.weights.kv_max_staleness, max_kl=self._config.weights.kv_max_kl)
 
     # --- beside the stages ---
 
@@ -507,14 +507,16 @@ class Assembly:
         engines.on_died(concurrency.lost)
 
     def _layout_for(self, trainer: TrainerReady) -> LayoutFixed:
-        """What a trainer that starts must know to publish: how the engines lie, and the road to them."""
+        """What a trainer that starts must know to publish: how the engines lie, and the transport to them."""
         weights = self._config.weights
         machines = {engine.peer: engine.ready.machine for engine in self.engines}
-        roads = frozenset(trainer.roads).intersection(*(engine.ready.roads for engine in self.engines))
-        road, reason = choose_road(weights.road, trainer=trainer.machine, engines=machines, address=weights.address, device_roads=roads)
+        transports = frozenset(trainer.transports).intersection(*(engine.ready.transports for engine in self.engines))
+        transport, reason = choose_transport(
+            weights.transport, trainer=trainer.machine, engines=machines, address=weights.address, device_transports=transports
+        )
         self._world.journal.write("choice", text=reason)
         print(reason, flush=True)
-        return LayoutFixed(tensors=self.engines.layout(), num_engines=self._config.engine.count, road=road)
+        return LayoutFixed(tensors=self.engines.layout(), num_engines=self._config.engine.count, transport=transport)
 
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pipelinerl.engine.vllm.engine import VllmEngine
     from pipelinerl.weights.adapters import AdapterShape
-    from pipelinerl.weights.buffer_pool import SlotPool
+    from pipelinerl.weights.buffer_pool import WeightBufferPool
 
 
 @contextlib.contextmanager
@@ -68,31 +68,31 @@ def vllm_engine(
 
 
 class Publisher:
-    """Publishes policies to one engine, through slots in shared memory like the trainer's."""
+    """Publishes policies to one engine, through buffers in shared memory like the trainer's."""
 
     def __init__(self, engine: VllmEngine) -> None:
         from pipelinerl.weights.base import num_bytes
-        from pipelinerl.weights.buffer_pool import SlotPool
-        from pipelinerl.weights.shared_memory import SharedMemory
+        from pipelinerl.weights.buffer_pool import WeightBufferPool
+        from pipelinerl.weights.shared_memory import SharedMemorySender
 
         self._tensors = engine.limits.tensors
-        self._pool: SlotPool = SlotPool(SharedMemory(uuid.uuid4().hex), num_bytes=num_bytes(self._tensors))
+        self._pool: WeightBufferPool = WeightBufferPool(SharedMemorySender(uuid.uuid4().hex), num_bytes=num_bytes(self._tensors))
 
     def publish(self, weights: Mapping[str, torch.Tensor], *, version: int) -> tuple[str, str]:
-        """Write a policy into a free slot; its name and digest."""
+        """Write a policy into a free buffer; its name and digest."""
         from pipelinerl.weights.base import views
         from pipelinerl.weights.manifest import seal
 
-        slot = self._pool.acquire(1.0)
-        assert slot is not None
-        for name, view in views(slot.buffer, self._tensors).items():
+        buffer = self._pool.acquire(1.0)
+        assert buffer is not None
+        for name, view in views(buffer.memory, self._tensors).items():
             view.copy_(weights[name])
-        digest = self._pool.publish(slot, seal(version, slot.buffer, self._tensors))
-        return slot.name, digest
+        digest = self._pool.publish(buffer, seal(version, buffer.memory, self._tensors))
+        return buffer.name, digest
 
-    def release(self, slot: str) -> None:
-        """Say that the engine reads a slot no more."""
-        self._pool.release(slot)
+    def release(self, buffer: str) -> None:
+        """Say that the engine reads a buffer no more."""
+        self._pool.release(buffer)
 
     def close(self) -> None:
         self._pool.close()

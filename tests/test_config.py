@@ -144,7 +144,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
             batch={"max_tokens": 4096, "min_survivors": 5},
             engine={"count": 2, "cores": [0, 1, 2]},
             trainer={"ranks": 2, "cores": [0], "parallel": {"tensor": 4}},
-            weights={"adapters": "apart", "commit": "copy"},
+            weights={"adapters": "separate", "swap_mode": "copy"},
         )
     )
     assert found == [
@@ -154,8 +154,9 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
         "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
         "trainer.ranks = 2, parallel.tensor = 4: one replica takes 4 ranks (context x tensor x pipeline), which do not divide 2."
         " The nearest that works: ranks = 2, parallel.tensor = 2",
-        'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.',
-        'weights.commit is "copy", which is how whole policies take effect, and weights.adapters is "apart". Set one of them to "auto".',
+        'weights.adapters is "separate", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.',
+        'weights.swap_mode is "copy", which is how whole policies take effect, and weights.adapters is "separate".'
+        ' Set one of them to "auto".',
     ]
 
 
@@ -183,15 +184,15 @@ def test_what_does_not_go_with_episodes_is_told_before_anything_runs():
 
 def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
     engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}}
-    weights = {"road": "nccl", "delta": True, "kv_span": 2, "adapters": "apart"}
+    weights = {"transport": "nccl", "delta": True, "kv_max_staleness": 2, "adapters": "separate"}
     model = {"path": "models/small", "replay_routes": True}
     found = problems_of(tree(engine=engine, weights=weights, model=model, lora={"rank": 4}))
     assert [line.partition(":")[0] for line in found] == [
         "engine.options.data_parallel_size is 2",
-        'engine.options spread an engine over 4 ranks, and weights.road is "nccl"',
+        'engine.options spread an engine over 4 ranks, and weights.transport is "nccl"',
         "engine.options spread an engine over 4 ranks, which record no routes, and model.replay_routes is true. Leave one of them out.",
-        'engine.options.pipeline_parallel_size is 2, and weights.adapters is "apart"',
-        "engine.options.pipeline_parallel_size is 2, and weights.kv_span or weights.kv_kl is set",
+        'engine.options.pipeline_parallel_size is 2, and weights.adapters is "separate"',
+        "engine.options.pipeline_parallel_size is 2, and weights.kv_max_staleness or weights.kv_max_kl is set",
     ]
     assert parse(tree(engine={"options": {"tensor_parallel_size": 2}}), origin="my.toml").engine.num_ranks == 2
 
@@ -467,12 +468,12 @@ KEYS = [
     "evaluation.temperature",
     "evaluation.samples",
     "evaluation.deadline_s",
-    "weights.road",
+    "weights.transport",
     "weights.address",
     "weights.delta",
-    "weights.kv_span",
-    "weights.kv_kl",
-    "weights.commit",
+    "weights.kv_max_staleness",
+    "weights.kv_max_kl",
+    "weights.swap_mode",
     "weights.adapters",
     "weights.adapter_versions",
     "checkpoint.every",
@@ -515,6 +516,20 @@ def test_an_old_name_is_refused_with_the_new_one(monkeypatch: pytest.MonkeyPatch
         parse({"weights": {"old_name": True}, "prm": {"before": {"keep": 3}}}, origin="run.toml")
     assert "weights.old_name is now called weights.delta" in str(error.value)
     assert "prm.before.keep is now called prm.max_steps" in str(error.value)
+
+
+def test_an_old_value_is_refused_with_the_new_one():
+    with pytest.raises(ConfigError) as error:
+        parse({"model": {"path": "m"}, "weights": {"swap_mode": "flip", "adapters": "nonsense"}}, origin="run.toml")
+    assert 'weights.swap_mode = "flip" is now called "pointer"' in str(error.value)
+    assert "weights.adapters is 'nonsense'" in str(error.value)
+
+
+def test_values_of_an_older_run_get_the_new_names_under_their_new_keys():
+    before = {"weights": {"commit": "scatter", "adapters": "apart", "road": "gloo"}}
+    assert renamed.translate(before) == {"weights": {"swap_mode": "sparse", "adapters": "separate", "transport": "gloo"}}
+    assert renamed.translate({"weights": {"commit": "auto"}}) == {"weights": {"swap_mode": "auto"}}
+    assert renamed.translate({}) == {}
 
 
 def test_settings_of_an_older_run_get_the_new_names(monkeypatch: pytest.MonkeyPatch):

@@ -255,8 +255,8 @@ def test_the_memory_bill_by_hand(settings: Callable[..., Config], model: Path):
 def test_adapters_that_travel_as_a_whole_model_are_told(settings: Callable[..., Config]):
     (told,) = notes(check(settings(lora={"rank": 4})))
     assert told.startswith("lora.rank: 4, and each step publishes all ")
-    assert 'weights.adapters = "apart" sends adapters alone' in told
-    assert notes(check(settings(lora={"rank": 4}, weights={"adapters": "apart"}))) == []
+    assert 'weights.adapters = "separate" sends adapters alone' in told
+    assert notes(check(settings(lora={"rank": 4}, weights={"adapters": "separate"}))) == []
 
 
 def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_figures(settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):

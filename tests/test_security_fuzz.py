@@ -210,9 +210,9 @@ MANIFEST = manifest.encode(manifest.seal(3, BUFFER, LAYOUT))
 def test_a_policys_manifest(content: bytes):
     """As if the trainer itself had announced it: its digest fits."""
     with contextlib.suppress(WeightsError):
-        opened = manifest.open_manifest(content, digest=manifest.digest_of(content), slot="s")
-        manifest.check(opened, version=3, layout=LAYOUT, slot="s")
-        manifest.verify(opened, BUFFER, slot="s")
+        opened = manifest.open_manifest(content, digest=manifest.digest_of(content), name="s")
+        manifest.check(opened, version=3, layout=LAYOUT, name="s")
+        manifest.verify(opened, BUFFER, name="s")
 
 
 @given(content=damaged([CHANGES]))

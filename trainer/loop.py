@@ -29,7 +29,7 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.planning.layout import check_layout
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.shared_names import machine
-from pipelinerl.weights.transports import device_roads
+from pipelinerl.weights.transports import device_transports
 from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import save_adapter, save_model
@@ -83,7 +83,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
-            sends_changes=config.weights.delta,
+            sends_deltas=config.weights.delta,
             write=None if sharded is None else sharded.lead,
             adapters=adapters if config.lora.rank else None,
         )
@@ -113,7 +113,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
                 oldest=checkpoints.oldest,
                 damaged=tuple(one for one in checkpoints.damaged if one.version > first),
                 machine=machine(),
-                roads=device_roads(),
+                transports=device_transports(),
             )
             feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))
         in_hand = InHand(run_folder, rank=replicas.rank, replica=replicas.number, num_replicas=layout.replicas)

@@ -25,13 +25,13 @@ from pipelinerl.messages import (
     MicroBatch,
     PolicyHeld,
     PolicyPublished,
-    SlotReleased,
     StepDone,
     StepSealed,
     Stop,
     TakeMicroBatch,
     TrainerReady,
     TrainingEnded,
+    WeightBufferReleased,
 )
 from pipelinerl.transport.base import Link
 from trainer.session import Standing
@@ -114,7 +114,7 @@ class Feed:
         silent_after_s: float,
         publisher: Publisher | None = None,
     ) -> None:
-        """`connect` is called in the feed's thread, which owns the link. Layout and slots go to `publisher`, where there is one."""
+        """`connect` is called in the feed's thread, which owns the link. Layout and buffers go to `publisher`, where there is one."""
         self.busy_with = "starting"
         """What the training loop is doing; told to the orchestrator."""
         self._connect = connect
@@ -131,7 +131,7 @@ class Feed:
         self._end_of_training: EndTraining | None = None
         """No row is wanted any more; what the trainer says still is."""
         self._knows_layout = False
-        """Whatever slot is handed back before is one of the trainer before this one."""
+        """Whatever buffer is handed back before is one of the trainer before this one."""
         self._is_closing = threading.Event()
         self._link: Link | None = None
         """None until connected."""
@@ -240,14 +240,16 @@ class Feed:
                     self._rows.extend(given)
                     self._changed.notify_all()
             case LayoutFixed() if self._publisher is not None:
-                self._publisher.fix_layout(message.tensors, num_engines=message.num_engines, road=message.road, lineage=message.lineage)
+                self._publisher.fix_layout(
+                    message.tensors, num_engines=message.num_engines, transport=message.transport, rollback_epoch=message.rollback_epoch
+                )
                 self._knows_layout = True
                 for published in self._standing.published():  # to another orchestrator: the one before has heard of them
                     link.send(published)
-            case SlotReleased() if self._publisher is not None and self._knows_layout:
-                self._publisher.release(message.slot)
+            case WeightBufferReleased() if self._publisher is not None and self._knows_layout:
+                self._publisher.release(message.buffer)
             case PolicyHeld() if self._publisher is not None:
-                self._publisher.held(message.version, lineage=message.lineage)
+                self._publisher.held(message.version, rollback_epoch=message.rollback_epoch)
             case EndTraining():
                 with self._changed:
                     self._end_of_training = message

@@ -15,11 +15,11 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
-    SlotReleased,
     StepDone,
     StepSealed,
     TrainerReady,
     TrainingEnded,
+    WeightBufferReleased,
 )
 
 
@@ -34,7 +34,7 @@ class Standing:
         self._failed: CheckpointFailed | None = None
         """Where no checkpoint was written since."""
         self._published: dict[str, PolicyPublished] = {}
-        """By slot: policies that may be fetched; the order is that of their publication."""
+        """By buffer: policies that may be fetched; the order is that of their publication."""
         self._ended: TrainingEnded | None = None
         """Once it trains no further."""
 
@@ -45,7 +45,7 @@ class Standing:
             case StepDone():
                 self._ready = replace(self._ready, version=message.step + 1, commit=self._commits.pop(message.step, ""))
             case PolicyPublished():
-                self._published[message.slot] = message
+                self._published[message.buffer] = message
             case CheckpointSaved():
                 saved = {"saved": message.version, "saved_commit": message.commit, "oldest": message.oldest}
                 damaged = tuple(one for one in self._ready.damaged if one.version > message.version)
@@ -62,8 +62,8 @@ class Standing:
                 self._ready = msgspec.structs.replace(self._ready, suspects=())
                 if isinstance(message, StepSealed):
                     self._commits[message.step] = message.commit
-            case SlotReleased():
-                self._published.pop(message.slot, None)
+            case WeightBufferReleased():
+                self._published.pop(message.buffer, None)
 
     def introduction(self) -> Iterator[Message]:
         """What comes first."""

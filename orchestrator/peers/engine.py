@@ -33,8 +33,8 @@ class Engine:
     """Version it samples under."""
     newest_told: int = 0
     """Newest version that it was told to fetch, or announced: its tokens can be of no newer one."""
-    lineage: int = 0
-    """Newest lineage of the same."""
+    rollback_epoch: int = 0
+    """Newest rollback_epoch of the same."""
     rolled_back_to: int | None = None
     """Oldest version that a rollback since it announced itself has taken it to; None: there was none."""
     num_orders: int = 0
@@ -48,12 +48,12 @@ class Engine:
     load: EngineLoad | None = None
     """Its last gauges; None before the first."""
 
-    def ordered(self, *, version: int, lineage: int) -> None:
+    def ordered(self, *, version: int, rollback_epoch: int) -> None:
         """It is being told to fetch a policy: from now on its tokens may be of that."""
         self.num_orders += 1
         self.newest_told = max(self.newest_told, version)
-        if lineage > self.lineage:
-            self.lineage = lineage
+        if rollback_epoch > self.rollback_epoch:
+            self.rollback_epoch = rollback_epoch
             self.rolled_back_to = version if self.rolled_back_to is None else min(version, self.rolled_back_to)
 
     @property

@@ -234,7 +234,7 @@ class Engines:
 
     def is_refused(self, engine: Engine, said: WeightsStaged | WeightsCommitted | WeightsRefused) -> bool:
         """Refuse what an engine says of a policy that it was never told of."""
-        lie = policy_of(said, newest=engine.newest_told, lineage=engine.lineage) if self._announced is not None else None
+        lie = policy_of(said, newest=engine.newest_told, rollback_epoch=engine.rollback_epoch) if self._announced is not None else None
         if lie is not None:
             self.peers.refuse(engine.peer, lie)
         return lie is not None
@@ -289,7 +289,7 @@ class Engines:
             ready=ready,
             version=ready.version,
             newest_told=max(ready.version, self._newest()),  # an orchestrator that is gone may have told it
-            lineage=ready.lineage,
+            rollback_epoch=ready.rollback_epoch,
         )
         if self._layout is not None or not self.num_missing:  # a trainer may come while none is there
             self.layout()

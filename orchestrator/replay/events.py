@@ -37,6 +37,10 @@ _COLUMNS: tuple[str, ...] = (
 )
 
 
+_RENAMED = {"lineage": "rollback_epoch", "slot": "buffer"}
+"""Fields of the journal under the names that they had in runs of before."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """A line of the journal, or an entry of the ledger."""
@@ -54,7 +58,8 @@ def read_events(run_folder: Path, *, kinds: Collection[str]) -> list[Event]:
     lines = [line for line in read_journal(journal) if line["t"] < ended]
     if lines and not any(line["kind"] == "joined" for line in lines):
         raise LedgerError(f"{journal} says nothing of engines that joined: it was recorded by an earlier version, or no engine came")
-    entries = [(line["t"], str(line["kind"]), line) for line in lines if line["kind"] in kinds] + entries
+    lines = [{_RENAMED.get(name, name): value for name, value in line.items()} for line in lines if line["kind"] in kinds]
+    entries = [(line["t"], str(line["kind"]), line) for line in lines] + entries
     entries.sort(key=lambda entry: entry[0])
     return [Event(t=t - began, kind=kind, fields=fields) for t, kind, fields in entries]
 

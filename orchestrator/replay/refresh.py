@@ -20,7 +20,7 @@ from pipelinerl.messages import StageWeights
 from pipelinerl.observe.journal import Journal
 
 Age = tuple[int, int]
-"""(lineage, version) of a policy."""
+"""(rollback epoch, version) of a policy."""
 
 
 def refresh_again(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _order_again(config: Config, events: list[Event], *, folder: Path) -> dict[i
     orders: dict[int, dict[Age, float]] = collections.defaultdict(dict)
     for seconds, peer, message in sent:
         if isinstance(message, StageWeights):
-            orders[int(peer.rpartition("-")[2])].setdefault((message.lineage, message.version), seconds)
+            orders[int(peer.rpartition("-")[2])].setdefault((message.rollback_epoch, message.version), seconds)
     return orders
 
 
@@ -99,10 +99,10 @@ def _milliseconds(values: list[float]) -> str:
 
 def _age(event: Event) -> Age:
     fields: dict[str, Any] = event.fields
-    return fields["lineage"], fields["version"]
+    return fields["rollback_epoch"], fields["version"]
 
 
 def _name(age: Age | None) -> str:
     if age is None:
         return "none"
-    return f"policy {age[1]}" + (f" of lineage {age[0]}" if age[0] else "")
+    return f"policy {age[1]}" + (f" of rollback epoch {age[0]}" if age[0] else "")

@@ -15,7 +15,7 @@ from pipelinerl.messages import EngineReady, Message, ScorerReady, TrainerReady,
 
 MAX_COUNT = 1 << 53
 """Of any figure. A float holds every integer below, so nothing that is computed from one overflows."""
-MAX_LINEAGE = 1 << 31
+MAX_ROLLBACK_EPOCH = 1 << 31
 """Of any rollback: each is a trainer's that starts again."""
 MAX_SLOTS = 1 << 16
 """Reward calls, or sequences, that one process may run at once. Requests queue by it: larger lets one peer draw all of them to itself."""
@@ -33,9 +33,12 @@ class AnnouncedRule:
 
     def engine(self, said: EngineReady, *, newest: int) -> Lie | None:
         """`newest`: the newest version that any engine may hold."""
-        if not 0 <= said.version <= newest or not 0 <= said.lineage <= MAX_LINEAGE:
+        if not 0 <= said.version <= newest or not 0 <= said.rollback_epoch <= MAX_ROLLBACK_EPOCH:
             expected = f"0 to {newest}, the newest there can be"
-            return Lie(kind=Kind.VERSIONS, words=f"EngineReady: version {said.version} of lineage {said.lineage}, expected {expected}")
+            return Lie(
+                kind=Kind.VERSIONS,
+                words=f"EngineReady: version {said.version} of rollback epoch {said.rollback_epoch}, expected {expected}",
+            )
         if not 1 <= said.max_running <= MAX_SLOTS or not 1 <= said.max_model_tokens <= MAX_COUNT:
             got = f"max_running {said.max_running}, max_model_tokens {said.max_model_tokens}"
             return Lie(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected 1 to {MAX_SLOTS}, and 1 or more")
@@ -60,12 +63,15 @@ class AnnouncedRule:
         return Lie(kind=Kind.STEPS, words=f"TrainerReady: {got}, expected {expected}")
 
 
-def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest: int, lineage: int) -> Lie | None:
-    """What cannot be about a policy that an engine speaks of: `newest` and `lineage` are the newest it was told to fetch, or
-    announced; an orchestrator that is gone may have told it of one lineage more."""
-    if 0 <= said.version <= newest and 0 <= said.lineage <= lineage + 1:
+def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest: int, rollback_epoch: int) -> Lie | None:
+    """What cannot be about a policy that an engine speaks of: `newest` and `rollback_epoch` are the newest it was told to fetch, or
+    announced; an orchestrator that is gone may have told it of one rollback epoch more."""
+    if 0 <= said.version <= newest and 0 <= said.rollback_epoch <= rollback_epoch + 1:
         return gauges(said)
-    got, expected = f"version {said.version} of lineage {said.lineage}", f"up to {newest} of lineage {lineage}, the newest it was told of"
+    got, expected = (
+        f"version {said.version} of rollback epoch {said.rollback_epoch}",
+        f"up to {newest} of rollback epoch {rollback_epoch}, the newest it was told of",
+    )
     return Lie(kind=Kind.VERSIONS, words=f"{type(said).__name__}: {got}, expected {expected}")
 
 

@@ -3,14 +3,14 @@
 A cache that is kept was computed in part by older policies: tokens are then sampled from a mixture. Two limits, both off by default, and
 both asked of each sequence by its engine:
 
-- `span`: versions between the new policy and the oldest part of its cache;
-- `lag`: versions that its cache is behind the new policy, as a mean over the cache's tokens. A sequence with a long old part is beyond it,
-  one that has mostly been written since is not.
+- `max_staleness`: versions between the new policy and the oldest part of its cache;
+- `max_mean_staleness`: versions that its cache is behind the new policy, as a mean over the cache's tokens. A sequence with a long old part
+is beyond it, one that has mostly been written since is not.
 
-`lag` follows from a bound on the KL between what a sequence is sampled from and the policy. What that is for one sequence could only be
-told by computing its cache twice, so it is predicted: between policies near each other it is quadratic in their distance, so KL = c lag^2.
-The trainer measures c: each step's KL, summed over the tokens of the very version being trained whose sequences lived through a swap, over
-the squared lags of the same tokens (`squared_lags`). So a sequence is computed anew where its lag exceeds sqrt(bound / c).
+`max_mean_staleness` follows from a bound on the KL between what a sequence is sampled from and the policy. What that is for one sequence
+could only be told by computing its cache twice, so it is predicted: between policies near each other it is quadratic in their distance, so
+KL = c lag^2. The trainer measures c: each step's KL, summed over the tokens of the very version being trained whose sequences lived through
+a swap, over the squared lags of the same tokens (`squared_lags`). So a sequence is computed anew where its lag exceeds sqrt(max_kl / c).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ MIN_TOKENS = 200
 
 
 class KvPolicy:
-    """The limits in force; `span` None: any, `bound` None: the lag has none."""
+    """The limits in force; `max_staleness` None: any, `max_kl` None: the lag has none."""
 
-    def __init__(self, *, span: int | None = None, bound: float | None = None) -> None:
-        self.span = span
-        self._bound = bound
+    def __init__(self, *, max_staleness: int | None = None, max_kl: float | None = None) -> None:
+        self.max_staleness = max_staleness
+        self._max_kl = max_kl
         self._kl = self._square = self._num_tokens = 0.0
         """Sums over tokens of old caches: nats, squared lags, tokens."""
 
     @property
     def is_measured(self) -> bool:
         """`measured` is to be told of every step."""
-        return self._bound is not None
+        return self._max_kl is not None
 
     @property
-    def lag(self) -> float | None:
+    def max_mean_staleness(self) -> float | None:
         """Mean lag, in versions, beyond which a sequence's cache is computed anew; None: none is for its lag."""
-        if self._bound is None or self._num_tokens < MIN_TOKENS or self._kl <= 0.0:
+        if self._max_kl is None or self._num_tokens < MIN_TOKENS or self._kl <= 0.0:
             return None
-        return float(np.sqrt(self._bound * self._square / self._kl))
+        return float(np.sqrt(self._max_kl * self._square / self._kl))
 
     def measured(self, *, kl: float, square: float, num_tokens: int) -> None:
         """Note a step's tokens that were sampled with an old cache: the sums of their KL (nats, at least 0) and squared lags."""

@@ -1,7 +1,7 @@
-"""Which engine stages which policy, which engines take new work, and which slots nobody reads any more.
+"""Which engine stages which policy, which engines take new work, and which buffers nobody reads any more.
 
 Every engine moves at its own pace: it has at most one order open, and when that ends it gets the newest policy there is, whatever was
-published in between. So an engine reads at most two slots, the one it serves from and the one it was told to fetch, and everything else
+published in between. So an engine reads at most two buffers, the one it serves from and the one it was told to fetch, and everything else
 but the newest can be handed back at once.
 
 An engine whose swap fails or is late is fenced: it ends its running sequences under its old version, takes no new ones, and is refilled
@@ -16,7 +16,7 @@ MAX_REFILLS = 2
 """Times an engine is told again to fetch a policy that it refused. More helps against faults that pass slowly, and repeats errors."""
 
 Age = tuple[int, int]
-"""(lineage, version): what orders policies. A rollback begins a lineage, so ages never fall."""
+"""(rollback epoch, version): what orders policies. A rollback begins a rollback epoch, so ages never fall."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Policy:
     """A published policy."""
 
     age: Age
-    slot: str
+    buffer: str
     digest: str
 
 
@@ -58,11 +58,11 @@ class Swaps:
 
     def __init__(self) -> None:
         self.newest: Policy | None = None
-        self.lineage = 0
+        self.rollback_epoch = 0
         """The newest that was heard of, from a trainer or an engine; outlives the trainer that began it."""
         self._swaps: dict[int, Swap] = {}
-        self._slots: dict[Age, str] = {}
-        """Slots not handed back."""
+        self._buffers: dict[Age, str] = {}
+        """Buffers not handed back."""
 
     def __getitem__(self, engine_id: int) -> Swap:
         return self._swaps.setdefault(engine_id, Swap())
@@ -71,10 +71,10 @@ class Swaps:
         """The engine is lost, and reads nothing any more."""
         self._swaps.pop(engine_id, None)
 
-    def forget_slots(self) -> None:
-        """The trainer that made the slots is gone: no order can be fulfilled, and what was refused may have been its end."""
+    def forget_buffers(self) -> None:
+        """The trainer that made the buffers is gone: no order can be fulfilled, and what was refused may have been its end."""
         self.newest = None
-        self._slots.clear()
+        self._buffers.clear()
         for swap in self._swaps.values():
             swap.ordered, swap.is_late, swap.fault, swap.num_refusals = None, False, "", 0
 
@@ -82,15 +82,15 @@ class Swaps:
         """Note a new policy."""
         if self.newest is not None and policy.age <= self.newest.age:
             return
-        self.newest, self.lineage = policy, max(self.lineage, policy.age[0])
-        self._slots[policy.age] = policy.slot
+        self.newest, self.rollback_epoch = policy, max(self.rollback_epoch, policy.age[0])
+        self._buffers[policy.age] = policy.buffer
         for swap in self._swaps.values():
             swap.num_refusals = 0
 
     def joined(self, engine_id: int, held: Age = (0, 0)) -> None:
         """An engine announces itself: nothing is known to be ordered of it, whatever its predecessor, or ours, did."""
         self._swaps[engine_id] = Swap(held=held)
-        self.lineage = max(self.lineage, held[0])
+        self.rollback_epoch = max(self.rollback_epoch, held[0])
 
     def next_order(self, engine_id: int) -> Policy | None:
         """What the engine should be told to fetch now; None while it has one, is pinned, holds the newest, or refused it too often."""
@@ -143,17 +143,17 @@ class Swaps:
         return True
 
     def held_by_all(self) -> int | None:
-        """The oldest version that any engine samples under; None where one needs a whole policy, or is of an earlier lineage."""
-        if any(swap.needs_whole or swap.held[0] != self.lineage for swap in self._swaps.values()):
+        """The oldest version that any engine samples under; None where one needs a whole policy, or is of an earlier rollback epoch."""
+        if any(swap.needs_whole or swap.held[0] != self.rollback_epoch for swap in self._swaps.values()):
             return None
         return min((swap.held[1] for swap in self._swaps.values()), default=None)
 
-    def take_free_slots(self) -> list[str]:
-        """Slots that no engine reads or will be told to read, oldest first, each once."""
+    def take_free_buffers(self) -> list[str]:
+        """Buffers that no engine reads or will be told to read, oldest first, each once."""
         used = {swap.held for swap in self._swaps.values()} | {swap.ordered for swap in self._swaps.values()}
         if self.newest is not None:
             used.add(self.newest.age)
-        return [self._slots.pop(age) for age in sorted(self._slots) if age not in used]
+        return [self._buffers.pop(age) for age in sorted(self._buffers) if age not in used]
 
     def _end_order(self, swap: Swap, age: Age) -> None:
         if swap.ordered is not None and swap.ordered <= age:

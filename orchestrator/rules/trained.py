@@ -67,9 +67,11 @@ def engines(said: StepDone) -> Lie | None:
 
 def policy_published(said: PolicyPublished, standing: Standing) -> Lie | None:
     """A policy is never newer than the step it comes after; older ones are said again to an orchestrator that takes another's place."""
-    if not 0 <= said.version <= standing.newest_version or said.lineage < 0:
+    if not 0 <= said.version <= standing.newest_version or said.rollback_epoch < 0:
         expected = f"at most {standing.newest_version}, after step {standing.num_done}"
-        return Lie(kind=Kind.STEPS, words=f"PolicyPublished: version {said.version} of lineage {said.lineage}, expected {expected}")
+        return Lie(
+            kind=Kind.STEPS, words=f"PolicyPublished: version {said.version} of rollback epoch {said.rollback_epoch}, expected {expected}"
+        )
     if said.num_bytes < 0 or not (math.isfinite(said.publish_s) and said.publish_s >= 0.0):
         return Lie(kind=Kind.BOUNDS, words=f"PolicyPublished: {said.num_bytes} bytes in {said.publish_s} s, expected finite figures from 0")
     return None

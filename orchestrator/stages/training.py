@@ -488,7 +488,7 @@ class Delivery:
         if not self._leads(peer, published) or self._is_refused(peer, trained.policy_published(published, self._standing)):
             return
         self._last_version = published.version
-        self._published.put_now(published)  # bounded by the trainer's slots: it cannot publish without a free one
+        self._published.put_now(published)  # bounded by the trainer's weight buffers: it cannot publish without a free one
         self._check_finished()
 
     def _on_saved(self, peer: str, saved: CheckpointSaved) -> None:

@@ -1,4 +1,4 @@
-"""Stage 6: brings every published policy to every engine, each on its own schedule, and hands slots back to the trainer."""
+"""Stage 6: brings every published policy to every engine, each on its own schedule, and hands buffers back to the trainer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pipelinerl.messages import (
     LayoutFixed,
     PolicyHeld,
     PolicyPublished,
-    SlotReleased,
     StageWeights,
     TrainerReady,
+    WeightBufferReleased,
     WeightsCommitted,
     WeightsRefused,
     WeightsStaged,
@@ -32,19 +32,19 @@ from pipelinerl.runtime.stage import Channel, Signal
 
 MAX_UNORDERED = 8
 """Policies of one process that it may refuse although nobody here told it to fetch them: an orchestrator that is gone, or a trainer, whose
-slots went with it. More only lets one that lies fill the journal.
+buffers went with it. More only lets one that lies fill the journal.
 """
 
 
 class Refresh:
     """Tells engines what to fetch and follows each to its commit. An engine that fails or is late is fenced and refilled.
 
-    The newest policy's slot is never handed back, so an engine that joins late can always be brought to it. Slots die with the trainer
+    The newest policy's buffer is never handed back, so an engine that joins late can always be brought to it. Buffers die with the trainer
     that made them: one that starts again publishes anew, and whatever engines were told to fetch before is forgotten.
 
     takes     TrainerReady and PolicyPublished, from delivery; WeightsStaged, WeightsCommitted and WeightsRefused, from engines; engines
               that join or are lost
-    gives     StageWeights, to engines; LayoutFixed, SlotReleased and PolicyHeld, to the trainer; credits, to dispatch
+    gives     StageWeights, to engines; LayoutFixed, WeightBufferReleased and PolicyHeld, to the trainer; credits, to dispatch
     waits for every open order, each apart, so a slow engine holds up nobody else
     woken by  engines
     fails     PeerSilent or PeerRefused, with the last engine's own words, once every engine is fenced and stays beyond refilling
@@ -80,7 +80,7 @@ class Refresh:
         self._commit_deadline_s = commit_deadline_s
         self._swaps = Swaps()
         self._staged: dict[int, tuple[int, int]] = {}
-        """By engine: (lineage, version) of the last policy that it said it has staged."""
+        """By engine: (rollback epoch, version) of the last policy that it said it has staged."""
         self._num_unordered: collections.Counter[int] = collections.Counter()
         """By engine: policies that it refused although nobody here told it to fetch them."""
         self._told: PolicyHeld | None = None
@@ -108,16 +108,16 @@ class Refresh:
     # --- the trainer ---
 
     def _welcome(self, ready: TrainerReady) -> None:
-        """Tell a trainer that starts the layout to publish in; the slots of the one before are gone."""
+        """Tell a trainer that starts the layout to publish in; the buffers of the one before are gone."""
         self._journal.write("trainer", version=ready.version)
-        self._swaps.forget_slots()
+        self._swaps.forget_buffers()
         self._told = None
         self._engines.forgive()  # what they refused may be what the dying trainer left
-        self._trainer.send("trainer-0", msgspec.structs.replace(self._layout_for(ready), lineage=self._swaps.lineage))
+        self._trainer.send("trainer-0", msgspec.structs.replace(self._layout_for(ready), rollback_epoch=self._swaps.rollback_epoch))
 
     def _announce(self, published: PolicyPublished) -> None:
         self._journal.write("policy", **msgspec.structs.asdict(published))
-        policy = Policy(age=(published.lineage, published.version), slot=published.slot, digest=published.digest)
+        policy = Policy(age=(published.rollback_epoch, published.version), buffer=published.buffer, digest=published.digest)
         self._swaps.published(policy)
         self._admission.published(published.version)
         self._credits.set()
@@ -141,10 +141,10 @@ class Refresh:
     def _tell_now(self) -> None:
         if self._swaps.newest is None:
             return
-        for slot in self._swaps.take_free_slots():
-            self._trainer.send("trainer-0", SlotReleased(slot=slot))
-        held = PolicyHeld(version=self._swaps.held_by_all(), lineage=self._swaps.lineage)
-        if held != (self._told or PolicyHeld(version=None, lineage=held.lineage)):
+        for buffer in self._swaps.take_free_buffers():
+            self._trainer.send("trainer-0", WeightBufferReleased(buffer=buffer))
+        held = PolicyHeld(version=self._swaps.held_by_all(), rollback_epoch=self._swaps.rollback_epoch)
+        if held != (self._told or PolicyHeld(version=None, rollback_epoch=held.rollback_epoch)):
             self._trainer.send("trainer-0", held)
         self._told = held
 
@@ -155,17 +155,17 @@ class Refresh:
         policy = self._swaps.next_order(engine.engine_id)
         if policy is None or self._tasks is None:
             return
-        lineage, version = policy.age
+        rollback_epoch, version = policy.age
         order = StageWeights(
             version=version,
-            slot=policy.slot,
+            buffer=policy.buffer,
             digest=policy.digest,
             when_idle=self._admission.pace.swaps_when_idle,
-            lineage=lineage,
-            kv_span=self._kv_policy.span,
-            kv_lag=self._kv_policy.lag,
+            rollback_epoch=rollback_epoch,
+            kv_max_staleness=self._kv_policy.max_staleness,
+            kv_max_mean_staleness=self._kv_policy.max_mean_staleness,
         )
-        engine.ordered(version=version, lineage=lineage)
+        engine.ordered(version=version, rollback_epoch=rollback_epoch)
         if self._engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
         else:
@@ -234,10 +234,12 @@ class Refresh:
 
     def _on_joined(self, engine: Engine) -> None:
         ready = engine.ready
-        self._journal.write("joined", engine_id=engine.engine_id, version=ready.version, lineage=ready.lineage, running=ready.running)
+        self._journal.write(
+            "joined", engine_id=engine.engine_id, version=ready.version, rollback_epoch=ready.rollback_epoch, running=ready.running
+        )
         self._staged.pop(engine.engine_id, None)
         del self._num_unordered[engine.engine_id]
-        self._swaps.joined(engine.engine_id, (engine.ready.lineage, engine.ready.version))
+        self._swaps.joined(engine.engine_id, (engine.ready.rollback_epoch, engine.ready.version))
         self._order(engine)
         self._tell_trainer()
 
@@ -248,7 +250,7 @@ class Refresh:
 
     def _on_staged(self, peer: str, staged: WeightsStaged) -> None:
         engine = self._heard_of(peer, staged)
-        if engine is not None and self._staged.get(engine.engine_id) != (age := (staged.lineage, staged.version)):
+        if engine is not None and self._staged.get(engine.engine_id) != (age := (staged.rollback_epoch, staged.version)):
             self._staged[engine.engine_id] = age
             self._journal.write("staged", **msgspec.structs.asdict(staged))
 
@@ -256,7 +258,7 @@ class Refresh:
         engine = self._heard_of(peer, committed)
         if engine is None:
             return
-        if self._swaps.committed(engine.engine_id, (committed.lineage, committed.version)):
+        if self._swaps.committed(engine.engine_id, (committed.rollback_epoch, committed.version)):
             self._engines.committed(engine, committed.version)
             self._progress.swapped(committed)
             self._journal.write("swap", **msgspec.structs.asdict(committed))
@@ -267,7 +269,7 @@ class Refresh:
         if engine is None:
             return
         refused = msgspec.structs.replace(refused, error=shorten(refused.error))
-        age, ordered = (refused.lineage, refused.version), self._swaps[engine.engine_id].ordered
+        age, ordered = (refused.rollback_epoch, refused.version), self._swaps[engine.engine_id].ordered
         if ordered is None or ordered > age:
             self._num_unordered[engine.engine_id] += 1
             if self._num_unordered[engine.engine_id] > MAX_UNORDERED:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from pipelinerl.config import Config, Section
-from pipelinerl.config.renamed import renamed
+from pipelinerl.config.renamed import renamed, renamed_value
 from pipelinerl.config.validation import contradictions
 from pipelinerl.errors import ConfigError
 from pipelinerl.storage import checksum
@@ -213,6 +213,8 @@ def _describe(item: Any, *, others: list[Any]) -> list[str]:
         return str(item["ctx"]["error"]).splitlines()
     if item["type"] == "too_short" and any(len(other["loc"]) > len(item["loc"]) and other["loc"][0] == item["loc"][0] for other in others):
         return []  # its entries are there, and what is wrong with them is said
+    if said := renamed_value(key, item["input"]):
+        return [said]
     return [f"{path} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"]
 
 

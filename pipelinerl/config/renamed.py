@@ -1,4 +1,4 @@
-"""Config keys under the names that they had before.
+"""Config keys, and values of closed sets, under the names that they had before.
 
 A user's file with an old name is refused with the new one. `pipelinerl migrate` translates the settings in a run folder.
 """
@@ -9,8 +9,20 @@ from typing import Any
 
 from pipelinerl.runtime.plugin import new_name
 
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    "weights.road": "weights.transport",
+    "weights.kv_span": "weights.kv_max_staleness",
+    "weights.kv_kl": "weights.kv_max_kl",
+    "weights.commit": "weights.swap_mode",
+}
 """Old dotted key -> new dotted key. A key of an entry of a list, such as `reward.retries`, keeps its section."""
+
+
+VALUES: dict[str, dict[str, str]] = {
+    "weights.swap_mode": {"flip": "pointer", "scatter": "sparse"},
+    "weights.adapters": {"apart": "separate"},
+}
+"""Key, under its present name -> old value -> new value."""
 
 
 def renamed(key: str) -> str | None:
@@ -21,8 +33,14 @@ def renamed(key: str) -> str | None:
     return ", ".join(moved) or None
 
 
+def renamed_value(key: str, value: object) -> str | None:
+    """Say what has become of a value of a key; None where it was never one."""
+    new = VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+    return None if new is None else f'{key} = "{value}" is now called "{new}"'
+
+
 def translate(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an older run under today's names of keys and functions."""
+    """Return the settings of an older run under today's names of keys, values and functions."""
     translated: dict[str, Any] = _with_new_functions(tree)
     for old, new in KEYS.items():
         (section, *old_path), (_, *new_path) = old.split("."), new.split(".")
@@ -31,6 +49,13 @@ def translate(tree: dict[str, Any]) -> dict[str, Any]:
                 _move(entry, old_path, new_path)
         else:
             _move(translated, old.split("."), new.split("."))
+    for key, new_values in VALUES.items():
+        *sections, name = key.split(".")
+        section: Any = translated
+        for part in sections:
+            section = section.get(part, {})
+        if section.get(name) in new_values:
+            section[name] = new_values[section[name]]
     return translated
 
 

@@ -237,29 +237,30 @@ class EvaluationSection(Section):
 
 
 class WeightsSection(Section):
-    road: Literal["auto", "shared_memory", "cuda_ipc", "files", "gloo", "nccl"] = Field(
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "files", "gloo", "nccl"] = Field(
         "auto",
         description="how a policy travels from trainer to engines; auto: cuda_ipc or shared memory on one machine, else nccl or gloo",
     )
     address: str | None = Field(
-        None, description="the trainer's address towards engines (roads gloo and nccl); default: the one on its way to the orchestrator"
+        None,
+        description="the trainer's address towards engines (transports gloo and nccl); default: the one on its way to the orchestrator",
     )
-    delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow roads and 16-bit weights")
-    kv_span: Annotated[int, Field(ge=0)] | None = Field(
+    delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow transports and 16-bit weights")
+    kv_max_staleness: Annotated[int, Field(ge=0)] | None = Field(
         None,
         description="versions the oldest part of a sequence's KV cache may lag before a swap recomputes it; 0: every swap does; none: none",
     )
-    kv_kl: PositiveFloat | None = Field(
+    kv_max_kl: PositiveFloat | None = Field(
         None,
         description="KL per token between what a sequence with an older KV cache is sampled from and the policy, beyond which a swap"
         " recomputes it; predicted for each sequence by how far its cache lags, from what the trainer measures",
     )
-    commit: Literal["auto", "flip", "scatter", "copy"] = Field(
+    swap_mode: Literal["auto", "pointer", "sparse", "copy"] = Field(
         "auto", description="how a policy takes effect in an engine, between two forward passes"
     )
-    adapters: Literal["auto", "apart", "merged"] = Field(
+    adapters: Literal["auto", "separate", "merged"] = Field(
         "auto",
-        description="with lora.rank: adapters travel alone and are served apart, or merged into the weights; auto: apart on a GPU",
+        description="with lora.rank: adapters travel alone and are served separately, or merged into the weights; auto: separate on a GPU",
     )
     adapter_versions: PositiveInt | None = Field(
         None,

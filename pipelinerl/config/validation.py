@@ -130,13 +130,13 @@ def _teachers_are_named_once(reference: ReferenceSection) -> Iterator[str]:
         )
 
 
-def _adapters_can_be_apart(weights: WeightsSection, lora: LoraSection) -> Iterator[str]:
-    if weights.adapters == "apart" and not lora.rank:
-        yield 'weights.adapters is "apart", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.'
-    if weights.adapters == "apart" and weights.commit != "auto":
+def _adapters_can_be_separate(weights: WeightsSection, lora: LoraSection) -> Iterator[str]:
+    if weights.adapters == "separate" and not lora.rank:
+        yield 'weights.adapters is "separate", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.'
+    if weights.adapters == "separate" and weights.swap_mode != "auto":
         yield (
-            f'weights.commit is "{weights.commit}", which is how whole policies take effect, and weights.adapters is "apart". Set one of'
-            ' them to "auto".'
+            f'weights.swap_mode is "{weights.swap_mode}", which is how whole policies take effect, and weights.adapters is "separate".'
+            ' Set one of them to "auto".'
         )
 
 
@@ -144,22 +144,22 @@ def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights
     ranks = f"engine.options spread an engine over {engine.num_ranks} ranks"
     if (copies := int(engine.options.get("data_parallel_size", 1))) > 1:
         yield f"engine.options.data_parallel_size is {copies}: such an engine takes no policies. Use engine.count: each swaps by itself."
-    if engine.num_ranks > 1 and weights.road in ("cuda_ipc", "nccl"):
+    if engine.num_ranks > 1 and weights.transport in ("cuda_ipc", "nccl"):
         yield (
-            f'{ranks}, and weights.road is "{weights.road}": what fetches policies for all of them has no device. Use shared_memory, files'
-            " or gloo."
+            f'{ranks}, and weights.transport is "{weights.transport}": what fetches policies for all of them has no device. Use'
+            " shared_memory, files or gloo."
         )
     if engine.num_ranks > 1 and model.replay_routes:
         yield f"{ranks}, which record no routes, and model.replay_routes is true. Leave one of them out."
-    if engine.num_stages > 1 and weights.adapters == "apart":
+    if engine.num_stages > 1 and weights.adapters == "separate":
         yield (
-            f'engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.adapters is "apart": a forward pass under way would'
-            ' change its adapter. Use tensor_parallel_size, or weights.adapters = "merged".'
+            f'engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.adapters is "separate": a forward pass under way'
+            ' would change its adapter. Use tensor_parallel_size, or weights.adapters = "merged".'
         )
-    if engine.num_stages > 1 and (weights.kv_span is not None or weights.kv_kl is not None):
+    if engine.num_stages > 1 and (weights.kv_max_staleness is not None or weights.kv_max_kl is not None):
         yield (
-            f"engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.kv_span or weights.kv_kl is set: no KV cache is"
-            " recomputed while forward passes over it are under way. Use tensor_parallel_size, or leave them out."
+            f"engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.kv_max_staleness or weights.kv_max_kl is"
+            " set: no KV cache is recomputed while forward passes over it are under way. Use tensor_parallel_size, or leave them out."
         )
 
 
@@ -273,7 +273,7 @@ _CHECKS = (
     _nodes_have_work,
     _reference_can_be_offloaded,
     _teachers_are_named_once,
-    _adapters_can_be_apart,
+    _adapters_can_be_separate,
     _episodes_go_with,
     _steps_have_one_model,
     _fine_tuning_keeps_its_base,

@@ -25,8 +25,8 @@ class Limits:
     """Layout it wants a published policy in."""
     choices: tuple[str, ...] = ()
     """What was decided when it started, and why: a sentence each."""
-    roads: tuple[str, ...] = ()
-    """Roads between devices by which policies could reach it."""
+    transports: tuple[str, ...] = ()
+    """Transports between devices by which policies could reach it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Part of the KV cache that running sequences hold; None where there is none."""
         ...
 
-    def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
+    def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
         """Take a request; its prefix is cached under this version alone. Raises `EngineError` where it cannot be served."""
         ...
 

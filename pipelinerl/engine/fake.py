@@ -35,7 +35,7 @@ class FakeEngine:
     def kv_used(self) -> float | None:
         return None
 
-    def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
+    def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
         if request.rollout_id in self._requests:
             raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
         room = self.limits.max_model_tokens - len(request.token_ids)
@@ -77,9 +77,9 @@ class FakeEngine:
 
     def stage(self, order: StageWeights) -> None:
         self._staged = None
-        if order.slot == "corrupt":
-            raise WeightsError(f"slot {order.slot}: digest is not {order.digest}")
-        self._staged = order.slot
+        if order.buffer == "corrupt":
+            raise WeightsError(f"weight buffer {order.buffer}: digest is not {order.digest}")
+        self._staged = order.buffer
 
     def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         if self._staged is None:

@@ -8,7 +8,7 @@ the logits of every token it returned.
 
 A swap is a transaction of this engine alone: staged in a thread while decoding goes on, acknowledged (`WeightsStaged`), committed at the
 next boundary, said (`WeightsCommitted`). Whatever fails before the commit is said with its own words (`WeightsRefused`), and the old
-version serves on. Orders are compared by (lineage, version): one that is not newer than the newest known changes nothing.
+version serves on. Orders are compared by (rollback epoch, version): one that is not newer than the newest known changes nothing.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class _Running:
     def num_tokens(self) -> int:
         return len(self.request.token_ids) + len(self.token_ids)
 
-    def lags(self, version: int, *, span: int | None, lag: float | None) -> bool:
+    def is_staler(self, version: int, *, max_staleness: int | None, max_mean_staleness: float | None) -> bool:
         """Its KV cache would be further behind a version than it may."""
-        if span is not None and abs(version - self.kv_version) > span:
+        if max_staleness is not None and abs(version - self.kv_version) > max_staleness:
             return True
-        return lag is not None and abs(version - self.kv_versions_sum / self.num_tokens) > lag
+        return max_mean_staleness is not None and abs(version - self.kv_versions_sum / self.num_tokens) > max_mean_staleness
 
     def recompute(self, version: int) -> None:
         """Its KV cache is computed anew under a version."""
@@ -104,7 +104,7 @@ class EngineLoop:
     ) -> None:
         """Without a `finder`, requests with stop strings are refused."""
         self.version = 0
-        self.lineage = 0
+        self.rollback_epoch = 0
         self.outbox: list[Message] = []
         """Messages for the orchestrator; the caller sends and clears them."""
         self._engine = engine
@@ -154,9 +154,9 @@ class EngineLoop:
             max_running=limits.max_running,
             tensors=limits.tensors,
             machine=machine(),
-            roads=limits.roads,
+            transports=limits.transports,
             version=self.version,
-            lineage=self.lineage,
+            rollback_epoch=self.rollback_epoch,
             running={completion.rollout_id: completion.attempt for completion in self._withheld} | running,
         )
 
@@ -236,7 +236,7 @@ class EngineLoop:
         try:
             if request.sampling.stop and self._finder is None:
                 raise EngineError("the request has stop strings, and this engine has no tokenizer to find them with")
-            self._engine.submit(request, version=self.version, lineage=self.lineage)
+            self._engine.submit(request, version=self.version, rollback_epoch=self.rollback_epoch)
         except EngineError as error:
             self._finish(request.rollout_id, Finish.ERROR, error=str(error))
 
@@ -301,8 +301,8 @@ class EngineLoop:
             self._finish(rollout_id, Finish.ERROR, error=error)
 
     def _order(self, order: StageWeights) -> None:
-        if _age(order) <= (self.lineage, self.version):
-            if _age(order) == (self.lineage, self.version):
+        if _age(order) <= (self.rollback_epoch, self.version):
+            if _age(order) == (self.rollback_epoch, self.version):
                 self.outbox.append(self._committed(order, pause_s=0.0, stage_s=0.0))
             return
         newest = self._next or (self._staging.order if self._staging else None)
@@ -311,7 +311,7 @@ class EngineLoop:
             self._start_staging()
 
     def _start_staging(self) -> None:
-        """Stage the newest ordered version; one still being staged is finished first, because its thread reads the slot."""
+        """Stage the newest ordered version; one still being staged is finished first, because its thread reads the buffer."""
         if self._next is not None and (self._staging is None or self._staging.future.done()):
             order, self._next = self._next, None
             self._staging = _Staging(order=order, future=self._stager(order), started_at=self._clock())
@@ -323,30 +323,32 @@ class EngineLoop:
         error = staging.future.exception()
         if isinstance(error, SystemExit):  # the engine cannot go on at all
             raise error
-        if error is not None:  # whatever a road, a disk or a peer raises: the old version serves on, and the orchestrator reads why
+        if error is not None:  # whatever a transport, a disk or a peer raises: the old version serves on, and the orchestrator reads why
             self._refuse(error)
             return
         staging.stage_s = self._clock() - staging.started_at
         order = staging.order
-        self.outbox.append(WeightsStaged(engine_id=self._engine_id, version=order.version, stage_s=staging.stage_s, lineage=order.lineage))
+        self.outbox.append(
+            WeightsStaged(engine_id=self._engine_id, version=order.version, stage_s=staging.stage_s, rollback_epoch=order.rollback_epoch)
+        )
 
     def _commit_if_acknowledged(self) -> None:
         staging = self._staging
         if staging is None or staging.stage_s is None or (staging.order.when_idle and self._running):
             return
         order = staging.order
-        span, lag = order.kv_span, order.kv_lag
-        lagging = {key: running for key, running in self._running.items() if running.lags(order.version, span=span, lag=lag)}
+        limits = {"max_staleness": order.kv_max_staleness, "max_mean_staleness": order.kv_max_mean_staleness}
+        stale = {rollout_id: running for rollout_id, running in self._running.items() if running.is_staler(order.version, **limits)}
         before = self._clock()
         try:
-            recomputed = [lagging[rollout_id] for rollout_id in self._engine.commit(lagging)]
+            recomputed = [stale[rollout_id] for rollout_id in self._engine.commit(stale)]
         except PipelineError as error:
             self._refuse(error)
             return
         pause_s = self._clock() - before
-        if order.lineage > self.lineage:
+        if order.rollback_epoch > self.rollback_epoch:
             self._withdraw_undone(order.version)
-        self.lineage, self.version = order.lineage, order.version
+        self.rollback_epoch, self.version = order.rollback_epoch, order.version
         for running in recomputed:
             running.recompute(order.version)
         num_recomputed = sum(running.num_tokens for running in recomputed)
@@ -356,7 +358,9 @@ class EngineLoop:
     def _refuse(self, error: BaseException) -> None:
         assert self._staging is not None
         order, text = self._staging.order, f"{type(error).__name__}: {error}"
-        self.outbox.append(WeightsRefused(engine_id=self._engine_id, version=order.version, error=text, lineage=order.lineage))
+        self.outbox.append(
+            WeightsRefused(engine_id=self._engine_id, version=order.version, error=text, rollback_epoch=order.rollback_epoch)
+        )
         self._end_staging()
 
     def _end_staging(self) -> None:
@@ -364,7 +368,7 @@ class EngineLoop:
         self._start_staging()
 
     def _withdraw_undone(self, version: int) -> None:
-        """Cancel sequences that hold tokens of policies a rollback to `version` undoes: no policy of the new lineage sampled those."""
+        """Cancel sequences that hold tokens of policies a rollback to `version` undoes: no policy of the new rollback epoch sampled those."""
         for rollout_id in [rollout_id for rollout_id, running in self._running.items() if running.versions[-1:] > [version]]:
             self._engine.cancel(rollout_id)
             self._finish(rollout_id, Finish.CANCELLED)
@@ -377,7 +381,7 @@ class EngineLoop:
             stage_s=stage_s,
             num_running=len(self._running),
             num_recomputed_tokens=num_recomputed_tokens,
-            lineage=order.lineage,
+            rollback_epoch=order.rollback_epoch,
         )
 
 
@@ -385,4 +389,4 @@ _completions: Decoder[Completion] = Decoder(Completion)
 
 
 def _age(order: StageWeights) -> tuple[int, int]:
-    return order.lineage, order.version
+    return order.rollback_epoch, order.version

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pipelinerl.engine.base import Engine
 from pipelinerl.messages import StageWeights
-from pipelinerl.weights.throttle import at_most
+from pipelinerl.weights.throttle import limit_cpu
 
 NICENESS = 17
 """How far staging yields to decoding where both want the same core: at 17 the scheduler gives it 23 shares to 1,024, 2 %, and measured it
@@ -54,7 +54,7 @@ class StagingThread:
 
 def beside_decoding(*, rests: threading.Event | None = None) -> contextlib.AbstractContextManager[None]:
     """For the time of one staging: it keeps to its share where decoding has no other core than this thread's, unless that `rests`."""
-    return at_most(SHARE, lifted=rests) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext()
+    return limit_cpu(SHARE, lifted=rests) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext()
 
 
 def yield_to_decoding() -> None:

@@ -32,7 +32,7 @@ from pipelinerl.launch.restarts import REJOIN_AFTER_S, Restarts
 from pipelinerl.runtime.lease import EPOCH, Lease
 from pipelinerl.runtime.process import UNWRITTEN, ancestors, asked_to_replace, die_with_parent, stopped_processes
 from pipelinerl.transport.keys import make_keys
-from pipelinerl.weights.shared_names import run_token, sweep, unlink_slots
+from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
 
 SAVE_GRACE_S = 60.0
 """How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
@@ -392,7 +392,7 @@ class Launcher:
 
     async def _end_all(self) -> None:
         await self._end_processes()
-        unlink_slots(run_token(self._run_folder))
+        unlink_buffers(run_token(self._run_folder))
 
     async def _end_processes(self) -> None:
         self._signal_all(signal.SIGTERM)

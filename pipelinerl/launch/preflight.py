@@ -165,7 +165,7 @@ def _memory(config: Config, *, runs_here: bool) -> Iterator[Finding]:
     if config.lora.rank and on_cpu and config.weights.adapters == "auto":
         whole = memory.shared_bytes(config, weights) // memory.NUM_POLICIES
         found = f"{config.lora.rank}, and each step publishes all {say_bytes(whole)} of the model: on a CPU adapters are merged before they"
-        do = 'weights.adapters = "apart" sends adapters alone, and a forward pass then takes 1.4 to 2.6 times as long'
+        do = 'weights.adapters = "separate" sends adapters alone, and a forward pass then takes 1.4 to 2.6 times as long'
         yield note("lora.rank", f"{found} travel", do=do)
     method = method_of(config)
     if not weights.num_parameters:
@@ -211,11 +211,11 @@ def _disks(config: Config, weights: memory.Weights, method: Method, *, on_cpu: b
     """Room for policies on their way, and for checkpoints."""
     shared, folder = Path("/dev/shm"), doctor.existing(config.run.folder)
     policies, one = memory.shared_bytes(config, weights), memory.checkpoint_bytes(config, weights, method=method)
-    through_shared = config.weights.road == "shared_memory" or (config.weights.road == "auto" and on_cpu)
+    through_shared = config.weights.transport == "shared_memory" or (config.weights.transport == "auto" and on_cpu)
     if through_shared and shared.exists() and (free := shutil.disk_usage(shared).free) < policies:
         level = Level.FAIL if free < policies * 2 // memory.NUM_POLICIES else Level.NOTE
         found = f"{say_bytes(free)} free, and {memory.NUM_POLICIES} policies on their way take {say_bytes(policies)}"
-        do = 'in a container: --shm-size; `pipelinerl doctor` says what lies there; or set weights.road = "files"'
+        do = 'in a container: --shm-size; `pipelinerl doctor` says what lies there; or set weights.transport = "files"'
         yield Finding(level, str(shared), found, do)
     free, model = shutil.disk_usage(folder).free, policies // memory.NUM_POLICIES
     wanted = (config.checkpoint.keep + 1) * one + model

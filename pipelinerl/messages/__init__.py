@@ -39,13 +39,13 @@ from pipelinerl.messages.engine import EngineReady as EngineReady
 from pipelinerl.messages.engine import Finish as Finish
 from pipelinerl.messages.engine import FromEngine as FromEngine
 from pipelinerl.messages.engine import Generate as Generate
-from pipelinerl.messages.engine import Roads as Roads
 from pipelinerl.messages.engine import Routes as Routes
 from pipelinerl.messages.engine import Sampling as Sampling
 from pipelinerl.messages.engine import StageWeights as StageWeights
 from pipelinerl.messages.engine import Tensor as Tensor
 from pipelinerl.messages.engine import ToEngine as ToEngine
 from pipelinerl.messages.engine import Tokens as Tokens
+from pipelinerl.messages.engine import Transports as Transports
 from pipelinerl.messages.engine import WeightsCommitted as WeightsCommitted
 from pipelinerl.messages.engine import WeightsRefused as WeightsRefused
 from pipelinerl.messages.engine import WeightsStaged as WeightsStaged
@@ -86,10 +86,10 @@ from pipelinerl.messages.trainer import LayoutFixed as LayoutFixed
 from pipelinerl.messages.trainer import MicroBatch as MicroBatch
 from pipelinerl.messages.trainer import PolicyHeld as PolicyHeld
 from pipelinerl.messages.trainer import PolicyPublished as PolicyPublished
-from pipelinerl.messages.trainer import SlotReleased as SlotReleased
 from pipelinerl.messages.trainer import StepDone as StepDone
 from pipelinerl.messages.trainer import StepSealed as StepSealed
 from pipelinerl.messages.trainer import TakeMicroBatch as TakeMicroBatch
 from pipelinerl.messages.trainer import ToTrainer as ToTrainer
 from pipelinerl.messages.trainer import TrainerReady as TrainerReady
 from pipelinerl.messages.trainer import TrainingEnded as TrainingEnded
+from pipelinerl.messages.trainer import WeightBufferReleased as WeightBufferReleased

@@ -151,7 +151,7 @@ class Tensor(Message, frozen=True):
     num_bytes: int
 
 
-Roads = Annotated[tuple[Id, ...], msgspec.Meta(max_length=8)]
+Transports = Annotated[tuple[Id, ...], msgspec.Meta(max_length=8)]
 Attempts = Annotated[dict[Id, int], msgspec.Meta(max_length=1 << 17)]
 """By rollout id: its attempt."""
 
@@ -169,11 +169,11 @@ class EngineReady(Message, frozen=True):
     """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
     machine: Id = ""
     """Equal for processes that can share memory."""
-    roads: Roads = ()
-    """Roads between devices that it could take."""
+    transports: Transports = ()
+    """Transports between devices that it could take."""
     version: int = 0
     """It samples under."""
-    lineage: int = 0
+    rollback_epoch: int = 0
     """Of that version, see `StageWeights`."""
     running: Attempts = msgspec.field(default_factory=dict)
     """What an orchestrator that is gone had asked for. It goes on with these, and answers those that `Adopt` names."""
@@ -208,17 +208,19 @@ class StageWeights(Message, frozen=True):
     """Tell an engine that a policy is published: stage it while decoding goes on, then commit between two forward passes."""
 
     version: int
-    slot: Id
-    """Name of the buffer that holds it; also says by which road it is reached."""
+    buffer: Id
+    """Name of the buffer that holds it; also says by which transport it is reached."""
     digest: Id
-    """xxh3-128 of the policy's manifest, hexadecimal; the manifest lies in the slot and holds the digest of every tensor."""
+    """xxh3-128 of the policy's manifest, hexadecimal; the manifest lies in the buffer and holds the digest of every tensor."""
     when_idle: bool = False
     """True commits only once no sequence runs; False at the next boundary between two forward passes."""
-    lineage: int = 0
-    """Counts rollbacks. Within a lineage an engine's version never falls; a later lineage may begin below: an explicit rollback."""
-    kv_span: int | None = None
+    rollback_epoch: int = 0
+    """Counts rollbacks. Within a rollback epoch an engine's version never falls; a later rollback epoch may begin below: an explicit
+    rollback.
+    """
+    kv_max_staleness: int | None = None
     """Versions the oldest part of a running sequence's KV cache may lag behind this one; beyond, it is recomputed. None: any number."""
-    kv_lag: float | None = None
+    kv_max_mean_staleness: float | None = None
     """The same for the mean over the tokens of the cache, each under the version that sampled it."""
 
 
@@ -229,7 +231,7 @@ class WeightsStaged(Message, frozen=True):
     version: int
     stage_s: float
     """Seconds from `StageWeights` until the bytes were fetched and verified; decoding went on meanwhile."""
-    lineage: int = 0
+    rollback_epoch: int = 0
 
 
 class WeightsCommitted(Message, frozen=True):
@@ -245,7 +247,7 @@ class WeightsCommitted(Message, frozen=True):
     """Sequences that went on across the swap."""
     num_recomputed_tokens: int = 0
     """Tokens, of prompts and completions, whose KV cache was dropped to be computed again under this version."""
-    lineage: int = 0
+    rollback_epoch: int = 0
 
 
 class WeightsRefused(Message, frozen=True):
@@ -254,7 +256,7 @@ class WeightsRefused(Message, frozen=True):
     engine_id: int
     version: int
     error: Text
-    lineage: int = 0
+    rollback_epoch: int = 0
 
 
 FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed

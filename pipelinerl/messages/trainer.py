@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from pipelinerl.messages.base import Alive, Failed, Figures, Float32, Id, Int32, Mask, Message, Stop, Text, check_lengths
-from pipelinerl.messages.engine import Roads, Routes, Tensor
+from pipelinerl.messages.engine import Routes, Tensor, Transports
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class TrainerReady(Message, frozen=True):
     version: int
     machine: Id = ""
     """As in `EngineReady`."""
-    roads: Roads = ()
+    transports: Transports = ()
     """As in `EngineReady`."""
     commit: Id = ""
     """The ledger's, under which the last step in these weights was sealed; empty where it started from `model.path`."""
@@ -49,9 +49,9 @@ class LayoutFixed(Message, frozen=True):
     tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=1 << 20)]
     num_engines: int = 1
     """Engines that may read different policies at once."""
-    road: Id = "shared_memory"
+    transport: Id = "shared_memory"
     """How policies travel: shared_memory, cuda_ipc, files, gloo or nccl."""
-    lineage: int = 0
+    rollback_epoch: int = 0
     """The newest that an engine may know of, see `StageWeights`: a trainer that starts again goes on in it."""
 
 
@@ -147,24 +147,24 @@ class StepDone(Message, frozen=True):
 
 
 class PolicyPublished(Message, frozen=True):
-    """A new policy lies in a slot, whole."""
+    """A new policy lies in a weight buffer, whole."""
 
     version: int
-    slot: Id
+    buffer: Id
     digest: Id
     """As in `StageWeights`."""
     num_bytes: int
     """That travel."""
     publish_s: float
     """Seconds the trainer spent writing it."""
-    lineage: int = 0
+    rollback_epoch: int = 0
     """As in `StageWeights`: 0 until the trainer rolls back."""
 
 
-class SlotReleased(Message, frozen=True):
-    """No engine reads this slot any more; the trainer may write it again."""
+class WeightBufferReleased(Message, frozen=True):
+    """No engine reads this weight buffer any more; the trainer may write it again."""
 
-    slot: Id
+    buffer: Id
 
 
 class PolicyHeld(Message, frozen=True):
@@ -172,7 +172,7 @@ class PolicyHeld(Message, frozen=True):
 
     version: int | None
     """None: some engine needs a whole policy, because it refused one or lost what it held."""
-    lineage: int = 0
+    rollback_epoch: int = 0
     """Of that version, see `StageWeights`."""
 
 
@@ -213,4 +213,4 @@ class TrainingEnded(Message, frozen=True):
 FromTrainer = (
     TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | TrainingEnded | Alive | Failed
 )
-ToTrainer = LayoutFixed | MicroBatch | StepSealed | SlotReleased | PolicyHeld | EndTraining | Stop
+ToTrainer = LayoutFixed | MicroBatch | StepSealed | WeightBufferReleased | PolicyHeld | EndTraining | Stop

@@ -113,7 +113,7 @@ def adapter_parameters(config: Config, weights: Weights) -> int:
 
 def shared_bytes(config: Config, weights: Weights) -> int:
     """Of the policies on their way, where they travel through shared memory."""
-    num = adapter_parameters(config, weights) if config.lora.rank and config.weights.adapters == "apart" else weights.num_parameters
+    num = adapter_parameters(config, weights) if config.lora.rank and config.weights.adapters == "separate" else weights.num_parameters
     return NUM_POLICIES * num * _DTYPE_BYTES[config.model.dtype]
 
 

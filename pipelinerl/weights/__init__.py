@@ -1,1 +1,1 @@
-"""The tensor road: how a policy travels from the trainer to the engines."""
+"""The tensor transport: how a policy travels from the trainer to the engines."""

@@ -49,18 +49,18 @@ def choose_adapters(
         return None, ()
     match weights.adapters:
         case "auto" if is_pipelined:
-            are_apart, why = False, "along a pipeline whole policies are taken"
+            are_separate, why = False, "along a pipeline whole policies are taken"
         case "auto" if torch.cuda.is_available() if has_device is None else has_device:
-            are_apart, why = True, "megabytes travel in place of a model, and sequences end under the version they began with"
+            are_separate, why = True, "megabytes travel in place of a model, and sequences end under the version they began with"
         case "auto":
-            are_apart, why = False, "on a CPU a forward pass with adapters apart takes 1.4 to 2.6 times as long"
+            are_separate, why = False, "on a CPU a forward pass with separate adapters takes 1.4 to 2.6 times as long"
         case wanted:
-            are_apart, why = wanted == "apart", "weights.adapters says so"
-    if not are_apart:
+            are_separate, why = wanted == "separate", "weights.adapters says so"
+    if not are_separate:
         return None, (f"adapters are merged before they travel: {why}",)
     num_versions = weights.adapter_versions or min(max_staleness + 1, MAX_VERSIONS)
     shape = AdapterShape(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, num_versions=num_versions)
-    return shape, (f"adapters are served apart, {num_versions} versions side by side: {why}",)
+    return shape, (f"adapters are served separately, {num_versions} versions side by side: {why}",)
 
 
 def published_name(name: str) -> str:

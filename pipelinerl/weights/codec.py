@@ -1,4 +1,4 @@
-"""Changes as few bytes: gaps between positions and new values, each close to its entropy.
+"""Delta as few bytes: gaps between positions and new values, each close to its entropy.
 
 Gaps between independent changes are geometric: their low bits are noise, kept as they are, and the rest, in units of `2**low_bits`, goes
 through a Huffman code (Rice's split with a better code for the quotients). A value's bits are turned by one, so that the sign joins the
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.delta import Changes, Positions
+from pipelinerl.weights.delta import Delta, Positions
 
 ESCAPE = 255
 """Quotient byte of a gap too long for a byte; its quotient stands in a list of its own."""
@@ -46,15 +46,15 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 _parts = msgspec.msgpack.Decoder(Annotated[list[_Part], msgspec.Meta(max_length=4)])
 
 
-def encode(changes: Changes) -> bytes:
-    """Changes as bytes."""
+def encode(changes: Delta) -> bytes:
+    """Delta as bytes."""
     parts = [
         _encode_part(size, changes.positions[size], changes.values[size]) for size in changes.positions if len(changes.positions[size])
     ]
     return msgspec.msgpack.encode(parts)
 
 
-def decode(data: bytes | memoryview, *, most: Mapping[int, int] | None = None) -> Changes:
+def decode(data: bytes | memoryview, *, most: Mapping[int, int] | None = None) -> Delta:
     """What was encoded. Raises `WeightsError` for bytes that are not changes.
 
     `most` elements of each size: a few bytes that claim more are refused before room is made for them.
@@ -69,7 +69,7 @@ def decode(data: bytes | memoryview, *, most: Mapping[int, int] | None = None) -
             raise ValueError("elements of one size come twice")
     except (msgspec.DecodeError, zlib.error, ValueError, KeyError) as error:
         raise WeightsError(f"{len(data)} bytes are not the changes of a policy: {error}; not taken") from error
-    return Changes(
+    return Delta(
         positions={size: positions for size, (positions, _) in decoded.items()},
         values={size: values for size, (_, values) in decoded.items()},
     )

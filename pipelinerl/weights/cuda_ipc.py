@@ -1,7 +1,7 @@
-"""The road on one machine between GPUs: the trainer writes a slot in its device's memory, and engines open the very same memory.
+"""The transport on one machine between GPUs: the trainer writes a buffer in its device's memory, and engines open the very same memory.
 
-What travels is a handle of the memory, in a file beside the slot's manifest, readable by its owner only. Nothing is copied through the
-host but for the digests. What touches a device is behind `Memory`: tests run the same protocol over memory of the host.
+What travels is a handle of the memory, in a file beside the weight buffer's manifest, readable by its owner only. Nothing is copied through
+the host but for the digests. What touches a device is behind `Memory`: tests run the same protocol over memory of the host.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, read_beside, write_beside
-from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_slots
-from pipelinerl.weights.transport import Arrival, Slot
+from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_buffers
+from pipelinerl.weights.transport import Payload, WeightBuffer
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-ipc[0-9]+")
 HANDLE_SUFFIX = ".handle"
@@ -37,34 +37,34 @@ class Memory(Protocol):
         ...
 
 
-class CudaIpc:
-    """Slots in a device's memory: a `Medium`."""
+class CudaIpcSender:
+    """Slots in a device's memory: a `Sender`."""
 
     def __init__(self, token: str, *, memory: Memory | None = None, folder: Path = FOLDER) -> None:
         """Remove what a dead run of the same token left behind. Raises `WeightsError` where there is no CUDA device."""
         self._token, self._folder = token, folder
         self._memory = memory or CudaMemory()
-        unlink_slots(token, folder=folder)
+        unlink_buffers(token, folder=folder)
         self._owner = Owner(token, folder=folder)
 
-    def make(self, number: int, num_bytes: int) -> Slot:
-        name = f"pipelinerl-{self._token}-ipc{os.getpid()}{number}"  # by process, too: engines keep slots open by name
+    def make(self, number: int, num_bytes: int) -> WeightBuffer:
+        name = f"pipelinerl-{self._token}-ipc{os.getpid()}{number}"  # by process, too: engines keep weight buffers open by name
         buffer, handle = self._memory.make(num_bytes)
         write_beside(name, HANDLE_SUFFIX, handle, folder=self._folder)
-        return Slot(name=name, buffer=buffer)
+        return WeightBuffer(name=name, memory=buffer)
 
-    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
-        if slot.buffer.is_cuda:
-            torch.cuda.synchronize(slot.buffer.device)  # an engine's stream knows nothing of ours
-        write_beside(slot.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
+    def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
+        if buffer.memory.is_cuda:
+            torch.cuda.synchronize(buffer.memory.device)  # an engine's stream knows nothing of ours
+        write_beside(buffer.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
 
     def close(self) -> None:
-        unlink_slots(self._token, folder=self._folder)
+        unlink_buffers(self._token, folder=self._folder)
         self._owner.close()
 
 
 class CudaIpcReceiver:
-    """Opens slots, and keeps them open: the trainer uses a few in turn. A `Receiver`."""
+    """Opens weight buffers, and keeps them open: the trainer uses a few in turn. A `Receiver`."""
 
     def __init__(self, *, memory: Memory | None = None, folder: Path = FOLDER) -> None:
         """What is missing here is said at the first fetch."""
@@ -72,20 +72,22 @@ class CudaIpcReceiver:
         self._folder = folder
         self._opened: dict[str, torch.Tensor] = {}
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        encoded = read_beside(slot, MANIFEST_SUFFIX, folder=self._folder, pattern=NAME)
-        manifest = open_manifest(encoded, digest=digest, slot=slot)
-        if slot not in self._opened:
+    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
+        encoded = read_beside(name, MANIFEST_SUFFIX, folder=self._folder, pattern=NAME)
+        manifest = open_manifest(encoded, digest=digest, name=name)
+        if name not in self._opened:
             self._memory = self._memory or CudaMemory()
-            handle = read_beside(slot, HANDLE_SUFFIX, folder=self._folder, pattern=NAME)
+            handle = read_beside(name, HANDLE_SUFFIX, folder=self._folder, pattern=NAME)
             kept = {name for name in self._opened if (self._folder / (name + HANDLE_SUFFIX)).exists()}  # not those of a dead trainer
             self._opened = {name: memory for name, memory in self._opened.items() if name in kept}
-            self._opened[slot] = self._memory.open(handle)
-        payload = self._opened[slot]
+            self._opened[name] = self._memory.open(handle)
+        payload = self._opened[name]
         if len(payload) < manifest.num_bytes:
-            raise WeightsError(f"slot {slot} has {len(payload)} bytes, its manifest says {manifest.num_bytes}: it is truncated; not taken")
+            raise WeightsError(
+                f"weight buffer {name} has {len(payload)} bytes, its manifest says {manifest.num_bytes}: it is truncated; not taken"
+            )
         payload = payload[: manifest.num_bytes]
-        return Arrival(manifest=manifest, payload=payload if manifest.base_version is None else payload.cpu())
+        return Payload(manifest=manifest, data=payload if manifest.base_version is None else payload.cpu())
 
     def close(self) -> None:
         self._opened.clear()
@@ -109,7 +111,7 @@ class CudaMemory:
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise WeightsError("the road cuda_ipc needs a CUDA device in this process, and there is none")
+            raise WeightsError("the transport cuda_ipc needs a CUDA device in this process, and there is none")
 
     def make(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
         try:

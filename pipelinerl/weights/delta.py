@@ -28,7 +28,7 @@ _UNSIGNED: Mapping[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uin
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class Delta:
     """Elements and their new bits, by element size in bytes."""
 
     positions: dict[int, Positions]
@@ -81,27 +81,27 @@ class Space:
                     found[part.itemsize].append(changed + (part.first + start))
         return {size: np.concatenate(parts) if parts else np.zeros(0, np.int64) for size, parts in found.items()}
 
-    def take(self, buffer: torch.Tensor, positions: dict[int, Positions]) -> Changes:
+    def take(self, buffer: torch.Tensor, positions: dict[int, Positions]) -> Delta:
         """The present bits of a policy at these positions."""
         values = {size: [np.zeros(0, _UNSIGNED[size])] for size in positions}
         for part, chosen in self._split(positions):
             values[part.itemsize].append(part.bits(buffer)[positions[part.itemsize][chosen] - part.first])
-        return Changes(positions=positions, values={size: np.concatenate(parts) for size, parts in values.items()})
+        return Delta(positions=positions, values={size: np.concatenate(parts) for size, parts in values.items()})
 
-    def lay_over(self, buffer: torch.Tensor, changes: Changes) -> None:
+    def lay_over(self, buffer: torch.Tensor, changes: Delta) -> None:
         """Write changes into a policy."""
         for part, chosen in self._split(changes.positions):
             indices = changes.positions[part.itemsize][chosen] - part.first
             part.bits(buffer)[indices] = changes.values[part.itemsize][chosen]
 
-    def by_tensor(self, changes: Changes) -> dict[str, tuple[Positions, npt.NDArray[np.unsignedinteger[Any]]]]:
+    def by_tensor(self, changes: Delta) -> dict[str, tuple[Positions, npt.NDArray[np.unsignedinteger[Any]]]]:
         """The same changes by tensor name, with positions counted within each; untouched tensors are left out."""
         return {
             part.tensor.name: (changes.positions[part.itemsize][chosen] - part.first, changes.values[part.itemsize][chosen])
             for part, chosen in self._split(changes.positions)
         }
 
-    def check(self, changes: Changes) -> None:
+    def check(self, changes: Delta) -> None:
         """Raise `WeightsError` for positions that are not this layout's, or not ascending: they came off the wire."""
         for size, positions in changes.positions.items():
             limit = self.num_elements.get(size, 0)

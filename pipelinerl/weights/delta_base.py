@@ -1,9 +1,9 @@
 """The trainer's memory of what it published, so that it can send what changed instead of the whole.
 
-It keeps one copy of the policy published last, and for every policy since the *baseline*, the oldest one that any engine still holds, which
-elements it changed. What is sent is the union of those with their newest values: right over every version from the baseline on, whichever
-of them an engine holds, however often it is told. The baseline moves when every engine holds a newer policy and says so; a publication
-that fails, or that nobody took, moves nothing.
+It keeps one copy of the policy published last, and for every policy since the *delta_base*, the oldest one that any engine still holds,
+which elements it changed. What is sent is the union of those with their newest values: right over every version from the delta_base on,
+whichever of them an engine holds, however often it is told. The delta_base moves when every engine holds a newer policy and says so; a
+publication that fails, or that nobody took, moves nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.codec import encode
-from pipelinerl.weights.delta import Changes, Positions, Space, union
+from pipelinerl.weights.delta import Delta, Positions, Space, union
 from pipelinerl.weights.manifest import Manifest, digest_of, seal
 
 MAX_CHANGED_FRACTION = 0.25
@@ -21,7 +21,7 @@ MAX_CHANGED_FRACTION = 0.25
 bounds what is remembered: positions of so many elements, two bytes for each element of the model."""
 
 
-class Baseline:
+class DeltaBase:
     """Knows what changed since the oldest policy that any engine holds. Belongs to one thread."""
 
     def __init__(self, layout: tuple[Tensor, ...], *, num_bytes: int) -> None:
@@ -35,7 +35,7 @@ class Baseline:
         self._oldest: int | None = None
         """Every step after this version is remembered; None before the first publication."""
 
-    def changes_of(self, version: int, buffer: torch.Tensor) -> Changes | None:
+    def delta_of(self, version: int, buffer: torch.Tensor) -> Delta | None:
         """Note policy `version`, whole in `buffer` ([bytes] uint8), and return what to send; None where that is the whole.
 
         A version that could not be published may be told once more; its bits are the same.
@@ -67,13 +67,13 @@ class Baseline:
             self.version = None
 
 
-def fill(target: torch.Tensor, policy: torch.Tensor, *, baseline: Baseline, layout: tuple[Tensor, ...], version: int) -> Manifest:
-    """Write into a slot's buffer what is to be sent of a policy, whole in `policy`, and describe it: changes where they are less."""
+def fill(target: torch.Tensor, policy: torch.Tensor, *, delta_base: DeltaBase, layout: tuple[Tensor, ...], version: int) -> Manifest:
+    """Write into a weight buffer's buffer what is to be sent of a policy, whole in `policy`, and describe it: changes where they are less."""
     whole = seal(version, policy, layout)
-    changes = baseline.changes_of(version, policy)
+    changes = delta_base.delta_of(version, policy)
     encoded = encode(changes) if changes is not None else b""
     if changes is None or len(encoded) >= len(policy):
         target[: len(policy)].copy_(policy)
         return whole
     target[: len(encoded)].copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-    return msgspec.structs.replace(whole, num_bytes=len(encoded), base_version=baseline.version, payload_digest=digest_of(encoded))
+    return msgspec.structs.replace(whole, num_bytes=len(encoded), base_version=delta_base.version, payload_digest=digest_of(encoded))

@@ -1,4 +1,4 @@
-"""The road of files: every policy is a safetensors file under its version's name, which anything that reads safetensors can load.
+"""The transport of files: every policy is a safetensors file under its version's name, which anything that reads safetensors can load.
 
 For engines on other machines with a shared file system, for other sites, and where shared memory is too small. A file appears under its
 name whole or not at all: it is written under another name, flushed to the disk, and renamed. Its manifest is in its metadata.
@@ -20,15 +20,15 @@ from safetensors.torch import save_file
 from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.base import views
 from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.transport import Arrival, Slot
+from pipelinerl.weights.transport import Payload, WeightBuffer
 
 NAME = re.compile(r"policy-[0-9]+(-delta)?\.safetensors")
 CHANGES = "changes"
 """Name of the only tensor of a file that holds changes."""
 
 
-class Files:
-    """Slots in a folder: a `Medium`. All share one buffer, because only one is written at a time."""
+class FilesSender:
+    """Slots in a folder: a `Sender`. All share one buffer, because only one is written at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder, readable by its owner only, and remove what a dead run left in it."""
@@ -40,18 +40,18 @@ class Files:
             raise WeightsError(f"cannot make {folder} for published policies: {error.strerror}") from None
         self.close()
 
-    def make(self, number: int, num_bytes: int) -> Slot:
+    def make(self, number: int, num_bytes: int) -> WeightBuffer:
         if len(self._buffer) != num_bytes:
             self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        return Slot(name=f"unwritten-{number}", buffer=self._buffer)
+        return WeightBuffer(name=f"unwritten-{number}", memory=self._buffer)
 
-    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
-        before = self._folder / slot.name
-        slot.name = f"policy-{manifest.version}{'' if manifest.base_version is None else '-delta'}.safetensors"
-        path = self._folder / slot.name
+    def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
+        before = self._folder / buffer.name
+        buffer.name = f"policy-{manifest.version}{'' if manifest.base_version is None else '-delta'}.safetensors"
+        path = self._folder / buffer.name
         draft = path.with_suffix(".draft")
         try:
-            save_file(_tensors(slot.buffer, manifest), draft, metadata={"format": "pt", "manifest": encoded.decode()})
+            save_file(_tensors(buffer.memory, manifest), draft, metadata={"format": "pt", "manifest": encoded.decode()})
             os.chmod(draft, 0o600)
             _flush(draft)
             draft.replace(path)
@@ -77,22 +77,22 @@ class FilesReceiver:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        if not NAME.fullmatch(slot):
-            raise WeightsError(f"{slot!r} is not the name of a slot: expected policy-<version>.safetensors")
+    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
+        if not NAME.fullmatch(name):
+            raise WeightsError(f"{name!r} is not the name of a weight buffer: expected policy-<version>.safetensors")
         try:
-            with safe_open(self._folder / slot, framework="pt") as file:
-                manifest = open_manifest((file.metadata() or {}).get("manifest", "").encode(), digest=digest, slot=slot)
+            with safe_open(self._folder / name, framework="pt") as file:
+                manifest = open_manifest((file.metadata() or {}).get("manifest", "").encode(), digest=digest, name=name)
                 if manifest.base_version is not None:
-                    return Arrival(manifest=manifest, payload=file.get_tensor(CHANGES).clone())
+                    return Payload(manifest=manifest, data=file.get_tensor(CHANGES).clone())
                 payload = spare(manifest)
                 for name, view in views(payload, [proof.tensor for proof in manifest.proofs]).items():
                     view.copy_(file.get_tensor(name))
         except FileNotFoundError:
-            raise WeightsError(f"cannot open {slot} in {self._folder}: no such file; does this machine see the trainer's folder?") from None
+            raise WeightsError(f"cannot open {name} in {self._folder}: no such file; does this machine see the trainer's folder?") from None
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise WeightsError(f"slot {slot} in {self._folder} is truncated or damaged: {error}; not taken") from error
-        return Arrival(manifest=manifest, payload=payload[: manifest.num_bytes])
+            raise WeightsError(f"weight buffer {name} in {self._folder} is truncated or damaged: {error}; not taken") from error
+        return Payload(manifest=manifest, data=payload[: manifest.num_bytes])
 
     def close(self) -> None:
         """Nothing stays open."""

@@ -16,7 +16,7 @@ import xxhash
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import layout_problems
-from pipelinerl.weights.throttle import rest
+from pipelinerl.weights.throttle import throttle
 
 DIGEST_LENGTH = 32
 """Hexadecimal digits."""
@@ -63,24 +63,24 @@ def digest_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def open_manifest(encoded: bytes, *, digest: str, slot: str) -> Manifest:
-    """Decode a manifest that was found in `slot`. Raises `WeightsError` unless it is the one that was announced."""
+def open_manifest(encoded: bytes, *, digest: str, name: str) -> Manifest:
+    """Decode a manifest that was found in `buffer`. Raises `WeightsError` unless it is the one that was announced."""
     found = digest_of(encoded)
     if found != digest:
         raise WeightsError(
-            f"slot {slot}: the digest of its manifest ({len(encoded)} bytes) is {found}, announced was {digest}: it holds another policy,"
-            " or is damaged; not taken"
+            f"weight buffer {name}: the digest of its manifest ({len(encoded)} bytes) is {found}, announced was {digest}: it holds another"
+            " policy, or is damaged; not taken"
         )
     try:
         return msgspec.json.decode(encoded, type=Manifest)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WeightsError(f"slot {slot}: its manifest of {len(encoded)} bytes is not one: {error}; not taken") from error
+        raise WeightsError(f"weight buffer {name}: its manifest of {len(encoded)} bytes is not one: {error}; not taken") from error
 
 
-def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], slot: str) -> None:
+def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], name: str) -> None:
     """Raise `WeightsError` naming everything by which the manifest is not policy `version` of an engine that asked for `layout`."""
     if manifest.version != version:
-        raise WeightsError(f"slot {slot} holds policy {manifest.version}, announced was policy {version}; not taken")
+        raise WeightsError(f"weight buffer {name} holds policy {manifest.version}, announced was policy {version}; not taken")
     sent = tuple(proof.tensor for proof in manifest.proofs)
     if sent == layout:
         return
@@ -93,17 +93,17 @@ def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], slot:
     ]
     what = _some(problems) or "its tensors are the right ones, in another order"
     raise WeightsError(
-        f"slot {slot}: policy {version} has {len(sent)} tensors in another layout than the {len(layout)} this engine asked for: {what};"
-        " not taken"
+        f"weight buffer {name}: policy {version} has {len(sent)} tensors in another layout than the {len(layout)} this engine asked for:"
+        f" {what}; not taken"
     )
 
 
-def verify(manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None:
+def verify(manifest: Manifest, buffer: torch.Tensor, *, name: str) -> None:
     """Raise `WeightsError` naming the tensors whose bytes in `buffer` ([bytes] uint8, whole) are not those of the manifest."""
-    compare(manifest, digests(buffer, [proof.tensor for proof in manifest.proofs]), slot=slot)
+    compare(manifest, digests(buffer, [proof.tensor for proof in manifest.proofs]), name=name)
 
 
-def compare(manifest: Manifest, digests: Iterable[str], *, slot: str) -> None:
+def compare(manifest: Manifest, digests: Iterable[str], *, name: str) -> None:
     """Raise `WeightsError` naming the tensors whose digest, in the manifest's order, is another than the manifest says."""
     wrong = [
         f"{proof.tensor.name} {list(proof.tensor.shape)} {proof.tensor.dtype}: digest is {got}, published was {proof.digest}"
@@ -112,7 +112,7 @@ def compare(manifest: Manifest, digests: Iterable[str], *, slot: str) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"slot {slot}: {len(wrong)} of {len(manifest.proofs)} tensors of policy {manifest.version}: {_some(wrong)}; not taken"
+            f"weight buffer {name}: {len(wrong)} of {len(manifest.proofs)} tensors of policy {manifest.version}: {_some(wrong)}; not taken"
         )
 
 
@@ -122,7 +122,7 @@ def digests(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Iterator[str]:
         memory = buffer.numpy().data
         for tensor in tensors:
             yield digest_of(_part(memory, tensor))
-            rest()
+            throttle()
         return
     for tensor in tensors:
         end = tensor.offset_bytes + tensor.num_bytes

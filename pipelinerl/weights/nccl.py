@@ -1,4 +1,4 @@
-"""The road between GPUs: NCCL through CuPy, a communicator of its own for every call, so that no engine can hold up another.
+"""The transport between GPUs: NCCL through CuPy, a communicator of its own for every call, so that no engine can hold up another.
 
 Bytes travel in uint8 buckets, two at each end: while one is under way, the next is copied to the device, or the one before from it. NCCL
 by itself waits for ever for a peer that is gone, and says nothing; so whoever hangs up says so in the store, and every bucket has a
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.calls import DEADLINE_S, TRAINER, Guest, Host
+from pipelinerl.weights.point_to_point import DEADLINE_S, TRAINER, PointToPointReceiver, PointToPointSender
 
 BUCKET_BYTES = 16 << 20
 """Of each of two buckets. Larger hide the latency of NCCL better and take memory of the device; smaller ones the reverse."""
@@ -66,29 +66,29 @@ class Library(Protocol):
         ...
 
 
-def host(library: Library | None = None, *, address: str = "127.0.0.1", deadline_s: float = DEADLINE_S) -> Host:
+def sender(library: Library | None = None, *, address: str = "127.0.0.1", deadline_s: float = DEADLINE_S) -> PointToPointSender:
     """The trainer's end. Raises `WeightsError` where there is no NCCL."""
-    return Host("nccl", _Connect(library or Cupy()), address=address, deadline_s=deadline_s)
+    return PointToPointSender("nccl", _Connect(library or Cupy()), address=address, deadline_s=deadline_s)
 
 
-def guest(library: Library | None = None, *, deadline_s: float = DEADLINE_S) -> Guest:
+def receiver(library: Library | None = None, *, deadline_s: float = DEADLINE_S) -> PointToPointReceiver:
     """An engine's end; what is missing here is said at the first fetch."""
-    return Guest("nccl", _Connect(library), deadline_s=deadline_s)
+    return PointToPointReceiver("nccl", _Connect(library), deadline_s=deadline_s)
 
 
 class _Connect:
     def __init__(self, library: Library | None) -> None:
         self._library = library
 
-    def __call__(self, store: dist.Store, prefix: str, rank: int, /, *, address: str, deadline: timedelta) -> _Pair:
-        """See `calls.Connect`; the store's own deadline bounds the wait for the other end."""
+    def __call__(self, store: dist.Store, prefix: str, rank: int, /, *, address: str, deadline: timedelta) -> _Channel:
+        """See `point_to_point.Connect`; the store's own deadline bounds the wait for the other end."""
         self._library = self._library or Cupy()
         if rank == TRAINER:
             store.set(f"{prefix}/id", self._library.unique_id().hex())
         store.set(f"{prefix}/here/{rank}", "1")
         store.wait([f"{prefix}/id", f"{prefix}/here/{1 - rank}"], deadline)
         line = _Line(store, f"{prefix}/gone", rank)
-        return _Pair(
+        return _Channel(
             self._library.connect(bytes.fromhex(store.get(f"{prefix}/id").decode()), rank), line=line, deadline_s=deadline.total_seconds()
         )
 
@@ -107,8 +107,8 @@ class _Line:
         return self._store.check([f"{self._prefix}/{1 - self._rank}"])
 
 
-class _Pair:
-    """See `calls.Pair`."""
+class _Channel:
+    """See `point_to_point.Channel`."""
 
     def __init__(self, communicator: Communicator, *, line: _Line, deadline_s: float) -> None:
         self._communicator = communicator
@@ -173,9 +173,9 @@ class Cupy:
         try:
             from cupy.cuda import nccl  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise WeightsError(f"the road nccl needs CuPy with NCCL, which is not installed here: {error}") from None
+            raise WeightsError(f"the transport nccl needs CuPy with NCCL, which is not installed here: {error}") from None
         if not (nccl.available and torch.cuda.is_available()):
-            raise WeightsError("the road nccl needs a CUDA device and CuPy with NCCL, and one of them is missing here")
+            raise WeightsError("the transport nccl needs a CUDA device and CuPy with NCCL, and one of them is missing here")
         self._nccl: Any = nccl
 
     def unique_id(self) -> bytes:

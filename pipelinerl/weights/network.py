@@ -1,7 +1,7 @@
-"""On which network interface NCCL listens in a run: the one by which policies travel, where road nccl may lead to another machine.
+"""On which network interface NCCL listens in a run: the one by which policies travel, where transport nccl may lead to another machine.
 
 NCCL reads its setting once in a process, and one process may have communicators of both kinds: among the ranks of its machine, and of the
-road. What only loopback would do for the first kind would cut off the second; so the road decides for both.
+transport. What only loopback would do for the first kind would cut off the second; so the transport decides for both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def nccl_settings(
     """
     if VARIABLE in environment:
         return {}
-    may_leave = weights.road in ("auto", "nccl") and (Path("/dev/nvidiactl").exists() if has_gpu is None else has_gpu)
+    may_leave = weights.transport in ("auto", "nccl") and (Path("/dev/nvidiactl").exists() if has_gpu is None else has_gpu)
     if not may_leave:
         return {VARIABLE: device_of(LOOPBACK)}
     if role == "trainer" and weights.address is not None:

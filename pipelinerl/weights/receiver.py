@@ -1,8 +1,8 @@
 """An engine's side of the version transaction: fetch, compare with the engine's own layout, verify every tensor, and only then stage.
 
 Whatever goes wrong before `commit` is a `WeightsError` that leaves the model as it was: nothing the model reads is ever written. A policy
-that arrives as changes is first made whole beside the model (or, for `Scatter`, tensor by tensor in passing), and every one of its tensors
-must then have the digest that the trainer took of the whole policy: the proof is the same, however few bytes travelled.
+that arrives as changes is first made whole beside the model (or, for `SparseSwap`, tensor by tensor in passing), and every one of its
+tensors must then have the digest that the trainer took of the whole policy: the proof is the same, however few bytes travelled.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.base import digest
 from pipelinerl.weights.codec import decode
-from pipelinerl.weights.commit import Commit, Scatter
-from pipelinerl.weights.delta import Changes, Space
+from pipelinerl.weights.delta import Delta, Space
 from pipelinerl.weights.manifest import Manifest, check, compare, verify
-from pipelinerl.weights.throttle import rest
-from pipelinerl.weights.transport import Arrival, Receiver
+from pipelinerl.weights.swap import SparseSwap, WeightSwap
+from pipelinerl.weights.throttle import throttle
+from pipelinerl.weights.transport import Payload, Receiver
 
 
 class Verify(Protocol):
     """Raises `WeightsError` where a whole policy in a buffer ([bytes] uint8) is not the manifest's; see `manifest.verify`."""
 
-    def __call__(self, manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None: ...
+    def __call__(self, manifest: Manifest, buffer: torch.Tensor, *, name: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """Changes that lead from any version from `base` on to `version`."""
+    """A delta that leads from any version from `base` on to `version`."""
 
     base: int
     version: int
-    changes: Changes
+    changes: Delta
 
 
-class Intake:
+class WeightReceiver:
     """Stages policies in a thread of its own, commits them in the engine's; never both at the same time."""
 
-    def __init__(self, commit: Commit, *, layout: tuple[Tensor, ...], receiver: Receiver, verify: Verify = verify) -> None:
+    def __init__(self, commit: WeightSwap, *, layout: tuple[Tensor, ...], receiver: Receiver, verify: Verify = verify) -> None:
         self._commit = commit
         self._verify = verify
         self._layout = layout
@@ -60,7 +60,7 @@ class Intake:
         self._staged = None
 
         def check_it(manifest: Manifest) -> None:
-            check(manifest, version=order.version, layout=self._layout, slot=order.slot)
+            check(manifest, version=order.version, layout=self._layout, name=order.buffer)
 
         def spare(manifest: Manifest) -> torch.Tensor:
             check_it(manifest)
@@ -68,13 +68,13 @@ class Intake:
             self._versions.pop(buffer.data_ptr(), None)
             return buffer
 
-        arrival = self._receiver.fetch(order.slot, order.digest, spare)
-        check_it(arrival.manifest)
-        if arrival.manifest.base_version is None:
-            self._verify(arrival.manifest, arrival.payload, slot=order.slot)
-            self._stage_whole(arrival.payload, order.version)
+        payload = self._receiver.fetch(order.buffer, order.digest, spare)
+        check_it(payload.manifest)
+        if payload.manifest.base_version is None:
+            self._verify(payload.manifest, payload.data, name=order.buffer)
+            self._stage_whole(payload.data, order.version)
         else:
-            self._stage_changes(arrival, slot=order.slot)
+            self._stage_changes(payload, name=order.buffer)
         self._staged = order.version
 
     def commit(self) -> None:
@@ -90,35 +90,35 @@ class Intake:
         self._versions[buffer.data_ptr()] = version
         self._commit.stage(buffer)
 
-    def _stage_changes(self, arrival: Arrival, *, slot: str) -> None:
-        step = self._open(arrival, slot=slot)
-        if isinstance(self._commit, Scatter):
+    def _stage_changes(self, payload: Payload, *, name: str) -> None:
+        step = self._open(payload, name=name)
+        if isinstance(self._commit, SparseSwap):
             changed = self._changed(step.changes, self._commit)
-            compare(arrival.manifest, self._digests_with(changed, self._commit), slot=slot)
-            self._commit.stage_changes(list(changed.values()))
+            compare(payload.manifest, self._digests_with(changed, self._commit), name=name)
+            self._commit.stage_delta(list(changed.values()))
             return
         buffer = self._commit.spare()
         self._bring_up(buffer, step)
-        self._verify(arrival.manifest, buffer, slot=slot)
+        self._verify(payload.manifest, buffer, name=name)
         self._versions[buffer.data_ptr()] = step.version
         self._last = step
         self._commit.stage(buffer)
 
-    def _open(self, arrival: Arrival, *, slot: str) -> _Step:
-        manifest = arrival.manifest
-        found = digest(arrival.payload)
+    def _open(self, payload: Payload, *, name: str) -> _Step:
+        manifest = payload.manifest
+        found = digest(payload.data)
         if found != manifest.payload_digest:
             raise WeightsError(
-                f"slot {slot}: digest of its {len(arrival.payload)} bytes of changes is {found}, published was {manifest.payload_digest};"
-                " not taken"
+                f"weight buffer {name}: digest of its {len(payload.data)} bytes of changes is {found}, published was"
+                f" {manifest.payload_digest}; not taken"
             )
         base = manifest.base_version
         if base is None or not base <= self._held <= manifest.version:
             raise WeightsError(
-                f"slot {slot}: changes from policy {base} to {manifest.version} do not fit over policy {self._held}, which this engine"
-                " holds; not taken: it needs a whole policy"
+                f"weight buffer {name}: changes from policy {base} to {manifest.version} do not fit over policy {self._held}, which this"
+                " engine holds; not taken: it needs a whole policy"
             )
-        changes = decode(arrival.payload.numpy().data, most=self._space.num_elements)
+        changes = decode(payload.data.numpy().data, most=self._space.num_elements)
         self._space.check(changes)
         return _Step(base=base, version=manifest.version, changes=changes)
 
@@ -133,7 +133,7 @@ class Intake:
             self._commit.save(buffer)
         self._space.lay_over(buffer, step.changes)
 
-    def _changed(self, changes: Changes, commit: Scatter) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _changed(self, changes: Delta, commit: SparseSwap) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """By tensor: its bits in the model, indices and new bits, where the model is."""
         tensors = {tensor.name: tensor for tensor in self._layout}
         found = {}
@@ -143,7 +143,7 @@ class Intake:
             found[name] = bits, torch.from_numpy(positions).to(bits.device), new.to(bits.device)
         return found
 
-    def _digests_with(self, changed: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]], commit: Scatter) -> Iterator[str]:
+    def _digests_with(self, changed: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]], commit: SparseSwap) -> Iterator[str]:
         """Every tensor's digest once the changes are in force; takes the memory of the largest tensor, not of the model."""
         for tensor in self._layout:
             bits = commit.bits_of(tensor)
@@ -151,4 +151,4 @@ class Intake:
                 _, indices, new = changed[tensor.name]
                 bits = bits.clone().index_copy_(0, indices, new)
             yield digest(bits.cpu())
-            rest()
+            throttle()

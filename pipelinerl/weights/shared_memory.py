@@ -1,7 +1,7 @@
-"""The road on one machine: the trainer writes a slot in shared memory once, and every engine reads the very same bytes.
+"""The transport on one machine: the trainer writes a buffer in shared memory once, and every engine reads the very same bytes.
 
-A slot is a file in `/dev/shm`, named `pipelinerl-<run token>-<k>`, readable by its owner only; its manifest lies beside it. Engines may
-point their parameters straight into it: fetching copies nothing, and a slot is read for as long as an engine serves from it.
+A buffer is a file in `/dev/shm`, named `pipelinerl-<run token>-<k>`, readable by its owner only; its manifest lies beside it. Engines may
+point their parameters straight into it: fetching copies nothing, and a buffer is read for as long as an engine serves from it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch
 
 from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_slots
-from pipelinerl.weights.transport import Arrival, Slot
+from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_buffers
+from pipelinerl.weights.transport import Payload, WeightBuffer
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-[0-9]+")
 MANIFEST_SUFFIX = ".manifest"
 
 
-class SharedMemory:
-    """Slots in shared memory: a `Medium`."""
+class SharedMemorySender:
+    """Slots in shared memory: a `Sender`."""
 
     def __init__(self, token: str, *, folder: Path = FOLDER) -> None:
         """Remove what a dead run of the same token left behind. Slots are made when first needed."""
         assert NAME.fullmatch(f"pipelinerl-{token}-0"), token
         self._token, self._folder = token, folder
-        unlink_slots(token, folder=folder)
+        unlink_buffers(token, folder=folder)
         self._owner = Owner(token, folder=folder)
 
-    def make(self, number: int, num_bytes: int) -> Slot:
-        # By process, too: engines keep slots mapped by name, and a trainer that starts again must not be taken for the one before.
+    def make(self, number: int, num_bytes: int) -> WeightBuffer:
+        # By process, too: engines keep weight buffers mapped by name, and a trainer that starts again must not be taken for the one before.
         name = f"pipelinerl-{self._token}-{os.getpid()}{number}"
         file = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -49,42 +49,44 @@ class SharedMemory:
             raise
         finally:
             os.close(file)
-        return Slot(name=name, buffer=torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes])
+        return WeightBuffer(name=name, memory=torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes])
 
-    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
-        write_beside(slot.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
+    def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
+        write_beside(buffer.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
 
     def close(self) -> None:
-        unlink_slots(self._token, folder=self._folder)
+        unlink_buffers(self._token, folder=self._folder)
         self._owner.close()
 
 
 class SharedMemoryReceiver:
-    """Maps slots, and keeps them mapped: the trainer uses a few in turn. A `Receiver`."""
+    """Maps weight buffers, and keeps them mapped: the trainer uses a few in turn. A `Receiver`."""
 
     def __init__(self, *, folder: Path = FOLDER) -> None:
         self._folder = folder
         self._mapped: dict[str, torch.Tensor] = {}
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        manifest = open_manifest(read_beside(slot, MANIFEST_SUFFIX, folder=self._folder), digest=digest, slot=slot)
-        if slot not in self._mapped:
+    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
+        manifest = open_manifest(read_beside(name, MANIFEST_SUFFIX, folder=self._folder), digest=digest, name=name)
+        if name not in self._mapped:
             self._mapped = {
                 name: kept for name, kept in self._mapped.items() if (self._folder / name).exists()
             }  # not those of a dead trainer
-            self._mapped[slot] = attach(slot, folder=self._folder)
-        payload = self._mapped[slot]
+            self._mapped[name] = attach(name, folder=self._folder)
+        payload = self._mapped[name]
         if len(payload) < manifest.num_bytes:
-            raise WeightsError(f"slot {slot} has {len(payload)} bytes, its manifest says {manifest.num_bytes}: it is truncated; not taken")
-        return Arrival(manifest=manifest, payload=payload[: manifest.num_bytes])
+            raise WeightsError(
+                f"weight buffer {name} has {len(payload)} bytes, its manifest says {manifest.num_bytes}: it is truncated; not taken"
+            )
+        return Payload(manifest=manifest, data=payload[: manifest.num_bytes])
 
     def close(self) -> None:
         self._mapped.clear()
 
 
 def write_beside(name: str, suffix: str, data: bytes, *, folder: Path = FOLDER) -> None:
-    """Write what goes with a slot, readable by its owner only. Raises `WeightsError` where it cannot be."""
-    # Under a new name first: whoever reads the manifest of a slot reads the old one or the new one, never half of each.
+    """Write what goes with a buffer, readable by its owner only. Raises `WeightsError` where it cannot be."""
+    # Under a new name first: whoever reads the manifest of a buffer reads the old one or the new one, never half of each.
     path = folder / (name + suffix)
     draft = path.with_suffix(".draft")
     try:
@@ -98,13 +100,13 @@ def write_beside(name: str, suffix: str, data: bytes, *, folder: Path = FOLDER) 
 
 
 def read_beside(name: str, suffix: str, *, folder: Path = FOLDER, pattern: re.Pattern[str] = NAME) -> bytes:
-    """What was written beside a slot. `name` comes off the wire. Raises `WeightsError` where it is not a slot's, or not ours."""
+    """What was written beside a buffer. `name` comes off the wire. Raises `WeightsError` where it is not a weight buffer's, or not ours."""
     with open(_open(name, folder, suffix=suffix, pattern=pattern), "rb") as file:
         return file.read()
 
 
 def attach_to_write(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
-    """Map a slot that another process of the trainer made, to write a part of it: [bytes] uint8. Raises `WeightsError` as `attach` does."""
+    """Map a buffer that another process of the trainer made, to write a part of it: [bytes] uint8. Raises `WeightsError` as `attach` does."""
     file = _open(name, folder, mode=os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
@@ -115,9 +117,9 @@ def attach_to_write(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
 
 
 def attach(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
-    """Map a slot for reading: [bytes] uint8, the trainer's own bytes, never to be written (the kernel ends a process that tries).
+    """Map a buffer for reading: [bytes] uint8, the trainer's own bytes, never to be written (the kernel ends a process that tries).
 
-    `name` comes off the wire. Raises `WeightsError` where it is not a slot's name, or the file is missing or not ours.
+    `name` comes off the wire. Raises `WeightsError` where it is not a weight buffer's name, or the file is missing or not ours.
     """
     file = _open(name, folder)
     try:
@@ -134,7 +136,7 @@ def attach(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
 
 def _open(name: str, folder: Path, *, suffix: str = "", mode: int = os.O_RDONLY, pattern: re.Pattern[str] = NAME) -> int:
     if not pattern.fullmatch(name):
-        raise WeightsError(f"{name!r} is not the name of a slot: expected pipelinerl-<run token>-<number>")
+        raise WeightsError(f"{name!r} is not the name of a weight buffer: expected pipelinerl-<run token>-<number>")
     try:
         file = os.open(folder / (name + suffix), mode | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -159,5 +161,5 @@ def _reserve(file: int, name: str, *, num_bytes: int, folder: Path) -> None:
     except OSError as error:
         raise NoRoom(
             f"no room for {name} of {num_bytes} bytes in {folder}: {error}. A run keeps three policies there, and more while an engine"
-            ' lags: enlarge it (a container: its shared-memory size), remove what dead runs left in it, or set weights.road = "files"'
+            ' lags: enlarge it (a container: its shared-memory size), remove what dead runs left in it, or set weights.transport = "files"'
         ) from None

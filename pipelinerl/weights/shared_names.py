@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 FOLDER = Path("/dev/shm")
-"""Where slots live: memory that is also a file, so that a name is all an engine needs to find it."""
+"""Where weight buffers live: memory that is also a file, so that a name is all an engine needs to find it."""
 
 
 OWNER_SUFFIX = ".owner"
@@ -31,7 +31,7 @@ show, too. Its name is then of no use to anybody. Shorter could part ranks of a 
 
 
 def run_token(run_folder: Path) -> str:
-    """A name for the run that its slots carry: the same after a restart, different for every run folder of the machine."""
+    """A name for the run that its weight buffers carry: the same after a restart, different for every run folder of the machine."""
     return xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
 
 
@@ -40,8 +40,8 @@ def machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{FOLDER.stat().st_dev}"
 
 
-def unlink_slots(token: str, *, folder: Path = FOLDER) -> None:
-    """Remove every slot a run left behind; for the trainer when it starts and ends, and for a launcher whose trainer was killed."""
+def unlink_buffers(token: str, *, folder: Path = FOLDER) -> None:
+    """Remove every buffer a run left behind; for the trainer when it starts and ends, and for a launcher whose trainer was killed."""
     for path in folder.glob(f"pipelinerl-{token}-*"):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -73,7 +73,7 @@ def sweep(*, folder: Path = FOLDER) -> int:
         with _all_locked(sorted(folder.glob(f"pipelinerl-{token}-*{OWNER_SUFFIX}"))) as are_dead:
             if are_dead:
                 freed += sum(path.stat().st_blocks * 512 for path in folder.glob(f"pipelinerl-{token}-*"))
-                unlink_slots(token, folder=folder)
+                unlink_buffers(token, folder=folder)
     return freed
 
 

@@ -29,7 +29,7 @@ _here = _Here()
 
 
 @contextlib.contextmanager
-def at_most(share: float, *, lifted: threading.Event | None = None) -> Iterator[None]:
+def limit_cpu(share: float, *, lifted: threading.Event | None = None) -> Iterator[None]:
     """Have this thread, as long as the context lasts, use no more than this part of a core's time, as far as it rests often enough.
 
     While `lifted` is set nobody else wants the core: it need not rest, and what it works meanwhile does not count.
@@ -41,7 +41,7 @@ def at_most(share: float, *, lifted: threading.Event | None = None) -> Iterator[
         _here.share = None
 
 
-def rest() -> None:
+def throttle() -> None:
     """Wait until what this thread has worked is no more than its share, or until that is lifted; at once where it has none."""
     share = _here.share
     if share is None:

@@ -1,8 +1,8 @@
-"""The seam between the two ends of the tensor road: a trainer lays policies into slots, an engine fetches them by the slot's name.
+"""The seam between the two ends of a weight transport: a trainer writes policies into weight buffers, an engine fetches them by name.
 
-Three roads keep the same promises (`tests/contract/test_weights.py`): `shared_memory`, `files`, `gloo`. A `Medium` is what a road is made
-of at the trainer's end, a `Receiver` at an engine's; who may write or read a slot when is `pool.SlotPool`'s affair, for all of them.
-A slot's name says by which road it is reached, so an engine needs no setting of its own (`receivers.Receivers`).
+Five transports keep the same promises (`tests/contract/test_weights.py`). A `Sender` makes weight buffers at the trainer's end, a
+`Receiver` reads them at an engine's; `buffer_pool.WeightBufferPool` decides, for all transports, who may write or read a buffer when. A
+weight buffer's name says by which transport it is reached, so an engine needs no setting of its own (`transports.AutoReceiver`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipelinerl.weights.manifest import Manifest
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Slot:
-    """One place for a policy at the trainer's end."""
+class WeightBuffer:
+    """Memory for one policy at the trainer's end."""
 
     name: str
-    """Under which engines find it."""
-    buffer: torch.Tensor
+    """By which engines find it."""
+    memory: torch.Tensor
     """[bytes] uint8: where a policy is written before it is published."""
     version: int | None = None
     """The policy it holds, or None while it holds none that was announced."""
@@ -33,26 +33,26 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Payload:
     """What an engine fetched: as announced, but not yet compared with the engine's layout."""
 
     manifest: Manifest
-    payload: torch.Tensor
+    data: torch.Tensor
     """[manifest.num_bytes] uint8."""
 
 
-class Medium(Protocol):
-    """What slots are made of."""
+class Sender(Protocol):
+    """The trainer's end of a transport: it makes weight buffers and lets engines read them."""
 
-    def make(self, number: int, num_bytes: int) -> Slot:
-        """Make slot `number` for payloads of up to `num_bytes`. Raises `NoRoom` where there is none."""
+    def make(self, number: int, num_bytes: int) -> WeightBuffer:
+        """Make weight buffer `number` for payloads of up to `num_bytes`. Raises `NoRoom` where there is none."""
         ...
 
-    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
-        """Make the first `manifest.num_bytes` of the slot's buffer readable, and the encoded manifest, whole or not at all.
+    def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
+        """Make the first `manifest.num_bytes` of a weight buffer's memory readable, and the encoded manifest, whole or not at all.
 
-        May give the slot another name. Raises `WeightsError`, `NoRoom` where that is why; what the slot held before is then lost, and no
-        other slot is touched.
+        May give the buffer another name. Raises `WeightsError`, or `NoRoom` where that is the reason; what the buffer held before is then
+        lost, and no other buffer is touched.
         """
         ...
 
@@ -62,14 +62,14 @@ class Medium(Protocol):
 
 
 class Receiver(Protocol):
-    """The engine's end of a road."""
+    """The engine's end of a transport."""
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        """Bring in what a slot holds. `slot` comes off the wire.
+    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
+        """Fetch what the weight buffer of this name holds; the name comes off the wire.
 
-        A road whose bytes are not in this process's memory already puts them into `spare(manifest)` ([layout bytes] uint8), which nobody
-        reads; asking for it raises `WeightsError` where the manifest does not fit the engine, before anything is moved.
-        Raises `WeightsError` where the slot does not hold what `digest` announced, or its peer stops half way.
+        Bytes that are not in this process's memory already are put into `spare(manifest)` ([layout bytes] uint8), which nobody reads;
+        asking for it raises `WeightsError` where the manifest does not fit the engine, before anything is moved. Raises `WeightsError`
+        where the buffer does not hold what `digest` announced, or its peer stops half way.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""An engine's end of every road: the slot's name says by which one it is reached."""
+"""An engine's end of every transport: the weight buffer's name says by which one it is reached."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights import calls, cuda_ipc, files, gloo, nccl, shared_memory
+from pipelinerl.weights import cuda_ipc, files, gloo, nccl, point_to_point, shared_memory
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl.weights.transport import Arrival, Receiver
+from pipelinerl.weights.transport import Payload, Receiver
 
 
-class Receivers:
-    """Fetches by whichever road a slot lies on: a `Receiver`."""
+class AutoReceiver:
+    """Fetches by whichever transport a buffer lies on: a `Receiver`."""
 
     def __init__(self, *, folder: Path) -> None:
         """`folder` is where this machine sees the files that the trainer publishes."""
@@ -23,23 +23,23 @@ class Receivers:
             (shared_memory.NAME.fullmatch, shared_memory.SharedMemoryReceiver()),
             (files.NAME.fullmatch, files.FilesReceiver(folder)),
             (cuda_ipc.NAME.fullmatch, cuda_ipc.CudaIpcReceiver()),
-            (lambda name: name.startswith("gloo:") and calls.NAME.fullmatch(name), gloo.guest()),
-            (lambda name: name.startswith("nccl:") and calls.NAME.fullmatch(name), nccl.guest()),
+            (lambda name: name.startswith("gloo:") and point_to_point.NAME.fullmatch(name), gloo.receiver()),
+            (lambda name: name.startswith("nccl:") and point_to_point.NAME.fullmatch(name), nccl.receiver()),
         )
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
+    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
         for leads_to, receiver in self._roads:
-            if leads_to(slot):
-                return receiver.fetch(slot, digest, spare)
-        raise WeightsError(f"{slot!r} is not the name of a slot on any road: shared memory, files, gloo, nccl or CUDA IPC")
+            if leads_to(name):
+                return receiver.fetch(name, digest, spare)
+        raise WeightsError(f"{name!r} is not the name of a weight buffer on any transport: shared memory, files, gloo, nccl or CUDA IPC")
 
     def close(self) -> None:
         for _, receiver in self._roads:
             receiver.close()
 
 
-def device_roads() -> tuple[str, ...]:
-    """Roads between devices that this process could take."""
+def device_transports() -> tuple[str, ...]:
+    """Transports between devices that this process could take."""
     if not torch.cuda.is_available():
         return ()
     has_nccl = importlib.util.find_spec("cupy") is not None

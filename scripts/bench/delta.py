@@ -4,7 +4,7 @@ Synthetic: bfloat16 weights of which a given part moves to a neighbouring value,
 AdamW steps of a model of the demo's shape on the demo's task, from random weights and supervised, trained in float32 and published in
 bfloat16 and in float32. The bound counts `H(d) / 8` bytes of position for each parameter and one
 byte of value for each changed one (`d`: changed part); `own bound` takes the measured entropy of the values' 16 bits instead of that byte.
-Changes are absolute values, so that a retry is harmless; what they cost over differences is in the ratio. All on one core.
+Delta are absolute values, so that a retry is harmless; what they cost over differences is in the ratio. All on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.codec import decode, encode
-from pipelinerl.weights.delta import Changes, Space
+from pipelinerl.weights.delta import Delta, Space
 from scripts.bench import harness
 
 FRACTIONS = (0.005, 0.01, 0.03, 0.05)
@@ -93,7 +93,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return statistics.median(seconds), found
 
 
-def _bounds(changes: Changes, count: int) -> tuple[float, float]:
+def _bounds(changes: Delta, count: int) -> tuple[float, float]:
     """Bytes of the position entropy plus one byte for each value, and plus the values' own entropy."""
     part = changes.count / count
     if not 0 < part < 1:

@@ -26,7 +26,7 @@ _TRAINER = {
     "ratio_max": 1.52, "weight_max": 1.0, "importance_max": 1.52, "ratio_min": 0.45, "ess_fraction": 0.9988, "staleness_mean": 1.102,
     "staleness_max": 2.0, "mismatch_kl_kept": 0.000139, "tokens_kept": 113.0, "grad_norm": 1.99, "learning_rate": 0.000141, "ess": 0.9988,
     "kl": 0.00067, "num_trained_tokens": 1793.0, "num_micro_batches": 4.0, "publish_s": 5.4e-05, "wait_s": 0.0389,
-    "forward_backward_s": 0.348, "optimizer_s": 0.0026, "tokens_per_s": 10215.6, "publish_beside_s": 0.0064,
+    "forward_backward_s": 0.348, "optimizer_s": 0.0026, "tokens_per_s": 10215.6, "publish_async_s": 0.0064,
 }  # fmt: skip
 _WAITS = (
     "evaluation: completions", "evaluation: scores", "prompts: room in prompts", "dispatch: a free engine slot", "dispatch: completions",
@@ -110,7 +110,7 @@ class DemoJournals:
         )  # fmt: skip
         digest = f"{self._chance.getrandbits(128):032x}"
         self._orchestrator.write(
-            "policy", version=step + 1, source="trainer-0", digest=digest, num_bytes=2_134_016, base=None, slot=step % 3
+            "policy", version=step + 1, source="trainer-0", digest=digest, num_bytes=2_134_016, base=None, buffer=step % 3
         )
         self._orchestrator.write("staged", engine_id=0, version=step + 1, stage_s=self._near(0.02), source="trainer-0")
         pause_s = self._near(1e-5)

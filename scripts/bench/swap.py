@@ -78,13 +78,13 @@ def main() -> None:
             rows += [[row.get(column, "") for column in columns] for row in _stored(arguments) if row["parameters"] == name]
             continue
         _in_child(_make_model, name)
-        for way in ("flip", "copy", "adapters") if name in ADAPTED else ("flip", "copy"):
-            found[name, way] = measured = _in_child(_measure, name, way, settings)
-            rows.append([name, measured["mb"], way, *(measured.get(key, "") for key in KEYS)])
-            print(f"{name}, {way}: {measured}", flush=True)
+        for mode in ("pointer", "copy", "adapters") if name in ADAPTED else ("pointer", "copy"):
+            found[name, mode] = measured = _in_child(_measure, name, mode, settings)
+            rows.append([name, measured["mb"], mode, *(measured.get(key, "") for key in KEYS)])
+            print(f"{name}, {mode}: {measured}", flush=True)
         shutil.rmtree(FOLDER / name.replace(" ", ""))
     table = [dict(zip(columns, row, strict=True)) for row in rows]
-    flips = [row for row in table if row["commit"] == "flip"]
+    pointers = [row for row in table if row["commit"] in ("pointer", "flip")]
     exchanges = [row for row in table if row["commit"] == "adapters"]
     copies = [
         row for row in table if row["commit"] == "copy" and row["parameters"] != "1 M"
@@ -96,19 +96,19 @@ def main() -> None:
         columns=columns,
         rows=rows,
         goals=[
-            goal(name="flip pause p50 ms, largest", value=_most(flips, "pause p50 ms"), goal=0.3, at_least=False),
-            goal(name="flip pause p99 ms, largest", value=_most(flips, "p99 ms"), goal=2.0, at_least=False),
+            goal(name="flip pause p50 ms, largest", value=_most(pointers, "pause p50 ms"), goal=0.3, at_least=False),
+            goal(name="flip pause p99 ms, largest", value=_most(pointers, "p99 ms"), goal=2.0, at_least=False),
             goal(name="copy pause over memcpy, largest", value=_most(copies, "pause / memcpy"), goal=1.1, at_least=False),
             goal(name="adapters' pause p50 ms, largest", value=_most(exchanges, "pause p50 ms"), goal=0.3, at_least=False),
-            goal(name="decode while staging, smallest", value=min(row["decode while staging"] for row in flips), goal=0.95),
-            goal(name="sequences aborted by many swaps in a row", value=_most(flips[:1], "aborted"), goal=0, at_least=False),
-            goal(name="MB grown from a fifth of them to the last", value=_most(flips[:1], "MB grown"), goal=4, at_least=False),
-            goal(name="% of time in swaps at one a second", value=_most(flips, "swaps at 1/s, % of time"), goal=0.3, at_least=False),
+            goal(name="decode while staging, smallest", value=min(row["decode while staging"] for row in pointers), goal=0.95),
+            goal(name="sequences aborted by many swaps in a row", value=_most(pointers[:1], "aborted"), goal=0, at_least=False),
+            goal(name="MB grown from a fifth of them to the last", value=_most(pointers[:1], "MB grown"), goal=4, at_least=False),
+            goal(name="% of time in swaps at one a second", value=_most(pointers, "swaps at 1/s, % of time"), goal=0.3, at_least=False),
         ],
         notes=[
             f"{NUM_SEQUENCES} sequences decode, bfloat16; engine and staging thread on one core but where it says otherwise",
             *([f"only {arguments.size} was measured at this commit, the other rows before"] if arguments.size else []),
-            "swaps for each pause: " + ", ".join(f"{name} {way} {measured['num_swaps']}" for (name, way), measured in found.items()),
+            "swaps for each pause: " + ", ".join(f"{name} {mode} {measured['num_swaps']}" for (name, mode), measured in found.items()),
         ],
     )
 
@@ -180,40 +180,40 @@ def _kv_bytes(name: str) -> int:
 class _Bench:
     """An engine kept full, and policies in shared memory to swap it to."""
 
-    def __init__(self, name: str, way: str) -> None:
+    def __init__(self, name: str, mode: str) -> None:
         from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
         from pipelinerl.engine.loop import EngineLoop
         from pipelinerl.engine.staging import StagingThread
         from pipelinerl.engine.vllm.engine import VllmEngine
         from pipelinerl.weights.adapters import AdapterShape
         from pipelinerl.weights.base import num_bytes, views
-        from pipelinerl.weights.buffer_pool import SlotPool
+        from pipelinerl.weights.buffer_pool import WeightBufferPool
         from pipelinerl.weights.manifest import seal
-        from pipelinerl.weights.shared_memory import SharedMemory
+        from pipelinerl.weights.shared_memory import SharedMemorySender
 
         self.engine = VllmEngine(
             model=ModelSection(path=FOLDER / name.replace(" ", ""), dtype="bfloat16", max_tokens=256),  # pyright: ignore[reportCallIssue]
             engine=EngineSection(max_running=NUM_SEQUENCES, kv_cache_bytes=_kv_bytes(name)),  # pyright: ignore[reportCallIssue]
             rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
             seed=0,
-            weights=WeightsSection(commit="auto" if way == "adapters" else way),  # pyright: ignore
-            adapters=AdapterShape(rank=16, alpha=32.0, targets=TARGETS) if way == "adapters" else None,
+            weights=WeightsSection(swap_mode="auto" if mode == "adapters" else mode),  # pyright: ignore
+            adapters=AdapterShape(rank=16, alpha=32.0, targets=TARGETS) if mode == "adapters" else None,
         )
         self._new_stager = lambda: StagingThread(self.engine)
         self.stager = self._new_stager()
         self.loop = EngineLoop(self.engine, engine_id=0, stager=lambda order: self.stager(order), clock=time.perf_counter)
         layout = self.engine.limits.tensors
         self.num_bytes = num_bytes(layout)
-        self._pool = SlotPool(SharedMemory(uuid.uuid4().hex), num_bytes=self.num_bytes)
-        self._slots = [self._pool.acquire(1.0), self._pool.acquire(1.0)]
+        self._pool = WeightBufferPool(SharedMemorySender(uuid.uuid4().hex), num_bytes=self.num_bytes)
+        self._buffers = [self._pool.acquire(1.0), self._pool.acquire(1.0)]
         self._manifests = []
         model: Any = self.engine.model
-        for slot in self._slots:
-            assert slot is not None
-            for view in views(slot.buffer, layout).values():
+        for buffer in self._buffers:
+            assert buffer is not None
+            for view in views(buffer.memory, layout).values():
                 view.normal_(std=0.02)
-            self._manifests.append(seal(0, slot.buffer, layout))
-        self.reload = lambda: model.load_weights(iter(views(self._slots[0].buffer, layout).items()))  # pyright: ignore
+            self._manifests.append(seal(0, buffer.memory, layout))
+        self.reload = lambda: model.load_weights(iter(views(self._buffers[0].memory, layout).items()))  # pyright: ignore
         self.is_smallest = name == next(iter(MODELS))
         self._num_asked = 0
         self.num_tokens = 0
@@ -230,11 +230,11 @@ class _Bench:
         from pipelinerl.messages import StageWeights
 
         version = self.loop.version + 1
-        slot = self._slots[version % 2]
-        assert slot is not None
-        slot.is_taken = True
-        digest = self._pool.publish(slot, msgspec.structs.replace(self._manifests[version % 2], version=version))
-        return StageWeights(version=version, slot=slot.name, digest=digest)
+        buffer = self._buffers[version % 2]
+        assert buffer is not None
+        buffer.is_taken = True
+        digest = self._pool.publish(buffer, msgspec.structs.replace(self._manifests[version % 2], version=version))
+        return StageWeights(version=version, buffer=buffer.name, digest=digest)
 
     def step(self) -> list[Any]:
         """One forward pass with every sequence running; what the loop said."""
@@ -260,19 +260,19 @@ class _Bench:
         self._pool.close()
 
 
-def _measure(name: str, way: str, settings: dict[str, Any]) -> dict[str, float]:
+def _measure(name: str, mode: str, settings: dict[str, Any]) -> dict[str, float]:
     os.sched_setaffinity(0, {ENGINE_CORE})
-    bench = _Bench(name, way)
+    bench = _Bench(name, mode)
     try:
-        return _measure_with(bench, way=way, **settings)
+        return _measure_with(bench, mode=mode, **settings)
     finally:
         bench.close()
 
 
-def _measure_with(bench: _Bench, *, way: str, num_swaps: int, num_in_a_row: int, seconds: float) -> dict[str, Any]:
+def _measure_with(bench: _Bench, *, mode: str, num_swaps: int, num_in_a_row: int, seconds: float) -> dict[str, Any]:
     for _ in range(5):
         bench.step()
-    reload_ms = "" if way == "adapters" else _reload_ms(bench)
+    reload_ms = "" if mode == "adapters" else _reload_ms(bench)
     memcpy_ms = _memcpy_ms(bench)
     usual = _pass_ms(bench, 20)
     pauses, next_passes = [], []
@@ -296,7 +296,7 @@ def _measure_with(bench: _Bench, *, way: str, num_swaps: int, num_in_a_row: int,
         "pass_ms": usual,
         "num_swaps": len(pauses),
     }
-    if way != "flip":
+    if mode != "pointer":
         return found
     in_a_row = _many_swaps(bench, num_in_a_row) if bench.is_smallest else {}
     return found | in_a_row | _beside_decoding(bench, seconds)
@@ -352,10 +352,10 @@ def _memcpy_ms(bench: _Bench) -> float:
         bench.step()
         order = bench.order()
         bench.engine.stage(order)
-        slot = bench._slots[order.version % 2]
-        assert slot is not None
+        buffer = bench._buffers[order.version % 2]
+        assert buffer is not None
         before = time.perf_counter()
-        target.copy_(slot.buffer)
+        target.copy_(buffer.memory)
         found.append(1e3 * (time.perf_counter() - before))
     return statistics.median(found)
 

@@ -356,7 +356,10 @@ class Peers:
             case StepSealed() if message.step == self._step:  # a pull ahead may bring it twice
                 self._step, self._row = message.step + 1, 0
                 yield peer, StepDone(step=message.step, metrics={})
-                yield peer, PolicyPublished(version=message.step + 1, slot=f"slot-{message.step}", digest="", num_bytes=0, publish_s=0.0)
+                yield (
+                    peer,
+                    PolicyPublished(version=message.step + 1, buffer=f"buffer-{message.step}", digest="", num_bytes=0, publish_s=0.0),
+                )
                 if message.step + 1 == self._steps:
                     yield peer, CheckpointSaved(version=self._steps, commit=message.commit, num_bytes=0, save_s=0.0)
                 yield from self._pulls(2)

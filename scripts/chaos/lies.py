@@ -268,7 +268,7 @@ def _saved(**fields: Any) -> Callable[[Message, Known], Message | None]:
 
 def _published(version: Callable[[Known], int], *, publish_s: float = 0.0) -> Callable[[Message, Known], Message]:
     def make(_: Message, known: Known) -> Message:
-        return PolicyPublished(version=version(known), slot=f"forged-{known.number()}", digest="", num_bytes=0, publish_s=publish_s)
+        return PolicyPublished(version=version(known), buffer=f"forged-{known.number()}", digest="", num_bytes=0, publish_s=publish_s)
 
     return make
 

@@ -30,7 +30,6 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
-    SlotReleased,
     StepDone,
     StepSealed,
     Stop,
@@ -38,13 +37,14 @@ from pipelinerl.messages import (
     ToTrainer,
     TrainerReady,
     TrainingEnded,
+    WeightBufferReleased,
 )
 from pipelinerl.runtime.process import die_with_parent, last_words, read_config
 from pipelinerl.storage import checkpoint_folder, checksum
 from pipelinerl.transport.zmq import ZmqLink
 from trainer.session import Standing
 
-NUM_SLOTS = 3
+NUM_BUFFERS = 3
 LOGPROB = -math.log(FAKE_VOCABULARY)
 """Of every token, for the engines' stand-in and so for this trainer, too."""
 
@@ -60,7 +60,7 @@ class Rehearsal:
             shutil.rmtree(draft)
         self._version, self._commit, self._num_samples, self._digest = 0, "", 0, 0
         self._restore()
-        self._free = [f"slot-{number}" for number in range(NUM_SLOTS)]
+        self._free = [f"buffer-{number}" for number in range(NUM_BUFFERS)]
         self._knows_layout = False
         self._is_stopped = self._is_ending = False
         self._next_sign = 0.0
@@ -136,7 +136,7 @@ class Rehearsal:
         while not (self._knows_layout and self._free) and not self._is_stopped:
             self._receive()
         if not self._is_stopped:
-            self._say(PolicyPublished(version=self._version, slot=self._free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+            self._say(PolicyPublished(version=self._version, buffer=self._free.pop(0), digest="", num_bytes=0, publish_s=0.0))
 
     def _save(self) -> None:
         draft = self._folder / f"step-{self._version:06}.draft"
@@ -181,8 +181,8 @@ class Rehearsal:
                 self._knows_layout = True
                 for published in self._standing.published():
                     self._link.send(published)
-            case SlotReleased() if self._knows_layout:
-                self._free.append(message.slot)
+            case WeightBufferReleased() if self._knows_layout:
+                self._free.append(message.buffer)
             case EndTraining():
                 self._is_ending = True
             case Stop():

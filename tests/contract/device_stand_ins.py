@@ -1,4 +1,4 @@
-"""What NCCL and CUDA's memory handles do, on the host: the roads between devices are tested over it where there is no device.
+"""What NCCL and CUDA's memory handles do, on the host: the transports between devices are tested over it where there is no device.
 
 Like NCCL, the stand-in never says that a peer is gone: what is under way is then simply never done, until it is aborted.
 """

@@ -50,10 +50,10 @@ class FakeBench:
         self.engine: Engine = FakeEngine(max_model_tokens=CONTEXT, max_running=4, mean_tokens=10**9)
 
     def publish(self) -> StageWeights:
-        return StageWeights(version=1, slot="slot-1", digest="digest")
+        return StageWeights(version=1, buffer="buffer-1", digest="digest")
 
     def corrupt(self) -> StageWeights:
-        return StageWeights(version=1, slot="corrupt", digest="digest")
+        return StageWeights(version=1, buffer="corrupt", digest="digest")
 
     def reset(self) -> None:
         """Nothing to do: tokens differ after every commit, but any weights serve as well as the first."""
@@ -90,7 +90,7 @@ class VllmBench:
 
     def corrupt(self) -> StageWeights:
         order = self.publish()
-        return StageWeights(version=order.version, slot=order.slot, digest=order.digest[::-1])
+        return StageWeights(version=order.version, buffer=order.buffer, digest=order.digest[::-1])
 
     def reset(self) -> None:
         if self._published:
@@ -101,9 +101,9 @@ class VllmBench:
 
     def publish_weights(self, weights: dict[str, torch.Tensor]) -> StageWeights:
         self._version += 1
-        slot, digest = self.publisher.publish(weights, version=self._version)
-        self._published.append(slot)
-        return StageWeights(version=self._version, slot=slot, digest=digest)
+        buffer, digest = self.publisher.publish(weights, version=self._version)
+        self._published.append(buffer)
+        return StageWeights(version=self._version, buffer=buffer, digest=digest)
 
 
 class AdapterBench(VllmBench):
@@ -400,11 +400,11 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(bench: VllmBench):
 
 
 @only_vllm
-def test_a_slot_that_is_not_there_is_refused_by_name(bench: VllmBench):
+def test_a_buffer_that_is_not_there_is_refused_by_name(bench: VllmBench):
     with pytest.raises(WeightsError, match="pipelinerl-nowhere-0"):
-        bench.engine.stage(StageWeights(version=1, slot="pipelinerl-nowhere-0", digest="digest"))
-    with pytest.raises(WeightsError, match="is not the name of a slot"):
-        bench.engine.stage(StageWeights(version=1, slot="../../etc/passwd", digest="digest"))
+        bench.engine.stage(StageWeights(version=1, buffer="pipelinerl-nowhere-0", digest="digest"))
+    with pytest.raises(WeightsError, match="is not the name of a weight buffer"):
+        bench.engine.stage(StageWeights(version=1, buffer="../../etc/passwd", digest="digest"))
 
 
 def steps_until_done(bench: VllmBench, name: str, replies: dict[str, Reply]) -> list[int]:

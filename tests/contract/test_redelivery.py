@@ -25,11 +25,11 @@ from tests.contract.wires import (
     Program,
     Wire,
     ZmqWire,
-    arrival,
     arrivals,
     connected,
     load,
     numbers,
+    payload,
     run,
     send_until_refused,
     until,
@@ -73,7 +73,7 @@ def test_in_any_weather_every_message_arrives_once_and_in_order(weather: str):
             listening = group.create_task(listen())
             for number in range(300):
                 link.send(load(number))
-                hub.send("engine-0", StageWeights(version=number, slot="", digest=""))
+                hub.send("engine-0", StageWeights(version=number, buffer="", digest=""))
                 await asyncio.sleep(0.01)
             await complete.wait()
             await obeying
@@ -189,7 +189,7 @@ def test_what_a_broken_connection_lost_comes_again_once_it_is_back(
         listening = asyncio.create_task(listen())
         for number in range(300):
             link.send(load(number))
-            wire.hub.send("engine-0", StageWeights(version=number, slot="s" * 500, digest=""))
+            wire.hub.send("engine-0", StageWeights(version=number, buffer="s" * 500, digest=""))
             if number in (100, 200):
                 cable.cut()
                 await asyncio.sleep(pause_s)
@@ -216,7 +216,7 @@ def test_the_last_word_comes_also_where_the_connection_is_cut_and_then_the_hub_c
         cable.cut()
         wire.hub.dismiss(Stop(reason="finished"))
         wire.hub.close()
-        assert await arrival(link) == Stop(reason="finished")
+        assert await payload(link) == Stop(reason="finished")
         assert link.receive(1.0) is None, "it was said twice"
         cable.close()
 
@@ -250,7 +250,7 @@ def test_what_a_changed_byte_lost_comes_again(on_zmq: Callable[[Program], None],
                 cable.spoil(is_towards_hub=is_towards_hub)
             link.send(load(number))
             with contextlib.suppress(PeerGone):
-                wire.hub.send("engine-0", StageWeights(version=number, slot="", digest=""))
+                wire.hub.send("engine-0", StageWeights(version=number, buffer="", digest=""))
             await asyncio.sleep(0.01)
         await until(is_complete, what="what the changed byte lost did not come again")
         listening.cancel()
@@ -272,9 +272,9 @@ def test_a_peer_that_stands_still_costs_its_bound_and_holds_up_nobody(on_wire: C
         with pytest.raises(PeerFull, match=r"engine-0 has not taken the last \d+ bytes"):
             wire.hub.send("engine-0", Stop(reason=f"{19:050000d}"))
         wire.hub.send("engine-1", Stop(reason="x"))
-        assert await arrival(good) == Stop(reason="x")
+        assert await payload(good) == Stop(reason="x")
         receiving = asyncio.create_task(wire.hub.receive())
-        orders = [await arrival(standing) for _ in range(19)]
+        orders = [await payload(standing) for _ in range(19)]
         assert [int(order.reason[-6:]) for order in orders if isinstance(order, Stop)] == list(range(19)), "nothing was dropped"
         receiving.cancel()
 
@@ -386,7 +386,7 @@ def test_a_descriptor_tells_of_every_message(on_zmq: Callable[[Program], None]):
         loop.add_reader(link.fileno(), drain)
         drain()
         for number in range(200):
-            wire.hub.send("engine-0", StageWeights(version=number, slot="", digest=""))
+            wire.hub.send("engine-0", StageWeights(version=number, buffer="", digest=""))
             await asyncio.sleep(0.001 * (number % 3))
         await asyncio.wait_for(done.wait(), PATIENCE_S)
         loop.remove_reader(link.fileno())
@@ -405,7 +405,7 @@ def test_a_new_hub_of_the_same_run_is_another_port_published_after_it_was_bound(
         assert wire.hub.address != first
         (link,) = await connected(wire, 0)
         wire.hub.send("engine-0", Stop(reason="x"))
-        assert await arrival(link) == Stop(reason="x")
+        assert await payload(link) == Stop(reason="x")
         await until(lambda: not list((tmp_path / "endpoints").glob("*.draft")), what="a draft was left")
 
     run(ZmqWire, tmp_path, program)
@@ -427,7 +427,7 @@ def test_a_link_finds_the_orchestrator_that_takes_a_dead_ones_place_and_introduc
         link.introduce(introduce)
         assert numbers(await arrivals(wire.hub, 1)) == [1001]
         wire.hub.send("engine-0", Stop(reason="met"))
-        await arrival(link)
+        await payload(link)
         wire.hub._exchange._conversations.clear()  # killed: it says no goodbye
         wire.hub.close()
         link.send(load(1))
@@ -448,7 +448,7 @@ def test_the_twins_hub_hands_over_from_a_dead_peer_to_its_successor(tmp_path: Pa
         wire.hub.send("engine-0", Stop(reason="for the old one"))
         new = wire.link(0)
         wire.hub.send("engine-0", Stop(reason="for the new one"))
-        assert await arrival(new) == Stop(reason="for the new one")
+        assert await payload(new) == Stop(reason="for the new one")
         old.send(load(1))
         new.send(load(2))
         assert await arrivals(wire.hub, 1) == [("engine-0", load(2))]

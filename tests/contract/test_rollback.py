@@ -21,7 +21,7 @@ from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Message, PolicyPublished, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
-from tests.contract.roads import LAYOUT, Engine, same_bits, tensors
+from tests.contract.weight_transports import LAYOUT, Engine, same_bits, tensors
 from trainer.weights.publisher import Publisher
 
 
@@ -63,18 +63,18 @@ class Run:
         policy = self.publisher.publish(version)
         assert policy is not None
         self.announced.append(policy)
-        self.swaps.published(Policy(age=(policy.lineage, version), slot=policy.slot, digest=policy.digest))
+        self.swaps.published(Policy(age=(policy.rollback_epoch, version), buffer=policy.buffer, digest=policy.digest))
         for number in range(len(self.loops)):
             self.order(number)
-        for slot in self.swaps.take_free_slots():
-            self.publisher.release(slot)
-        self.publisher.held(self.swaps.held_by_all(), lineage=self.swaps.lineage)
+        for buffer in self.swaps.take_free_buffers():
+            self.publisher.release(buffer)
+        self.publisher.held(self.swaps.held_by_all(), rollback_epoch=self.swaps.rollback_epoch)
         return policy
 
     def order(self, number: int) -> None:
         policy = self.swaps.next_order(number)
         assert policy is not None
-        order = StageWeights(version=policy.age[1], lineage=policy.age[0], slot=policy.slot, digest=policy.digest)
+        order = StageWeights(version=policy.age[1], rollback_epoch=policy.age[0], buffer=policy.buffer, digest=policy.digest)
         self.told.append(order)
         self.loops[number].handle(order)
         self.loops[number].advance()
@@ -85,9 +85,9 @@ class Run:
     def hear(self, number: int, message: Message) -> None:
         match message:
             case WeightsCommitted():
-                self.swaps.committed(number, (message.lineage, message.version))
+                self.swaps.committed(number, (message.rollback_epoch, message.version))
             case WeightsRefused():
-                self.swaps.refused(number, (message.lineage, message.version), message.error)
+                self.swaps.refused(number, (message.rollback_epoch, message.version), message.error)
             case WeightsStaged():
                 pass
             case _:
@@ -98,7 +98,7 @@ class Run:
         return said
 
     def held(self) -> list[tuple[int, int]]:
-        return [(loop.lineage, loop.version) for loop in self.loops]
+        return [(loop.rollback_epoch, loop.version) for loop in self.loops]
 
     def all_hold_what_the_trainer_has(self) -> bool:
         return all(
@@ -121,7 +121,7 @@ def staged_at_once(engine: Taking) -> EngineLoop:
 @pytest.fixture(params=[False, True], ids=["whole", "changes"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
     weights = {name: tensor.clone() for name, tensor in tensors(0).items()}
-    publisher = Publisher(lambda: weights, tied_names=frozenset(), run_folder=tmp_path, deadline_s=1.0, sends_changes=request.param)
+    publisher = Publisher(lambda: weights, tied_names=frozenset(), run_folder=tmp_path, deadline_s=1.0, sends_deltas=request.param)
     publisher.fix_layout(LAYOUT, num_engines=2)
     engines = [Taking(), Taking()]
     swaps = Swaps()
@@ -163,7 +163,7 @@ def repeat_late(
     run: Run, told: list[StageWeights], announced: list[PolicyPublished], heard: list[tuple[int, Message]], *, chance: random.Random
 ) -> None:
     """Deliver every message from before the rollback once more, in another order."""
-    held, slots = run.swaps.held_by_all(), run.swaps.take_free_slots()
+    held, buffers = run.swaps.held_by_all(), run.swaps.take_free_buffers()
     late: list[tuple[str, Any]] = [("told", one) for one in told]
     late += [("announced", one) for one in announced] + [("heard", one) for one in heard] + [("held", version) for version in (None, 3, 5)]
     chance.shuffle(late)
@@ -175,13 +175,13 @@ def repeat_late(
                     loop.advance()
                     assert run.said(number) == []
             case "announced", PolicyPublished():
-                run.swaps.published(Policy(age=(one.lineage, one.version), slot=one.slot, digest=one.digest))
+                run.swaps.published(Policy(age=(one.rollback_epoch, one.version), buffer=one.buffer, digest=one.digest))
             case "heard", (int(number), Message() as message):
                 run.hear(number, message)
             case _:
-                run.publisher.held(one, lineage=0)
-    assert (run.swaps.held_by_all(), run.swaps.take_free_slots()) == (held, [])
-    assert not slots
+                run.publisher.held(one, rollback_epoch=0)
+    assert (run.swaps.held_by_all(), run.swaps.take_free_buffers()) == (held, [])
+    assert not buffers
     assert [run.swaps.next_order(number) for number in range(2)] == [None, None]
 
 
@@ -189,14 +189,14 @@ def test_a_trainer_that_starts_again_goes_on_in_the_lineage_that_engines_know(ru
     run.publish(1)
     run.publisher.roll_back()
     run.publish(1)
-    run.swaps.forget_slots()
+    run.swaps.forget_buffers()
     run.publisher.close()
     successor = Publisher(lambda: run.weights, tied_names=frozenset(), run_folder=tmp_path / "again", deadline_s=1.0)
-    successor.fix_layout(LAYOUT, num_engines=2, lineage=run.swaps.lineage)
+    successor.fix_layout(LAYOUT, num_engines=2, rollback_epoch=run.swaps.rollback_epoch)
     with contextlib.closing(successor):
         run.publisher = successor
         run.train()
-        assert run.publish(2).lineage == 1
+        assert run.publish(2).rollback_epoch == 1
         assert run.held() == [(1, 2), (1, 2)]
         assert run.all_hold_what_the_trainer_has()
 
@@ -205,6 +205,6 @@ def test_a_rule_that_knows_an_engine_of_a_later_lineage_outlives_the_trainer_tha
     swaps = Swaps()
     for number, held in enumerate([(0, 5), (2, 3)]):
         swaps.joined(number, held)
-    swaps.forget_slots()
-    assert swaps.lineage == 2
-    assert swaps.held_by_all() is None, "one is of an earlier lineage"
+    swaps.forget_buffers()
+    assert swaps.rollback_epoch == 2
+    assert swaps.held_by_all() is None, "one is of an earlier rollback epoch"

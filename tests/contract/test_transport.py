@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.errors import PeerGone
 from pipelinerl.messages import Completion, EngineLoad, Finish, Generate, Sampling, StageWeights, Stop
-from tests.contract.wires import PATIENCE_S, Program, Wire, ZmqWire, arrival, arrivals, connected, load, send_until_refused
+from tests.contract.wires import PATIENCE_S, Program, Wire, ZmqWire, arrivals, connected, load, payload, send_until_refused
 
 
 def test_messages_arrive_whole_and_in_order_in_both_directions(on_wire: Callable[[Program], None]):
@@ -20,10 +20,10 @@ def test_messages_arrive_whole_and_in_order_in_both_directions(on_wire: Callable
         (link,) = await connected(wire, 0)
         for number in range(500):
             link.send(load(number))
-            wire.hub.send("engine-0", StageWeights(version=number, slot="s" * number, digest=""))
+            wire.hub.send("engine-0", StageWeights(version=number, buffer="s" * number, digest=""))
         assert [message.num_tokens for _, message in await arrivals(wire.hub, 500) if isinstance(message, EngineLoad)] == list(range(500))
-        orders = [await arrival(link) for _ in range(500)]
-        assert [(order.version, len(order.slot)) for order in orders if isinstance(order, StageWeights)] == [(n, n) for n in range(500)]
+        orders = [await payload(link) for _ in range(500)]
+        assert [(order.version, len(order.buffer)) for order in orders if isinstance(order, StageWeights)] == [(n, n) for n in range(500)]
 
     on_wire(program)
 
@@ -34,11 +34,11 @@ def test_several_peers_are_told_apart_and_each_keeps_its_order(on_wire: Callable
         for number in range(100):
             for link in links:
                 link.send(load(number))
-            wire.hub.send(f"engine-{number % 3}", StageWeights(version=number, slot="", digest=""))
+            wire.hub.send(f"engine-{number % 3}", StageWeights(version=number, buffer="", digest=""))
         arrived = await arrivals(wire.hub, 300)
         for name in ("engine-0", "engine-1", "engine-2"):
             assert [message.num_tokens for peer, message in arrived if peer == name and isinstance(message, EngineLoad)] == list(range(100))
-        assert [order.version for order in [await arrival(links[1]) for _ in range(33)] if isinstance(order, StageWeights)] == list(
+        assert [order.version for order in [await payload(links[1]) for _ in range(33)] if isinstance(order, StageWeights)] == list(
             range(1, 100, 3)
         )
 
@@ -52,7 +52,7 @@ def test_columns_survive_the_journey(on_wire: Callable[[Program], None]):
             "engine-0",
             Generate(rollout_id="a", attempt=1, token_ids=np.array([5, 6], np.int32), sampling=Sampling(max_tokens=3, seed=4)),
         )
-        request = await arrival(link)
+        request = await payload(link)
         assert isinstance(request, Generate)
         assert (request.token_ids.tolist(), request.token_ids.dtype, request.sampling.seed) == ([5, 6], np.int32, 4)
 
@@ -101,7 +101,7 @@ def test_sending_to_somebody_who_has_left_raises_and_the_others_are_unharmed(on_
         with pytest.raises(PeerGone, match="engine-0"):
             await send_until_refused(wire.hub, "engine-0")
         wire.hub.send("engine-1", Stop(reason="finished"))
-        assert await arrival(second) == Stop(reason="finished")
+        assert await payload(second) == Stop(reason="finished")
 
     on_wire(program)
 
@@ -112,7 +112,7 @@ def test_who_comes_back_under_the_same_name_takes_over(on_wire: Callable[[Progra
         old.close()
         (new,) = await connected(wire, 0)
         wire.hub.send("engine-0", Stop(reason="hello again"))
-        assert await arrival(new) == Stop(reason="hello again")
+        assert await payload(new) == Stop(reason="hello again")
         new.send(load(3))
         assert await arrivals(wire.hub, 1) == [("engine-0", load(3))]
 
@@ -127,9 +127,9 @@ def test_what_was_sent_before_closing_arrives(on_wire: Callable[[Program], None]
         leaving.close()
         assert [message.num_tokens for _, message in await arrivals(wire.hub, 200) if isinstance(message, EngineLoad)] == list(range(200))
         for number in range(200):
-            wire.hub.send("engine-1", StageWeights(version=number, slot="", digest=""))
+            wire.hub.send("engine-1", StageWeights(version=number, buffer="", digest=""))
         wire.hub.close()
-        orders = [await arrival(staying) for _ in range(200)]
+        orders = [await payload(staying) for _ in range(200)]
         assert [order.version for order in orders if isinstance(order, StageWeights)] == list(range(200))
 
     on_wire(program)
@@ -143,7 +143,7 @@ def test_the_last_word_reaches_also_who_connects_after_it(on_wire: Callable[[Pro
         late = wire.link(1)
         if isinstance(wire, ZmqWire):  # in memory nothing is left of a hub that has closed
             wire.hub.close()
-        assert [await arrival(link) for link in (there, late)] == [Stop(reason="finished")] * 2
+        assert [await payload(link) for link in (there, late)] == [Stop(reason="finished")] * 2
 
     on_wire(program)
 

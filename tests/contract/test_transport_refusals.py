@@ -17,7 +17,7 @@ from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.codec import encode
 from pipelinerl.transport.frame import HEADER_BYTES, Kind
 from pipelinerl.transport.keys import read_keys
-from tests.contract.wires import PATIENCE_S, Program, Wire, ZmqWire, arrival, arrivals, connected, framed, load, until
+from tests.contract.wires import PATIENCE_S, Program, Wire, ZmqWire, arrivals, connected, framed, load, payload, until
 
 NO_MESSAGE = {
     "nothing": b"",
@@ -110,7 +110,7 @@ def test_a_peer_of_another_schema_is_counted_and_told_what_to_do(on_wire: Callab
         await until(lambda: wire.hub.refused == {"schema": 1}, what="another schema was not counted")
         monkeypatch.setattr(frame, "SCHEMA", frame.SCHEMA ^ 1)
         with pytest.raises(WireError, match=r"speaks wire 2 and schema [0-9a-f]{8}, this one .*: install the same version of pipelinerl"):
-            await arrival(link)
+            await payload(link)
         receiving.cancel()
 
     on_wire(program)
@@ -170,7 +170,7 @@ def test_who_a_peer_is_its_key_says_and_not_the_peer(on_zmq: Callable[[Program],
         raw.send(GOOD_FRAME)
         assert await arrivals(wire.hub, 1) == [("engine-1", load(1))]
         wire.hub.send("engine-0", Stop(reason="not for engine-1"))
-        assert await arrival(good) == Stop(reason="not for engine-1")
+        assert await payload(good) == Stop(reason="not for engine-1")
         assert not raw.poll(100)
         assert not wire.hub.refused
 

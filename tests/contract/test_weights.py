@@ -1,4 +1,4 @@
-"""What every road of the weights promises, and the version transaction over each: fetched as published, bit for bit, or refused.
+"""What every transport of the weights promises, and the version transaction over each: fetched as published, bit for bit, or refused.
 
 Adapters that travel alone run through the cases that are theirs in `tests/e2e/test_adapters.py`, which has the engine they need.
 """
@@ -15,54 +15,56 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.commit import Copy, Flip, Scatter
-from pipelinerl.weights.delta_base import Baseline, fill
+from pipelinerl.weights.delta_base import DeltaBase, fill
 from pipelinerl.weights.manifest import Manifest
+from pipelinerl.weights.swap import CopySwap, PointerSwap, SparseSwap
 from pipelinerl.weights.transport import Receiver
-from tests.contract.ranked import RankedEngine
-from tests.contract.roads import BETWEEN_DEVICES, LAYOUT, ROADS, Engine, Road, same_bits, tensors
+from tests.contract.sharded_engine import ShardedEngine
+from tests.contract.weight_transports import BETWEEN_DEVICES, LAYOUT, TRANSPORTS, Engine, Transport, same_bits, tensors
 
 ENGINES: dict[str, Callable[[Receiver], Engine]] = {
-    "flip": functools.partial(Engine, commit=Flip),
-    "copy": functools.partial(Engine, commit=Copy),
-    "scatter": functools.partial(Engine, commit=Scatter),
-    "ranks that flip": functools.partial(RankedEngine, way="flip"),
-    "ranks that scatter": functools.partial(RankedEngine, way="scatter"),
+    "pointer": functools.partial(Engine, swap=PointerSwap),
+    "copy": functools.partial(Engine, swap=CopySwap),
+    "sparse": functools.partial(Engine, swap=SparseSwap),
+    "ranks, pointer": functools.partial(ShardedEngine, mode="pointer"),
+    "ranks, sparse": functools.partial(ShardedEngine, mode="sparse"),
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every road with every kind of engine that the test asks for, but for ranks on a road between devices: no run begins with those."""
-    kinds = list(ENGINES) if "drifters" in metafunc.fixturenames else ["flip", "copy", "ranks that flip"]
+    """Every transport with every kind of engine that the test asks for, but for ranks on a transport between devices: no run begins with
+    those.
+    """
+    kinds = list(ENGINES) if "drifters" in metafunc.fixturenames else ["pointer", "copy", "ranks, pointer"]
     if "engines" in metafunc.fixturenames:
-        pairs = [(road, kind) for road in ROADS for kind in kinds if "ranks" not in kind or road not in BETWEEN_DEVICES]
-        metafunc.parametrize(("road_name", "kind"), pairs)
+        pairs = [(transport, kind) for transport in TRANSPORTS for kind in kinds if "ranks" not in kind or transport not in BETWEEN_DEVICES]
+        metafunc.parametrize(("transport_name", "kind"), pairs)
     else:
-        metafunc.parametrize("road_name", ROADS)
+        metafunc.parametrize("transport_name", TRANSPORTS)
 
 
 @pytest.fixture
-def make_road(road_name: str, tmp_path: Path) -> Iterator[Callable[[tuple[Tensor, ...]], Road]]:
-    made: list[Road] = []
+def make_transport(transport_name: str, tmp_path: Path) -> Iterator[Callable[[tuple[Tensor, ...]], Transport]]:
+    made: list[Transport] = []
 
-    def make(layout: tuple[Tensor, ...]) -> Road:
-        made.append(ROADS[road_name](tmp_path, layout))
+    def make(layout: tuple[Tensor, ...]) -> Transport:
+        made.append(TRANSPORTS[transport_name](tmp_path, layout))
         return made[-1]
 
     yield make
-    for road in made:
-        road.pool.close()
+    for transport in made:
+        transport.pool.close()
 
 
 @pytest.fixture
-def road(make_road: Callable[[tuple[Tensor, ...]], Road]) -> Road:
-    return make_road(LAYOUT)
+def transport(make_transport: Callable[[tuple[Tensor, ...]], Transport]) -> Transport:
+    return make_transport(LAYOUT)
 
 
 @pytest.fixture
-def engines(road: Road, kind: str) -> Iterator[list[Engine]]:
+def engines(transport: Transport, kind: str) -> Iterator[list[Engine]]:
     """Two of the kinds that take whole policies."""
-    made = [ENGINES[kind](road.receive()) for _ in range(2)]
+    made = [ENGINES[kind](transport.receive()) for _ in range(2)]
     yield made
     for engine in made:
         engine.close()
@@ -75,10 +77,10 @@ def drifters(engines: list[Engine]) -> list[Engine]:
 
 
 @pytest.mark.slow
-def test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road: Road, engines: list[Engine]):
+def test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(transport: Transport, engines: list[Engine]):
     previous = None
     for version in range(1, 7):
-        order = road.publish(version)
+        order = transport.publish(version)
         for engine in engines:
             engine.intake.stage(order)
             assert engine.holds(version - 1), "staging changes nothing"
@@ -86,21 +88,21 @@ def test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road:
             engine.intake.commit()
             assert engine.holds(version)
         if previous is not None:
-            road.pool.release(previous.slot)
+            transport.pool.release(previous.buffer)
         previous = order
 
 
-def test_an_engine_may_skip_policies_and_load_the_newest_late(road: Road, engines: list[Engine]):
-    first, second, third = (road.publish(version) for version in (1, 2, 3))
+def test_an_engine_may_skip_policies_and_load_the_newest_late(transport: Transport, engines: list[Engine]):
+    first, second, third = (transport.publish(version) for version in (1, 2, 3))
     engines[0].take(first)
     for order in (first, second, third):
-        road.pool.release(order.slot)
+        transport.pool.release(order.buffer)
     engines[1].take(third)
     assert engines[1].holds(3), "released or not, the newest stays for whoever comes late"
 
 
-def test_a_policy_staged_twice_or_staged_over_is_committed_once(road: Road, engines: list[Engine]):
-    first, second = road.publish(1), road.publish(2)
+def test_a_policy_staged_twice_or_staged_over_is_committed_once(transport: Transport, engines: list[Engine]):
+    first, second = transport.publish(1), transport.publish(2)
     engine = engines[0]
     for order in (first, first, second):
         engine.intake.stage(order)
@@ -133,23 +135,23 @@ def claim_another_version(buffer: torch.Tensor, manifest: Manifest) -> Manifest:
     ids=["flipped bit", "version"],
 )
 def test_a_damaged_policy_is_refused_the_old_one_stays_and_the_next_is_taken(
-    road: Road, engines: list[Engine], tamper: Callable[[torch.Tensor, Manifest], Manifest], said: str
+    transport: Transport, engines: list[Engine], tamper: Callable[[torch.Tensor, Manifest], Manifest], said: str
 ):
-    engines[0].take(road.publish(1))
+    engines[0].take(transport.publish(1))
     with pytest.raises(WeightsError, match=said):
-        engines[0].intake.stage(road.publish(2, tamper=tamper))
+        engines[0].intake.stage(transport.publish(2, tamper=tamper))
     assert engines[0].holds(1)
     with pytest.raises(WeightsError, match="nothing is staged"):
         engines[0].intake.commit()
     assert engines[0].holds(1)
-    engines[0].take(road.publish(3))
+    engines[0].take(transport.publish(3))
     assert engines[0].holds(3)
 
 
-def test_a_failed_staging_takes_back_what_was_staged_before(road: Road, engines: list[Engine]):
-    engines[0].intake.stage(road.publish(1))
+def test_a_failed_staging_takes_back_what_was_staged_before(transport: Transport, engines: list[Engine]):
+    engines[0].intake.stage(transport.publish(1))
     with pytest.raises(WeightsError):
-        engines[0].intake.stage(road.publish(2, tamper=flip_a_bit))
+        engines[0].intake.stage(transport.publish(2, tamper=flip_a_bit))
     with pytest.raises(WeightsError, match="nothing is staged"):
         engines[0].intake.commit()
     assert engines[0].holds(0)
@@ -166,27 +168,27 @@ def test_a_failed_staging_takes_back_what_was_staged_before(road: Road, engines:
     ids=["missing", "extra", "misshapen", "dtype"],
 )
 def test_a_policy_of_another_layout_is_refused(
-    make_road: Callable[[tuple[Tensor, ...]], Road], change: Callable[[dict[str, torch.Tensor]], object], said: str
+    make_transport: Callable[[tuple[Tensor, ...]], Transport], change: Callable[[dict[str, torch.Tensor]], object], said: str
 ):
     made = tensors(0)
     change(made)
-    engine = Engine((road := make_road(plan_layout(made))).receive())
+    engine = Engine((transport := make_transport(plan_layout(made))).receive())
     with pytest.raises(WeightsError, match=said):
-        engine.intake.stage(road.publish(1))
+        engine.intake.stage(transport.publish(1))
     assert engine.holds(0)
     engine.close()
 
 
-def test_an_order_with_another_digest_is_refused(road: Road, engines: list[Engine]):
-    order = road.publish(1)
+def test_an_order_with_another_digest_is_refused(transport: Transport, engines: list[Engine]):
+    order = transport.publish(1)
     with pytest.raises(WeightsError, match="announced was abcd"):
-        engines[0].intake.stage(StageWeights(version=1, slot=order.slot, digest="abcd"))
+        engines[0].intake.stage(StageWeights(version=1, buffer=order.buffer, digest="abcd"))
     assert engines[0].holds(0)
 
 
-def test_a_truncated_policy_is_refused_and_harms_no_other_engine(road: Road, engines: list[Engine]):
-    first, second = road.publish(1), road.publish(2)
-    road.damage(second.slot)
+def test_a_truncated_policy_is_refused_and_harms_no_other_engine(transport: Transport, engines: list[Engine]):
+    first, second = transport.publish(1), transport.publish(2)
+    transport.damage(second.buffer)
     with pytest.raises(WeightsError, match=r"truncated|the trainer sends \d+ bytes, the manifest says"):
         engines[0].intake.stage(second)
     assert engines[0].holds(0)
@@ -194,24 +196,24 @@ def test_a_truncated_policy_is_refused_and_harms_no_other_engine(road: Road, eng
     assert engines[1].holds(1)
 
 
-def test_a_slot_of_a_trainer_that_is_gone_is_refused(road: Road):
-    order = road.publish(1)
-    road.receive = road.hasty or road.receive
-    engine = Engine(road.receive())
-    road.pool.close()
+def test_a_buffer_of_a_trainer_that_is_gone_is_refused(transport: Transport):
+    order = transport.publish(1)
+    transport.receive = transport.hasty or transport.receive
+    engine = Engine(transport.receive())
+    transport.pool.close()
     with pytest.raises(WeightsError, match="cannot"):
         engine.intake.stage(order)
     assert engine.holds(0)
     engine.close()
 
 
-@pytest.mark.parametrize("slot", ["", "nowhere", "../etc/passwd", "pipelinerl-a-0\n", "policy-../../x", "gloo://nowhere"])
-def test_a_name_that_is_no_slot_is_refused(engines: list[Engine], slot: str):
-    with pytest.raises(WeightsError, match="not the name of a slot"):
-        engines[0].intake.stage(StageWeights(version=1, slot=slot, digest="ab"))
+@pytest.mark.parametrize("buffer", ["", "nowhere", "../etc/passwd", "pipelinerl-a-0\n", "policy-../../x", "gloo://nowhere"])
+def test_a_name_that_is_no_buffer_is_refused(engines: list[Engine], buffer: str):
+    with pytest.raises(WeightsError, match="not the name of a weight buffer"):
+        engines[0].intake.stage(StageWeights(version=1, buffer=buffer, digest="ab"))
 
 
-# --- changes, over every road --------------------------------------------------------------------------------------------------------
+# --- changes, over every transport --------------------------------------------------------------------------------------------------------
 
 
 def drifting(num_versions: int) -> list[torch.Tensor]:
@@ -232,20 +234,20 @@ def drifting(num_versions: int) -> list[torch.Tensor]:
 class Trainer:
     """Publishes changes where it can, as the trainer does."""
 
-    def __init__(self, road: Road) -> None:
-        self.road = road
-        self.baseline = Baseline(LAYOUT, num_bytes=num_bytes(LAYOUT))
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.delta_base = DeltaBase(LAYOUT, num_bytes=num_bytes(LAYOUT))
         self.num_whole = 0
 
     def publish(self, version: int, buffer: torch.Tensor, *, tamper: Callable[[torch.Tensor], None] | None = None) -> StageWeights:
-        slot = self.road.pool.acquire(1.0)
-        assert slot is not None
-        manifest = fill(slot.buffer, buffer, baseline=self.baseline, layout=LAYOUT, version=version)
+        free = self.transport.pool.acquire(1.0)
+        assert free is not None
+        manifest = fill(free.memory, buffer, delta_base=self.delta_base, layout=LAYOUT, version=version)
         self.num_whole += manifest.base_version is None
         if tamper is not None:
-            tamper(slot.buffer)
-        digest = self.road.pool.publish(slot, manifest)
-        return StageWeights(version=version, slot=slot.name, digest=digest)
+            tamper(free.memory)
+        digest = self.transport.pool.publish(free, manifest)
+        return StageWeights(version=version, buffer=free.name, digest=digest)
 
 
 def holds(engine: Engine, buffer: torch.Tensor) -> bool:
@@ -253,10 +255,10 @@ def holds(engine: Engine, buffer: torch.Tensor) -> bool:
 
 
 @pytest.mark.slow
-def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(road: Road, drifters: list[Engine]):
-    """Engine 0 takes every policy; engine 1 every second or third, some of them twice; the baseline follows the slower one."""
+def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(transport: Transport, drifters: list[Engine]):
+    """Engine 0 takes every policy; engine 1 every second or third, some of them twice; the delta_base follows the slower one."""
     buffers = drifting(12)
-    trainer = Trainer(road)
+    trainer = Trainer(transport)
     held = [0, 0]
     orders: list[StageWeights] = []
     taken_by_both = {1, 3, 4, 7, 9, 10, 12}
@@ -271,36 +273,36 @@ def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(road: Road, 
                 engine.intake.commit()
                 held[number] = version
                 assert holds(engine, buffers[version])
-        trainer.baseline.move(min(held))
+        trainer.delta_base.move(min(held))
         orders.append(order)
-        while orders[0].version < min(held):  # a whole policy may be served from the slot itself
-            road.pool.release(orders.pop(0).slot)
+        while orders[0].version < min(held):  # a whole policy may be served from the buffer itself
+            transport.pool.release(orders.pop(0).buffer)
     assert trainer.num_whole == 1
 
 
 @pytest.mark.slow
-def test_changes_over_another_base_are_refused_and_a_whole_policy_heals(road: Road, drifters: list[Engine]):
+def test_changes_over_another_base_are_refused_and_a_whole_policy_heals(transport: Transport, drifters: list[Engine]):
     buffers = drifting(4)
-    trainer, (engine, stranger) = Trainer(road), drifters
+    trainer, (engine, stranger) = Trainer(transport), drifters
     engine.take(trainer.publish(1, buffers[1]))
-    trainer.baseline.move(1)
+    trainer.delta_base.move(1)
     second = trainer.publish(2, buffers[2])
     with pytest.raises(WeightsError, match="changes from policy 1 to 2 do not fit over policy 0, which this engine holds; not taken"):
         stranger.intake.stage(second)
     assert holds(stranger, buffers[0])
     engine.take(second)
-    trainer.baseline.move(None)
+    trainer.delta_base.move(None)
     third = trainer.publish(3, buffers[3])
     for one in (engine, stranger):
         one.take(third)
         assert holds(one, buffers[3])
 
 
-def test_damaged_changes_are_refused_and_the_next_ones_still_fit(road: Road, drifters: list[Engine]):
+def test_damaged_changes_are_refused_and_the_next_ones_still_fit(transport: Transport, drifters: list[Engine]):
     buffers = drifting(3)
-    trainer, engine = Trainer(road), drifters[0]
+    trainer, engine = Trainer(transport), drifters[0]
     engine.take(trainer.publish(1, buffers[1]))
-    trainer.baseline.move(1)
+    trainer.delta_base.move(1)
 
     def flip_a_bit(buffer: torch.Tensor) -> None:
         buffer[10] ^= 1
@@ -313,39 +315,39 @@ def test_damaged_changes_are_refused_and_the_next_ones_still_fit(road: Road, dri
 
 
 @pytest.mark.slow
-def test_changes_fit_after_a_whole_policy_was_refused(road: Road, drifters: list[Engine]):
+def test_changes_fit_after_a_whole_policy_was_refused(transport: Transport, drifters: list[Engine]):
     """Its bytes had landed beside the model already: what lies there now is no policy to lay changes over."""
     buffers = drifting(5)
-    trainer, engine = Trainer(road), drifters[0]
+    trainer, engine = Trainer(transport), drifters[0]
     for version in (1, 2, 3):
         engine.take(trainer.publish(version, buffers[version]))
-        trainer.baseline.move(version)
-    trainer.baseline.move(None)
+        trainer.delta_base.move(version)
+    trainer.delta_base.move(None)
 
     def flip_a_bit(buffer: torch.Tensor) -> None:
         buffer[LAYOUT[4].offset_bytes + 5] ^= 64
 
     with pytest.raises(WeightsError, match="1 of 5 tensors of policy 4: head"):
         engine.intake.stage(trainer.publish(4, buffers[4], tamper=flip_a_bit))
-    trainer.baseline.move(3)
+    trainer.delta_base.move(3)
     engine.take(trainer.publish(5, buffers[5]))
     assert holds(engine, buffers[5])
     assert trainer.num_whole == 2
 
 
-def test_an_engine_whose_weights_were_damaged_is_found_out_and_healed(road: Road, drifters: list[Engine]):
+def test_an_engine_whose_weights_were_damaged_is_found_out_and_healed(transport: Transport, drifters: list[Engine]):
     """A bit of the weights in force flips, in the model or in the buffer that mirrors it: changes over it would keep it for ever."""
     buffers = drifting(5)
-    trainer, engine = Trainer(road), drifters[0]
+    trainer, engine = Trainer(transport), drifters[0]
     for version in (1, 2, 3):
         engine.take(trainer.publish(version, buffers[version]))
-        trainer.baseline.move(version)
-    if isinstance(engine.intake._commit, Scatter):
+        trainer.delta_base.move(version)
+    if isinstance(engine.intake._commit, SparseSwap):
         engine.parameters["head"].data.view(-1).view(torch.int16)[-1] ^= 1
     else:
         engine.intake._commit.spare()[LAYOUT[4].offset_bytes] ^= 1
     with pytest.raises(WeightsError, match=r"of 5 tensors of policy 4: head"):
         engine.intake.stage(trainer.publish(4, buffers[4]))
-    trainer.baseline.move(None)
+    trainer.delta_base.move(None)
     engine.take(trainer.publish(5, buffers[5]))
     assert holds(engine, buffers[5])

@@ -1,4 +1,4 @@
-"""SIGKILL of either side at every phase of the transaction, on every road: the other side goes on, and whoever comes after is served.
+"""SIGKILL of either side at every phase of the transaction, on every transport: the other side goes on, and whoever comes after is served.
 
 The side that is killed is a process of its own. It kills itself at the phase, so that each is met exactly.
 """
@@ -20,14 +20,14 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights
-from pipelinerl.weights import buffer_pool, calls, cuda_ipc, files, manifest, receiver, shared_memory
+from pipelinerl.weights import buffer_pool, cuda_ipc, files, manifest, point_to_point, receiver, shared_memory
 from pipelinerl.weights.base import views
-from pipelinerl.weights.commit import Flip
-from tests.contract.roads import LAYOUT, RECEIVERS, ROADS, Engine
+from pipelinerl.weights.swap import PointerSwap
+from tests.contract.weight_transports import LAYOUT, RECEIVERS, TRANSPORTS, Engine
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 CALLS = ("gloo", "nccl")
-"""Roads on which the bytes are gone with the trainer."""
+"""Transports on which the bytes are gone with the trainer."""
 
 
 class Child:
@@ -93,7 +93,7 @@ def order_of(what: dict[str, Any]) -> StageWeights:
     return msgspec.convert(what, StageWeights)
 
 
-@pytest.fixture(params=list(ROADS))
+@pytest.fixture(params=list(TRANSPORTS))
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -101,13 +101,13 @@ def name(request: pytest.FixtureRequest) -> str:
 # --- an engine dies ------------------------------------------------------------------------------------------------------------------
 
 ENGINE_PHASES: dict[str, Callable[[], object]] = {
-    "told": lambda: setattr(receiver.Intake, "stage", die),
-    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, calls, cuda_ipc)],
+    "told": lambda: setattr(receiver.WeightReceiver, "stage", die),
+    "opening": lambda: [setattr(module, "open_manifest", die) for module in (shared_memory, files, point_to_point, cuda_ipc)],
     "fetching": lambda: setattr(receiver, "check", die),
     "verifying": lambda: setattr(receiver, "verify", die),
-    "staging": lambda: setattr(Flip, "stage", die),
-    "staged": lambda: setattr(receiver.Intake, "commit", die),
-    "committing": lambda: setattr(Flip, "commit", die),
+    "staging": lambda: setattr(PointerSwap, "stage", die),
+    "staged": lambda: setattr(receiver.WeightReceiver, "commit", die),
+    "committing": lambda: setattr(PointerSwap, "commit", die),
     "committed": lambda: None,
 }
 
@@ -125,42 +125,46 @@ def engine(folder: Path, name: str, phase: str, hear: Callable[[], Any], say: Ca
 @pytest.mark.parametrize("phase", ENGINE_PHASES)
 def test_an_engine_killed_at_any_phase_holds_up_nobody_and_the_one_that_follows_is_served(name: str, phase: str, tmp_path: Path):
     child = Child(functools.partial(engine, tmp_path, name, phase))
-    road = ROADS[name](tmp_path, LAYOUT)
-    other = Engine(road.receive())
+    transport = TRANSPORTS[name](tmp_path, LAYOUT)
+    other = Engine(transport.receive())
     try:
-        orders = [road.publish(1)]
+        orders = [transport.publish(1)]
         child.tell(told(orders[0]))
         assert child.hear(), "it has taken the first policy"
         other.take(orders[0])
-        orders.append(road.publish(2))
+        orders.append(transport.publish(2))
         child.tell(told(orders[1]))
         child.wait_until_killed()
         other.take(orders[1])
         assert other.holds(2)
         for order in orders:  # as the orchestrator says once an engine is lost
-            road.pool.release(order.slot)
+            transport.pool.release(order.buffer)
         for version in (3, 4, 5):
-            order = road.publish(version)
+            order = transport.publish(version)
             other.take(order)
             assert other.holds(version)
-            successor = Engine(road.receive())
+            successor = Engine(transport.receive())
             successor.take(order)
             assert successor.holds(version)
             successor.close()
-            road.pool.release(order.slot)
+            transport.pool.release(order.buffer)
     finally:
         child.close()
         other.close()
-        road.pool.close()
+        transport.pool.close()
 
 
 # --- the trainer dies ----------------------------------------------------------------------------------------------------------------
 
 TRAINER_PHASES: dict[str, Callable[[], object]] = {
-    "acquiring": lambda: setattr(buffer_pool.SlotPool, "acquire", die),
+    "acquiring": lambda: setattr(buffer_pool.WeightBufferPool, "acquire", die),
     "sealing": lambda: setattr(manifest, "digest_of", die),
     "offering": lambda: (
-        [setattr(owner, "offer", die) for owner in (files.Files, calls.Host, shared_memory.SharedMemory, cuda_ipc.CudaIpc)] and None
+        [
+            setattr(owner, "offer", die)
+            for owner in (files.FilesSender, point_to_point.PointToPointSender, shared_memory.SharedMemorySender, cuda_ipc.CudaIpcSender)
+        ]
+        and None
     ),
     "naming": lambda: setattr(Path, "replace", die),
     "published": lambda: None,
@@ -168,12 +172,12 @@ TRAINER_PHASES: dict[str, Callable[[], object]] = {
 
 
 def trainer(folder: Path, name: str, phase: str, hear: Callable[[], Any], say: Callable[[Any], None]) -> None:
-    road = ROADS[name](folder, LAYOUT)
+    transport = TRANSPORTS[name](folder, LAYOUT)
     first = hear()
-    say(told(road.publish(first)))
+    say(told(transport.publish(first)))
     assert hear() == "go on"
     TRAINER_PHASES[phase]()
-    order = road.publish(first + 1)
+    order = transport.publish(first + 1)
     say(told(order))
     hear()
 
@@ -207,7 +211,7 @@ def check_successor(name: str, folder: Path, one: Engine, *, held: int) -> None:
 @pytest.mark.parametrize("phase", [phase for phase in TRAINER_PHASES if phase != "published"])
 def test_a_trainer_killed_before_it_has_published_leaves_the_old_version_serving(name: str, phase: str, tmp_path: Path):
     if name in CALLS and phase == "naming":
-        pytest.skip("this road gives no names in a file system")
+        pytest.skip("this transport gives no names in a file system")
     with trainer_and_engine(name, phase, tmp_path) as (child, one):
         child.tell("go on")
         child.wait_until_killed()
@@ -252,20 +256,20 @@ def test_a_trainer_killed_while_an_engine_stages_harms_nothing(name: str, phase:
         check_successor(name, tmp_path, one, held=1 if is_refused else 2)
 
 
-def test_a_slot_half_written_by_a_killed_trainer_is_never_read(tmp_path: Path):
+def test_a_buffer_half_written_by_a_killed_trainer_is_never_read(tmp_path: Path):
     """Shared memory: the engine reads the very bytes a trainer may have been writing when it was killed."""
 
     def half(hear: Callable[[], Any], say: Callable[[Any], None]) -> None:
-        road = ROADS["shared_memory"](tmp_path, LAYOUT)
-        first = road.publish(1)
+        transport = TRANSPORTS["shared_memory"](tmp_path, LAYOUT)
+        first = transport.publish(1)
         say(told(first))
         assert hear() == "go on"
-        road.pool.release(first.slot)
-        road.publish(2)
-        slot = road.pool.acquire(1.0)  # the first one again, which its manifest says is whole
-        assert slot is not None
-        assert slot.name == first.slot
-        for view in list(views(slot.buffer, LAYOUT).values())[:2]:
+        transport.pool.release(first.buffer)
+        transport.publish(2)
+        buffer = transport.pool.acquire(1.0)  # the first one again, which its manifest says is whole
+        assert buffer is not None
+        assert buffer.name == first.buffer
+        for view in list(views(buffer.memory, LAYOUT).values())[:2]:
             view.view(-1).view(torch.uint8).fill_(7)
         die()
 
@@ -281,4 +285,4 @@ def test_a_slot_half_written_by_a_killed_trainer_is_never_read(tmp_path: Path):
     finally:
         child.close()
         one.close()
-        ROADS["shared_memory"](tmp_path, LAYOUT).pool.close()
+        TRANSPORTS["shared_memory"](tmp_path, LAYOUT).pool.close()

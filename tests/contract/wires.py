@@ -139,7 +139,7 @@ async def arrivals(hub: Hub, count: int) -> list[tuple[str, Message]]:
     return arrived
 
 
-async def arrival(link: Link) -> Message:
+async def payload(link: Link) -> Message:
     """The next message at a link."""
     end = time.monotonic() + PATIENCE_S
     while (message := link.receive(0.0)) is None:

@@ -1,7 +1,7 @@
 """LoRA adapters as policies on real vLLM: versions side by side, every token stamped with the one that sampled it.
 
-Adapters also keep the roads' common promises (`tests/contract/test_weights.py`), over shared memory, files and gloo. Over NCCL and CUDA IPC
-they do not run there: an engine on a CPU does not take policies from stand-ins of devices, and the bytes that travel are bytes.
+Adapters also keep the transports' common promises (`tests/contract/test_weights.py`), over shared memory, files and gloo. Over NCCL and
+CUDA IPC they do not run there: an engine on a CPU does not take policies from stand-ins of devices, and the bytes that travel are bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pipelinerl.engine.vllm.engine import VllmEngine
     from pipelinerl.messages import Tensor
-    from tests.contract.roads import Road
+    from tests.contract.weight_transports import Transport
     from tests.real_engine import Publisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -60,17 +60,17 @@ def ask(loop: EngineLoop, name: str) -> None:
     loop.handle(Generate(rollout_id=name, attempt=0, token_ids=np.arange(10, 22, dtype=np.int32), sampling=sampling))
 
 
-def take(loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor], *, version: int, lineage: int = 0) -> None:
+def take(loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor], *, version: int, rollback_epoch: int = 0) -> None:
     """Have the engine take a policy between two forward passes."""
-    slot, digest = publisher.publish(tensors, version=version)
-    loop.handle(StageWeights(version=version, slot=slot, digest=digest, lineage=lineage))
+    buffer, digest = publisher.publish(tensors, version=version)
+    loop.handle(StageWeights(version=version, buffer=buffer, digest=digest, rollback_epoch=rollback_epoch))
     while loop.is_swapping:
         loop._acknowledge_if_staged()
         loop._commit_if_acknowledged()
     said = [message for message in loop.outbox if not isinstance(message, Completion)]
     assert [type(message) for message in said] == [WeightsStaged, WeightsCommitted]
     loop.outbox[:] = [message for message in loop.outbox if isinstance(message, Completion)]
-    publisher.release(slot)
+    publisher.release(buffer)
 
 
 def finish(loop: EngineLoop) -> dict[str, Completion]:
@@ -115,7 +115,7 @@ def judge_rollback(loop: EngineLoop, publisher: Publisher, tensors: dict[str, to
     ask(loop, "undone")
     loop.advance()
     ask(loop, "only asked for")
-    take(loop, publisher, tensors, version=version, lineage=1)
+    take(loop, publisher, tensors, version=version, rollback_epoch=1)
     replies = finish(loop)
     assert (replies["undone"].finish, replies["undone"].versions.tolist()) == (Finish.CANCELLED, [version + 1])
     assert replies["only asked for"].versions.tolist() == [version] * NUM_TOKENS
@@ -134,7 +134,7 @@ def assert_same(found: Completion, expected: Completion, *, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taker:
-    """A real engine that takes adapters, as the roads' contract knows engines."""
+    """A real engine that takes adapters, as the transports' contract knows engines."""
 
     intake: VllmEngine
 
@@ -158,48 +158,48 @@ class Taker:
         )
 
 
-def fresh_roads(engine: VllmEngine, folder: Path, *, num: int) -> Iterator[Road]:
-    """Roads of every kind, so many of each, over each of which the engine has taken version 0."""
-    from tests.contract.roads import ROADS
+def fresh_transports(engine: VllmEngine, folder: Path, *, num: int) -> Iterator[Transport]:
+    """Transports of every kind, so many of each, over each of which the engine has taken version 0."""
+    from tests.contract.weight_transports import TRANSPORTS
 
     layout = engine.limits.tensors
     for name in ("shared_memory", "files", "gloo"):
         for number in range(num):
             own = (
                 folder if name == "files" else folder / str(number)
-            )  # engines know slots in shared memory by name, and names by the folder
-            road = dataclasses.replace(ROADS[name](own, layout), made=lambda version: adapter(layout, version))
-            Taker(intake=engine).take(road.publish(0))
-            yield road
-            road.pool.close()
+            )  # engines know buffers in shared memory by name, and names by the folder
+            transport = dataclasses.replace(TRANSPORTS[name](own, layout), made=lambda version: adapter(layout, version))
+            Taker(intake=engine).take(transport.publish(0))
+            yield transport
+            transport.pool.close()
 
 
 def keep_the_contract(engine: VllmEngine, folder: Path) -> None:
-    """What every road promises, of adapters alone. Two engines of the contract are one and the same here."""
+    """What every transport promises, of adapters alone. Two engines of the contract are one and the same here."""
     from tests.contract import test_weights as contract
 
     taker: Any = Taker(intake=engine)
     cases = (
-        lambda road: contract.test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(road, [taker]),
-        lambda road: contract.test_an_engine_may_skip_policies_and_load_the_newest_late(road, [taker, taker]),
-        lambda road: contract.test_a_policy_staged_twice_or_staged_over_is_committed_once(road, [taker]),
-        lambda road: contract.test_a_failed_staging_takes_back_what_was_staged_before(road, [taker]),
-        lambda road: contract.test_an_order_with_another_digest_is_refused(road, [taker]),
-        lambda road: contract.test_a_truncated_policy_is_refused_and_harms_no_other_engine(road, [taker, taker]),
-        lambda road: contract.test_a_damaged_policy_is_refused_the_old_one_stays_and_the_next_is_taken(
-            road, [taker], contract.flip_a_bit, r"1 of 12 tensors of policy 2: .*lora_[AB].weight .* not taken"
+        lambda transport: contract.test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(transport, [taker]),
+        lambda transport: contract.test_an_engine_may_skip_policies_and_load_the_newest_late(transport, [taker, taker]),
+        lambda transport: contract.test_a_policy_staged_twice_or_staged_over_is_committed_once(transport, [taker]),
+        lambda transport: contract.test_a_failed_staging_takes_back_what_was_staged_before(transport, [taker]),
+        lambda transport: contract.test_an_order_with_another_digest_is_refused(transport, [taker]),
+        lambda transport: contract.test_a_truncated_policy_is_refused_and_harms_no_other_engine(transport, [taker, taker]),
+        lambda transport: contract.test_a_damaged_policy_is_refused_the_old_one_stays_and_the_next_is_taken(
+            transport, [taker], contract.flip_a_bit, r"1 of 12 tensors of policy 2: .*lora_[AB].weight .* not taken"
         ),
-        lambda road: refuse_another_layout(taker, road),
+        lambda transport: refuse_another_layout(taker, transport),
     )
-    for number, road in enumerate(fresh_roads(engine, folder, num=len(cases))):
-        cases[number % len(cases)](road)
-    contract.test_a_name_that_is_no_slot_is_refused([taker], "../etc/passwd")  # pyright: ignore[reportArgumentType]
+    for number, transport in enumerate(fresh_transports(engine, folder, num=len(cases))):
+        cases[number % len(cases)](transport)
+    contract.test_a_name_that_is_no_buffer_is_refused([taker], "../etc/passwd")  # pyright: ignore[reportArgumentType]
 
 
-def refuse_another_layout(taker: Taker, road: Road) -> None:
-    road.layout = road.layout[:-1]
+def refuse_another_layout(taker: Taker, transport: Transport) -> None:
+    transport.layout = transport.layout[:-1]
     with pytest.raises(WeightsError, match="missing: base_model"):
-        taker.intake.stage(road.publish(1))
+        taker.intake.stage(transport.publish(1))
     assert taker.holds(0)
 
 

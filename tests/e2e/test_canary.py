@@ -66,7 +66,7 @@ def swap_under_way(engine: Engine, loop: EngineLoop, publisher: Publisher, tenso
 
     ask(loop, 0, count=NUM_SEQUENCES, max_tokens=NUM_TOKENS)
     found = Swapped(completions=[], commits=[])
-    slots: list[str] = []
+    buffers: list[str] = []
     wait = STEPS_BETWEEN
     while loop.has_work:
         wait -= 1
@@ -74,9 +74,9 @@ def swap_under_way(engine: Engine, loop: EngineLoop, publisher: Publisher, tenso
             concurrent.futures.wait([loop._staging.future])
         elif wait <= 0 and loop.version < NUM_POLICIES:
             version = loop.version + 1
-            slot, digest = publisher.publish(tiny_models.forcing(tensors, forced_token(version)), version=version)
-            slots.append(slot)
-            loop.handle(StageWeights(version=version, slot=slot, digest=digest))
+            buffer, digest = publisher.publish(tiny_models.forcing(tensors, forced_token(version)), version=version)
+            buffers.append(buffer)
+            loop.handle(StageWeights(version=version, buffer=buffer, digest=digest))
             wait = STEPS_BETWEEN
         loop.advance()
         for message in loop.outbox:
@@ -87,8 +87,8 @@ def swap_under_way(engine: Engine, loop: EngineLoop, publisher: Publisher, tenso
                     continue
                 assert isinstance(message, WeightsCommitted), message
                 found.commits.append(message)
-                if len(slots) > 1:
-                    publisher.release(slots.pop(0))
+                if len(buffers) > 1:
+                    publisher.release(buffers.pop(0))
         loop.outbox.clear()
     return found
 
@@ -146,8 +146,8 @@ def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(tmp_path
         with contextlib.closing(publisher):
             swapped = swap_under_way(engine, loop, publisher, tensors)
             judge(swapped)
-            slot, digest = publisher.publish(last, version=NUM_POLICIES + 1)
-            loop.handle(StageWeights(version=NUM_POLICIES + 1, slot=slot, digest=digest))
+            buffer, digest = publisher.publish(last, version=NUM_POLICIES + 1)
+            loop.handle(StageWeights(version=NUM_POLICIES + 1, buffer=buffer, digest=digest))
             while loop.is_swapping:
                 loop.advance()
             assert loop.version == NUM_POLICIES + 1

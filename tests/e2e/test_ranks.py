@@ -75,19 +75,19 @@ def refuse(engine: VllmEngine, loop: EngineLoop, weights: Weights) -> None:
 
     before = loop.version
     with contextlib.closing(real_engine.Publisher(engine)) as publisher:
-        slot, _ = publisher.publish(weights, version=before + 1)
-        assert said_of(loop, StageWeights(version=before + 1, slot=slot, digest="ab")) == [WeightsRefused]
+        buffer, _ = publisher.publish(weights, version=before + 1)
+        assert said_of(loop, StageWeights(version=before + 1, buffer=buffer, digest="ab")) == [WeightsRefused]
     assert loop.version == before
 
 
-def take_changes(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, folder: Path, road: str) -> None:
-    """Have it take a policy over a road whole, and then, as changes, one of which a few of the weights differ: `weights` at last."""
+def take_changes(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, folder: Path, transport: str) -> None:
+    """Have it take a policy over a transport whole, and then, as changes, one of which a few of the weights differ: `weights` at last."""
     from trainer.weights.publisher import Publisher
 
     publisher = Publisher(
-        lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, address="127.0.0.1", sends_changes=True
+        lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, address="127.0.0.1", sends_deltas=True
     )
-    publisher.fix_layout(engine.limits.tensors, num_engines=4, road=road)
+    publisher.fix_layout(engine.limits.tensors, num_engines=4, transport=transport)
     sizes = []
     with contextlib.closing(publisher):
         for factor in (1.0, 1.5):
@@ -95,7 +95,7 @@ def take_changes(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, fold
                 tensor.view(-1)[::50] *= factor
             policy = publisher.publish(loop.version + 1)
             assert policy is not None
-            what = StageWeights(version=policy.version, slot=policy.slot, digest=policy.digest)
+            what = StageWeights(version=policy.version, buffer=policy.buffer, digest=policy.digest)
             assert said_of(loop, what) == [WeightsStaged, WeightsCommitted]
             publisher.held(policy.version)
             sizes.append(policy.num_bytes)
@@ -110,9 +110,9 @@ def lose_a_rank(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, while
     def go_on() -> None:
         for _ in range(20):  # the first may fail before it is known why
             if while_it_stages:
-                slot, digest = publisher.publish(weights, version=loop.version + 1)
-                said_of(loop, StageWeights(version=loop.version + 1, slot=slot, digest=digest))
-                publisher.release(slot)
+                buffer, digest = publisher.publish(weights, version=loop.version + 1)
+                said_of(loop, StageWeights(version=loop.version + 1, buffer=buffer, digest=digest))
+                publisher.release(buffer)
             else:
                 ask(loop, "lost")
                 finish(loop)
@@ -139,8 +139,8 @@ def swapped(options: dict[str, Any], *, first: Path, forced: Weights, last: Weig
         with contextlib.closing(real_engine.Publisher(engine)) as publisher:
             judge(swap_under_way(engine, loop, publisher, forced))
         refuse(engine, loop, last)
-        for road in ("shared_memory", "gloo"):
-            take_changes(engine, loop, last, folder=folder, road=road)
+        for transport in ("shared_memory", "gloo"):
+            take_changes(engine, loop, last, folder=folder, transport=transport)
         ask(loop, "last")
         found = finish(loop)["last"]
         lose_a_rank(engine, loop, last, while_it_stages="pipeline_parallel_size" in options)
@@ -225,8 +225,8 @@ def test_two_ranks_serve_versions_of_an_adapter_side_by_side(tmp_path: Path):
             judge_stamps(under_every_version(loop, publisher, forced))
             judge_rollback(loop, publisher, forced[NUM_POLICIES], version=NUM_POLICIES - 1)
             last = adapter(layout, NUM_POLICIES)
-            take(loop, publisher, last, version=NUM_POLICIES, lineage=1)
+            take(loop, publisher, last, version=NUM_POLICIES, rollback_epoch=1)
             ask(loop, "last")
             found = finish(loop)["last"]
     save_file(merged(weights, last), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert_same(found, whole(tmp_path), name="adapters apart in two ranks")
+    assert_same(found, whole(tmp_path), name="separate adapters in two ranks")

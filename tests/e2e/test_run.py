@@ -89,7 +89,7 @@ def test_the_trained_model_differs_and_is_served_again_and_adapters_travel_alone
     trained = newest_run(settings, "first") / "model"
     whole = (trained / "model.safetensors").stat().st_size
     assert (trained / "model.safetensors").read_bytes() != (settings.parent / "demo-model" / "model.safetensors").read_bytes()
-    lora = ("lora.rank=4", "weights.adapters=apart", "trainer.learning_rate=0.01", "pipeline.mode=sync", "trainer.steps=3")
+    lora = ("lora.rank=4", "weights.adapters=separate", "trainer.learning_rate=0.01", "pipeline.mode=sync", "trainer.steps=3")
     subprocess.run(command(settings, "run.name=second", f"model.path={trained}", *lora), check=True, capture_output=True)
     run_folder = newest_run(settings, "second")
     lines = read_journals(run_folder)
@@ -98,7 +98,7 @@ def test_the_trained_model_differs_and_is_served_again_and_adapters_travel_alone
     assert max(gaps) <= 1e-4, "every adapter that an engine sampled under is the one that was trained"
     assert min(line["trainer"]["grad_norm"] for line in lines if line["kind"] == "step") > 0
     choices = [line["text"] for line in lines if line["kind"] == "choice"]
-    assert any(text.startswith("adapters are served apart") for text in choices), choices
+    assert any(text.startswith("adapters are served separately") for text in choices), choices
     published = (run_folder / "adapter" / "adapter_model.safetensors").stat().st_size
     assert published < whole / 4
 

@@ -128,14 +128,14 @@ def test_engines_serve_swap_refuse_and_end_well(with_engines: Run):
             engines.hub.send(f"engine-{number % 2}", ask(f"0/{number}"))
         done = [await engines.wait_for(Completion) for _ in range(8)]
         assert {completion.rollout_id for completion in done if isinstance(completion, Completion)} == {f"0/{n}" for n in range(8)}
-        engines.hub.send("engine-1", StageWeights(version=1, slot="slot", digest=""))
+        engines.hub.send("engine-1", StageWeights(version=1, buffer="buffer", digest=""))
         committed = await engines.wait_for(WeightsCommitted)
         assert isinstance(committed, WeightsCommitted)
         assert (committed.engine_id, committed.version) == (1, 1)
-        engines.hub.send("engine-1", StageWeights(version=2, slot="corrupt", digest="ab"))
+        engines.hub.send("engine-1", StageWeights(version=2, buffer="corrupt", digest="ab"))
         refused = await engines.wait_for(WeightsRefused)
         assert isinstance(refused, WeightsRefused)
-        assert refused.error == "WeightsError: slot corrupt: digest is not ab"
+        assert refused.error == "WeightsError: weight buffer corrupt: digest is not ab"
         engines.hub.send("engine-1", ask("1/0"))
         late = await engines.wait_for(Completion)
         assert isinstance(late, Completion)

@@ -50,7 +50,7 @@ class Stager:
         return self._futures[order.version]
 
     def finish(self, version: int) -> None:
-        self._engine.stage(StageWeights(version=version, slot=f"slot-{version}", digest="digest"))
+        self._engine.stage(StageWeights(version=version, buffer=f"buffer-{version}", digest="digest"))
         self._futures[version].set_result(None)
 
     def refuse(self, version: int, error: str | BaseException) -> None:
@@ -80,11 +80,23 @@ class Bench:
         self.loop.handle(Generate(rollout_id=rollout_id, attempt=attempt, token_ids=PROMPT, sampling=Sampling(max_tokens=max_tokens)))
 
     def order(
-        self, version: int, *, when_idle: bool = False, lineage: int = 0, kv_span: int | None = None, kv_lag: float | None = None
+        self,
+        version: int,
+        *,
+        when_idle: bool = False,
+        rollback_epoch: int = 0,
+        kv_max_staleness: int | None = None,
+        kv_max_mean_staleness: float | None = None,
     ) -> None:
-        slot = f"slot-{version}"
+        buffer = f"buffer-{version}"
         order = StageWeights(
-            version=version, slot=slot, digest="digest", when_idle=when_idle, lineage=lineage, kv_span=kv_span, kv_lag=kv_lag
+            version=version,
+            buffer=buffer,
+            digest="digest",
+            when_idle=when_idle,
+            rollback_epoch=rollback_epoch,
+            kv_max_staleness=kv_max_staleness,
+            kv_max_mean_staleness=kv_max_mean_staleness,
         )
         self.loop.handle(order)
 
@@ -200,7 +212,7 @@ def test_the_newest_of_several_orders_wins_and_one_being_staged_is_finished_firs
     bench.ask()
     for version in (1, 2, 4, 3):
         bench.order(version)
-    assert bench.stager.orders == [1], "its thread still reads the slot"
+    assert bench.stager.orders == [1], "its thread still reads the buffer"
     bench.stager.finish(1)
     assert committed(bench.advance(1)) == [1]
     assert bench.stager.orders == [1, 4]
@@ -271,9 +283,9 @@ def test_a_refused_policy_is_reported_and_the_old_one_serves_on():
     bench.advance(2)
     bench.order(1)
     bench.order(2)
-    bench.stager.refuse(1, "slot slot-1: digest of its 8 bytes is ab")
+    bench.stager.refuse(1, "weight buffer buffer-1: digest of its 8 bytes is ab")
     said = bench.advance(1)
-    assert said == [WeightsRefused(engine_id=3, version=1, error="WeightsError: slot slot-1: digest of its 8 bytes is ab")]
+    assert said == [WeightsRefused(engine_id=3, version=1, error="WeightsError: weight buffer buffer-1: digest of its 8 bytes is ab")]
     assert bench.loop.version == 0
     assert bench.stager.orders == [1, 2], "the next one is staged all the same"
     bench.stager.finish(2)
@@ -357,12 +369,12 @@ def test_a_version_falls_only_by_a_rollback_which_ends_what_holds_undone_tokens(
     bench.ask("0/0", max_tokens=9)
     bench.advance(2)
     bench.order(2)
-    assert bench.advance(1) == [], "within a lineage a version never falls"
-    bench.order(2, lineage=1)
+    assert bench.advance(1) == [], "within a rollback epoch a version never falls"
+    bench.order(2, rollback_epoch=1)
     bench.stager.finish(2)
     bench.ask("0/1", max_tokens=2)
     said = bench.advance(3)
-    assert (bench.loop.version, bench.loop.lineage) == (2, 1)
+    assert (bench.loop.version, bench.loop.rollback_epoch) == (2, 1)
     cancelled, kept = completions(said)
     assert (cancelled.rollout_id, cancelled.finish, cancelled.versions.tolist()) == ("0/0", Finish.CANCELLED, [3, 3, 3])
     assert (kept.rollout_id, kept.finish, kept.versions.tolist()) == ("0/1", Finish.LENGTH, [2, 2])
@@ -372,7 +384,7 @@ def test_a_rollback_keeps_sequences_that_hold_no_undone_token():
     bench = swapped_to(1, 2)
     bench.ask(max_tokens=5)
     bench.advance(2)
-    bench.order(2, lineage=1)
+    bench.order(2, rollback_epoch=1)
     bench.stager.finish(2)
     (completion,) = completions(bench.advance(3))
     assert (completion.finish, completion.versions.tolist()) == (Finish.LENGTH, [2] * 5)
@@ -380,7 +392,7 @@ def test_a_rollback_keeps_sequences_that_hold_no_undone_token():
 
 def test_an_order_of_an_earlier_lineage_is_ignored_however_high_its_version():
     bench = swapped_to(1)
-    bench.order(1, lineage=1)
+    bench.order(1, rollback_epoch=1)
     bench.stager.finish(1)
     bench.advance(1)
     bench.order(9)
@@ -430,7 +442,7 @@ def test_a_rollback_ends_what_was_under_way_under_a_policy_it_undoes():
         bench.advance(1)
     bench.ask("0/0")
     bench.advance(1)
-    bench.order(1, lineage=1)
+    bench.order(1, rollback_epoch=1)
     bench.stager.finish(1)
     bench.ask("0/1", max_tokens=2)
     cancelled, kept = completions(bench.advance(4))
@@ -451,7 +463,7 @@ class Remembering(FakeEngine):
 
 
 @pytest.mark.parametrize(
-    ("kv_span", "kv_lag", "dropped", "tokens"),
+    ("kv_max_staleness", "kv_max_mean_staleness", "dropped", "tokens"),
     [
         (None, None, [[], [], [], []], [0, 0, 0, 0]),
         (0, None, [["a"], ["a", "b"], ["a", "b"], ["a", "b"]], [4, 10, 12, 14]),
@@ -464,7 +476,7 @@ class Remembering(FakeEngine):
     ],
 )
 def test_the_kv_cache_of_a_sequence_lags_no_more_versions_than_it_may(
-    kv_span: int | None, kv_lag: float | None, dropped: list[list[str]], tokens: list[int]
+    kv_max_staleness: int | None, kv_max_mean_staleness: float | None, dropped: list[list[str]], tokens: list[int]
 ):
     """a runs from version 0, b from version 1, each with a prompt of three tokens; a pass before every commit."""
     engine = Remembering()
@@ -472,7 +484,7 @@ def test_the_kv_cache_of_a_sequence_lags_no_more_versions_than_it_may(
     bench.ask("a", max_tokens=50)
     said: list[Message] = bench.advance(1)
     for version in (1, 2, 3, 4):
-        bench.order(version, kv_span=kv_span, kv_lag=kv_lag)
+        bench.order(version, kv_max_staleness=kv_max_staleness, kv_max_mean_staleness=kv_max_mean_staleness)
         bench.stager.finish(version)
         said += bench.advance(1)
         if version == 1:

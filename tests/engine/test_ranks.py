@@ -1,4 +1,4 @@
-"""The version transaction over the ranks of one engine, without vLLM (`tests/contract/ranked.py`): all of them take a policy, or none."""
+"""The version transaction over the ranks of one engine, without vLLM (`tests/contract/sharded_engine.py`): all take a policy, or none."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from pipelinerl.engine.vllm import ranks
 from pipelinerl.errors import ConfigError, NoRoom, WeightsError
-from pipelinerl.weights.commit import Scatter
-from pipelinerl.weights.shared_memory import SharedMemory
-from tests.contract import ranked
-from tests.contract.ranked import RankedEngine
-from tests.contract.roads import LAYOUT, Road, by_files, shared_memory
+from pipelinerl.weights.shared_memory import SharedMemorySender
+from pipelinerl.weights.swap import SparseSwap
+from tests.contract import sharded_engine
+from tests.contract.sharded_engine import ShardedEngine
+from tests.contract.weight_transports import LAYOUT, Transport, by_files, shared_memory
 
 
 @pytest.fixture
-def road(tmp_path: Path) -> Iterator[Road]:
+def transport(tmp_path: Path) -> Iterator[Transport]:
     made = shared_memory(tmp_path, LAYOUT)
     yield made
     made.pool.close()
@@ -26,10 +26,10 @@ def road(tmp_path: Path) -> Iterator[Road]:
 
 @pytest.mark.parametrize(("kind", "said"), [(RuntimeError, "rank 1: out of memory"), (KeyError, r"rank 1: KeyError\('out of memory'\)")])
 def test_what_one_rank_cannot_stage_none_takes_and_the_next_policy_all_do(
-    road: Road, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str
+    transport: Transport, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str
 ):
-    engine = RankedEngine(road.receive())
-    engine.take(road.publish(1))
+    engine = ShardedEngine(transport.receive())
+    engine.take(transport.publish(1))
 
     def fail() -> torch.Tensor:
         raise kind("out of memory")
@@ -37,56 +37,56 @@ def test_what_one_rank_cannot_stage_none_takes_and_the_next_policy_all_do(
     with monkeypatch.context() as patch:
         patch.setattr(engine.executor.workers[1]._policy_commit, "spare", fail)
         with pytest.raises(WeightsError, match=said):
-            engine.intake.stage(road.publish(2))
+            engine.intake.stage(transport.publish(2))
     with pytest.raises(WeightsError, match="nothing is staged"):
         engine.intake.commit()
     assert engine.holds(1), "rank 0 had staged its part"
-    engine.take(road.publish(3))
+    engine.take(transport.publish(3))
     assert engine.holds(3)
 
 
-def test_a_rank_that_has_another_staging_ready_ends_the_engine(road: Road):
+def test_a_rank_that_has_another_staging_ready_ends_the_engine(transport: Transport):
     """Ranks of different versions would sample tokens of neither."""
-    engine = RankedEngine(road.receive())
-    engine.intake.stage(road.publish(1))
+    engine = ShardedEngine(transport.receive())
+    engine.intake.stage(transport.publish(1))
     engine.executor.workers[1]._policy_staged = None
     with pytest.raises(RuntimeError, match="rank 1 has staging None ready, told to commit staging 1"):
         engine.intake.commit()
 
 
-def test_ranks_that_do_not_hold_the_whole_model_between_them_are_refused_at_start(road: Road, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ranked.BOXES[1], "embed", ((25, 50), (0, 16)))
+def test_ranks_that_do_not_hold_the_whole_model_between_them_are_refused_at_start(transport: Transport, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sharded_engine.BOXES[1], "embed", ((25, 50), (0, 16)))
     with pytest.raises(ConfigError, match=r"do not hold .* whole between them: .* embed \[50, 16\]: got \[0:20, 0:16\], \[25:50, 0:16\]"):
-        RankedEngine(road.receive())
+        ShardedEngine(transport.receive())
 
 
 def test_without_room_for_a_whole_policy_the_old_one_serves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One that comes in a file is made whole in shared memory, for all ranks to read."""
-    road = by_files(tmp_path, LAYOUT)
-    engine = RankedEngine(road.receive())
+    transport = by_files(tmp_path, LAYOUT)
+    engine = ShardedEngine(transport.receive())
 
-    def full(memory: SharedMemory, number: int, num_bytes: int) -> None:
+    def full(memory: SharedMemorySender, number: int, num_bytes: int) -> None:
         raise NoRoom(f"no room for {num_bytes} bytes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ranks.SharedMemory, "make", full)
+        patch.setattr(ranks.SharedMemorySender, "make", full)
         with pytest.raises(NoRoom, match=r"no room for \d+ bytes"):
-            engine.intake.stage(road.publish(1))
+            engine.intake.stage(transport.publish(1))
     assert engine.holds(0)
-    engine.take(road.publish(2))
+    engine.take(transport.publish(2))
     assert engine.holds(2)
-    road.pool.close()
+    transport.pool.close()
 
 
-def test_a_rank_that_scatters_stages_what_differs_and_mends_what_was_damaged(road: Road):
-    engine = RankedEngine(road.receive(), way="scatter")
-    engine.take(road.publish(1))
+def test_a_rank_that_scatters_stages_what_differs_and_mends_what_was_damaged(transport: Transport):
+    engine = ShardedEngine(transport.receive(), mode="sparse")
+    engine.take(transport.publish(1))
     worker = engine.executor.workers[1]
     worker.model.get_parameter("head").data.view(torch.int16)[3, 4] ^= 1
-    again = road.publish(1)
+    again = transport.publish(1)
     engine.intake.stage(again)
     commit = worker._policy_commit
-    assert isinstance(commit, Scatter)
+    assert isinstance(commit, SparseSwap)
     assert [len(places) for _, places, _ in commit._changes or ()] == [1]
     engine.intake.commit()
     assert engine.holds(1)

@@ -47,8 +47,8 @@ def _sample(folder: Path, *, next_policy: Path) -> list[MicroBatch]:
         loop, publisher = EngineLoop(engine, engine_id=0, stager=StagingThread(engine)), Publisher(engine)
         for version in (0, 1):
             if version:
-                slot, digest = publisher.publish(load_file(next_policy / "model.safetensors"), version=1)
-                loop.handle(StageWeights(version=1, slot=slot, digest=digest))
+                buffer, digest = publisher.publish(load_file(next_policy / "model.safetensors"), version=1)
+                loop.handle(StageWeights(version=1, buffer=buffer, digest=digest))
                 while loop.version == 0:
                     loop.advance()
             asked = _requests(version)

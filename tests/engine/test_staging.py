@@ -14,9 +14,9 @@ from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
 from pipelinerl.messages import Message, StageWeights, Stop
 from pipelinerl.observe.journal import Journal
-from pipelinerl.weights.throttle import rest
+from pipelinerl.weights.throttle import throttle
 
-ORDER = StageWeights(version=1, slot="slot-1", digest="digest")
+ORDER = StageWeights(version=1, buffer="buffer-1", digest="digest")
 
 
 class Slow(FakeEngine):
@@ -25,7 +25,7 @@ class Slow(FakeEngine):
     def stage(self, order: StageWeights) -> None:
         for _ in range(20):
             sum(range(20_000))
-            rest()
+            throttle()
         super().stage(order)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from pipelinerl.engine.vllm.weights import obstacles_of, plan_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.base import num_bytes, views
-from pipelinerl.weights.commit import Way, make
+from pipelinerl.weights.swap import SwapMode, make_swap
 
 
 class Model(torch.nn.Module):
@@ -56,15 +56,15 @@ def test_parts_of_a_fused_parameter_lie_side_by_side(folder: Path):
     }
 
 
-@pytest.mark.parametrize("way", list(Way))
-def test_a_policy_reaches_every_parameter_and_a_twin_of_one_too(folder: Path, way: Way):
+@pytest.mark.parametrize("mode", list(SwapMode))
+def test_a_policy_reaches_every_parameter_and_a_twin_of_one_too(folder: Path, mode: SwapMode):
     model = Model()
     parameters, layout = plan_of(model, folder=folder)
     buffer = torch.zeros(num_bytes(layout), dtype=torch.uint8)
     values = {"embed": 1.0, "q": 2.0, "k": 3.0}
     for name, view in views(buffer, layout).items():
         view.fill_(values[name])
-    commit = make(way, parameters)
+    commit = make_swap(mode, parameters)
     commit.stage(buffer)
     commit.commit()
     assert model.embed.weight.eq(1.0).all()
@@ -90,25 +90,29 @@ def test_parameters_that_share_a_part_of_their_memory_are_found_at_start(folder:
 
 
 def test_a_plain_model_has_no_obstacles():
-    assert obstacles_of(Model(), captures_graphs=False) == {way: [] for way in Way}
+    assert obstacles_of(Model(), captures_graphs=False) == {mode: [] for mode in SwapMode}
 
 
 def test_captured_graphs_and_kept_addresses_break_a_flip_and_nothing_else():
     model = Model()
-    (reason,) = obstacles_of(model, captures_graphs=True)[Way.FLIP]
+    (reason,) = obstacles_of(model, captures_graphs=True)[SwapMode.POINTER]
     assert reason == "captured graphs keep the addresses of the parameters (enforce_eager is off)"
     model.fused.kept = model.fused.weight.data[:6]
     model.fused.register_buffer("also", model.embed.weight.data)
     found = obstacles_of(model, captures_graphs=False)
-    assert found == {Way.FLIP: ["fused.kept shares memory with fused.weight, and 1 more like it"], Way.SCATTER: [], Way.COPY: []}
+    assert found == {
+        SwapMode.POINTER: ["fused.kept shares memory with fused.weight, and 1 more like it"],
+        SwapMode.SPARSE: [],
+        SwapMode.COPY: [],
+    }
 
 
 def test_parameters_in_a_devices_memory_are_not_pointed_into_the_hosts():
     found = obstacles_of(Model().to("meta"), captures_graphs=False)
     assert found == {
-        Way.FLIP: ["the parameters are in a device's memory, and published policies in the host's"],
-        Way.SCATTER: [],
-        Way.COPY: [],
+        SwapMode.POINTER: ["the parameters are in a device's memory, and published policies in the host's"],
+        SwapMode.SPARSE: [],
+        SwapMode.COPY: [],
     }
 
 
@@ -132,6 +136,6 @@ def test_layers_that_compute_with_something_else_than_their_parameters_break_eve
     model = Model()
     setattr(model.fused, name, value)
     found = obstacles_of(model, captures_graphs=False)
-    for way in Way:
-        (reason,) = found[way]
+    for mode in SwapMode:
+        (reason,) = found[mode]
         assert reason == said

@@ -329,7 +329,7 @@ def test_a_checkpoint_that_was_never_trained_forgets_no_sample(tmp_path: Path):
             handmade.admit(it.ledger, 0)
             await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1))
             it.links[0].send(CheckpointSaved(version=1, commit="", num_bytes=1, save_s=0.1))
-            it.links[0].send(PolicyPublished(version=7, slot="a", digest="", num_bytes=0, publish_s=0.0))
+            it.links[0].send(PolicyPublished(version=7, buffer="a", digest="", num_bytes=0, publish_s=0.0))
             await asyncio.sleep(0.01)
             assert it.trainer.refused == {Kind.STEPS: 2}
             assert it.ledger.store.read("SELECT count(*) FROM events WHERE kind = 'saved'") == [(0,)]
@@ -384,8 +384,8 @@ def test_what_a_trainer_says_at_once_after_its_announcement_is_judged_by_where_i
             await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1, commit=commit))
             it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=1, version=1, saved=0, commit=commit))
             it.links[0].send(CheckpointSaved(version=1, commit=commit, num_bytes=1, save_s=0.1))
-            it.links[0].send(PolicyPublished(version=1, slot="a", digest="", num_bytes=0, publish_s=0.0))
-            it.links[0].send(PolicyPublished(version=3, slot="b", digest="", num_bytes=0, publish_s=0.0))
+            it.links[0].send(PolicyPublished(version=1, buffer="a", digest="", num_bytes=0, publish_s=0.0))
+            it.links[0].send(PolicyPublished(version=3, buffer="b", digest="", num_bytes=0, publish_s=0.0))
             await asyncio.sleep(1.0)
             assert it.trainer.refused == {Kind.STEPS: 1}, "a policy of a step that nobody has trained"
             assert it.delivery.num_booked == 1
@@ -400,7 +400,7 @@ def test_a_trainer_that_starts_without_end_fills_no_memory(tmp_path: Path):
         async with bench(tmp_path, num_replicas=2) as it:
             it.links[0].send(TrainerReady(replica=0, num_replicas=2, process_id=1, version=0))
             for _ in range(MAX_EARLY + 1):
-                it.links[0].send(PolicyPublished(version=0, slot="a", digest="", num_bytes=0, publish_s=0.0))
+                it.links[0].send(PolicyPublished(version=0, buffer="a", digest="", num_bytes=0, publish_s=0.0))
             await asyncio.sleep(1.0)
             assert it.trainer.refused == {Kind.BOUNDS: 1}
 
@@ -436,7 +436,7 @@ def test_a_trainer_of_another_size_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("order", [("done", "published"), ("published", "done")])
 def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_path: Path, order: tuple[str, str]):
     def published(version: int) -> PolicyPublished:
-        return PolicyPublished(version=version, slot="a", digest="", num_bytes=0, publish_s=0.0)
+        return PolicyPublished(version=version, buffer="a", digest="", num_bytes=0, publish_s=0.0)
 
     async def program() -> None:
         async with bench(tmp_path, num_steps=2) as it:

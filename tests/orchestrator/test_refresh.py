@@ -25,12 +25,12 @@ from pipelinerl.messages import (
     Message,
     PolicyHeld,
     PolicyPublished,
-    SlotReleased,
     StageWeights,
     Starting,
     ToEngine,
     ToTrainer,
     TrainerReady,
+    WeightBufferReleased,
     WeightsCommitted,
     WeightsRefused,
 )
@@ -53,16 +53,18 @@ class Bench:
     refresh: Refresh
     trainer: MemoryLink
 
-    async def publish(self, version: int, *, lineage: int = 0) -> None:
-        slot = f"slot-{version}" if not lineage else f"slot-{lineage}.{version}"
+    async def publish(self, version: int, *, rollback_epoch: int = 0) -> None:
+        buffer = f"buffer-{version}" if not rollback_epoch else f"buffer-{rollback_epoch}.{version}"
         self.published.put_now(
-            PolicyPublished(version=version, slot=slot, digest=f"d{version}", num_bytes=1, publish_s=0.1, lineage=lineage)
+            PolicyPublished(version=version, buffer=buffer, digest=f"d{version}", num_bytes=1, publish_s=0.1, rollback_epoch=rollback_epoch)
         )
         await asyncio.sleep(0.01)
 
-    async def commit(self, engine_id: int, version: int, *, lineage: int = 0) -> None:
+    async def commit(self, engine_id: int, version: int, *, rollback_epoch: int = 0) -> None:
         self.engines[engine_id].send(
-            WeightsCommitted(engine_id=engine_id, version=version, pause_s=0.001 * version, stage_s=0.5, num_running=7, lineage=lineage)
+            WeightsCommitted(
+                engine_id=engine_id, version=version, pause_s=0.001 * version, stage_s=0.5, num_running=7, rollback_epoch=rollback_epoch
+            )
         )
         await asyncio.sleep(0.01)
 
@@ -80,7 +82,7 @@ class Bench:
 
     def released(self) -> list[str]:
         """Buffers handed back since the last look."""
-        return [message.slot for message in received(self.trainer) if isinstance(message, SlotReleased)]
+        return [message.buffer for message in received(self.trainer) if isinstance(message, WeightBufferReleased)]
 
 
 def received(link: MemoryLink) -> list[Message]:
@@ -141,33 +143,33 @@ def test_every_engine_is_told_what_to_stage_and_when(tmp_path: Path, mode: Mode,
         async with bench(tmp_path, mode=mode) as it:
             await it.publish(1)
             for link in it.engines:
-                assert received(link) == [StageWeights(version=1, slot="slot-1", digest="d1", when_idle=when_idle)]
+                assert received(link) == [StageWeights(version=1, buffer="buffer-1", digest="d1", when_idle=when_idle)]
             for engine_id in range(2):
                 await it.commit(engine_id, 1)
 
     simulate(program())
 
 
-def test_slot_is_freed_only_after_engines_hold_the_weights(tmp_path: Path):
-    """Slot 1 is read by an engine until that engine has committed policy 2; the last one to do so frees it."""
+def test_buffer_is_freed_only_after_engines_hold_the_weights(tmp_path: Path):
+    """Buffer 1 is read by an engine until that engine has committed policy 2; the last one to do so frees it."""
 
     async def program() -> None:
         async with bench(tmp_path) as it:
             await it.publish(1)
             await it.commit(0, 1)
             await it.commit(1, 1)
-            assert it.released() == [], "both engines decode from slot 1 now"
+            assert it.released() == [], "both engines decode from buffer 1 now"
             await it.publish(2)
             assert it.released() == []
             await it.commit(0, 2)
-            assert it.released() == [], "engine 1 still decodes from slot 1"
+            assert it.released() == [], "engine 1 still decodes from buffer 1"
             await it.commit(1, 2)
-            assert it.released() == ["slot-1"]
+            assert it.released() == ["buffer-1"]
             await it.publish(3)
             await it.commit(1, 3)
-            assert it.released() == [], "engine 0 still decodes from slot 2"
+            assert it.released() == [], "engine 0 still decodes from buffer 2"
             await it.commit(0, 3)
-            assert it.released() == ["slot-2"], "once, and not slot 1 again"
+            assert it.released() == ["buffer-2"], "once, and not buffer 1 again"
 
     simulate(program())
 
@@ -186,9 +188,9 @@ def test_an_engine_still_busy_with_one_policy_is_then_told_of_the_newest_only(tm
             assert it.ordered(1) == [3], "2 was overtaken"
             assert it.released() == []
             await it.commit(1, 3)
-            assert it.released() == ["slot-1"]
+            assert it.released() == ["buffer-1"]
             await it.commit(0, 3)
-            assert it.released() == ["slot-2"]
+            assert it.released() == ["buffer-2"]
 
     simulate(program())
 
@@ -200,7 +202,7 @@ def test_a_slow_engine_holds_up_nobody_else(tmp_path: Path):
                 await it.publish(version)
                 await it.commit(0, version)
             assert it.ordered(0) == [1, 2, 3]
-            assert it.released() == ["slot-2"], "engine 1 may still read slot 1"
+            assert it.released() == ["buffer-2"], "engine 1 may still read buffer 1"
             await it.commit(1, 3)
 
     simulate(program())
@@ -228,9 +230,9 @@ def test_an_engine_that_refuses_is_fenced_with_its_words_and_refilled(tmp_path: 
         async with bench(tmp_path) as it:
             await it.publish(1)
             await it.commit(0, 1)
-            await it.refuse(1, 1, error="WeightsError: slot slot-1: digest of its 8 bytes is ab")
+            await it.refuse(1, 1, error="WeightsError: weight buffer buffer-1: digest of its 8 bytes is ab")
             assert it.serving() == [0]
-            assert it.known[1].fault == "engine-1 refused policy 1: WeightsError: slot slot-1: digest of its 8 bytes is ab"
+            assert it.known[1].fault == "engine-1 refused policy 1: WeightsError: weight buffer buffer-1: digest of its 8 bytes is ab"
             assert it.known[1].version == 0, "its old version serves on"
             assert it.known.all_hold(1), "nobody waits for it"
             assert it.ordered(1) == [1, 1], "told again"
@@ -243,7 +245,7 @@ def test_an_engine_that_refuses_is_fenced_with_its_words_and_refilled(tmp_path: 
     assert line["error"].endswith("digest of its 8 bytes is ab")
 
 
-def test_an_engine_beyond_refilling_waits_for_the_next_policy_and_keeps_its_slot(tmp_path: Path):
+def test_an_engine_beyond_refilling_waits_for_the_next_policy_and_keeps_its_buffer(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
             await it.publish(1)
@@ -254,13 +256,13 @@ def test_an_engine_beyond_refilling_waits_for_the_next_policy_and_keeps_its_slot
             for _ in range(3):
                 await it.refuse(1, 2)
             assert it.ordered(1) == [1, 2, 2, 2], "no more of the same"
-            assert it.released() == [], "it serves on from slot 1"
+            assert it.released() == [], "it serves on from buffer 1"
             await it.publish(3)
             assert it.ordered(1) == [3]
             await it.commit(1, 3)
             await it.commit(0, 3)
             assert it.serving() == [0, 1]
-            assert it.released() == ["slot-1", "slot-2"]
+            assert it.released() == ["buffer-1", "buffer-2"]
 
     simulate(program())
 
@@ -288,7 +290,7 @@ def test_an_engine_that_does_not_commit_in_time_is_fenced_until_it_does(tmp_path
             assert it.known[1].fault == "waited 60 s for engine-1 (at version 0) to commit policy 1"
             await it.publish(2)
             await it.commit(0, 2)
-            assert it.released() == [], "it may read slot 1 to this day"
+            assert it.released() == [], "it may read buffer 1 to this day"
             await it.commit(1, 1)
             assert it.serving() == [0, 1]
             assert it.ordered(1) == [1, 2]
@@ -337,7 +339,7 @@ def test_repeated_and_late_news_change_nothing(tmp_path: Path):
             assert [engine.version for engine in it.known] == [2, 2]
             assert it.serving() == [0, 1]
             assert (it.ordered(0), it.ordered(1)) == ([1, 2], [1, 2])
-            assert it.released() == ["slot-1"]
+            assert it.released() == ["buffer-1"]
 
     simulate(program())
     assert len([line for line in read_journals(tmp_path) if line["kind"] == "swap"]) == 4
@@ -383,14 +385,14 @@ def test_a_rollback_is_announced_as_a_later_lineage_and_lowers_the_version(tmp_p
                 for engine_id in (0, 1):
                     await it.commit(engine_id, version)
             received(it.engines[0])
-            await it.publish(1, lineage=1)
+            await it.publish(1, rollback_epoch=1)
             (order,) = received(it.engines[0])
-            assert order == StageWeights(version=1, slot="slot-1.1", digest="d1", when_idle=False, lineage=1)
+            assert order == StageWeights(version=1, buffer="buffer-1.1", digest="d1", when_idle=False, rollback_epoch=1)
             await it.commit(0, 2)
-            assert it.known[0].version == 2, "a commit of the earlier lineage is no news"
-            await it.commit(0, 1, lineage=1)
+            assert it.known[0].version == 2, "a commit of the earlier rollback epoch is no news"
+            await it.commit(0, 1, rollback_epoch=1)
             assert it.known[0].version == 1
-            await it.commit(1, 1, lineage=1)
+            await it.commit(1, 1, rollback_epoch=1)
 
     simulate(program())
 
@@ -411,7 +413,7 @@ def test_an_engine_that_joins_late_is_brought_to_the_newest_policy_whose_buffer_
             received(it.engines[1])
             it.engines[1].send(ready(1, process_id=2))
             await asyncio.sleep(0.01)
-            assert received(it.engines[1]) == [StageWeights(version=1, slot="slot-1", digest="d1", when_idle=False)]
+            assert received(it.engines[1]) == [StageWeights(version=1, buffer="buffer-1", digest="d1", when_idle=False)]
             assert it.released() == []
             await it.commit(1, 1)
 
@@ -427,7 +429,7 @@ def test_an_engine_that_died_owes_no_commit_and_holds_no_buffer(tmp_path: Path):
             await it.commit(0, 2)
             it.engines[1].send(Starting(process_id=2))
             await asyncio.sleep(0.01)
-            assert it.released() == ["slot-1"], "engine 1 was the last to read it"
+            assert it.released() == ["buffer-1"], "engine 1 was the last to read it"
             await asyncio.sleep(200.0)
 
     simulate(program())
@@ -458,7 +460,7 @@ def test_a_trainer_that_starts_again_is_told_the_layout_and_hands_out_buffers_of
             await it.publish(3)
             for engine_id in range(2):
                 await it.commit(engine_id, 3)
-            assert it.released() == ["slot-1", "slot-2"]
+            assert it.released() == ["buffer-1", "buffer-2"]
 
     simulate(program())
 
@@ -475,7 +477,7 @@ def test_the_newest_buffer_is_kept_even_where_every_engine_is_past_it(tmp_path: 
             await it.publish(1)
             assert it.released() == []
             await it.publish(2)
-            assert it.released() == ["slot-1"]
+            assert it.released() == ["buffer-1"]
 
     simulate(program())
 

@@ -35,7 +35,6 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
-    SlotReleased,
     Starting,
     StepDone,
     StepSealed,
@@ -45,6 +44,7 @@ from pipelinerl.messages import (
     ToScorer,
     ToTrainer,
     TrainerReady,
+    WeightBufferReleased,
 )
 from pipelinerl.observe.journal import Journal
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, set_aside, set_aside_before, write_manifest
@@ -331,9 +331,9 @@ class _Chaos:
         link = _Outliving(bare, msgspec.structs.replace(ready, oldest=disk.oldest, damaged=damaged, suspects=suspects))
         while not isinstance(await link.wait(), LayoutFixed):
             pass  # what was meant for the one before
-        free = [f"slot-{number}" for number in range(3)]
+        free = [f"buffer-{number}" for number in range(3)]
         if first:
-            link.send(PolicyPublished(version=first, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+            link.send(PolicyPublished(version=first, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
         saving: asyncio.Task[None] | None = None
         try:
             for step in range(first, num_steps):
@@ -342,9 +342,9 @@ class _Chaos:
                     return
                 trained[step] = rows
                 while not free:
-                    await peers._next(link, free, wanted=SlotReleased)
+                    await peers._next(link, free, wanted=WeightBufferReleased)
                 link.send(StepDone(step=step, metrics={}))
-                link.send(PolicyPublished(version=step + 1, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+                link.send(PolicyPublished(version=step + 1, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
                 if (step + 1) % self.checkpoint_every == 0 or step + 1 == num_steps:
                     if saving is not None:
                         await saving

@@ -46,7 +46,6 @@ from pipelinerl.messages import (
     ScoreGroup,
     ScorerLoad,
     ScorerReady,
-    SlotReleased,
     StageWeights,
     StepDone,
     StepSealed,
@@ -56,6 +55,7 @@ from pipelinerl.messages import (
     TraceTokens,
     TrainerReady,
     TrainingEnded,
+    WeightBufferReleased,
 )
 from pipelinerl.transport.memory import MemoryLink
 from tests.sim.clock import later
@@ -384,12 +384,12 @@ class TrainerRecord:
     """Reason of the `Stop` that ended it."""
 
 
-async def trainer(link: MemoryLink, *, num_steps: int, world: World, record: TrainerRecord, num_slots: int = 3) -> None:
+async def trainer(link: MemoryLink, *, num_steps: int, world: World, record: TrainerRecord, num_buffers: int = 3) -> None:
     """Pull, train and publish every step, then wait to be told to stop; with a sign of life every ten seconds."""
     heartbeat = asyncio.get_running_loop().create_task(live_on(link, every_s=10.0))
     try:
         await asyncio.sleep(world.start_s)
-        await _train(link, num_steps=num_steps, world=world, record=record, free=[f"slot-{number}" for number in range(num_slots)])
+        await _train(link, num_steps=num_steps, world=world, record=record, free=[f"buffer-{number}" for number in range(num_buffers)])
     finally:
         heartbeat.cancel()
 
@@ -423,9 +423,9 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
             index += 1
         is_ending = False
         while not free:
-            is_ending |= isinstance(await _next(link, free, wanted=(SlotReleased, EndTraining)), EndTraining)
+            is_ending |= isinstance(await _next(link, free, wanted=(WeightBufferReleased, EndTraining)), EndTraining)
         link.send(StepDone(step=step, metrics={}, engines=_engines(record)))
-        link.send(PolicyPublished(version=step + 1, slot=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+        link.send(PolicyPublished(version=step + 1, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
         if is_ending:
             return await _end(link, free, version=step + 1, record=record)
     await _end(link, free, version=num_steps, record=record)
@@ -460,9 +460,9 @@ class Waits(Protocol):
 async def _next(link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepSealed, EndTraining, Stop)) -> Any:
     while True:
         message = await link.wait()
-        if isinstance(message, SlotReleased):
-            assert message.slot not in free, "released twice"
-            free.append(message.slot)
+        if isinstance(message, WeightBufferReleased):
+            assert message.buffer not in free, "released twice"
+            free.append(message.buffer)
         if isinstance(message, wanted):
             return message
 

@@ -622,7 +622,7 @@ async def engine_1_falls_silent(link: MemoryLink, *, engine_id: int, world: Worl
 
 
 async def trainer_of_corrupt_policies(link: MemoryLink, **_: Any) -> None:
-    """Train step 0 and publish into a slot whose bytes engines refuse."""
+    """Train step 0 and publish into a weight buffer whose bytes engines refuse."""
     await announced(link)
     index = 0
     while True:
@@ -630,7 +630,7 @@ async def trainer_of_corrupt_policies(link: MemoryLink, **_: Any) -> None:
         index += 1
         if isinstance(await link.wait(), StepSealed):
             link.send(StepDone(step=0, metrics={}))
-            link.send(PolicyPublished(version=1, slot="corrupt", digest="ff", num_bytes=8, publish_s=0.0))
+            link.send(PolicyPublished(version=1, buffer="corrupt", digest="ff", num_bytes=8, publish_s=0.0))
             await peers.live_on(link)
 
 
@@ -644,7 +644,7 @@ MISBEHAVIOUR: dict[str, tuple[dict[str, Any], type[PipelineError], str]] = {
     "policies are corrupt": (
         {"cast": Cast(trainer=trainer_of_corrupt_policies)},
         PeerRefused,
-        "engine-[01] refused policy 1: WeightsError: slot corrupt",
+        "engine-[01] refused policy 1: WeightsError: weight buffer corrupt",
     ),
     "no engine commits": ({"cast": Cast(engine=no_engine_commits)}, PeerSilent, r"for engine-[01] \(.*\) to commit policy 1"),
     "an engine falls silent": ({"cast": Cast(engine=engine_1_falls_silent)}, PeerSilent, "engine-1 was last heard"),

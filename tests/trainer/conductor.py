@@ -1,7 +1,7 @@
 """A small orchestrator with an engine of its own, for tests of the whole trainer over the real transport.
 
-It answers pulls, and takes every published policy: attaches the slot, verifies its digest, and computes the next step's log-probabilities
-with exactly those weights. So the gaps that the trainer reports judge the whole road of the weights.
+It answers pulls, and takes every published policy: attaches the buffer, verifies its digest, and computes the next step's log-probabilities
+with exactly those weights. So the gaps that the trainer reports judge the whole path of the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
-    SlotReleased,
     StepDone,
     StepSealed,
     Stop,
@@ -34,6 +33,7 @@ from pipelinerl.messages import (
     Tensor,
     TrainerReady,
     TrainingEnded,
+    WeightBufferReleased,
 )
 from pipelinerl.transport.zmq import ZmqHub
 from pipelinerl.weights.base import num_bytes, plan_layout, views
@@ -169,15 +169,15 @@ class Conductor:
 
     def _take(self, peer: str, policy: PolicyPublished) -> None:
         """Load a policy as an engine would, release the one before, and sample the next step with it."""
-        arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, _no_spare)
-        assert policy.num_bytes == len(arrival.payload) == num_bytes(self.layout)
-        check(arrival.manifest, version=policy.version, layout=self.layout, slot=policy.slot)
-        verify(arrival.manifest, arrival.payload, slot=policy.slot)
+        payload = SharedMemoryReceiver().fetch(policy.buffer, policy.digest, _no_spare)
+        assert policy.num_bytes == len(payload.data) == num_bytes(self.layout)
+        check(payload.manifest, version=policy.version, layout=self.layout, name=policy.buffer)
+        verify(payload.manifest, payload.data, name=policy.buffer)
         with torch.no_grad():
-            for name, tensor in views(arrival.payload, self.layout).items():
+            for name, tensor in views(payload.data, self.layout).items():
                 self.engine.tensors()[name].copy_(tensor)
         if self.published:
-            self.hub.send(peer, SlotReleased(slot=self.published[-1].slot))
+            self.hub.send(peer, WeightBufferReleased(buffer=self.published[-1].buffer))
         self.published.append(policy)
         if policy.version < self.num_steps:
             self._rows[policy.version] = self._make_rows(policy.version)

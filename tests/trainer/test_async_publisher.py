@@ -18,7 +18,7 @@ from pipelinerl.messages import Failed, MicroBatch, PolicyPublished, StepDone, S
 from pipelinerl.observe.journal import Journal
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
-from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver
+from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.data.in_hand import InHand
@@ -89,17 +89,17 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
         assert [policy.version for policy in published] == [1, 2, 3]
         assert not torch.equal(*(weights["model.norm.weight"] for weights in after[:2])), "a step moves the weights"
         for policy, expected in zip(published, after, strict=True):
-            found = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(0))
-            for name, tensor in views(found.payload, layout).items():
+            found = SharedMemoryReceiver().fetch(policy.buffer, policy.digest, lambda manifest: torch.zeros(0))
+            for name, tensor in views(found.data, layout).items():
                 assert torch.equal(tensor, expected[name]), (policy.version, name)
     finally:
         publisher.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ["files", "shared_memory"])
+@pytest.mark.parametrize("transport", ["files", "shared_memory"])
 def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_one_before_serves_on(
-    road: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    transport: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The disk is full when policy 2 is published, has room for 3, is full for 4 until the loop waits for rows, and again for 5."""
     model = make_model(folders["qwen3"])
@@ -109,10 +109,10 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
     published: list[PolicyPublished] = []
     done: list[StepDone] = []
     with small_disk(tmp_path / "weights", size_bytes=5 * num_bytes(layout)) as disk:
-        monkeypatch.setattr("trainer.weights.publisher.SharedMemory", functools.partial(SharedMemory, folder=disk))
-        receiver = FilesReceiver(disk) if road == "files" else SharedMemoryReceiver(folder=disk)
+        monkeypatch.setattr("trainer.weights.publisher.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
+        receiver = FilesReceiver(disk) if transport == "files" else SharedMemoryReceiver(folder=disk)
         publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
-        publisher.fix_layout(layout, num_engines=4, road=road)
+        publisher.fix_layout(layout, num_engines=4, transport=transport)
         filler = disk / "filler"
 
         def wait_for(what: Any) -> None:
@@ -126,7 +126,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
 
         def first_is_served() -> bool:
             fetched = receiver.fetch(
-                published[0].slot, published[0].digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8)
+                published[0].buffer, published[0].digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8)
             )
             return fetched.manifest.version == 1
 
@@ -203,7 +203,7 @@ def test_a_run_ends_once_no_policy_had_room_for_a_minute(tmp_path: Path, monkeyp
 
     with small_disk(tmp_path / "weights", size_bytes=1 << 16) as disk:
         publisher = Publisher(lambda: tensors, tied_names=frozenset(), run_folder=tmp_path, deadline_s=10.0)
-        publisher.fix_layout(plan_layout(tensors), road="files")
+        publisher.fix_layout(plan_layout(tensors), transport="files")
         with contextlib.closing(publisher), AsyncPublisher(publisher, sharded=None, send=sent.append, clock=clock) as async_publisher:
             filler = fill_up(disk)
             async_publisher.begin(1)

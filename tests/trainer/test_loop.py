@@ -95,7 +95,7 @@ def _check_whole_run(conductor: Conductor, run_folder: Path) -> None:
     for done in conductor.done:
         assert done.metrics["logprob_gap_max"] < 1e-4
         assert done.metrics["num_micro_batches"] == ROWS_PER_STEP
-        assert {"wait_s", "forward_backward_s", "optimizer_s", "publish_s", "publish_beside_s", "tokens_per_s"} <= done.metrics.keys()
+        assert {"wait_s", "forward_backward_s", "optimizer_s", "publish_s", "publish_async_s", "tokens_per_s"} <= done.metrics.keys()
     first, *_, last = (conductor.done[0].metrics, conductor.done[-1].metrics)
     assert first["grad_norm"] > 0
     assert first["staleness_max"] == last["staleness_max"] == 0
@@ -268,7 +268,7 @@ def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_
     make_keys(tmp_path, PEERS)
     process.start()
     conductor = _run(is_running, tmp_path, config, stop_after=0, silent_from_step=1, says_stop=False)
-    assert (FOLDER / conductor.published[0].slot).exists()
+    assert (FOLDER / conductor.published[0].buffer).exists()
     process.terminate()
     process.join(30)
     assert process.exitcode == 128 + signal.SIGTERM

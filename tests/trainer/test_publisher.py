@@ -12,7 +12,7 @@ from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.manifest import check, verify
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
-from pipelinerl.weights.transport import Arrival
+from pipelinerl.weights.transport import Payload
 from tests.trainer.tiny import FAMILIES, make_model
 from trainer.model.lora import Adapters
 from trainer.model.model import Model
@@ -28,12 +28,12 @@ def _fused_layout(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> tu
     return plan_layout({name: torch.empty(tensors[name].shape, dtype=dtype) for name in sorted(tensors, reverse=True)})
 
 
-def _fetch(policy: PolicyPublished, layout: tuple[Tensor, ...]) -> Arrival:
+def _fetch(policy: PolicyPublished, layout: tuple[Tensor, ...]) -> Payload:
     """What an engine would take."""
-    arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(0))
-    check(arrival.manifest, version=policy.version, layout=layout, slot=policy.slot)
-    verify(arrival.manifest, arrival.payload, slot=policy.slot)
-    return arrival
+    payload = SharedMemoryReceiver().fetch(policy.buffer, policy.digest, lambda manifest: torch.zeros(0))
+    check(payload.manifest, version=policy.version, layout=layout, name=policy.buffer)
+    verify(payload.manifest, payload.data, name=policy.buffer)
+    return payload
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,7 +48,7 @@ def test_published_bytes_are_the_model_by_name(folders: dict[str, Path], tmp_pat
         policy = publisher.publish(5)
         assert policy is not None
         assert (policy.version, policy.num_bytes) == (5, num_bytes(layout))
-        found = views(_fetch(policy, layout).payload, layout)
+        found = views(_fetch(policy, layout).data, layout)
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert torch.equal(found[name], tensor.to(dtype)), name
@@ -69,7 +69,7 @@ def test_the_weights_of_the_moment_are_published_and_earlier_ones_stay(folders: 
         assert first is not None
         assert second is not None
         arrivals = [_fetch(policy, layout) for policy in (first, second)]
-        before, after = (views(arrival.payload, layout)["model.embed_tokens.weight"] for arrival in arrivals)
+        before, after = (views(payload.data, layout)["model.embed_tokens.weight"] for payload in arrivals)
         assert torch.allclose(after - before, torch.ones_like(before), atol=1e-6)
     finally:
         publisher.close()
@@ -110,7 +110,7 @@ def test_publication_ends_quietly_when_the_run_does(folders: dict[str, Path], tm
 
 
 def test_a_release_before_any_publication_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="no slot was ever published"):
+    with pytest.raises(WeightsError, match="no buffer was ever published"):
         _publisher(make_model(folders["llama"]), tmp_path).release("pipelinerl-a-0")
 
 
@@ -119,7 +119,7 @@ def test_changes_are_sent_once_every_engine_holds_a_policy_and_whole_ones_where_
 ) -> None:
     model = make_model(folders["qwen3"])
     layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()})
-    publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0, sends_changes=True)
+    publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0, sends_deltas=True)
     publisher.fix_layout(layout)
     try:
         sizes = []
@@ -129,10 +129,10 @@ def test_changes_are_sent_once_every_engine_holds_a_policy_and_whole_ones_where_
                 model.parameters()[0].view(-1)[:5] += 1.0
             policy = publisher.publish(version)
             assert policy is not None
-            arrival = SharedMemoryReceiver().fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(0))
-            assert (arrival.manifest.base_version, policy.num_bytes) == (held, len(arrival.payload))
+            payload = SharedMemoryReceiver().fetch(policy.buffer, policy.digest, lambda manifest: torch.zeros(0))
+            assert (payload.manifest.base_version, policy.num_bytes) == (held, len(payload.data))
             sizes.append(policy.num_bytes)
-            publisher.release(policy.slot)
+            publisher.release(policy.buffer)
         whole = num_bytes(layout)
         assert [size == whole for size in sizes] == [True, True, False, False, True]
         assert max(sizes[2:4]) < 200
@@ -154,7 +154,7 @@ def test_engines_that_ask_for_adapters_get_these_alone_and_a_trainer_of_all_weig
         publisher.fix_layout(layout)
         policy = publisher.publish(1)
         assert policy is not None
-        found = views(_fetch(policy, layout).payload, layout)
+        found = views(_fetch(policy, layout).data, layout)
         expected = model.adapter_state()
         assert len(found) == len(expected) == 2 * 2 * 2
         for name, tensor in expected.items():

@@ -19,8 +19,8 @@ from pipelinerl.planning.layout import Layout
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.manifest import check, verify
-from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach_to_write
-from pipelinerl.weights.transports import Receivers
+from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender, attach_to_write
+from pipelinerl.weights.transports import AutoReceiver
 from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_model
@@ -40,14 +40,14 @@ ADAPTERS = Adapters(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), seed=1)
 
 
 def publish(
-    replicas: Replicas, *, folder: Path, run_folder: Path, road: str, adapters: Adapters | None = None, are_apart: bool = False
+    replicas: Replicas, *, folder: Path, run_folder: Path, transport: str, adapters: Adapters | None = None, are_separate: bool = False
 ) -> dict[str, Any]:
     """Publish a model, or its adapters alone, twice, with a change between; what an engine fetches of both, and what was gathered."""
     model = make_model(folder, replicas=replicas, adapters=adapters)
     sharded = ShardedWeights(model, replicas=replicas)
     publisher = None
     if replicas.rank == 0:
-        published = model.described_adapters() if are_apart else sharded.described()
+        published = model.described_adapters() if are_separate else sharded.described()
         described = {name: tensor for name, tensor in published.items() if name not in model.tied_names()}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
         publisher = Publisher(
@@ -56,32 +56,32 @@ def publish(
             run_folder=run_folder,
             deadline_s=20.0,
             write=sharded.lead,
-            adapters=model.described_adapters if are_apart else None,
+            adapters=model.described_adapters if are_separate else None,
         )
-        publisher.fix_layout(layout, road=road)
+        publisher.fix_layout(layout, transport=transport)
     found = []
     for version in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(version) if adapters is None or are_apart else parameter.fill_(version)
+                parameter.mul_(version) if adapters is None or are_separate else parameter.fill_(version)
         if publisher is None:
             sharded.follow()
             continue
         policy = publisher.publish(version)
         sharded.end()
         assert policy is not None
-        receivers = Receivers(folder=run_folder / "weights")
-        arrival = receivers.fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
-        check(arrival.manifest, version=version, layout=layout, slot=policy.slot)
-        verify(arrival.manifest, arrival.payload, slot=policy.slot)
-        found.append({name: view.clone() for name, view in views(arrival.payload, layout).items()})
+        receivers = AutoReceiver(folder=run_folder / "weights")
+        payload = receivers.fetch(policy.buffer, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
+        check(payload.manifest, version=version, layout=layout, name=policy.buffer)
+        verify(payload.manifest, payload.data, name=policy.buffer)
+        found.append({name: view.clone() for name, view in views(payload.data, layout).items()})
     replicas.all_agree(True, what="to end together")
     if publisher is not None:
         publisher.close()
     return {"found": found, "gathered": sorted(sharded._gathered), "num_moves": len(sharded._moves or ())}
 
 
-def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, road: str) -> dict[str, Any]:
+def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transport: str) -> dict[str, Any]:
     """Publish three policies: the second on a full disk, the third once that has room again; then one on a disk that stays full."""
     model = make_model(folder, replicas=replicas)
     sharded = ShardedWeights(model, replicas=replicas)
@@ -92,7 +92,7 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, road: 
         described = {name: tensor for name, tensor in sharded.described().items() if name not in model.tied_names()}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in described.items()})
         publisher = Publisher(sharded.described, tied_names=model.tied_names(), run_folder=disk.parent, deadline_s=20.0, write=sharded.lead)
-        publisher.fix_layout(layout, num_engines=2, road=road)
+        publisher.fix_layout(layout, num_engines=2, transport=transport)
     found: dict[str, Any] = {"found": []}
     with AsyncPublisher(publisher, sharded=sharded, send=sent.append, clock=lambda: now_s) as async_publisher:
         for version in (1, 2, 3, 4):
@@ -108,10 +108,10 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, road: 
                 async_publisher.wait(is_last=True)
                 policy = sent[-1]
                 assert isinstance(policy, PolicyPublished)
-                receiver = FilesReceiver(disk) if road == "files" else SharedMemoryReceiver(folder=disk)
-                arrival = receiver.fetch(policy.slot, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
-                verify(arrival.manifest, arrival.payload, slot=policy.slot)
-                found["found"] = [{name: view.clone() for name, view in views(arrival.payload, layout).items()}]
+                receiver = FilesReceiver(disk) if transport == "files" else SharedMemoryReceiver(folder=disk)
+                payload = receiver.fetch(policy.buffer, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
+                verify(payload.manifest, payload.data, name=policy.buffer)
+                found["found"] = [{name: view.clone() for name, view in views(payload.data, layout).items()}]
         now_s = 60.0
         if publisher is not None:
             found["skipped"] = async_publisher.take_metrics()["policies_skipped"]
@@ -134,25 +134,25 @@ def check_published(
     return results
 
 
-@pytest.mark.parametrize("road", ["shared_memory", "files"])
-def test_two_ranks_publish_what_one_would(folders: dict[str, Path], tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "files"])
+def test_two_ranks_publish_what_one_would(folders: dict[str, Path], tmp_path: Path, transport: str) -> None:
     layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)]
-    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road=road)
+    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", transport=transport)
     jobs: list[tuple[Layout, Any]] = [(layout, job) for layout in layouts]
-    jobs += [(layout, functools.partial(job, adapters=ADAPTERS, are_apart=True)) for layout in layouts]
+    jobs += [(layout, functools.partial(job, adapters=ADAPTERS, are_separate=True)) for layout in layouts]
     expected = make_model(folders["qwen3"], adapters=ADAPTERS).adapters()
     published = check_published(folders["qwen3"], jobs, tmp_path, adapters=expected)
     for adapters in published[len(layouts) :]:
         assert len(adapters[0]["found"][0]) == len(adapters[0]["found"][1]) == 2 * 2 * 2
     for ranks in published[: len(layouts)]:
         assert all(rank["gathered"] == [] for rank in ranks)
-        assert all(bool(rank["num_moves"]) == (road == "shared_memory") for rank in ranks), "each writes its own"
+        assert all(bool(rank["num_moves"]) == (transport == "shared_memory") for rank in ranks), "each writes its own"
 
 
 def test_adapters_are_merged_by_the_rank_that_has_their_layer(folders: dict[str, Path], tmp_path: Path) -> None:
     """A and B of nothing but v add 6 / 3 * 3 v^2 to every weight."""
     adapters = Adapters(rank=3, alpha=6.0, targets=("v_proj",))
-    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road="shared_memory", adapters=adapters)
+    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", transport="shared_memory", adapters=adapters)
     base = make_model(folders["qwen3"]).tensors()
     for first, *_ in run_jobs([(layout, job) for layout in (Layout(ranks=2, pipeline=2), Layout(ranks=2, tensor=2))], tmp_path):
         assert first["gathered"] == [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (0, 1)]
@@ -162,13 +162,13 @@ def test_adapters_are_merged_by_the_rank_that_has_their_layer(folders: dict[str,
 
 
 def test_four_ranks_of_two_kinds_publish_what_one_would(folders: dict[str, Path], tmp_path: Path) -> None:
-    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", road="shared_memory")
+    job = functools.partial(publish, folder=folders["qwen3"], run_folder=tmp_path / "run", transport="shared_memory")
     (ranks,) = check_published(folders["qwen3"], [(Layout(ranks=4, shard=2, tensor=2), job)], tmp_path)
     assert all(rank["gathered"] == [] for rank in ranks)
 
 
 def test_experts_that_engines_name_one_by_one_are_gathered_and_nothing_else(folders: dict[str, Path], tmp_path: Path) -> None:
-    job = functools.partial(publish, folder=folders["qwen3_moe"], run_folder=tmp_path / "run", road="shared_memory")
+    job = functools.partial(publish, folder=folders["qwen3_moe"], run_folder=tmp_path / "run", transport="shared_memory")
     (ranks,) = check_published(folders["qwen3_moe"], [(Layout(ranks=2, shard=2, expert=2), job)], tmp_path)
     assert all(name.rpartition(".")[0].endswith("experts") for name in ranks[0]["gathered"])
     assert ranks[0]["gathered"]
@@ -178,16 +178,16 @@ def test_experts_that_engines_name_one_by_one_are_gathered_and_nothing_else(fold
 def test_sharded_weights_without_room_are_passed_over_or_tried_by_one_rank_until_there_is(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk is full before any rank has written (no slot can be made), or after (the file cannot be)."""
+    """A disk is full before any rank has written (no buffer can be made), or after (the file cannot be)."""
     monkeypatch.setattr("trainer.weights.async_publisher.RETRY_AFTER_S", 0.01)
     expected = make_model(folders["qwen3"]).tensors()
     size = 5 * sum(tensor.numel() * 4 for tensor in expected.values())
     with small_disk(tmp_path / "weights", size_bytes=size) as disk:
-        monkeypatch.setattr("trainer.weights.publisher.SharedMemory", functools.partial(SharedMemory, folder=disk))
+        monkeypatch.setattr("trainer.weights.publisher.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
         monkeypatch.setattr("trainer.weights.sharded_weights.attach_to_write", functools.partial(attach_to_write, folder=disk))
         job = functools.partial(publish_without_room, folder=folders["qwen3"], disk=disk)
-        roads = ("shared_memory", "files")
-        results = run_jobs([(Layout(ranks=2, shard=2), functools.partial(job, road=road)) for road in roads], tmp_path)
+        transports = ("shared_memory", "files")
+        results = run_jobs([(Layout(ranks=2, shard=2), functools.partial(job, transport=transport)) for transport in transports], tmp_path)
     for first, other in results:
         assert other["sent"] == []
         assert [kind for kind, _ in first["sent"]] == ["PolicyPublished", "PolicyPublished", "Failed"]

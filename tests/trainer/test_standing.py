@@ -6,24 +6,24 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     PolicyPublished,
-    SlotReleased,
     StepDone,
     StepSealed,
     TrainerReady,
     TrainingEnded,
+    WeightBufferReleased,
 )
 from trainer.session import Standing
 
 
 def published(version: int) -> PolicyPublished:
-    return PolicyPublished(version=version, slot=f"slot-{version % 2}", digest=str(version), num_bytes=0, publish_s=0.0)
+    return PolicyPublished(version=version, buffer=f"buffer-{version % 2}", digest=str(version), num_bytes=0, publish_s=0.0)
 
 
 def seal(step: int) -> StepSealed:
     return StepSealed(step=step, num_micro_batches=1, num_tokens=1, num_samples=1, commit=f"c{step}")
 
 
-def test_it_tells_the_steps_done_the_newest_checkpoint_and_what_lies_in_slots():
+def test_it_tells_the_steps_done_the_newest_checkpoint_and_what_lies_in_buffers():
     ready = TrainerReady(replica=0, num_replicas=1, process_id=1, version=4, commit="c3")
     standing = Standing(ready)
     (first,) = standing.introduction()
@@ -39,7 +39,7 @@ def test_it_tells_the_steps_done_the_newest_checkpoint_and_what_lies_in_slots():
     assert isinstance(now, TrainerReady)
     assert (now.version, now.commit, now.saved, now.saved_commit) == (6, "c5", 5, "c4"), "step 6 is sealed, and not done"
     assert standing.published() == [published(5), published(6)]
-    standing.heard(SlotReleased(slot="slot-1"))
+    standing.heard(WeightBufferReleased(buffer="buffer-1"))
     assert standing.published() == [published(6)]
 
 

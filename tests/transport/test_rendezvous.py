@@ -1,4 +1,4 @@
-"""The store by which ranks and roads meet: it answers as torch's TCPStore does, and only those who know its token."""
+"""The store by which ranks and transports meet: it answers as torch's TCPStore does, and only those who know its token."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ SHAPE = AdapterShape(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
     ("rank", "wanted", "has_device", "max_staleness", "versions", "said"),
     [
         (0, "auto", True, 4, None, ()),
-        (8, "auto", False, 4, None, ("adapters are merged before they travel: on a CPU a forward pass with adapters apart takes",)),
-        (8, "auto", True, 4, 5, ("adapters are served apart, 5 versions side by side: megabytes travel in place of a model",)),
-        (8, "auto", True, 40, 8, ("adapters are served apart, 8 versions side by side",)),
-        (8, "apart", False, 0, 1, ("adapters are served apart, 1 versions side by side: weights.adapters says so",)),
+        (8, "auto", False, 4, None, ("adapters are merged before they travel: on a CPU a forward pass with separate adapters takes",)),
+        (8, "auto", True, 4, 5, ("adapters are served separately, 5 versions side by side: megabytes travel in place of a model",)),
+        (8, "auto", True, 40, 8, ("adapters are served separately, 8 versions side by side",)),
+        (8, "separate", False, 0, 1, ("adapters are served separately, 1 versions side by side: weights.adapters says so",)),
         (8, "merged", True, 4, None, ("adapters are merged before they travel: weights.adapters says so",)),
     ],
 )
@@ -35,7 +35,7 @@ def test_adapters_travel_alone_where_that_is_cheaper_and_the_reason_is_said(
 
 
 def test_a_number_of_versions_that_is_set_is_taken():
-    weights = WeightsSection(adapters="apart", adapter_versions=1)  # pyright: ignore[reportCallIssue]
+    weights = WeightsSection(adapters="separate", adapter_versions=1)  # pyright: ignore[reportCallIssue]
     shape, _ = choose_adapters(LoraSection.model_validate({"rank": 8, "alpha": 4.0}), weights, max_staleness=4)
     assert shape is not None
     assert shape.num_versions == 1

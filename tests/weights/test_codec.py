@@ -1,4 +1,4 @@
-"""Changes come back bit for bit, in few bytes; what is no message of changes is refused."""
+"""Delta come back bit for bit, in few bytes; what is no message of changes is refused."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.codec import decode, encode
-from pipelinerl.weights.delta import Changes, Space, union
+from pipelinerl.weights.delta import Delta, Space, union
 
 MIXED = plan_layout(
     {
@@ -33,7 +33,7 @@ def random_policy(seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes(MIXED),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def same(one: Changes, other: Changes) -> bool:
+def same(one: Delta, other: Delta) -> bool:
     return all(
         np.array_equal(one.positions.get(size, []), other.positions.get(size, []))
         and np.array_equal(one.values.get(size, []), other.values.get(size, []))
@@ -49,7 +49,7 @@ def same(one: Changes, other: Changes) -> bool:
 @settings(max_examples=60)
 def test_any_changes_come_back_bit_for_bit(values: np.ndarray, seed: int, longest: int):
     gaps = np.random.default_rng(seed).integers(1, longest + 1, size=len(values))
-    changes = Changes(positions={2: np.cumsum(gaps) - 1}, values={2: values})
+    changes = Delta(positions={2: np.cumsum(gaps) - 1}, values={2: values})
     assert same(decode(encode(changes)), changes)
 
 
@@ -116,7 +116,7 @@ def test_bytes_stay_near_the_entropy_of_positions_and_values(fraction: float):
 
 
 def test_what_is_no_message_of_changes_is_refused():
-    changes = Changes(positions={2: np.arange(0, 500, 5)}, values={2: np.arange(100, dtype=np.uint16)})
+    changes = Delta(positions={2: np.arange(0, 500, 5)}, values={2: np.arange(100, dtype=np.uint16)})
     good = encode(changes)
     (part,) = msgspec.msgpack.decode(good)
     bad = [
@@ -140,6 +140,6 @@ def test_what_is_no_message_of_changes_is_refused():
 
 @pytest.mark.parametrize("positions", [[-1, 3], [3, 3], [5, 3], [0, 311]])
 def test_positions_of_another_layout_are_refused(positions: list[int]):
-    changes = Changes(positions={2: np.array(positions)}, values={2: np.zeros(2, np.uint16)})
+    changes = Delta(positions={2: np.array(positions)}, values={2: np.zeros(2, np.uint16)})
     with pytest.raises(WeightsError, match="must ascend below 311: they belong to another layout"):
         SPACE.check(changes)

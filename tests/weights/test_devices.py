@@ -1,4 +1,4 @@
-"""The roads between devices on real ones; and what they say where there is none."""
+"""The transports between devices on real ones; and what they say where there is none."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights import nccl
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.buffer_pool import SlotPool
-from pipelinerl.weights.commit import Placed, Way, make
-from pipelinerl.weights.cuda_ipc import CudaIpc, CudaMemory
+from pipelinerl.weights.buffer_pool import WeightBufferPool
+from pipelinerl.weights.cuda_ipc import CudaIpcSender, CudaMemory
 from pipelinerl.weights.manifest import seal
-from pipelinerl.weights.transport import Medium
+from pipelinerl.weights.swap import Placed, SwapMode, make_swap
+from pipelinerl.weights.transport import Sender
 
 LAYOUT = plan_layout({"a": torch.zeros(1000), "b": torch.zeros(7, 5, dtype=torch.bfloat16)})
 ENGINE = """
 import sys, torch
 from pipelinerl.weights.manifest import verify
-from pipelinerl.weights.transports import Receivers
+from pipelinerl.weights.transports import AutoReceiver
 from pathlib import Path
 torch.cuda.set_device(int(sys.argv[3]))
 spare = lambda manifest: torch.zeros(manifest.num_bytes, dtype=torch.uint8)
-arrival = Receivers(folder=Path(".")).fetch(sys.argv[1], sys.argv[2], spare)
-verify(arrival.manifest, arrival.payload, slot="s")
-print(arrival.payload.device.type)
+payload = AutoReceiver(folder=Path(".")).fetch(sys.argv[1], sys.argv[2], spare)
+verify(payload.manifest, payload.data, name="s")
+print(payload.data.device.type)
 """
 
 
-def fetched_by_another_process(medium: Medium, *, device: int) -> str:
-    """Publish over a road and have another process fetch and verify; where it has the bytes."""
-    pool = SlotPool(medium, num_bytes=num_bytes(LAYOUT))
+def fetched_by_another_process(sender: Sender, *, device: int) -> str:
+    """Publish over a transport and have another process fetch and verify; where it has the bytes."""
+    pool = WeightBufferPool(sender, num_bytes=num_bytes(LAYOUT))
     try:
-        slot = pool.acquire(1.0)
-        assert slot is not None
-        for number, view in enumerate(views(slot.buffer, LAYOUT).values()):
+        buffer = pool.acquire(1.0)
+        assert buffer is not None
+        for number, view in enumerate(views(buffer.memory, LAYOUT).values()):
             view.fill_(number + 1)
-        digest = pool.publish(slot, seal(1, slot.buffer, LAYOUT))
-        command = [sys.executable, "-c", ENGINE, slot.name, digest, str(device)]
+        digest = pool.publish(buffer, seal(1, buffer.memory, LAYOUT))
+        command = [sys.executable, "-c", ENGINE, buffer.name, digest, str(device)]
         return subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout.strip()
     finally:
         pool.close()
@@ -50,15 +50,15 @@ def fetched_by_another_process(medium: Medium, *, device: int) -> str:
 
 @pytest.mark.gpu
 def test_another_process_opens_a_policy_in_device_memory():
-    assert fetched_by_another_process(CudaIpc(uuid.uuid4().hex), device=0) == "cuda"
+    assert fetched_by_another_process(CudaIpcSender(uuid.uuid4().hex), device=0) == "cuda"
 
 
 @pytest.mark.gpu
 def test_a_policy_travels_by_nccl_to_another_device():
-    pytest.importorskip("cupy", reason="the road nccl goes through CuPy")
+    pytest.importorskip("cupy", reason="the transport nccl goes through CuPy")
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL wants a device for each end, and there is one")
-    assert fetched_by_another_process(nccl.host(deadline_s=60.0), device=1) == "cpu"
+    assert fetched_by_another_process(nccl.sender(deadline_s=60.0), device=1) == "cpu"
 
 
 @pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_a_copy_between_device_buffers_leaves_addresses_and_brings_every_bit(gat
         )
         for tensor in LAYOUT
     ]
-    by = make(Way.COPY, parameters, gathers=gathers)
+    by = make_swap(SwapMode.COPY, parameters, gathers=gathers)
     before = [one.parameter.data_ptr() for one in parameters]
     policy = torch.randint(0, 256, (num_bytes(LAYOUT),), dtype=torch.uint8)
     by.stage(policy)
@@ -87,7 +87,7 @@ def test_a_copy_between_device_buffers_leaves_addresses_and_brings_every_bit(gat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where it is missing")
 def test_without_a_device_the_roads_between_devices_say_what_they_need(tmp_path: Path):
-    with pytest.raises(WeightsError, match="the road nccl needs"):
-        nccl.host()
+    with pytest.raises(WeightsError, match="the transport nccl needs"):
+        nccl.sender()
     with pytest.raises(WeightsError, match="cuda_ipc needs a CUDA device in this process"):
         CudaMemory()

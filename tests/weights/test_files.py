@@ -11,25 +11,25 @@ from safetensors.torch import load_file
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.buffer_pool import SlotPool
-from pipelinerl.weights.files import Files
+from pipelinerl.weights.buffer_pool import WeightBufferPool
+from pipelinerl.weights.files import FilesSender
 from pipelinerl.weights.manifest import seal
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "scalar": torch.tensor(7.0)}
 LAYOUT: tuple[Tensor, ...] = plan_layout(TENSORS)
 
 
-def publish(pool: SlotPool, version: int) -> str:
-    slot = pool.acquire(0.0)
-    assert slot is not None
-    for name, view in views(slot.buffer, LAYOUT).items():
+def publish(pool: WeightBufferPool, version: int) -> str:
+    buffer = pool.acquire(0.0)
+    assert buffer is not None
+    for name, view in views(buffer.memory, LAYOUT).items():
         view.copy_(TENSORS[name] + version)
-    pool.publish(slot, seal(version, slot.buffer, LAYOUT))
-    return slot.name
+    pool.publish(buffer, seal(version, buffer.memory, LAYOUT))
+    return buffer.name
 
 
-def pool_in(folder: Path) -> SlotPool:
-    return SlotPool(Files(folder), num_bytes=num_bytes(LAYOUT))
+def pool_in(folder: Path) -> WeightBufferPool:
+    return WeightBufferPool(FilesSender(folder), num_bytes=num_bytes(LAYOUT))
 
 
 def test_a_policy_is_a_safetensors_file_that_others_can_load(tmp_path: Path):
@@ -42,7 +42,7 @@ def test_a_policy_is_a_safetensors_file_that_others_can_load(tmp_path: Path):
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
-def test_a_released_file_goes_when_its_slot_is_used_again_and_all_go_at_close(tmp_path: Path):
+def test_a_released_file_goes_when_its_buffer_is_used_again_and_all_go_at_close(tmp_path: Path):
     pool = pool_in(tmp_path)
     names = [publish(pool, version) for version in (1, 2, 3)]
     assert {path.name for path in tmp_path.iterdir()} == set(names), "no draft is left"
@@ -91,4 +91,4 @@ print(publish(pool, 3))
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match=r"cannot make .*/file/weights for published policies"):
-        Files(tmp_path / "file" / "weights")
+        FilesSender(tmp_path / "file" / "weights")

@@ -1,4 +1,4 @@
-"""The network's road among real processes: who dies half way harms nobody else."""
+"""The network's transport among real processes: who dies half way harms nobody else."""
 
 import multiprocessing
 import os
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights import gloo
 from pipelinerl.weights.base import num_bytes, plan_layout
-from pipelinerl.weights.buffer_pool import SlotPool
-from pipelinerl.weights.calls import CHUNK_BYTES
+from pipelinerl.weights.buffer_pool import WeightBufferPool
 from pipelinerl.weights.manifest import Manifest, seal, verify
+from pipelinerl.weights.point_to_point import CHUNK_BYTES
 
 LAYOUT = plan_layout({"a": torch.zeros(3 * CHUNK_BYTES + 1000, dtype=torch.uint8)})
 FORKED = multiprocessing.get_context("fork")
@@ -27,11 +27,11 @@ FORKED = multiprocessing.get_context("fork")
 
 def be_trainer(tell: Connection) -> None:
     """Publish one policy and say where, then wait for the end."""
-    pool = SlotPool(gloo.host(deadline_s=20.0), num_bytes=num_bytes(LAYOUT))
-    slot = pool.acquire(1.0)
-    assert slot is not None
-    slot.buffer.fill_(7)
-    tell.send((slot.name, pool.publish(slot, seal(1, slot.buffer, LAYOUT))))
+    pool = WeightBufferPool(gloo.sender(deadline_s=20.0), num_bytes=num_bytes(LAYOUT))
+    buffer = pool.acquire(1.0)
+    assert buffer is not None
+    buffer.memory.fill_(7)
+    tell.send((buffer.name, pool.publish(buffer, seal(1, buffer.memory, LAYOUT))))
     tell.recv()
 
 
@@ -42,7 +42,7 @@ class Trainer:
         self._line, theirs = FORKED.Pipe()
         self.process = FORKED.Process(target=be_trainer, args=(theirs,))
         self.process.start()
-        self.slot, self.digest = self._line.recv()
+        self.buffer, self.digest = self._line.recv()
 
     def end(self) -> None:
         self.process.kill()
@@ -61,9 +61,9 @@ def spare(manifest: Manifest) -> torch.Tensor:
 
 
 def fetch_whole(trainer: Trainer) -> bool:
-    arrival = gloo.guest(deadline_s=20.0).fetch(trainer.slot, trainer.digest, spare)
-    verify(arrival.manifest, arrival.payload, slot="s")
-    return bool(arrival.payload.eq(7).all())
+    payload = gloo.receiver(deadline_s=20.0).fetch(trainer.buffer, trainer.digest, spare)
+    verify(payload.manifest, payload.data, name="s")
+    return bool(payload.data.eq(7).all())
 
 
 @pytest.mark.parametrize(("how", "deadline_s"), [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 1.0)], ids=["killed", "stopped"])
@@ -74,8 +74,8 @@ def test_a_trainer_that_stops_half_way_is_an_error_within_the_deadline(trainer: 
         return spare(manifest)
 
     started = time.monotonic()
-    with pytest.raises(WeightsError, match=r"cannot fetch a policy from the trainer at 127.0.0.1:\d+, slot 0: .*; not taken"):
-        gloo.guest(deadline_s=deadline_s).fetch(trainer.slot, trainer.digest, stop_it)
+    with pytest.raises(WeightsError, match=r"cannot fetch a policy from the trainer at 127.0.0.1:\d+, weight buffer 0: .*; not taken"):
+        gloo.receiver(deadline_s=deadline_s).fetch(trainer.buffer, trainer.digest, stop_it)
     assert time.monotonic() - started < 15.0
 
 
@@ -84,7 +84,7 @@ def test_an_engine_that_dies_half_way_holds_up_no_other_and_can_come_again(train
         os.kill(os.getpid(), signal.SIGKILL)
         return spare(manifest)
 
-    engine = FORKED.Process(target=lambda: gloo.guest().fetch(trainer.slot, trainer.digest, die))
+    engine = FORKED.Process(target=lambda: gloo.receiver().fetch(trainer.buffer, trainer.digest, die))
     engine.start()
     engine.join()
     assert engine.exitcode == -signal.SIGKILL
@@ -95,17 +95,17 @@ def test_an_engine_that_dies_half_way_holds_up_no_other_and_can_come_again(train
 
 
 def test_who_does_not_know_the_token_gets_nothing(trainer: Trainer):
-    address, _, rest = trainer.slot.rpartition("/")[0].rpartition("/")
+    address, _, rest = trainer.buffer.rpartition("/")[0].rpartition("/")
     forged = f"{address}/{'0' * len(rest)}/0"
     with pytest.raises(WeightsError, match="cannot fetch") as caught:
-        gloo.guest(deadline_s=1.0).fetch(forged, trainer.digest, spare)
+        gloo.receiver(deadline_s=1.0).fetch(forged, trainer.digest, spare)
     assert rest not in str(caught.value)
 
 
 def test_a_stranger_with_the_address_learns_nothing_from_the_store(trainer: Trainer):
-    """Torch's own store would list its keys to anybody, and the tokens of slots in them."""
+    """Torch's own store would list its keys to anybody, and the tokens of buffers in them."""
     assert fetch_whole(trainer)
-    address, port = trainer.slot.split("/")[2].split(":")
+    address, port = trainer.buffer.split("/")[2].split(":")
     with pytest.raises(RuntimeError):
         dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)).list_keys()
     assert fetch_whole(trainer), "and it went on as before"
@@ -113,47 +113,47 @@ def test_a_stranger_with_the_address_learns_nothing_from_the_store(trainer: Trai
 
 def test_the_store_keeps_nothing_of_calls_that_went_well():
     layout = plan_layout({"a": torch.zeros(1000, dtype=torch.uint8)})
-    host = gloo.host(deadline_s=10.0)
-    pool, guest = SlotPool(host, num_bytes=num_bytes(layout)), gloo.guest(deadline_s=10.0)
-    slot = pool.acquire(1.0)
-    assert slot is not None
-    digest = pool.publish(slot, seal(1, slot.buffer, layout))
+    host = gloo.sender(deadline_s=10.0)
+    pool, guest = WeightBufferPool(host, num_bytes=num_bytes(layout)), gloo.receiver(deadline_s=10.0)
+    buffer = pool.acquire(1.0)
+    assert buffer is not None
+    digest = pool.publish(buffer, seal(1, buffer.memory, layout))
     for _ in range(3):
-        guest.fetch(slot.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
+        guest.fetch(buffer.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
     pool.close()  # waits for those who answer
     assert host._server._table.values == {}
 
 
 def test_the_token_stays_out_of_error_messages(trainer: Trainer):
     with pytest.raises(WeightsError, match="announced was ff") as caught:
-        gloo.guest(deadline_s=20.0).fetch(trainer.slot, "ff", spare)
-    assert trainer.slot.split("/")[-2] not in str(caught.value)
+        gloo.receiver(deadline_s=20.0).fetch(trainer.buffer, "ff", spare)
+    assert trainer.buffer.split("/")[-2] not in str(caught.value)
 
 
 def test_the_trainer_listens_on_its_own_address_alone():
-    pool = SlotPool(gloo.host(), num_bytes=1)
+    pool = WeightBufferPool(gloo.sender(), num_bytes=1)
     tables = [Path(path).read_text() for path in ("/proc/net/tcp", "/proc/net/tcp6")]
     listening = [line.split() for table in tables for line in table.splitlines()[1:]]
-    slot = pool.acquire(0.0)
-    assert slot is not None
-    port = int(slot.name.split(":")[2].split("/")[0])
+    buffer = pool.acquire(0.0)
+    assert buffer is not None
+    port = int(buffer.name.split(":")[2].split("/")[0])
     addresses = {fields[1] for fields in listening if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port}
     assert addresses == {f"0100007F:{port:04X}"}
     pool.close()
     with pytest.raises(WeightsError, match=r"cannot offer weights on weights.address = '192.0.2.1'"):
-        gloo.host("192.0.2.1")
+        gloo.sender("192.0.2.1")
 
 
 def test_a_line_to_the_trainer_is_used_again_and_not_for_another_trainer():
     layout = plan_layout({"a": torch.zeros(1000, dtype=torch.uint8)})
-    guest = gloo.guest(deadline_s=10.0)
-    pools = [SlotPool(gloo.host(deadline_s=10.0), num_bytes=num_bytes(layout)) for _ in range(2)]
+    guest = gloo.receiver(deadline_s=10.0)
+    pools = [WeightBufferPool(gloo.sender(deadline_s=10.0), num_bytes=num_bytes(layout)) for _ in range(2)]
     lines = []
     for pool in (pools[0], pools[0], pools[1]):
-        slot = pool.acquire(1.0)
-        assert slot is not None
-        digest = pool.publish(slot, seal(1, slot.buffer, layout))
-        guest.fetch(slot.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
+        buffer = pool.acquire(1.0)
+        assert buffer is not None
+        digest = pool.publish(buffer, seal(1, buffer.memory, layout))
+        guest.fetch(buffer.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
         assert guest._client is not None
         (line,) = guest._client._idle
         lines.append(line)

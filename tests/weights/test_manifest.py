@@ -27,9 +27,9 @@ def placed(name: str, *, dtype: str = "float32", shape: tuple[int, ...] = (2, 3)
 def test_a_sealed_policy_passes_and_survives_the_wire():
     buffer, manifest = policy()
     encoded = encode(manifest)
-    assert open_manifest(encoded, digest=digest_of(encoded), slot="s") == manifest
-    check(manifest, version=7, layout=LAYOUT, slot="s")
-    verify(manifest, buffer, slot="s")
+    assert open_manifest(encoded, digest=digest_of(encoded), name="s") == manifest
+    check(manifest, version=7, layout=LAYOUT, name="s")
+    verify(manifest, buffer, name="s")
 
 
 def test_every_flipped_bit_of_a_tensor_is_found_and_gaps_do_not_count():
@@ -37,33 +37,33 @@ def test_every_flipped_bit_of_a_tensor_is_found_and_gaps_do_not_count():
         for byte in range(tensor.offset_bytes, tensor.offset_bytes + tensor.num_bytes):
             buffer, manifest = policy()
             buffer[byte] ^= 1 << byte % 8
-            with pytest.raises(WeightsError, match=rf"^slot s: 1 of 3 tensors of policy 7: {tensor.name} "):
-                verify(manifest, buffer, slot="s")
+            with pytest.raises(WeightsError, match=rf"^weight buffer s: 1 of 3 tensors of policy 7: {tensor.name} "):
+                verify(manifest, buffer, name="s")
     buffer, manifest = policy()
     buffer[30] ^= 1  # between the 24 bytes of a and b at 64
-    verify(manifest, buffer, slot="s")
+    verify(manifest, buffer, name="s")
 
 
 def test_a_damaged_tensor_is_named_with_both_digests():
     buffer, manifest = policy()
     buffer[64] ^= 1
     with pytest.raises(WeightsError) as caught:
-        verify(manifest, buffer, slot="slot-3")
+        verify(manifest, buffer, name="buffer-3")
     got = seal(7, buffer, LAYOUT).proofs[1].digest
     expected = f"b [5] bfloat16: digest is {got}, published was {manifest.proofs[1].digest}; not taken"
-    assert str(caught.value) == f"slot slot-3: 1 of 3 tensors of policy 7: {expected}"
+    assert str(caught.value) == f"weight buffer buffer-3: 1 of 3 tensors of policy 7: {expected}"
 
 
 def test_many_damaged_tensors_are_counted():
     layout = plan_layout({f"t{number}": torch.zeros(1) for number in range(9)})
     buffer, manifest = policy(layout)
     with pytest.raises(WeightsError, match=rf"9 of 9 tensors .*t{MAX_NAMED - 1} .*; and {9 - MAX_NAMED} more; not taken"):
-        verify(manifest, buffer + 1, slot="s")
+        verify(manifest, buffer + 1, name="s")
 
 
 def test_another_version_is_refused():
-    with pytest.raises(WeightsError, match="slot s holds policy 7, announced was policy 8; not taken"):
-        check(policy()[1], version=8, layout=LAYOUT, slot="s")
+    with pytest.raises(WeightsError, match="weight buffer s holds policy 7, announced was policy 8; not taken"):
+        check(policy()[1], version=8, layout=LAYOUT, name="s")
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_another_version_is_refused():
 )
 def test_whatever_differs_from_the_engines_layout_is_said(layout: tuple[Tensor, ...], said: str):
     with pytest.raises(WeightsError, match=said):
-        check(policy(layout)[1], version=7, layout=LAYOUT, slot="s")
+        check(policy(layout)[1], version=7, layout=LAYOUT, name="s")
 
 
 def test_a_manifest_that_was_not_announced_or_is_none_is_refused():
     encoded = encode(policy()[1])
-    with pytest.raises(WeightsError, match=f"slot s: the digest of its manifest .* is {digest_of(encoded)}, announced was ff"):
-        open_manifest(encoded, digest="ff", slot="s")
+    with pytest.raises(WeightsError, match=f"weight buffer s: the digest of its manifest .* is {digest_of(encoded)}, announced was ff"):
+        open_manifest(encoded, digest="ff", name="s")
     junk = msgspec.json.encode({"version": "seven"})
-    with pytest.raises(WeightsError, match="slot s: its manifest of 19 bytes is not one"):
-        open_manifest(junk, digest=digest_of(junk), slot="s")
+    with pytest.raises(WeightsError, match="weight buffer s: its manifest of 19 bytes is not one"):
+        open_manifest(junk, digest=digest_of(junk), name="s")

@@ -12,17 +12,17 @@ import torch
 
 from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
 from pipelinerl.weights import nccl
-from pipelinerl.weights.calls import Pair
+from pipelinerl.weights.point_to_point import Channel
 from pipelinerl.weights.rendezvous_store import RendezvousStore
 from tests.contract.device_stand_ins import StandInNccl
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pair]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Channel]]:
     """Both ends, with buckets of 64 bytes."""
     monkeypatch.setattr(nccl, "BUCKET_BYTES", 64)
     server = RendezvousServer("127.0.0.1", "token")
-    ends: list[Pair] = []
+    ends: list[Channel] = []
 
     def meet(rank: int) -> None:
         store = RendezvousStore(RendezvousClient("127.0.0.1", server.port, "token"), timeout=timedelta(seconds=20))
@@ -40,7 +40,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pair]]:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, 128, 129, 1000])
-def test_tensors_of_any_size_arrive_whole_and_in_order(pair: list[Pair], num_bytes: int):
+def test_tensors_of_any_size_arrive_whole_and_in_order(pair: list[Channel], num_bytes: int):
     sent = [torch.randint(0, 256, (num_bytes,), dtype=torch.uint8) for _ in range(3)]
     found = [torch.zeros_like(tensor) for tensor in sent]
     sender = threading.Thread(target=lambda: [pair[0].send(tensor) for tensor in sent])
@@ -51,13 +51,13 @@ def test_tensors_of_any_size_arrive_whole_and_in_order(pair: list[Pair], num_byt
     assert all(torch.equal(one, other) for one, other in zip(sent, found, strict=True))
 
 
-def test_a_peer_that_does_nothing_is_an_error_after_the_deadline(pair: list[Pair]):
+def test_a_peer_that_does_nothing_is_an_error_after_the_deadline(pair: list[Channel]):
     vars(pair[1])["_deadline_s"] = 0.1
     with pytest.raises(RuntimeError, match=r"waited 0\.1 s for the other end to take or send at most 64 bytes"):
         pair[1].receive(torch.zeros(200, dtype=torch.uint8))
 
 
-def test_who_hangs_up_is_heard_at_once_and_not_after_the_deadline(pair: list[Pair]):
+def test_who_hangs_up_is_heard_at_once_and_not_after_the_deadline(pair: list[Channel]):
     vars(pair[1])["_deadline_s"] = 60.0
     threading.Timer(0.05, pair[0].abort).start()
     started = time.monotonic()

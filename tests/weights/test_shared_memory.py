@@ -16,9 +16,9 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, attach, write_beside
-from pipelinerl.weights.shared_names import FOLDER, forget_vllm_names, run_token, sweep, unlink_slots
-from pipelinerl.weights.transport import Slot
+from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender, attach, write_beside
+from pipelinerl.weights.shared_names import FOLDER, forget_vllm_names, run_token, sweep, unlink_buffers
+from pipelinerl.weights.transport import WeightBuffer
 
 SIZE = 5000
 FORKED = multiprocessing.get_context("fork")
@@ -37,43 +37,43 @@ def run_forked(work: Callable[[], None]) -> int | None:
 def token() -> Iterator[str]:
     token = secrets.token_hex(8)
     yield token
-    unlink_slots(token)
+    unlink_buffers(token)
 
 
 @pytest.fixture
-def slot(token: str) -> Slot:
-    slot = SharedMemory(token).make(0, SIZE)
-    slot.buffer.fill_(7)
-    return slot
+def buffer(token: str) -> WeightBuffer:
+    buffer = SharedMemorySender(token).make(0, SIZE)
+    buffer.memory.fill_(7)
+    return buffer
 
 
-def test_readers_see_the_very_bytes_also_after_the_name_is_gone(slot: Slot, token: str) -> None:
-    seen = attach(slot.name)
-    slot.buffer[4] = 9
-    unlink_slots(token)
+def test_readers_see_the_very_bytes_also_after_the_name_is_gone(buffer: WeightBuffer, token: str) -> None:
+    seen = attach(buffer.name)
+    buffer.memory[4] = 9
+    unlink_buffers(token)
     assert (int(seen[3]), int(seen[4]), len(seen)) == (7, 9, SIZE)
     with pytest.raises(WeightsError, match="cannot open"):
-        attach(slot.name)
+        attach(buffer.name)
 
 
-def test_a_reader_that_writes_is_killed_by_the_kernel(slot: Slot) -> None:
+def test_a_reader_that_writes_is_killed_by_the_kernel(buffer: WeightBuffer) -> None:
     def write() -> None:
         faulthandler.disable()
-        attach(slot.name)[0] = 1
+        attach(buffer.name)[0] = 1
 
     assert run_forked(write) == -signal.SIGSEGV
-    assert int(slot.buffer[0]) == 7
+    assert int(buffer.memory[0]) == 7
 
 
-def test_slots_belong_to_their_owner_alone_and_go_at_close(token: str) -> None:
-    memory = SharedMemory(token)
-    slot = memory.make(3, SIZE)
-    memory.offer(slot, Manifest(version=1, proofs=(), num_bytes=SIZE), b"manifest")
-    state = (FOLDER / slot.name).stat()
+def test_buffers_belong_to_their_owner_alone_and_go_at_close(token: str) -> None:
+    memory = SharedMemorySender(token)
+    buffer = memory.make(3, SIZE)
+    memory.offer(buffer, Manifest(version=1, proofs=(), num_bytes=SIZE), b"manifest")
+    state = (FOLDER / buffer.name).stat()
     assert (state.st_mode & 0o777, state.st_size) == (0o600, SIZE)
     assert {path.name for path in FOLDER.glob(f"pipelinerl-{token}-*")} == {
-        slot.name,
-        f"{slot.name}.manifest",
+        buffer.name,
+        f"{buffer.name}.manifest",
         f"pipelinerl-{token}-{os.getpid()}.owner",
     }
     memory.close()
@@ -81,24 +81,24 @@ def test_slots_belong_to_their_owner_alone_and_go_at_close(token: str) -> None:
     assert not list(FOLDER.glob(f"pipelinerl-{token}-*"))
 
 
-def test_slots_of_a_dead_run_with_the_same_token_are_removed(token: str) -> None:
+def test_buffers_of_a_dead_run_with_the_same_token_are_removed(token: str) -> None:
     for name in ("2", "2.manifest", "2.draft"):
         (FOLDER / f"pipelinerl-{token}-{name}").write_bytes(b"old")
-    SharedMemory(token)
+    SharedMemorySender(token)
     assert [path.suffix for path in FOLDER.glob(f"pipelinerl-{token}-*")] == [".owner"]
 
 
 @pytest.mark.parametrize(
     "name", ["../etc/passwd", "pipelinerl-a-0/../../x", "/pipelinerl-a-0", "pipelinerl-a", "other-a-0", "pipelinerl-a-0\n"]
 )
-def test_a_name_that_is_no_slot_is_refused(name: str) -> None:
-    with pytest.raises(WeightsError, match="not the name of a slot"):
+def test_a_name_that_is_no_buffer_is_refused(name: str) -> None:
+    with pytest.raises(WeightsError, match="not the name of a weight buffer"):
         attach(name)
-    with pytest.raises(WeightsError, match="not the name of a slot"):
+    with pytest.raises(WeightsError, match="not the name of a weight buffer"):
         SharedMemoryReceiver().fetch(name, "digest", lambda manifest: torch.zeros(0))
 
 
-def test_a_link_in_the_place_of_a_slot_is_refused(token: str, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_buffer_is_refused(token: str, tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"x" * SIZE)
     name = f"pipelinerl-{token}-0"
     os.symlink(tmp_path / "target", FOLDER / name)
@@ -108,17 +108,17 @@ def test_a_link_in_the_place_of_a_slot_is_refused(token: str, tmp_path: Path) ->
 
 def test_too_little_shared_memory_is_said_before_a_byte_is_written(token: str) -> None:
     with pytest.raises(WeightsError, match=r"no room for pipelinerl-.* of 1125899906842624 bytes in /dev/shm: \d+ bytes free"):
-        SharedMemory(token).make(0, 1 << 50)
+        SharedMemorySender(token).make(0, 1 << 50)
     assert [path.suffix for path in FOLDER.glob(f"pipelinerl-{token}-*")] == [".owner"]
 
 
 def test_a_trainer_that_starts_again_takes_other_names(token: str) -> None:
-    """Engines keep slots mapped by name: under an old name they would read the dead trainer's bytes."""
+    """Engines keep buffers mapped by name: under an old name they would read the dead trainer's bytes."""
     ours, theirs = FORKED.Pipe()
 
     def live() -> None:
-        slots = SharedMemory(token)
-        theirs.send([slots.make(0, 8).name, slots.make(1, 8).name])
+        buffers = SharedMemorySender(token)
+        theirs.send([buffers.make(0, 8).name, buffers.make(1, 8).name])
 
     lives = []
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_a_trainer_that_starts_again_takes_other_names(token: str) -> None:
         lives.append(ours.recv())
     assert len({name for names in lives for name in names}) == 4
     assert [path.name for path in FOLDER.glob(f"pipelinerl-{token}-*")] != lives[0], "the first life's are removed"
-    unlink_slots(token)
+    unlink_buffers(token)
 
 
 def test_token_follows_the_run_folder(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_made_is_not(t
     parent, child = FORKED.Pipe()
 
     def leave() -> None:
-        memory = SharedMemory("dead", folder=tmp_path)
+        memory = SharedMemorySender("dead", folder=tmp_path)
         write_beside(memory.make(0, SIZE).name, ".manifest", b"{}", folder=tmp_path)
         child.send("made")
         signal.pause()
@@ -146,14 +146,14 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_made_is_not(t
     process = FORKED.Process(target=leave)
     process.start()
     assert parent.recv() == "made"
-    with contextlib.closing(SharedMemory("living", folder=tmp_path)) as living:
-        slot = living.make(0, SIZE)
+    with contextlib.closing(SharedMemorySender("living", folder=tmp_path)) as living:
+        buffer = living.make(0, SIZE)
         assert sweep(folder=tmp_path) == 0, "both owners live"
         process.kill()
         process.join()
         assert sweep(folder=tmp_path) >= SIZE
         assert {path.name.split("-")[1] for path in tmp_path.iterdir()} == {"living"}
-        attach(slot.name, folder=tmp_path)
+        attach(buffer.name, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -5,7 +5,7 @@ it before it changes them. Where they are sharded, ranks write together, in coll
 the loop itself publishes before it goes on.
 
 Where there is no room for a policy (`NoRoom`: a full disk, full shared memory), the engines serve on with the one before, and training goes
-on: the thread tries again until the weights change, and the next policy is a new chance. The last one is waited for. Spread weights were
+on: the thread tries again until the weights change, and the next policy is a new chance. The last one is waited for. Sharded weights were
 then written together, into memory of the rank that publishes, and only that one tries again. Where no policy found room for `PATIENCE_S`,
 the run ends with the reason.
 """
@@ -53,7 +53,7 @@ class AsyncPublisher:
         self._clock = clock
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publication")
         self._under_way: concurrent.futures.Future[float] | None = None
-        self._beside_s = 0.0
+        self._async_s = 0.0
         self._moves_on = threading.Event()
         """The weights are about to change: what could not be published so far will not be."""
         self._num_skipped = 0
@@ -65,7 +65,7 @@ class AsyncPublisher:
 
     def __exit__(self, *_: object) -> None:
         if self._under_way is not None and self._publisher is not None:
-            self._publisher.give_up()  # whoever ends before it is whole waits for no slot
+            self._publisher.give_up()  # whoever ends before it is whole waits for no buffer
             self._moves_on.set()
         self._thread.shutdown()
 
@@ -88,14 +88,14 @@ class AsyncPublisher:
         if self._under_way is not None:
             if not is_last:
                 self._moves_on.set()
-            self._beside_s += self._under_way.result()
+            self._async_s += self._under_way.result()
             self._under_way = None
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: seconds that publishing took beside training, where it is done so; policies without room, if any."""
-        found = {"publish_beside_s": self._beside_s} if self._sharded is None and self._publisher is not None else {}
+        found = {"publish_async_s": self._async_s} if self._sharded is None and self._publisher is not None else {}
         found |= {"policies_skipped": float(self._num_skipped)} if self._num_skipped else {}
-        self._beside_s, self._num_skipped = 0.0, 0
+        self._async_s, self._num_skipped = 0.0, 0
         return found
 
     def _publish_together(self, publisher: Publisher, sharded: ShardedWeights, version: int) -> bool:

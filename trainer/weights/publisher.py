@@ -18,21 +18,24 @@ from pipelinerl.transport.zmq import own_address
 from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import check_layout, num_bytes, views
-from pipelinerl.weights.buffer_pool import SlotPool, num_slots_for
-from pipelinerl.weights.cuda_ipc import CudaIpc
-from pipelinerl.weights.delta_base import Baseline, fill
-from pipelinerl.weights.files import Files
+from pipelinerl.weights.buffer_pool import WeightBufferPool, num_buffers_for
+from pipelinerl.weights.cuda_ipc import CudaIpcSender
+from pipelinerl.weights.delta_base import DeltaBase, fill
+from pipelinerl.weights.files import FilesSender
 from pipelinerl.weights.manifest import Manifest, seal
-from pipelinerl.weights.shared_memory import SharedMemory
+from pipelinerl.weights.shared_memory import SharedMemorySender
 from pipelinerl.weights.shared_names import run_token
-from pipelinerl.weights.transport import Medium, Slot
+from pipelinerl.weights.transport import Sender, WeightBuffer
 
 Write = Callable[[str, torch.Tensor, tuple[Tensor, ...]], None]
-"""Writes the present weights into a buffer ([bytes] uint8) of this layout; the slot's name, where other ranks may map it, else empty."""
+"""Writes the present weights into memory ([bytes] uint8) of this layout; the first argument names it where other ranks may map it."""
 
 
 class Publisher:
-    """Writes policies into slots. `fix_layout`, `release` and `give_up` are called by the feed's thread, the rest by the training loop."""
+    """Writes policies into weight buffers.
+
+    The orchestrator client's thread calls `fix_layout`, `release` and `give_up`, the training loop the rest.
+    """
 
     def __init__(
         self,
@@ -42,17 +45,17 @@ class Publisher:
         run_folder: Path,
         deadline_s: float,
         address: str | None = None,
-        sends_changes: bool = False,
+        sends_deltas: bool = False,
         write: Write | None = None,
         adapters: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free slot.
+        """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free buffer.
 
         `adapters` gives what is trained by itself, for engines that ask for that; None where all weights are trained.
-        `write` writes them where they are spread over ranks; `tensors` and `adapters` then need have shapes only.
+        `write` writes them where they are sharded over ranks; `tensors` and `adapters` then need have shapes only.
 
         `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
-        `sends_changes`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
+        `sends_deltas`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
         keeps two more copies of the policy.
         """
         self._tensors = tensors
@@ -63,20 +66,20 @@ class Publisher:
         self._adapter_shapes = _shapes_of(adapters) if adapters is not None else {}
         self._run_folder = run_folder
         self._address = address
-        self._sends_changes = sends_changes
-        self._baseline: tuple[Baseline, torch.Tensor] | None = None
+        self._sends_deltas = sends_deltas
+        self._delta_base: tuple[DeltaBase, torch.Tensor] | None = None
         """Where changes are sent: what the engines hold, and the present policy, whole."""
         self._held: int | None = None
-        self._lineage = 0
+        self._rollback_epoch = 0
         self._newest: int | None = None
-        """Published last, in this lineage."""
+        """Published last, in this rollback epoch."""
         self._written: tuple[int, torch.Tensor] | None = None
-        """A policy that spread weights were written down for and that had no room so far, whole, and its version."""
+        """A policy that sharded weights were written down for and that had no room so far, whole, and its version."""
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
         self._is_mapped = False
-        """Other processes of this machine can write into a slot."""
-        self._pool: SlotPool | None = None
+        """Other processes of this machine can write into a buffer."""
+        self._pool: WeightBufferPool | None = None
         self._has_given_up = False
         self._changed = threading.Condition()
         """Guards `_pool`, `_held` and `_has_given_up`."""
@@ -84,9 +87,9 @@ class Publisher:
     def publish(self, version: int) -> PolicyPublished | None:
         """Write the present weights as `version`, and return the announcement; None once `give_up` was called.
 
-        Raises `PeerSilent` where no layout arrives, or no slot becomes free, within the deadline, and `WeightsError` for a version that is
-        not newer than the one before: engines would pass over it. To go back takes `roll_back`. After `NoRoom` it may be called again for
-        the same version: spread weights were written down then, and no other rank takes part any more.
+        Raises `PeerSilent` where no layout arrives, or no buffer becomes free, within the deadline, and `WeightsError` for a version that
+        is not newer than the one before: engines would pass over it. To go back takes `roll_back`. After `NoRoom` it may be called again
+        for the same version: sharded weights were written down then, and no other rank takes part any more.
         """
         if self._newest is not None and version <= self._newest:
             raise WeightsError(f"policy {version} was to be published after policy {self._newest}: versions go back only by a rollback")
@@ -96,36 +99,43 @@ class Publisher:
                     f"waited {self._deadline_s:g} s for the orchestrator to say which layout the engines want, and policy {version} is"
                     " ready. It does so once every engine has loaded the model: see the engines' logs"
                 )
-        slot = self._acquire(self._pool, version) if self._pool is not None else None
-        if self._pool is None or slot is None:
+        buffer = self._acquire(self._pool, version) if self._pool is not None else None
+        if self._pool is None or buffer is None:
             return None
         started = time.perf_counter()
-        manifest = self._write(version, slot)
-        digest = self._pool.publish(slot, manifest)
+        manifest = self._write(version, buffer)
+        digest = self._pool.publish(buffer, manifest)
         seconds = time.perf_counter() - started
         self._newest, self._written = version, None
         return PolicyPublished(
-            version=version, slot=slot.name, digest=digest, num_bytes=manifest.num_bytes, publish_s=seconds, lineage=self._lineage
+            version=version,
+            buffer=buffer.name,
+            digest=digest,
+            num_bytes=manifest.num_bytes,
+            publish_s=seconds,
+            rollback_epoch=self._rollback_epoch,
         )
 
     def roll_back(self) -> None:
-        """Have the next policy begin a lineage, whatever its version: engines that hold a newer one of this lineage go back to it."""
+        """Have the next policy begin a rollback epoch, whatever its version: engines that hold a newer one of this epoch go back to it."""
         with self._changed:
-            self._lineage += 1
+            self._rollback_epoch += 1
             self._newest = self._held = self._written = None
-            if self._baseline is not None:
-                self._baseline = self._new_baseline()
+            if self._delta_base is not None:
+                self._delta_base = self._new_delta_base()
 
-    def fix_layout(self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, road: str = "shared_memory", lineage: int = 0) -> None:
-        """Take the layout of so many engines, the road to them, and the newest lineage they may know of.
+    def fix_layout(
+        self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, transport: str = "shared_memory", rollback_epoch: int = 0
+    ) -> None:
+        """Take the layout of so many engines, the transport to them, and the newest rollback epoch they may know of.
 
-        Raises `WeightsError` with everything about the layout that does not fit the model, or where the road cannot be opened. Said again
-        by an orchestrator that takes another's place, it must be the same: what was published stays where it lies.
+        Raises `WeightsError` with everything about the layout that does not fit the model, or where the transport cannot be opened. Said
+        again by an orchestrator that takes another's place, it must be the same: what was published stays where it lies.
         """
         if self._pool is not None:
             if tensors != self._layout:
                 raise WeightsError("the engines ask for another layout than the one this trainer publishes in; restart the trainer")
-            self.held(None, lineage=self._lineage)
+            self.held(None, rollback_epoch=self._rollback_epoch)
             return
         if not are_adapters(tensors):
             check_layout(self._shapes, tensors, optional=self._tied_names)
@@ -140,48 +150,48 @@ class Publisher:
         self._layout = tensors
         with self._changed:
             size = num_bytes(tensors)
-            self._is_mapped = road == "shared_memory"
-            self._pool = SlotPool(self._open(road), num_bytes=size, max_slots=num_slots_for(num_engines))
-            self._lineage = lineage
-            if self._sends_changes:
-                self._baseline = self._new_baseline()
+            self._is_mapped = transport == "shared_memory"
+            self._pool = WeightBufferPool(self._open(transport), num_bytes=size, max_buffers=num_buffers_for(num_engines))
+            self._rollback_epoch = rollback_epoch
+            if self._sends_deltas:
+                self._delta_base = self._new_delta_base()
             self._changed.notify_all()
 
-    def held(self, version: int | None, *, lineage: int = 0) -> None:
-        """Note the oldest policy that any engine holds; None where one needs a whole policy. Of an earlier lineage it is no news."""
+    def held(self, version: int | None, *, rollback_epoch: int = 0) -> None:
+        """Note the oldest policy that any engine holds; None where one needs a whole policy. One of an earlier rollback epoch is no news."""
         with self._changed:
-            if lineage == self._lineage:
+            if rollback_epoch == self._rollback_epoch:
                 self._held = version
 
-    def _acquire(self, pool: SlotPool, version: int) -> Slot | None:
-        """A slot for a policy. Where there is no room for one, spread weights are written down all the same: other ranks wait to do it."""
+    def _acquire(self, pool: WeightBufferPool, version: int) -> WeightBuffer | None:
+        """A buffer for a policy. Where there is no room for one, sharded weights are written down all the same: other ranks wait for it."""
         try:
             return pool.acquire(self._deadline_s)
         except NoRoom:
             if self._write_together is not None and not self._is_written(version):
-                whole = torch.zeros(pool.num_bytes, dtype=torch.uint8) if self._baseline is None else self._baseline[1]
+                whole = torch.zeros(pool.num_bytes, dtype=torch.uint8) if self._delta_base is None else self._delta_base[1]
                 self._write_whole(version, whole)
             raise
 
-    def _write(self, version: int, slot: Slot) -> Manifest:
-        """Write into a slot's buffer what is to be sent of the present weights."""
-        buffer = slot.buffer
-        whole = buffer if self._baseline is None else self._baseline[1]
+    def _write(self, version: int, buffer: WeightBuffer) -> Manifest:
+        """Write into a weight buffer what is to be sent of the present weights."""
+        memory = buffer.memory
+        whole = memory if self._delta_base is None else self._delta_base[1]
         if self._written is not None and self._is_written(version):
             whole.copy_(self._written[1])
         else:
-            self._write_whole(version, whole, slot=slot.name if self._is_mapped and whole is buffer else "")
-        if self._baseline is None:
-            return seal(version, buffer, self._layout)
-        baseline = self._baseline[0]
+            self._write_whole(version, whole, name=buffer.name if self._is_mapped and whole is memory else "")
+        if self._delta_base is None:
+            return seal(version, memory, self._layout)
+        delta_base = self._delta_base[0]
         with self._changed:
-            baseline.move(self._held)
-        return fill(buffer, whole, baseline=baseline, layout=self._layout, version=version)
+            delta_base.move(self._held)
+        return fill(memory, whole, delta_base=delta_base, layout=self._layout, version=version)
 
-    def _write_whole(self, version: int, whole: torch.Tensor, *, slot: str = "") -> None:
-        """Write the present weights into a buffer; `slot`: its name, where other ranks may map it."""
+    def _write_whole(self, version: int, whole: torch.Tensor, *, name: str = "") -> None:
+        """Write the present weights into a buffer; `name`: the weight buffer's, where other ranks may map it."""
         if self._write_together is not None:
-            self._write_together(slot, whole, self._layout)
+            self._write_together(name, whole, self._layout)
             self._written = version, whole
             return
         tensors = self._tensors()
@@ -191,35 +201,35 @@ class Publisher:
     def _is_written(self, version: int) -> bool:
         return self._written is not None and self._written[0] == version
 
-    def _new_baseline(self) -> tuple[Baseline, torch.Tensor]:
+    def _new_delta_base(self) -> tuple[DeltaBase, torch.Tensor]:
         size = num_bytes(self._layout)
-        return Baseline(self._layout, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
+        return DeltaBase(self._layout, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
 
-    def _open(self, road: str) -> Medium:
-        match road:
+    def _open(self, transport: str) -> Sender:
+        match transport:
             case "shared_memory":
-                return SharedMemory(run_token(self._run_folder))
+                return SharedMemorySender(run_token(self._run_folder))
             case "files":
-                return Files(self._run_folder / "weights")
+                return FilesSender(self._run_folder / "weights")
             case "gloo":
-                return gloo.host(self._own_address())
+                return gloo.sender(self._own_address())
             case "nccl":
-                return nccl.host(address=self._own_address())
+                return nccl.sender(address=self._own_address())
             case "cuda_ipc":
-                return CudaIpc(run_token(self._run_folder))
+                return CudaIpcSender(run_token(self._run_folder))
             case _:
                 raise WeightsError(
-                    f"the orchestrator asks for the road {road!r}; this trainer knows shared_memory, cuda_ipc, files, gloo, nccl"
+                    f"the orchestrator asks for the transport {transport!r}; this trainer knows shared_memory, cuda_ipc, files, gloo, nccl"
                 )
 
     def _own_address(self) -> str:
         return self._address or own_address(self._run_folder, "trainer")
 
-    def release(self, slot: str) -> None:
-        """Note that no engine reads a slot any more. Raises `WeightsError` for one that was not published."""
+    def release(self, name: str) -> None:
+        """Note that no engine reads a buffer any more. Raises `WeightsError` for one that was not published."""
         if self._pool is None:
-            raise WeightsError(f"release of {slot!r}: no slot was ever published")
-        self._pool.release(slot)
+            raise WeightsError(f"release of {name!r}: no buffer was ever published")
+        self._pool.release(name)
 
     def give_up(self) -> None:
         """Have a present or later `publish` return None: the run ends."""

@@ -1,10 +1,10 @@
-"""Writes a policy that is sharded over ranks without gathering it: every rank writes its own pieces into the slot, in shared memory.
+"""Writes a policy that is sharded over ranks without gathering it: every rank writes its own pieces into the buffer, in shared memory.
 
 Which rank writes what is computed once, at the first publication, from the boxes that the ranks hold (`pipelinerl.weights.reshard`); what
 several hold alike, one of them writes. What engines know by other names than the trainer (experts in one tensor here, apart there), and
-everything on a road whose slots other ranks cannot map, is gathered one tensor at a time and written by rank 0.
+everything on a transport whose weight buffers other ranks cannot map, is gathered one tensor at a time and written by rank 0.
 
-Rank 0 leads: it says which slot to write into, and every other rank follows, in the same order of collectives.
+Rank 0 leads: it says which buffer to write into, and every other rank follows, in the same order of collectives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.parallel.sharding import local
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells the others before a publication."""
 
-    slot: str = ""
+    name: str = ""
     """Where to write; empty: rank 0 writes what is gathered."""
     layout: tuple[Tensor, ...] = ()
     """Empty: nothing is published after all."""
@@ -49,7 +49,7 @@ class ShardedWeights:
         self._moves: list[Move] | None = None
         """This rank's, once computed."""
         self._gathered: frozenset[str] = frozenset()
-        """Names, as the module has them, of what is gathered even where slots can be shared."""
+        """Names, as the module has them, of what is gathered even where weight buffers can be shared."""
         self._mapped: dict[str, torch.Tensor] = {}
         self._has_led = False
 
@@ -57,14 +57,14 @@ class ShardedWeights:
         """Every published tensor by its Hugging Face name, without memory: shape and dtype only."""
         return {name: tensor for own in self._model.shapes for name, tensor in self._names_of(own).items()}
 
-    def lead(self, slot: str, buffer: torch.Tensor, layout: tuple[Tensor, ...]) -> None:
-        """Write the present weights into `buffer` ([bytes] uint8) together with the other ranks; `slot` is empty where they cannot map it.
+    def lead(self, name: str, buffer: torch.Tensor, layout: tuple[Tensor, ...]) -> None:
+        """Write the present weights into `buffer` ([bytes] uint8) together with the other ranks; `name` is empty where they cannot map it.
 
         Raises `PeerSilent` where a rank is lost or late, `WeightsError` where one could not write.
         """
         self._has_led = True
-        self._tell(_Call(slot=slot, layout=layout))
-        self._write(buffer, layout, is_shared=bool(slot))
+        self._tell(_Call(name=name, layout=layout))
+        self._write(buffer, layout, is_shared=bool(name))
 
     def end(self) -> None:
         """Let the others go on where nothing was published; rank 0 calls it after every publication."""
@@ -77,9 +77,9 @@ class ShardedWeights:
         call = msgspec.msgpack.decode(self._hear(), type=_Call)
         if not call.layout:
             return
-        if call.slot and call.slot not in self._mapped:
-            self._mapped[call.slot] = attach_to_write(call.slot)
-        self._write(self._mapped.get(call.slot), call.layout, is_shared=bool(call.slot))
+        if call.name and call.name not in self._mapped:
+            self._mapped[call.name] = attach_to_write(call.name)
+        self._write(self._mapped.get(call.name), call.layout, is_shared=bool(call.name))
 
     def _write(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...], *, is_shared: bool) -> None:
         if are_adapters(layout):

@@ -1,4 +1,4 @@
-"""LoRA adapters that are served side by side by vLLM, each a version of the policy: a `weights.commit.Commit`.
+"""LoRA adapters that are served side by side by vLLM, each a version of the policy: a `weights.swap.WeightSwap`.
 
 An adapter is staged like any policy and verified tensor by tensor, in memory: no disk is written or read. vLLM keeps adapters in rows of
 one tensor per layer. There is one row more than versions are served, and no sequence reads it: staging writes there, beside the forward
@@ -41,11 +41,11 @@ class Rows(Protocol):
     """The rows of adapters in a model's layers, wherever the model lies. A place is what vLLM knows an adapter by: its row is looked up."""
 
     def spare(self) -> torch.Tensor:
-        """As `Commit.spare`."""
+        """As `WeightSwap.spare`."""
         ...
 
     def save(self, buffer: torch.Tensor) -> None:
-        """As `Commit.save`."""
+        """As `WeightSwap.save`."""
         ...
 
     def stage(self, buffer: torch.Tensor, *, place: int) -> None:
@@ -75,11 +75,11 @@ class Adapters:
         self._served: dict[str, int] = {}
         """Place by rollout."""
 
-    def request_for(self, rollout_id: str, *, lineage: int) -> LoRARequest:
+    def request_for(self, rollout_id: str, *, rollback_epoch: int) -> LoRARequest:
         """What vLLM is told to serve a new request under: the newest adapter."""
         place = next(reversed(self._versions))
         self._served[rollout_id] = place
-        return LoRARequest(lora_name=f"v{self._versions[place]}.{lineage}", lora_int_id=place, lora_path="in memory")
+        return LoRARequest(lora_name=f"v{self._versions[place]}.{rollback_epoch}", lora_int_id=place, lora_path="in memory")
 
     def version_of(self, rollout_id: str) -> int:
         """The version a running request is sampled under."""

@@ -31,7 +31,7 @@ from pipelinerl.config import EngineSection, ModelSection, RolloutSection, Weigh
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, adapter_options
-from pipelinerl.engine.vllm.ranks import EXTENSION, RankedAdapters, RankedPolicies, Ranks
+from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies
 from pipelinerl.engine.vllm.routes import RouteRecorder
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
@@ -39,9 +39,9 @@ from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
 from pipelinerl.runtime.machine import memory_bytes
 from pipelinerl.weights import manifest
 from pipelinerl.weights.adapters import AdapterShape, adapter_layout
-from pipelinerl.weights.commit import Commit, choose, make
-from pipelinerl.weights.receiver import Intake
-from pipelinerl.weights.transports import Receivers, device_roads
+from pipelinerl.weights.receiver import WeightReceiver
+from pipelinerl.weights.swap import WeightSwap, choose_swap_mode, make_swap
+from pipelinerl.weights.transports import AutoReceiver, device_transports
 
 _FINISHES = {
     FinishReason.STOP: Finish.STOP,
@@ -75,18 +75,18 @@ class VllmEngine:
         """
         keep_plain_weights()
         options = adapter_options(adapters) if adapters else {}
-        if is_spread := engine.num_ranks > 1:
+        if is_sharded := engine.num_ranks > 1:
             options |= {"worker_extension_cls": EXTENSION}
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         self._adapters: Adapters | None = None
-        self._ranks = Ranks(self._llm) if is_spread else None
+        self._ranks = Ranks(self._llm) if is_sharded else None
         if self._ranks is not None and engine.num_stages > 1:
             self._ranks.call("policy_pipeline")
         commit, layout, choice = self._taker(Path(model.path), adapters, weights)
         verify = manifest.verify if self._ranks is None else self._ranks.verify
-        self._weights = Intake(commit, layout=layout, receiver=Receivers(folder=policies), verify=verify)
+        self._weights = WeightReceiver(commit, layout=layout, receiver=AutoReceiver(folder=policies), verify=verify)
         self._routes = self._recorder() if model.replay_routes else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -102,23 +102,23 @@ class VllmEngine:
             max_running=engine.max_running,
             tensors=layout,
             choices=(*choices, choice),
-            roads=() if is_spread else device_roads(),
+            transports=() if is_sharded else device_transports(),
         )
         self._prove_forward_pass(Path(model.path))
 
-    def submit(self, request: Generate, *, version: int, lineage: int = 0) -> None:
+    def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
         if request.rollout_id in self._requests:
             raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
         request_id = f"{request.rollout_id}#{self._num_submitted}"
         self._num_submitted += 1
-        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": f"v{version}.{lineage}"}
+        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": f"v{version}.{rollback_epoch}"}
         try:
             inputs = self._llm.input_processor.process_inputs(
                 request_id,
                 prompt,  # pyright: ignore[reportArgumentType]
                 _sampling_params(request.sampling),
                 supported_tasks=self._llm.get_supported_tasks(),
-                lora_request=self._adapters.request_for(request.rollout_id, lineage=lineage) if self._adapters else None,
+                lora_request=self._adapters.request_for(request.rollout_id, rollback_epoch=rollback_epoch) if self._adapters else None,
             )
             self._core.add_request(inputs)
         except (ValueError, TypeError, VLLMClientError) as error:  # vLLM's refusals; the engine is unharmed by them
@@ -224,7 +224,7 @@ class VllmEngine:
             routes=self._routes.take(output.request_id) if self._routes is not None and output.finish_reason is not None else None,
         )
 
-    def _taker(self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection) -> tuple[Commit, tuple[Tensor, ...], str]:
+    def _taker(self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection) -> tuple[WeightSwap, tuple[Tensor, ...], str]:
         """What brings policies into force here, the layout they are wanted in, and a sentence that says why."""
         if adapters is not None:
             layout = adapter_layout(checkpoint_shapes(folder), adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
@@ -232,16 +232,18 @@ class VllmEngine:
             return self._adapters, layout, "policies are committed by exchanging rows: adapters are staged in one that no sequence reads"
         if self._ranks is not None:
             shapes = checkpoint_shapes(folder)
-            spread = RankedPolicies(self._ranks, folder=folder, shapes=shapes, wanted=weights.commit, sends_changes=weights.delta)
-            return spread, spread.layout, spread.choice
+            sharded = ShardedPolicies(self._ranks, folder=folder, shapes=shapes, wanted=weights.swap_mode, sends_deltas=weights.delta)
+            return sharded, sharded.layout, sharded.choice
         parameters, layout = plan_of(self.model, folder=folder)
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
-        way, choice = choose(weights.commit, obstacles_of(self.model, captures_graphs=captures_graphs), sends_changes=weights.delta)
-        return make(way, parameters, gathers=not captures_graphs), layout, choice
+        mode, choice = choose_swap_mode(
+            weights.swap_mode, obstacles_of(self.model, captures_graphs=captures_graphs), sends_deltas=weights.delta
+        )
+        return make_swap(mode, parameters, gathers=not captures_graphs), layout, choice
 
     def _rows(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> Rows:
         if self._ranks is not None:
-            return RankedAdapters(self._ranks, layout=layout, shape=shape)
+            return ShardedAdapters(self._ranks, layout=layout, shape=shape)
         return AdapterRows(self._runner.lora_manager._adapter_manager, layout=layout, shape=shape, device=self._runner.device)
 
     def _recorder(self) -> RouteRecorder:

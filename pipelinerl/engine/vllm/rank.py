@@ -1,8 +1,8 @@
 """One rank of an engine that spreads its model over several: its part of every policy, staged by a thread, committed between two passes.
 
 A policy lies whole in shared memory that all ranks of the engine read. Each takes the digests of its share of the tensors, so that
-together they verify all of it, and then stages its own boxes of them, in whatever way it commits: no rank copies what it does not hold.
-Where it scatters, only what differs from the weights in force is staged; that comparison also finds and mends a weight that was damaged.
+together they verify all of it, and then stages its own boxes of them, in its own swap mode: no rank copies what it does not hold.
+In the sparse mode only what differs from the weights in force is staged; that comparison also finds and mends a weight that was damaged.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pipelinerl.errors import PipelineError, WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, views
-from pipelinerl.weights.commit import Commit, Scatter, choose, make
 from pipelinerl.weights.delta_base import MAX_CHANGED_FRACTION
 from pipelinerl.weights.manifest import digests
 from pipelinerl.weights.reshard import Box, Move, of_rank
 from pipelinerl.weights.shared_memory import attach, attach_to_write
 from pipelinerl.weights.shared_names import forget_vllm_names
-from pipelinerl.weights.throttle import rest
+from pipelinerl.weights.swap import SparseSwap, WeightSwap, choose_swap_mode, make_swap
+from pipelinerl.weights.throttle import throttle
 
 OWN = ""
-"""Names the engine's own buffer, where others are named by the trainer's slot."""
+"""Names the engine's own buffer, where others are named by the trainer's buffer."""
 Outcome = tuple[str, Any]
 """What went wrong, or empty; and what was found."""
 
@@ -44,7 +44,7 @@ class PolicyRank:
     rank: int
     """vLLM's own."""
 
-    def policy_plan(self, folder: str, wanted: str, sends_changes: bool) -> tuple[dict[str, tuple[Box, str]], str]:
+    def policy_plan(self, folder: str, wanted: str, sends_deltas: bool) -> tuple[dict[str, tuple[Box, str]], str]:
         """Get ready to take policies. The box of each checkpoint tensor that this rank holds, with its dtype; and how it commits, and why.
 
         Raises `ConfigError` where this model cannot take any.
@@ -53,8 +53,8 @@ class PolicyRank:
         model: torch.nn.Module = worker.get_model()
         captures_graphs = not worker.model_config.enforce_eager
         placed, self._policy_parts = plan_of_rank(model, folder=Path(folder))
-        way, choice = choose(wanted, obstacles_of(model, captures_graphs=captures_graphs), sends_changes=sends_changes)
-        self._policy_commit: Commit = make(way, placed, gathers=not captures_graphs)
+        mode, choice = choose_swap_mode(wanted, obstacles_of(model, captures_graphs=captures_graphs), sends_deltas=sends_deltas)
+        self._policy_commit: WeightSwap = make_swap(mode, placed, gathers=not captures_graphs)
         return {name: (part.box, part.tensor.dtype) for name, part in self._policy_parts.items()}, choice
 
     def policy_adapters(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> None:
@@ -139,20 +139,20 @@ class PolicyRank:
         wanted = views(self._policy_at(source), self._policy_whole)
         boxes = {name: wanted[name][_slices(part.box)] for name, part in self._policy_parts.items()}
         commit = self._policy_commit
-        if isinstance(commit, Scatter) and (changes := self._policy_differences(boxes, commit)) is not None:
-            commit.stage_changes(changes)
+        if isinstance(commit, SparseSwap) and (changes := self._policy_differences(boxes, commit)) is not None:
+            commit.stage_delta(changes)
         else:
             buffer = commit.spare()
             for name, target in self._policy_views(buffer).items():
                 target.copy_(boxes[name])
-                rest()
+                throttle()
             commit.stage(buffer)
         self._policy_staged = number
 
     def _policy_differences(
-        self, boxes: dict[str, torch.Tensor], commit: Scatter
+        self, boxes: dict[str, torch.Tensor], commit: SparseSwap
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
-        """As `Scatter.stage_changes` takes them; None where so much differs that the whole is less."""
+        """As `SparseSwap.stage_delta` takes them; None where so much differs that the whole is less."""
         found, num_changed, num_all = [], 0, 0
         for name, part in self._policy_parts.items():
             bits = commit.bits_of(part.tensor)
@@ -161,7 +161,7 @@ class PolicyRank:
             num_changed, num_all = num_changed + len(places), num_all + len(new)
             if len(places):
                 found.append((bits, places.to(bits.device), new[places].to(bits.device)))
-            rest()
+            throttle()
         return found if num_changed <= MAX_CHANGED_FRACTION * num_all else None
 
     def _policy_save(self) -> None:
@@ -171,7 +171,7 @@ class PolicyRank:
         sources, targets = self._policy_views(held), views(self._policy_own, self._policy_whole)
         for move in self._policy_gives:
             targets[move.name][move.target_slices].copy_(sources[move.name][move.source_slices])
-            rest()
+            throttle()
 
     def _policy_stage_adapter(self, source: str, number: int, place: int) -> None:
         """Stage an adapter: its layers take the part that is this rank's."""
@@ -192,7 +192,7 @@ class PolicyRank:
         policy = self._policy_own if source == OWN else attach(source)
         if len(policy) < num_bytes(self._policy_whole):
             raise WeightsError(
-                f"slot {source} has {len(policy)} bytes, a policy has {num_bytes(self._policy_whole)}: it is truncated; not taken"
+                f"buffer {source} has {len(policy)} bytes, a policy has {num_bytes(self._policy_whole)}: it is truncated; not taken"
             )
         return policy
 

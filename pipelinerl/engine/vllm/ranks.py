@@ -1,9 +1,9 @@
 """An engine whose model is spread over several ranks, each a process that vLLM started: policies are taken by all of them or by none.
 
-To the version transaction (`weights.intake`) the ranks together are one `Commit`. It fetches over any road, lays changes over the policy
-before, and has everything verified before it stages. The engine's own process runs it and holds no weights; a policy that is not in the
-trainer's shared memory already is made whole in shared memory of the engine's own, one copy for all ranks. The commit is one call that
-every rank makes between the same two forward passes. A rank that failed says why, and the old version serves on in all.
+To the version transaction (`weights.receiver`) the ranks together are one `WeightSwap`. It fetches over any transport, lays changes over
+the policy before, and has everything verified before it stages. The engine's own process runs it and holds no weights; a policy that is not
+in the trainer's shared memory already is made whole in shared memory of the engine's own, one copy for all ranks. The commit is one call
+that every rank makes between the same two forward passes. A rank that failed says why, and the old version serves on in all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
 from pipelinerl.weights.reshard import Move, index_map, whole
-from pipelinerl.weights.shared_memory import SharedMemory
+from pipelinerl.weights.shared_memory import SharedMemorySender
 
 EXTENSION = "pipelinerl.engine.vllm.worker.PolicyRank"
 ASK_EVERY_S = 0.01
@@ -69,21 +69,21 @@ class Ranks:
     def spare(self) -> torch.Tensor:
         """The engine's own buffer, made when first needed. Raises `NoRoom` where there is none for it in shared memory."""
         if self._own is None:
-            memory = SharedMemory(uuid.uuid4().hex)
+            memory = SharedMemorySender(uuid.uuid4().hex)
             try:
-                slot = memory.make(0, num_bytes(self._layout))
-                self.call("policy_share", slot.name)
+                buffer = memory.make(0, num_bytes(self._layout))
+                self.call("policy_share", buffer.name)
             finally:
                 memory.close()  # its name; the memory goes with the last process that has mapped it
-            self._own = slot.buffer
+            self._own = buffer.memory
         return self._own
 
-    def verify(self, manifest: Manifest, buffer: torch.Tensor, *, slot: str) -> None:
+    def verify(self, manifest: Manifest, buffer: torch.Tensor, *, name: str) -> None:
         """As `manifest.verify`, each rank its share."""
-        self.verified = OWN if self._own is not None and buffer.data_ptr() == self._own.data_ptr() else slot
+        self.verified = OWN if self._own is not None and buffer.data_ptr() == self._own.data_ptr() else name
         shares = [_split(share) for share in self.run("digests", self.verified)]
         found = itertools.chain.from_iterable(itertools.zip_longest(*shares))
-        compare(manifest, (one for one in found if one is not None), slot=slot)
+        compare(manifest, (one for one in found if one is not None), name=name)
 
     def stage(self, task: str, *arguments: object) -> None:
         """Have every rank stage its part of what was verified last."""
@@ -122,13 +122,13 @@ class Ranks:
             raise
 
 
-class RankedPolicies:
-    """Whole policies, of which each rank takes its part: a `Commit`."""
+class ShardedPolicies:
+    """Whole policies, of which each rank takes its part: a `WeightSwap`."""
 
-    def __init__(self, ranks: Ranks, *, folder: Path, shapes: dict[str, tuple[int, ...]], wanted: str, sends_changes: bool) -> None:
-        """`wanted`: as in `weights.commit`. Raises `ConfigError` where the model cannot take policies."""
+    def __init__(self, ranks: Ranks, *, folder: Path, shapes: dict[str, tuple[int, ...]], wanted: str, sends_deltas: bool) -> None:
+        """`wanted`: as in `weights.swap_mode`. Raises `ConfigError` where the model cannot take policies."""
         self._ranks = ranks
-        plans = ranks.call("policy_plan", str(folder), wanted, sends_changes)
+        plans = ranks.call("policy_plan", str(folder), wanted, sends_deltas)
         self.choice = f"{plans[0][1]}, in each of {len(plans)} ranks between the same two passes"
         boxes = [{name: box for name, (box, _) in plan.items()} for plan, _ in plans]
         dtypes = {name: dtype for plan, _ in plans for name, (_, dtype) in plan.items()}
@@ -157,8 +157,8 @@ class RankedPolicies:
         self._ranks.commit()
 
 
-class RankedAdapters:
-    """Rows of adapters in the layers of all ranks: `vllm_adapters.Rows`."""
+class ShardedAdapters:
+    """Rows of adapters in the layers of all ranks: `vllm.adapters.Rows`."""
 
     def __init__(self, ranks: Ranks, *, layout: tuple[Tensor, ...], shape: AdapterShape) -> None:
         self._ranks = ranks

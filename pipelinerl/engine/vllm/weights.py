@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipelinerl.engine.vllm.experts import has_plain_experts, keep_plain_experts
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.commit import CAN_FLIP, Placed, Way
 from pipelinerl.weights.reshard import Box, whole
+from pipelinerl.weights.swap import CAN_SWAP_POINTER, Placed, SwapMode
 
 ALIGNMENT_BYTES = 256
 """Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
@@ -49,24 +49,24 @@ def keep_plain_weights() -> None:
     keep_plain_experts()
 
 
-def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[Way, list[str]]:
-    """What would break each way to commit: said now, because at the first swap it would show as wrong tokens, or not at all."""
-    found: dict[Way, list[str]] = {way: [] for way in Way}
+def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[SwapMode, list[str]]:
+    """What would break each swap mode: said now, because at the first swap it would show as wrong tokens, or not at all."""
+    found: dict[SwapMode, list[str]] = {mode: [] for mode in SwapMode}
     if captures_graphs:
-        found[Way.FLIP].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
+        found[SwapMode.POINTER].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
     if _is_elsewhere(model):
-        found[Way.FLIP].append("the parameters are in a device's memory, and published policies in the host's")
-    if not CAN_FLIP:
-        found[Way.FLIP].append(f"torch {torch.__version__} cannot change the address of a storage in place")
-    found[Way.FLIP] += _kept_addresses(model)
+        found[SwapMode.POINTER].append("the parameters are in a device's memory, and published policies in the host's")
+    if not CAN_SWAP_POINTER:
+        found[SwapMode.POINTER].append(f"torch {torch.__version__} cannot change the address of a storage in place")
+    found[SwapMode.POINTER] += _kept_addresses(model)
     for reason in _transformed_layers(model):
-        for way in Way:
-            found[way].append(reason)
+        for mode in SwapMode:
+            found[mode].append(reason)
     return found
 
 
 def _kept_addresses(model: torch.nn.Module) -> list[str]:
-    """Tensors beside the parameters that share memory with one: they would go on showing the old weights after a flip."""
+    """Tensors beside the parameters that share memory with one: they would go on showing the old weights after a pointer swap."""
     owned = {parameter.untyped_storage().data_ptr(): name for name, parameter in model.named_parameters() if parameter.numel()}
     kept = [
         f"{prefix}.{name} shares memory with {owned[tensor.untyped_storage().data_ptr()]}"

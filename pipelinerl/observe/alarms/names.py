@@ -69,7 +69,7 @@ CHANGE = {
     Name.MISMATCH: "See that engine and trainer compute alike: model.dtype, trainer.float32_head, model.replay_routes for mixtures.",
     Name.ENGINE_MISMATCH: "See that engine's log and what it runs on: it computes something else than the others, or does not report what"
     " it sampled. Replace it.",
-    Name.KV_LAG: "Have swaps recompute older caches: weights.kv_span, or weights.kv_kl.",
+    Name.KV_LAG: "Have swaps recompute older caches: weights.kv_max_staleness, or weights.kv_max_kl.",
     Name.STALE: "Raise pipeline.max_staleness, or keep fewer rollouts in engines at once (pipeline.max_running).",
     Name.FLAT_REWARD: "See in samples that the reward tells better from worse, that the prompts are within reach, and that"
     " trainer.learning_rate is not too small.",

@@ -26,7 +26,7 @@ def findings_of(measures: Measures) -> tuple[Finding, ...]:
         ("trainer: waits for micro-batches", measures.trainer_wait_s, f"/ {seconds(window)}", window),
         ("trainer: forward, backward, optimizer", measures.trainer_compute_s, f"/ {seconds(window)}", window),
         ("trainer: held by writing policies", measures.trainer_publish_s, f"/ {seconds(window)}", window),
-        ("trainer: writes policies beside training", measures.trainer_publish_beside_s, f"/ {seconds(window)}", window),
+        ("trainer: writes policies while it trains", measures.trainer_publish_async_s, f"/ {seconds(window)}", window),
         ("engines: in forward passes", measures.engine_busy_s, f"/ {engines}", engine_time),
         ("engines: without a request", measures.engine_idle_s, f"/ {engines}", engine_time),
         ("engines: paused by swaps", measures.engine_pause_s, f"/ {engines}", engine_time),

@@ -152,7 +152,7 @@ def _trainer(plan: Plan, chance: random.Random, progress: float) -> dict[str, fl
         "forward_backward_s": 0.9 * plan.train_s,
         "optimizer_s": 0.1 * plan.train_s,
         "publish_s": plan.publish_s,
-        "publish_beside_s": 0.1,
+        "publish_async_s": 0.1,
     }
 
 

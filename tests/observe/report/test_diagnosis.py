@@ -133,7 +133,7 @@ def test_arithmetic_adds_up(tmp_path: Path) -> None:
     parts = ("waits for micro-batches", "forward, backward, optimizer", "held by writing policies")
     total = sum(float(findings[f"trainer: {part}"].value.rstrip("%").strip()) for part in parts)
     assert total == pytest.approx(100.0, abs=0.2)
-    assert findings["trainer: writes policies beside training"].arithmetic.replace("\N{NO-BREAK SPACE}", " ").startswith("3.9 s /")
+    assert findings["trainer: writes policies while it trains"].arithmetic.replace("\N{NO-BREAK SPACE}", " ").startswith("3.9 s /")
     assert findings["scoring: slots inside reward calls"].value.startswith("33.3")
     assert findings["engines: sequence slots in use"].value.startswith("93.8")
     idle = findings["training is the faster and idles for"].value

@@ -7,39 +7,39 @@ from orchestrator.rules.kv import DOUBT, MIN_TOKENS, KvPolicy, squared_lags
 
 
 def test_without_a_bound_the_lag_has_no_limit():
-    policy = KvPolicy(span=3)
+    policy = KvPolicy(max_staleness=3)
     policy.measured(kl=100.0, square=1.0, num_tokens=1000)
-    assert (policy.span, policy.lag, policy.is_measured) == (3, None, False)
+    assert (policy.max_staleness, policy.max_mean_staleness, policy.is_measured) == (3, None, False)
 
 
 def test_a_cache_may_lag_as_far_as_the_kl_measured_so_far_predicts_the_bound():
-    policy = KvPolicy(bound=0.02)
+    policy = KvPolicy(max_kl=0.02)
     policy.measured(kl=4.0, square=400.0, num_tokens=200)
-    assert policy.lag == pytest.approx(np.sqrt(2.0)), "0.01 nats for each squared version, so 0.02 at its root"
+    assert policy.max_mean_staleness == pytest.approx(np.sqrt(2.0)), "0.01 nats for each squared version, so 0.02 at its root"
     policy.measured(kl=0.4, square=400.0, num_tokens=200)
-    assert policy.lag == pytest.approx(np.sqrt(0.02 * (0.9 * 400 + 400) / (0.9 * 4 + 0.4))), "earlier steps weigh less"
+    assert policy.max_mean_staleness == pytest.approx(np.sqrt(0.02 * (0.9 * 400 + 400) / (0.9 * 4 + 0.4))), "earlier steps weigh less"
 
 
 def test_a_few_tokens_and_a_kl_of_zero_are_no_evidence():
-    policy = KvPolicy(bound=0.02)
+    policy = KvPolicy(max_kl=0.02)
     policy.measured(kl=50.0, square=1.0, num_tokens=MIN_TOKENS - 1)
-    assert policy.lag is None
-    policy = KvPolicy(bound=0.02)
+    assert policy.max_mean_staleness is None
+    policy = KvPolicy(max_kl=0.02)
     policy.measured(kl=0.0, square=400.0, num_tokens=MIN_TOKENS)
-    assert policy.lag is None
+    assert policy.max_mean_staleness is None
 
 
 def test_where_nothing_is_kept_any_more_something_is_kept_again_in_time():
-    policy = KvPolicy(bound=0.02)
+    policy = KvPolicy(max_kl=0.02)
     policy.measured(kl=400.0, square=400.0, num_tokens=200)
-    before = policy.lag
+    before = policy.max_mean_staleness
     assert before is not None
     assert before < 1.0, "every cache a version old is computed anew"
     for _ in range(250):
         policy.measured(kl=0.0, square=0.0, num_tokens=0)
-    assert policy.lag == pytest.approx(before / DOUBT**125)
-    assert policy.lag is not None
-    assert policy.lag > 1.0
+    assert policy.max_mean_staleness == pytest.approx(before / DOUBT**125)
+    assert policy.max_mean_staleness is not None
+    assert policy.max_mean_staleness > 1.0
 
 
 VERSIONS = [3, 3, 4, 5, 5]

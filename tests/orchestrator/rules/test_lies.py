@@ -94,7 +94,7 @@ def test_a_name_that_has_one_process_after_another_is_banned():
         (Kind.BOUNDS, {"max_model_tokens": 0}),
         (Kind.VERSIONS, {"version": 5}),
         (Kind.VERSIONS, {"version": -1}),
-        (Kind.VERSIONS, {"lineage": -1}),
+        (Kind.VERSIONS, {"rollback_epoch": -1}),
     ],
 )
 def test_an_engine_announces_what_this_run_can_have(kind: Kind | None, changes: dict[str, Any]):
@@ -129,10 +129,12 @@ def test_gauges_inside_gauges_are_looked_at_too():
     assert "functions.right.num_failed.error" in lie.words
 
 
-@pytest.mark.parametrize(("version", "lineage", "is_good"), [(4, 0, True), (5, 0, False), (-1, 0, False), (3, 1, True), (3, 2, False)])
-def test_an_engine_commits_what_it_was_told_of(version: int, lineage: int, is_good: bool):
-    said = WeightsCommitted(engine_id=1, version=version, pause_s=0.0, stage_s=0.0, num_running=0, lineage=lineage)
-    assert (policy_of(said, newest=4, lineage=0) is None) == is_good
+@pytest.mark.parametrize(
+    ("version", "rollback_epoch", "is_good"), [(4, 0, True), (5, 0, False), (-1, 0, False), (3, 1, True), (3, 2, False)]
+)
+def test_an_engine_commits_what_it_was_told_of(version: int, rollback_epoch: int, is_good: bool):
+    said = WeightsCommitted(engine_id=1, version=version, pause_s=0.0, stage_s=0.0, num_running=0, rollback_epoch=rollback_epoch)
+    assert (policy_of(said, newest=4, rollback_epoch=0) is None) == is_good
 
 
 # --- a trainer ---
@@ -162,7 +164,7 @@ def test_of_a_steps_figures_the_finite_ones_stand_and_there_are_not_too_many():
     ("version", "standing", "is_good"), [(4, STANDING, True), (3, OPEN, True), (4, OPEN, False), (5, STANDING, False), (0, OPEN, True)]
 )
 def test_a_policy_is_no_newer_than_the_step_it_comes_after(version: int, standing: Standing, is_good: bool):
-    said = PolicyPublished(version=version, slot="a", digest="", num_bytes=1, publish_s=0.1)
+    said = PolicyPublished(version=version, buffer="a", digest="", num_bytes=1, publish_s=0.1)
     assert (policy_published(said, standing) is None) == is_good
 
 

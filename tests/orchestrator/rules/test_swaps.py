@@ -1,17 +1,17 @@
-"""Who stages what, who is fenced, and which slots are free; every case by hand."""
+"""Who stages what, who is fenced, and which buffers are free; every case by hand."""
 
 from orchestrator.rules.swaps import MAX_REFILLS, Policy, Swaps
 
 
-def policy(version: int, *, lineage: int = 0) -> Policy:
-    return Policy(age=(lineage, version), slot=f"slot-{lineage}.{version}", digest=f"d{version}")
+def policy(version: int, *, rollback_epoch: int = 0) -> Policy:
+    return Policy(age=(rollback_epoch, version), buffer=f"buffer-{rollback_epoch}.{version}", digest=f"d{version}")
 
 
-def published(swaps: Swaps, *versions: int, lineage: int = 0, engines: tuple[int, ...] = (0, 1)) -> list[tuple[int, int]]:
+def published(swaps: Swaps, *versions: int, rollback_epoch: int = 0, engines: tuple[int, ...] = (0, 1)) -> list[tuple[int, int]]:
     """Publish versions; the (engine, version) orders that follow."""
     orders = []
     for version in versions:
-        swaps.published(policy(version, lineage=lineage))
+        swaps.published(policy(version, rollback_epoch=rollback_epoch))
         orders += [(engine, order.age[1]) for engine in engines if (order := swaps.next_order(engine)) is not None]
     return orders
 
@@ -27,33 +27,33 @@ def test_an_engine_has_one_order_at_a_time_and_then_gets_the_newest():
     assert swaps.next_order(1) is None, "its first order is still open"
 
 
-def test_a_slot_is_free_once_no_engine_serves_from_it_or_fetches_it():
+def test_a_buffer_is_free_once_no_engine_serves_from_it_or_fetches_it():
     swaps = Swaps()
     published(swaps, 1)
     for engine in (0, 1):
         swaps.committed(engine, (0, 1))
     published(swaps, 2)
-    assert swaps.take_free_slots() == []
+    assert swaps.take_free_buffers() == []
     swaps.committed(0, (0, 2))
-    assert swaps.take_free_slots() == [], "engine 1 serves from slot 1"
+    assert swaps.take_free_buffers() == [], "engine 1 serves from buffer 1"
     published(swaps, 3, 4)
-    assert swaps.take_free_slots() == [], "engine 0 fetches 3, engine 1 serves 1 and fetches 2, and 4 is the newest"
+    assert swaps.take_free_buffers() == [], "engine 0 fetches 3, engine 1 serves 1 and fetches 2, and 4 is the newest"
     swaps.committed(1, (0, 2))
-    assert swaps.take_free_slots() == ["slot-0.1"]
+    assert swaps.take_free_buffers() == ["buffer-0.1"]
     swaps.next_order(1)
-    assert swaps.take_free_slots() == []
+    assert swaps.take_free_buffers() == []
     swaps.committed(1, (0, 4))
     swaps.committed(0, (0, 3))
-    assert swaps.take_free_slots() == ["slot-0.2"]
+    assert swaps.take_free_buffers() == ["buffer-0.2"]
     swaps.next_order(0)
     swaps.committed(0, (0, 4))
-    assert swaps.take_free_slots() == ["slot-0.3"], "each once, and never the newest"
+    assert swaps.take_free_buffers() == ["buffer-0.3"], "each once, and never the newest"
 
 
 def test_what_nobody_was_told_to_fetch_is_free_as_soon_as_it_is_overtaken():
     swaps = Swaps()
     published(swaps, 1, 2, 3)
-    assert swaps.take_free_slots() == ["slot-0.2"]
+    assert swaps.take_free_buffers() == ["buffer-0.2"]
 
 
 def test_repeated_and_older_news_change_nothing():
@@ -103,7 +103,7 @@ def test_a_late_engine_is_fenced_until_it_answers():
     assert swaps.late(0, (0, 1), "waited 60 s")
     assert swaps[0].is_hopeless
     assert published(swaps, 2) == [], "both orders are open"
-    assert swaps.take_free_slots() == [], "it may be reading slot 1 to this day"
+    assert swaps.take_free_buffers() == [], "it may be reading buffer 1 to this day"
     assert swaps.committed(0, (0, 1))
     assert not swaps[0].fault
     assert not swaps.late(0, (0, 1), "its deadline comes after its answer")
@@ -114,12 +114,12 @@ def test_a_rollback_is_a_later_lineage_and_orders_of_the_earlier_one_are_no_news
     swaps = Swaps()
     published(swaps, 1, 2, engines=(0,))
     swaps.committed(0, (0, 1))
-    assert published(swaps, 1, lineage=1, engines=(0,)) == [(0, 1)]
+    assert published(swaps, 1, rollback_epoch=1, engines=(0,)) == [(0, 1)]
     swaps.published(policy(3))
-    assert swaps.newest == policy(1, lineage=1)
+    assert swaps.newest == policy(1, rollback_epoch=1)
     assert not swaps.committed(0, (0, 1))
     assert swaps.committed(0, (1, 1))
-    assert swaps.take_free_slots() == ["slot-0.1", "slot-0.2"]
+    assert swaps.take_free_buffers() == ["buffer-0.1", "buffer-0.2"]
 
 
 def test_what_every_engine_holds_is_the_oldest_and_unknown_while_one_needs_a_whole_policy():
@@ -137,14 +137,14 @@ def test_what_every_engine_holds_is_the_oldest_and_unknown_while_one_needs_a_who
     swaps.next_order(1)
     swaps.committed(1, (0, 2))
     assert swaps.held_by_all() == 2
-    published(swaps, 1, lineage=1)
-    assert swaps.held_by_all() is None, "of the earlier lineage"
+    published(swaps, 1, rollback_epoch=1)
+    assert swaps.held_by_all() is None, "of the earlier rollback epoch"
     for engine in (0, 1):
         swaps.committed(engine, (1, 1))
     assert swaps.held_by_all() == 1
 
 
-def test_a_replaced_engine_starts_over_and_lets_go_of_its_predecessors_slots():
+def test_a_replaced_engine_starts_over_and_lets_go_of_its_predecessors_buffers():
     swaps = Swaps()
     published(swaps, 1)
     for engine in (0, 1):
@@ -154,4 +154,4 @@ def test_a_replaced_engine_starts_over_and_lets_go_of_its_predecessors_slots():
     swaps.joined(1)
     assert swaps.held_by_all() == 0
     assert swaps.next_order(1) == policy(2)
-    assert swaps.take_free_slots() == ["slot-0.1"]
+    assert swaps.take_free_buffers() == ["buffer-0.1"]

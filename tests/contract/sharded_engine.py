@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from pipelinerl.engine.vllm import ranks
 from pipelinerl.engine.vllm.rank import PolicyRank
-from pipelinerl.engine.vllm.ranks import RankedPolicies, Ranks
+from pipelinerl.engine.vllm.ranks import Ranks, ShardedPolicies
 from pipelinerl.engine.vllm.weights import checkpoint_shapes
-from pipelinerl.weights.receiver import Intake
+from pipelinerl.weights.receiver import WeightReceiver
 from pipelinerl.weights.reshard import Box
 from pipelinerl.weights.transport import Receiver
-from tests.contract.roads import LAYOUT, SHAPES, Engine, same_bits, tensors
+from tests.contract.weight_transports import LAYOUT, SHAPES, Engine, same_bits, tensors
 
 BOXES: tuple[dict[str, Box], ...] = (
     {"embed": ((0, 20), (0, 16)), "norm": ((0, 16),), "head": ((0, 16), (0, 25))},
@@ -67,22 +67,22 @@ class Executor:
         return [getattr(worker, method)(*args) for worker in self.workers]
 
 
-class RankedEngine(Engine):
-    """Two ranks that take policies from a road."""
+class ShardedEngine(Engine):
+    """Two ranks that take policies from a transport."""
 
-    def __init__(self, receiver: Receiver, *, way: str = "flip") -> None:
+    def __init__(self, receiver: Receiver, *, mode: str = "pointer") -> None:
         ranks.ASK_EVERY_S = 0.001
         self.executor = Executor()
         with tempfile.TemporaryDirectory() as folder:
             save_file(tensors(0), Path(folder) / "model.safetensors")
             shapes = checkpoint_shapes(Path(folder))
             both = Ranks(self.executor)
-            policies = RankedPolicies(both, folder=Path(folder), shapes=shapes, wanted=way, sends_changes=True)
+            policies = ShardedPolicies(both, folder=Path(folder), shapes=shapes, wanted=mode, sends_deltas=True)
         assert {tensor.name for tensor in policies.layout} == {tensor.name for tensor in LAYOUT if tensor.num_bytes}
         for worker in self.executor.workers:
             worker._policy_whole = both._layout = LAYOUT  # which has a tensor without elements, as no model does
         self._receiver = receiver
-        self.intake = Intake(policies, layout=LAYOUT, receiver=receiver, verify=both.verify)
+        self.intake = WeightReceiver(policies, layout=LAYOUT, receiver=receiver, verify=both.verify)
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,11 +1,11 @@
-"""How a policy takes effect: what each way leaves in place, and which way is chosen for what reason."""
+"""How a policy takes effect: what each mode leaves in place, and which mode is chosen for what reason."""
 
 import pytest
 import torch
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.commit import Commit, Flip, Placed, Scatter, Way, choose, make
+from pipelinerl.weights.swap import Placed, PointerSwap, SparseSwap, SwapMode, WeightSwap, choose_swap_mode, make_swap
 
 
 def placed(*sizes: int) -> list[Placed]:
@@ -24,28 +24,28 @@ def values(parameters: list[Placed]) -> list[list[float]]:
     return [one.parameter.tolist() for one in parameters]
 
 
-@pytest.fixture(params=list(Way))
-def way(request: pytest.FixtureRequest) -> Way:
+@pytest.fixture(params=list(SwapMode))
+def mode(request: pytest.FixtureRequest) -> SwapMode:
     return request.param
 
 
-def commit(by: Commit, buffer: torch.Tensor) -> None:
+def commit(by: WeightSwap, buffer: torch.Tensor) -> None:
     by.stage(buffer)
     by.commit()
 
 
-def test_parameters_change_at_the_commit_and_not_before(way: Way):
+def test_parameters_change_at_the_commit_and_not_before(mode: SwapMode):
     parameters = placed(2, 3)
-    by = make(way, parameters)
+    by = make_swap(mode, parameters)
     by.stage(policy(1.0))
     assert values(parameters) == [[0.0] * 2, [0.0] * 3]
     by.commit()
     assert values(parameters) == [[1.0] * 2, [1.0] * 3]
 
 
-def test_the_spare_buffer_is_never_the_one_the_model_reads(way: Way):
+def test_the_spare_buffer_is_never_the_one_the_model_reads(mode: SwapMode):
     parameters = placed(2, 3)
-    by = make(way, parameters)
+    by = make_swap(mode, parameters)
     for number in range(1, 5):
         by.spare().view(torch.float32).fill_(number)
         assert values(parameters) == [[number - 1.0] * 2, [number - 1.0] * 3]
@@ -55,11 +55,11 @@ def test_the_spare_buffer_is_never_the_one_the_model_reads(way: Way):
 
 def test_changes_find_their_parameter_in_whatever_order_it_was_given():
     parameters = placed(2, 3)
-    by = Scatter(parameters[::-1])
+    by = SparseSwap(parameters[::-1])
     tensor = Tensor(name="part", shape=(2,), dtype="float32", offset_bytes=256 + 4, num_bytes=8)
     bits = by.bits_of(tensor)
     assert len(bits) == 2
-    by.stage_changes([(bits, torch.tensor([1]), torch.tensor([1.0]).view(torch.int32))])
+    by.stage_delta([(bits, torch.tensor([1]), torch.tensor([1.0]).view(torch.int32))])
     assert values(parameters) == [[0.0] * 2, [0.0] * 3]
     by.commit()
     assert values(parameters) == [[0.0] * 2, [0.0, 0.0, 1.0]]
@@ -68,9 +68,9 @@ def test_changes_find_their_parameter_in_whatever_order_it_was_given():
 
 
 def test_a_flip_moves_nothing_and_a_copy_keeps_the_addresses():
-    for way, keeps in ((Way.FLIP, False), (Way.COPY, True), (Way.SCATTER, True)):
+    for mode, keeps in ((SwapMode.POINTER, False), (SwapMode.COPY, True), (SwapMode.SPARSE, True)):
         parameters = placed(2, 3)
-        by = make(way, parameters)
+        by = make_swap(mode, parameters)
         before = [one.parameter.data_ptr() for one in parameters]
         buffer = policy(1.0)
         commit(by, buffer)
@@ -79,11 +79,11 @@ def test_a_flip_moves_nothing_and_a_copy_keeps_the_addresses():
         assert (after == [buffer.data_ptr(), buffer.data_ptr() + 256]) is not keeps
 
 
-@pytest.mark.parametrize("way", [Way.COPY, Way.SCATTER])
-def test_parameters_whose_addresses_were_kept_are_written_where_they_are(way: Way):
+@pytest.mark.parametrize("mode", [SwapMode.COPY, SwapMode.SPARSE])
+def test_parameters_whose_addresses_were_kept_are_written_where_they_are(mode: SwapMode):
     parameters = placed(2, 3)
     before = [one.parameter.data_ptr() for one in parameters]
-    by = make(way, parameters, gathers=False)
+    by = make_swap(mode, parameters, gathers=False)
     commit(by, policy(1.0))
     assert values(parameters) == [[1.0] * 2, [1.0] * 3]
     assert [one.parameter.data_ptr() for one in parameters] == before
@@ -93,7 +93,7 @@ def test_parameters_whose_addresses_were_kept_are_written_where_they_are(way: Wa
 
 def test_a_buffer_that_nobody_else_holds_lives_while_the_model_reads_it():
     parameters = placed(2, 3)
-    by = make(Way.FLIP, parameters)
+    by = make_swap(SwapMode.POINTER, parameters)
     for number in range(1, 4):
         commit(by, policy(float(number)))
         noise = [torch.full((268,), 255, dtype=torch.uint8) for _ in range(8)]
@@ -102,7 +102,7 @@ def test_a_buffer_that_nobody_else_holds_lives_while_the_model_reads_it():
 
 
 def test_a_flip_holds_no_more_than_two_buffers_of_its_own():
-    by = Flip(placed(2, 3))
+    by = PointerSwap(placed(2, 3))
     seen = set()
     for _ in range(6):
         seen.add(by.spare().data_ptr())
@@ -111,29 +111,31 @@ def test_a_flip_holds_no_more_than_two_buffers_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "obstacles", "way", "why"),
+    ("wanted", "obstacles", "mode", "why"),
     [
-        ("auto", {}, Way.FLIP, "nothing stands against the shortest pause"),
-        ("auto", {Way.FLIP: ["graphs"]}, Way.COPY, "flip would break: graphs"),
-        ("copy", {}, Way.COPY, "weights.commit says so"),
-        ("copy", {Way.FLIP: ["graphs"]}, Way.COPY, "weights.commit says so"),
+        ("auto", {}, SwapMode.POINTER, "nothing stands against the shortest pause"),
+        ("auto", {SwapMode.POINTER: ["graphs"]}, SwapMode.COPY, "pointer would break: graphs"),
+        ("copy", {}, SwapMode.COPY, "weights.swap_mode says so"),
+        ("copy", {SwapMode.POINTER: ["graphs"]}, SwapMode.COPY, "weights.swap_mode says so"),
     ],
 )
-def test_the_shortest_pause_that_breaks_nothing_is_chosen_and_says_why(wanted: str, obstacles: dict[Way, list[str]], way: Way, why: str):
-    assert choose(wanted, obstacles) == (way, f"policies are committed by {way}: {why}")
+def test_the_shortest_pause_that_breaks_nothing_is_chosen_and_says_why(
+    wanted: str, obstacles: dict[SwapMode, list[str]], mode: SwapMode, why: str
+):
+    assert choose_swap_mode(wanted, obstacles) == (mode, f"policies are committed by {mode}: {why}")
 
 
 def test_changes_are_scattered_only_where_they_are_sent_and_a_flip_is_impossible():
-    graphs = {Way.FLIP: ["graphs"]}
-    assert choose("auto", graphs, sends_changes=True)[0] is Way.SCATTER
-    assert choose("auto", {}, sends_changes=True)[0] is Way.FLIP
-    assert choose("scatter", {}) == (Way.SCATTER, "policies are committed by scatter: weights.commit says so")
+    graphs = {SwapMode.POINTER: ["graphs"]}
+    assert choose_swap_mode("auto", graphs, sends_deltas=True)[0] is SwapMode.SPARSE
+    assert choose_swap_mode("auto", {}, sends_deltas=True)[0] is SwapMode.POINTER
+    assert choose_swap_mode("sparse", {}) == (SwapMode.SPARSE, "policies are committed by sparse: weights.swap_mode says so")
 
 
 def test_what_breaks_every_way_is_said_at_start():
-    everything = {way: [f"{way} is broken", "packed"] for way in Way}
+    everything = {mode: [f"{mode} is broken", "packed"] for mode in SwapMode}
     with pytest.raises(ConfigError) as caught:
-        choose("auto", everything, sends_changes=True)
-    assert all(f"  - {way}: {reason}" in str(caught.value) for way in Way for reason in everything[way])
-    with pytest.raises(ConfigError, match=r"cannot take new weights by flip here:\n  - flip: graphs$"):
-        choose("flip", {Way.FLIP: ["graphs"]})
+        choose_swap_mode("auto", everything, sends_deltas=True)
+    assert all(f"  - {mode}: {reason}" in str(caught.value) for mode in SwapMode for reason in everything[mode])
+    with pytest.raises(ConfigError, match=r"cannot take new weights by pointer here:\n  - pointer: graphs$"):
+        choose_swap_mode("pointer", {SwapMode.POINTER: ["graphs"]})

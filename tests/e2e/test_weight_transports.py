@@ -1,4 +1,4 @@
-"""Real engines and the trainer's own publisher over every road: a swapped engine samples what one started on the new weights samples."""
+"""Real engines and the trainer's own publisher over every transport: a swapped engine samples what one started on the new weights samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def take(loop: EngineLoop, publisher: Publisher, version: int) -> int:
     """Publish the present weights and have the engine take them; bytes that travelled."""
     policy = publisher.publish(version)
     assert policy is not None
-    loop.handle(StageWeights(version=version, slot=policy.slot, digest=policy.digest))
+    loop.handle(StageWeights(version=version, buffer=policy.buffer, digest=policy.digest))
     while loop.is_swapping:
         loop.advance()
     kinds = [type(message) for message in loop.outbox if not isinstance(message, Completion)]
@@ -59,17 +59,17 @@ def take(loop: EngineLoop, publisher: Publisher, version: int) -> int:
 
 
 @contextlib.contextmanager
-def swapped(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit: str) -> Iterator[tuple[EngineLoop, Publisher]]:
+def swapped(folder: Path, weights: dict[str, torch.Tensor], *, transport: str, swap_mode: str) -> Iterator[tuple[EngineLoop, Publisher]]:
     from pipelinerl.config import WeightsSection
     from tests import real_engine
     from trainer.weights.publisher import Publisher
 
-    section = WeightsSection(commit=commit, delta=True)  # pyright: ignore
+    section = WeightsSection(swap_mode=swap_mode, delta=True)  # pyright: ignore
     with real_engine.vllm_engine(folder, dtype="bfloat16", weights=section, policies=folder / "weights") as engine:
         publisher = Publisher(
-            lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, address="127.0.0.1", sends_changes=True
+            lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=10.0, address="127.0.0.1", sends_deltas=True
         )
-        publisher.fix_layout(engine.limits.tensors, num_engines=4, road=road)
+        publisher.fix_layout(engine.limits.tensors, num_engines=4, transport=transport)
         with contextlib.closing(publisher), StagingThread(engine) as stager:
             yield EngineLoop(engine, engine_id=0, stager=stager), publisher
 
@@ -86,10 +86,10 @@ def train(weights: dict[str, torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def swapped_tokens(folder: Path, weights: dict[str, torch.Tensor], *, road: str, commit: str) -> tuple[list[list[int]], list[int]]:
+def swapped_tokens(folder: Path, weights: dict[str, torch.Tensor], *, transport: str, swap_mode: str) -> tuple[list[list[int]], list[int]]:
     """Change `weights` a few times under an engine that decodes; what it samples at last, and the bytes of each policy."""
     sizes = []
-    with swapped(folder, weights, road=road, commit=commit) as (loop, publisher):
+    with swapped(folder, weights, transport=transport, swap_mode=swap_mode) as (loop, publisher):
         before = greedy(loop, "before")
         for version, _ in enumerate(train(weights), start=1):
             ask(loop, count=2, max_tokens=20, name=f"meanwhile-{version}")
@@ -109,7 +109,7 @@ def first_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def fresh_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What an engine samples that was started on the weights to which every road leads."""
+    """What an engine samples that was started on the weights to which every transport leads."""
     from safetensors.torch import save_file
 
     from tests import real_engine
@@ -123,20 +123,20 @@ def fresh_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         return greedy(EngineLoop(fresh, engine_id=0, stager=stager), "after")
 
 
-@pytest.mark.parametrize(("road", "commit"), [("shared_memory", "copy"), ("files", "scatter"), ("gloo", "flip")])
-def test_a_swapped_engine_samples_what_a_fresh_one_does(tmp_path: Path, fresh_tokens: list[list[int]], road: str, commit: str):
-    after, sizes = swapped_tokens(tmp_path, first_weights(tmp_path), road=road, commit=commit)
-    print(f"{road}, {commit}: {sizes} bytes")
+@pytest.mark.parametrize(("transport", "swap_mode"), [("shared_memory", "copy"), ("files", "sparse"), ("gloo", "pointer")])
+def test_a_swapped_engine_samples_what_a_fresh_one_does(tmp_path: Path, fresh_tokens: list[list[int]], transport: str, swap_mode: str):
+    after, sizes = swapped_tokens(tmp_path, first_weights(tmp_path), transport=transport, swap_mode=swap_mode)
+    print(f"{transport}, {swap_mode}: {sizes} bytes")
     assert max(sizes[1:]) < sizes[0] / 8, "all but the first travelled as changes"
     assert after == fresh_tokens
 
 
 def test_a_thousand_swaps_under_load_abort_nothing_and_take_no_memory(tmp_path: Path):
     weights = first_weights(tmp_path)
-    with swapped(tmp_path, weights, road="shared_memory", commit="flip") as (loop, publisher):
+    with swapped(tmp_path, weights, transport="shared_memory", swap_mode="pointer") as (loop, publisher):
         asked = num_done = 0
         peaks: dict[int, int] = {}
-        slots: list[str] = []
+        buffers: list[str] = []
         while loop.version < NUM_SWAPS:
             if len(loop._running) < 12:
                 ask(loop, count=6, max_tokens=60, name=str(asked))
@@ -144,13 +144,13 @@ def test_a_thousand_swaps_under_load_abort_nothing_and_take_no_memory(tmp_path: 
             weights["model.norm.weight"][loop.version % 128] += 0.01
             policy = publisher.publish(loop.version + 1)
             assert policy is not None
-            loop.handle(StageWeights(version=loop.version + 1, slot=policy.slot, digest=policy.digest))
-            slots.append(policy.slot)
+            loop.handle(StageWeights(version=loop.version + 1, buffer=policy.buffer, digest=policy.digest))
+            buffers.append(policy.buffer)
             while loop.is_swapping:
                 loop.advance()
             loop.advance()
-            if len(slots) > 1:
-                publisher.release(slots.pop(0))
+            if len(buffers) > 1:
+                publisher.release(buffers.pop(0))
             for message in loop.outbox:
                 if isinstance(message, Completion):
                     assert (message.finish, len(message.token_ids)) in {(Finish.LENGTH, 60), (Finish.STOP, len(message.token_ids))}

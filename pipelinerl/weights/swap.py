@@ -1,12 +1,12 @@
 """How a staged policy takes effect, between two forward passes: the part of a swap that sequences wait for.
 
-Each way keeps the same promise: `stage` does everything slow, `commit` is short and leaves all parameters of one version. They differ in
-what they cost and in what breaks them; `choice` picks one when the engine starts.
+Each mode keeps the same promise: `stage` does everything slow, `commit` is short and leaves all parameters of one version. They differ in
+what they cost and in what breaks them; `choose_swap_mode` picks one when the engine starts.
 
-    Flip      changes the one address that all parameters lie behind: microseconds, however many there are and however large. Needs nobody
-              to have kept their addresses.
-    Scatter   like Copy for whole policies; of changes it writes only what changed, and keeps no second copy of the model for them.
-    Copy      copies the staged buffer into the parameters: as long as a memcpy of the model. Works where addresses are captured.
+    PointerSwap  changes the one address behind which all parameters lie: microseconds, however many and however large they are. It needs
+                 that nobody has kept their addresses.
+    SparseSwap   is a CopySwap for whole policies; of a delta it writes only what changed, without a second copy of the model.
+    CopySwap     copies the staged buffer into the parameters: as long as a memcpy of the model. It works where addresses are captured.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pipelinerl.messages import Tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Way(enum.StrEnum):
+class SwapMode(enum.StrEnum):
     """How a policy is committed; the shortest pause first."""
 
-    FLIP = "flip"
+    POINTER = "pointer"
     """Pointers into the staged buffer."""
-    SCATTER = "scatter"
+    SPARSE = "sparse"
     """What changed into the parameters, in place; only where changes are sent."""
     COPY = "copy"
     """The staged buffer into the parameters, in place."""
@@ -50,11 +50,11 @@ class Placed:
         return part.view(self.parameter.dtype).view(self.parameter.shape)
 
 
-class Commit(Protocol):
+class WeightSwap(Protocol):
     """Brings a staged policy into force. `stage` may run in another thread than `commit`, never at the same time."""
 
     def spare(self) -> torch.Tensor:
-        """A buffer ([bytes] uint8) that the model does not read: for roads that bring no memory of their own."""
+        """A buffer ([bytes] uint8) that the model does not read: for transports that bring no memory of their own."""
         ...
 
     def stage(self, buffer: torch.Tensor) -> None:
@@ -70,31 +70,31 @@ class Commit(Protocol):
         ...
 
 
-def choose(wanted: str, obstacles: Mapping[Way, Sequence[str]], *, sends_changes: bool = False) -> tuple[Way, str]:
-    """The way to commit, and a sentence that says why. `wanted` is "auto" or a way; `obstacles` are what would break each.
+def choose_swap_mode(wanted: str, obstacles: Mapping[SwapMode, Sequence[str]], *, sends_deltas: bool = False) -> tuple[SwapMode, str]:
+    """The swap mode, and a sentence that says why. `wanted` is "auto" or a mode; `obstacles` are what would break each.
 
-    `sends_changes`: policies may arrive as changes; without them nothing is there to scatter.
+    `sends_deltas`: policies may arrive as changes; without them a sparse swap has nothing to write.
 
-    Raises `ConfigError` with all of them where the way wanted, or every way, would leave the model with other weights than it says.
+    Raises `ConfigError` with all of them where the mode wanted, or every mode, would leave the model with other weights than it says.
     """
-    ways = [way for way in Way if sends_changes or way is not Way.SCATTER] if wanted == "auto" else [Way(wanted)]
-    for way in ways:
-        if not obstacles.get(way):
-            passed = [f"{other} would break: {obstacles[other][0]}" for other in ways[: ways.index(way)]]
-            why = "; ".join(passed) or ("nothing stands against the shortest pause" if wanted == "auto" else "weights.commit says so")
-            return way, f"policies are committed by {way}: {why}"
-    found = "\n".join(f"  - {way}: {reason}" for way in ways for reason in obstacles[way])
-    raise ConfigError(f"this model cannot take new weights by {' or '.join(ways)} here:\n{found}")
+    modes = [mode for mode in SwapMode if sends_deltas or mode is not SwapMode.SPARSE] if wanted == "auto" else [SwapMode(wanted)]
+    for mode in modes:
+        if not obstacles.get(mode):
+            passed = [f"{other} would break: {obstacles[other][0]}" for other in modes[: modes.index(mode)]]
+            why = "; ".join(passed) or ("nothing stands against the shortest pause" if wanted == "auto" else "weights.swap_mode says so")
+            return mode, f"policies are committed by {mode}: {why}"
+    found = "\n".join(f"  - {mode}: {reason}" for mode in modes for reason in obstacles[mode])
+    raise ConfigError(f"this model cannot take new weights by {' or '.join(modes)} here:\n{found}")
 
 
-def make(way: Way, parameters: Sequence[Placed], *, gathers: bool = True) -> Commit:
-    """The commit of a way for these parameters.
+def make_swap(mode: SwapMode, parameters: Sequence[Placed], *, gathers: bool = True) -> WeightSwap:
+    """The swap of a mode for these parameters.
 
     `gathers`: they may be moved now, into one piece of memory; not where somebody has kept their addresses.
     """
-    if way is Way.FLIP:
-        return Flip(parameters)
-    return (Scatter if way is Way.SCATTER else Copy)(parameters, gathers=gathers)
+    if mode is SwapMode.POINTER:
+        return PointerSwap(parameters)
+    return (SparseSwap if mode is SwapMode.SPARSE else CopySwap)(parameters, gathers=gathers)
 
 
 def gather(parameters: Sequence[Placed]) -> torch.Tensor:
@@ -106,11 +106,11 @@ def gather(parameters: Sequence[Placed]) -> torch.Tensor:
     return home
 
 
-CAN_FLIP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+CAN_SWAP_POINTER = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can change the address of a storage in place."""
 
 
-class Flip:
+class PointerSwap:
     """Has the storage that all parameters are views of lie elsewhere: in the staged buffer. One pointer changes, whatever the model.
 
     The storage owns no memory: buffers do, and the one that the model has left is kept until the next is staged, because unmapping it
@@ -152,7 +152,7 @@ class Flip:
         buffer[: self._num_bytes].copy_(self._policy)
 
 
-class Copy:
+class CopySwap:
     """Copies the staged buffer into the parameters where they are: in one piece, where they could be gathered."""
 
     def __init__(self, parameters: Sequence[Placed], *, gathers: bool = True) -> None:
@@ -197,10 +197,10 @@ class Copy:
         return self._beside
 
 
-class Scatter(Copy):
+class SparseSwap(CopySwap):
     """Copies whole policies, and writes changes where they belong.
 
-    Changes are kept as [count] indices and new bits for each parameter, on the parameter's own device.
+    Delta are kept as [count] indices and new bits for each parameter, on the parameter's own device.
     """
 
     def __init__(self, parameters: Sequence[Placed], *, gathers: bool = True) -> None:
@@ -220,7 +220,7 @@ class Scatter(Copy):
         start = (tensor.offset_bytes - placed.offset_bytes) // bits.element_size()
         return bits[start : start + tensor.num_bytes // bits.element_size()]
 
-    def stage_changes(self, changes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    def stage_delta(self, changes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
         """Get ready to write, for each `(bits, indices, new bits)`, the new bits into `bits` (of `bits_of`)."""
         self._changes = changes
 

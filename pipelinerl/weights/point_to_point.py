@@ -1,9 +1,9 @@
-"""Roads on which an engine calls the trainer and the two of them then talk alone: what `gloo` and `nccl` have in common.
+"""Transports on which an engine calls the trainer and the two of them then talk alone: what `gloo` and `nccl` have in common.
 
-The trainer listens on one address; an engine that is told to fetch calls there and gets the policy over a `Pair` that only the two of them
-are in. So no engine, dead or slow, can hold up another or the trainer, and every wait on either side has a deadline. A slot's name holds
-the address and a token that was never sent in the clear by this project: who knows it may call, and find the pair's other end. What carries
-the bytes encrypts nothing: keep it on a private network.
+The trainer listens on one address; an engine that is told to fetch calls there and gets the policy over a `Channel` that only the two of
+them are in. So no engine, dead or slow, can hold up another or the trainer, and every wait on either side has a deadline. A weight buffer's
+name holds the address and a token that was never sent in the clear by this project: who knows it may call, and find the channel's other
+end. What carries the bytes encrypts nothing: keep it on a private network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipelinerl.runtime.network import address_towards
 from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.rendezvous_store import RendezvousStore
-from pipelinerl.weights.transport import Arrival, Slot
+from pipelinerl.weights.transport import Payload, WeightBuffer
 
 NAME = re.compile(r"(gloo|nccl)://([^\s/]+):([0-9]+)/([0-9a-f]{32})/([0-9]+)")
 CHUNK_BYTES = 16 << 20
@@ -35,7 +35,7 @@ TRAINER, ENGINE = 0, 1
 BYE = b"bye"
 
 
-class Pair(Protocol):
+class Channel(Protocol):
     """Trainer and one engine. Every wait ends at a deadline; what goes wrong is a `RuntimeError`."""
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -52,16 +52,16 @@ class Pair(Protocol):
 
 
 class Connect(Protocol):
-    def __call__(self, store: dist.Store, prefix: str, rank: int, /, *, address: str, deadline: timedelta) -> Pair:
+    def __call__(self, store: dist.Store, prefix: str, rank: int, /, *, address: str, deadline: timedelta) -> Channel:
         """Meet the other end of a call. `address` is this end's own, on which alone it may listen."""
         ...
 
 
-class Host:
-    """Slots in the trainer's memory, sent to whoever calls: a `Medium`."""
+class PointToPointSender:
+    """Slots in the trainer's memory, sent to whoever calls: a `Sender`."""
 
     def __init__(self, scheme: str, connect: Connect, *, address: str = "127.0.0.1", deadline_s: float = DEADLINE_S) -> None:
-        """`scheme` is how names of these slots begin."""
+        """`scheme` is how names of these weight buffers begin."""
         self._scheme = scheme
         self._connect = connect
         self._deadline = timedelta(seconds=deadline_s)
@@ -78,12 +78,12 @@ class Host:
         """The acceptor, and who answers engines. Each wait of theirs ends at the deadline, so each can be joined."""
         self._start(self._accept)
 
-    def make(self, number: int, num_bytes: int) -> Slot:
+    def make(self, number: int, num_bytes: int) -> WeightBuffer:
         name = f"{self._scheme}://{self._address}:{self._server.port}/{self._token}/{number}"
-        return Slot(name=name, buffer=torch.zeros(num_bytes, dtype=torch.uint8))
+        return WeightBuffer(name=name, memory=torch.zeros(num_bytes, dtype=torch.uint8))
 
-    def offer(self, slot: Slot, manifest: Manifest, encoded: bytes) -> None:
-        self._offered[int(slot.name.rpartition("/")[2])] = encoded, slot.buffer[: manifest.num_bytes]
+    def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
+        self._offered[int(buffer.name.rpartition("/")[2])] = encoded, buffer.memory[: manifest.num_bytes]
 
     def close(self) -> None:
         if not self._is_closed.is_set():
@@ -109,22 +109,22 @@ class Host:
         """Send what was asked for; an engine that is gone or does not listen costs this thread its deadline, and nobody else anything."""
         with contextlib.suppress(RuntimeError):  # the engine says what went wrong
             store = RendezvousStore(self._client, timeout=self._deadline)
-            pair = self._connect(store, caller, TRAINER, address=self._address, deadline=self._deadline)
+            channel = self._connect(store, caller, TRAINER, address=self._address, deadline=self._deadline)
             encoded, payload = self._offered.get(int(wanted), (b"", torch.zeros(0, dtype=torch.uint8)))
             try:
                 for part in (_sizes(len(encoded), len(payload)), torch.frombuffer(bytearray(encoded or b" "), dtype=torch.uint8)):
-                    pair.send(part)
+                    channel.send(part)
                 for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
-                    pair.send(chunk)
-                pair.receive(_sizes(0, 0))  # all of it has arrived: the connection may go
+                    channel.send(chunk)
+                channel.receive(_sizes(0, 0))  # all of it has arrived: the connection may go
             except BaseException:
-                pair.abort()
+                channel.abort()
                 raise
             self._server.forget(f"{caller}/")
 
 
-class Guest:
-    """Calls the trainer and takes what it sends: a `Receiver`. Each fetch is a pair of its own, so none inherits a failure."""
+class PointToPointReceiver:
+    """Calls the trainer and takes what it sends: a `Receiver`. Each fetch is a channel of its own, so none inherits a failure."""
 
     def __init__(self, scheme: str, connect: Connect, *, deadline_s: float = DEADLINE_S) -> None:
         self._scheme = scheme
@@ -133,16 +133,16 @@ class Guest:
         self._client: RendezvousClient | None = None
         """Of the trainer that was called last."""
 
-    def fetch(self, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
-        match = NAME.fullmatch(slot)
+    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
+        match = NAME.fullmatch(name)
         if match is None or match[1] != self._scheme:
-            raise WeightsError(f"{slot!r} is not the name of a slot: expected {self._scheme}://<address>:<port>/<token>/<number>")
+            raise WeightsError(f"{name!r} is not the name of a weight buffer: expected {self._scheme}://<address>:<port>/<token>/<number>")
         _, address, port, token, number = match.groups()
-        place = f"{address}:{port}, slot {number}"  # the token stays out of logs
+        place = f"{address}:{port}, weight buffer {number}"  # the token stays out of logs
         try:
-            return self._take(address, int(port), token=token, number=number, slot=slot, digest=digest, spare=spare)
+            return self._take(address, int(port), token=token, number=number, name=name, digest=digest, spare=spare)
         except WeightsError as error:
-            raise WeightsError(str(error).replace(slot, place)) from None
+            raise WeightsError(str(error).replace(name, place)) from None
         except (RuntimeError, OSError) as error:
             reason = str(error).partition("\n")[0].replace(token, "...")
             raise WeightsError(f"cannot fetch a policy from the trainer at {place}: {reason}; not taken") from error
@@ -152,16 +152,16 @@ class Guest:
             self._client.close()
 
     def _take(
-        self, address: str, port: int, *, token: str, number: str, slot: str, digest: str, spare: Callable[[Manifest], torch.Tensor]
-    ) -> Arrival:
+        self, address: str, port: int, *, token: str, number: str, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]
+    ) -> Payload:
         store = RendezvousStore(self._client_of(address, port, token), timeout=self._deadline)
         caller = secrets.token_hex(8)
         store.call(f"{caller} {number}")  # one message: an engine that dies around it leaves nothing half said
-        pair = self._connect(store, caller, ENGINE, address=address_towards(address, port), deadline=self._deadline)
+        channel = self._connect(store, caller, ENGINE, address=address_towards(address, port), deadline=self._deadline)
         try:
-            return _receive(pair, digest=digest, slot=slot, spare=spare)
+            return _receive(channel, digest=digest, name=name, spare=spare)
         except BaseException:
-            pair.abort()
+            channel.abort()
             raise
 
     def _client_of(self, address: str, port: int, token: str) -> RendezvousClient:
@@ -172,22 +172,22 @@ class Guest:
         return self._client
 
 
-def _receive(pair: Pair, *, digest: str, slot: str, spare: Callable[[Manifest], torch.Tensor]) -> Arrival:
+def _receive(channel: Channel, *, digest: str, name: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
     def receive(tensor: torch.Tensor) -> torch.Tensor:
-        pair.receive(tensor)
+        channel.receive(tensor)
         return tensor
 
     sizes = receive(_sizes(0, 0)).tolist()
     encoded = receive(torch.zeros(max(1, sizes[0]), dtype=torch.uint8)).numpy().tobytes()[: sizes[0]]
-    manifest = open_manifest(encoded, digest=digest, slot=slot)
+    manifest = open_manifest(encoded, digest=digest, name=name)
     if manifest.num_bytes != sizes[1]:
-        raise WeightsError(f"slot {slot}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
+        raise WeightsError(f"weight buffer {name}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
     payload = spare(manifest) if manifest.base_version is None else torch.zeros(manifest.num_bytes, dtype=torch.uint8)
     payload = payload[: manifest.num_bytes]
     for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
         receive(chunk)
-    pair.send(_sizes(0, 0))
-    return Arrival(manifest=manifest, payload=payload)
+    channel.send(_sizes(0, 0))
+    return Payload(manifest=manifest, data=payload)
 
 
 def _sizes(first: int, second: int) -> torch.Tensor:

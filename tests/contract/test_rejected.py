@@ -18,7 +18,7 @@ from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.codec import encode
 from pipelinerl.transport.keys import KeyPair, make_keys, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
-from tests.contract.wires import Program, ZmqWire, arrival, arrivals, connected, framed, load, run, until
+from tests.contract.wires import Program, ZmqWire, arrivals, connected, framed, load, payload, run, until
 from tests.keys import PEERS
 
 NUM_IDLE = 200
@@ -98,7 +98,7 @@ def test_a_peer_takes_over_from_its_own_dead_connection(on_zmq: Callable[[Progra
         assert await arrivals(wire.hub, 1) == [("engine-0", load(1))]
         (restarted,) = await connected(wire, 0)
         wire.hub.send("engine-0", Stop(reason="hello again"))
-        assert await arrival(restarted) == Stop(reason="hello again")
+        assert await payload(restarted) == Stop(reason="hello again")
 
     on_zmq(program)
 

@@ -34,20 +34,20 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
 
 def test_who_has_a_share_rests_until_its_work_is_no_more_than_that(core: Core):
     core.work(5.0)
-    with throttle.at_most(0.1):
+    with throttle.limit_cpu(0.1):
         core.work(1.0)
-        throttle.rest()
+        throttle.throttle()
         assert core.now_s == pytest.approx(5.0 + 10.0)
         core.work(0.5, waited_s=20.0)
-        throttle.rest()
+        throttle.throttle()
         assert core.now_s == pytest.approx(15.0 + 20.5), "it waited for the core longer than it has to rest"
 
 
 def test_who_has_none_does_not_rest_nor_does_one_whose_share_has_ended(core: Core):
-    throttle.rest()
-    with throttle.at_most(0.1):
+    throttle.throttle()
+    with throttle.limit_cpu(0.1):
         core.work(1.0)
-    throttle.rest()
+    throttle.throttle()
     assert core.now_s == 1.0
 
 
@@ -66,14 +66,14 @@ class _Lifted(threading.Event):
 
 def test_while_nobody_else_wants_the_core_no_rest_is_due_then_nor_later(core: Core):
     lifted = _Lifted(core)
-    with throttle.at_most(0.1, lifted=lifted):
+    with throttle.limit_cpu(0.1, lifted=lifted):
         lifted.set()
         core.work(7.0)
-        throttle.rest()
+        throttle.throttle()
         assert core.now_s == 7.0
         lifted.clear()
         core.work(1.0)
-        throttle.rest()
+        throttle.throttle()
         assert core.now_s == pytest.approx(7.0 + 10.0), "the seven seconds are not paid back"
 
 
@@ -82,9 +82,9 @@ def test_whoever_rests_goes_on_the_moment_the_core_is_free():
     lifted, rested = threading.Event(), threading.Event()
 
     def work() -> None:
-        with throttle.at_most(1e-6, lifted=lifted):
+        with throttle.limit_cpu(1e-6, lifted=lifted):
             sum(range(100_000))
-            throttle.rest()
+            throttle.throttle()
         rested.set()
 
     thread = threading.Thread(target=work)

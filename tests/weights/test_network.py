@@ -46,16 +46,16 @@ def settings(folder: Path, role: str, *, environment: dict[str, str] | None = No
 def test_nccl_listens_where_weights_leave_the_machine(tmp_path: Path, role: str):
     device, address = outside()
     folder = run_folder(tmp_path, orchestrator_at=address)
-    for road in ("auto", "nccl"):
-        assert settings(folder, role, road=road) == {"NCCL_SOCKET_IFNAME": device}
+    for transport in ("auto", "nccl"):
+        assert settings(folder, role, transport=transport) == {"NCCL_SOCKET_IFNAME": device}
 
 
 @pytest.mark.parametrize("role", ["engine", "trainer"])
 def test_nccl_stays_on_loopback_where_no_weights_leave_by_it(tmp_path: Path, role: str):
     _, address = outside()
     folder = run_folder(tmp_path, orchestrator_at=address)
-    for road in ("shared_memory", "cuda_ipc", "files", "gloo"):
-        assert settings(folder, role, road=road) == {"NCCL_SOCKET_IFNAME": "lo"}
+    for transport in ("shared_memory", "cuda_ipc", "files", "gloo"):
+        assert settings(folder, role, transport=transport) == {"NCCL_SOCKET_IFNAME": "lo"}
     assert settings(folder, role, has_gpu=False) == {"NCCL_SOCKET_IFNAME": "lo"}
 
 

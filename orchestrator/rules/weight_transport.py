@@ -1,0 +1,50 @@
+"""How do policies travel from the trainer to the engines? By the shortest transport that reaches all of them.
+
+Shared memory copies nothing, so it is taken wherever every engine sees the trainer's; between devices that share a machine, their own
+memory. Files are never chosen by themselves: whether a folder is shared between machines, and fast, is not to be seen from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pipelinerl.errors import ConfigError
+
+BETWEEN_DEVICES = {"cuda_ipc", "nccl"}
+
+
+def choose_transport(
+    wanted: str, *, trainer: str, engines: Mapping[str, str], address: str | None, device_transports: Collection[str] = ()
+) -> tuple[str, str]:
+    """The transport, and a sentence that says why. `trainer` and the values of `engines` (by peer) differ only where they share no memory.
+
+    `device_transports` are those between devices that every process could take. Raises `ConfigError` for a transport that does not reach
+    every engine from the trainer, whose address towards others is `address`; None: the one on its way to the orchestrator, which the
+    engines reach too.
+    """
+    remote = sorted(peer for peer, machine in engines.items() if machine and trainer and machine != trainer)
+    apart = f"{len(remote)} of {len(engines)} engines run on another machine than the trainer ({remote[0]})" if remote else ""
+    is_reachable = address is None or not address.startswith("127.")
+    transport = wanted if wanted != "auto" else _shortest(is_apart=bool(remote), device_transports=device_transports)
+    if transport in BETWEEN_DEVICES and transport not in device_transports:
+        raise ConfigError(
+            f"weights.transport = {transport} needs a CUDA device in trainer and engines (nccl: CuPy, too), and not all of them have it"
+        )
+    if transport in ("shared_memory", "cuda_ipc") and remote:
+        raise ConfigError(
+            f"weights.transport = {transport} cannot reach {', '.join(remote)}: {apart}. Set weights.transport to gloo, nccl or files"
+        )
+    if transport in ("gloo", "nccl") and remote and not is_reachable:
+        raise ConfigError(
+            f"{apart}, and weights.address is {address}, which only this machine reaches. Leave it out, set it to the trainer's address"
+            " on their network, or share the run folder and set weights.transport to files"
+        )
+    why = "weights.transport says so" if wanted != "auto" else apart or "the engines run on the trainer's machine"
+    if wanted == "auto" and transport in BETWEEN_DEVICES:
+        why += ", and all have a device"
+    return transport, f"policies travel by {transport}: {why}"
+
+
+def _shortest(*, is_apart: bool, device_transports: Collection[str]) -> str:
+    between_devices, between_hosts = ("nccl", "gloo") if is_apart else ("cuda_ipc", "shared_memory")
+    return between_devices if between_devices in device_transports else between_hosts
