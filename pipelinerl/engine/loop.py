@@ -368,7 +368,7 @@ class EngineLoop:
         self._start_staging()
 
     def _withdraw_undone(self, version: int) -> None:
-        """Cancel sequences that hold tokens of policies a rollback to `version` undoes: no policy of the new rollback epoch sampled those."""
+        """Cancel sequences that hold tokens of policies that a rollback to `version` undoes: no policy of the new epoch sampled those."""
         for rollout_id in [rollout_id for rollout_id, running in self._running.items() if running.versions[-1:] > [version]]:
             self._engine.cancel(rollout_id)
             self._finish(rollout_id, Finish.CANCELLED)

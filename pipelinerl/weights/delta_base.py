@@ -68,7 +68,7 @@ class DeltaBase:
 
 
 def fill(target: torch.Tensor, policy: torch.Tensor, *, delta_base: DeltaBase, layout: tuple[Tensor, ...], version: int) -> Manifest:
-    """Write into a weight buffer's buffer what is to be sent of a policy, whole in `policy`, and describe it: changes where they are less."""
+    """Write what is to be sent of a policy, whole in `policy`, into `target`, and describe it: changes where they are less."""
     whole = seal(version, policy, layout)
     changes = delta_base.delta_of(version, policy)
     encoded = encode(changes) if changes is not None else b""

@@ -106,7 +106,7 @@ def read_beside(name: str, suffix: str, *, folder: Path = FOLDER, pattern: re.Pa
 
 
 def attach_to_write(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
-    """Map a buffer that another process of the trainer made, to write a part of it: [bytes] uint8. Raises `WeightsError` as `attach` does."""
+    """Map a buffer that another process of the trainer made, to write a part: [bytes] uint8. Raises `WeightsError` as `attach` does."""
     file = _open(name, folder, mode=os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)

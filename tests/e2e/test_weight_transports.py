@@ -1,4 +1,4 @@
-"""Real engines and the trainer's own publisher over every transport: a swapped engine samples what one started on the new weights samples."""
+"""Real engines and the trainer's publisher over every transport: a swapped engine samples what one started on the new weights does."""
 
 from __future__ import annotations
 

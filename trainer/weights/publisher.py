@@ -164,7 +164,7 @@ class Publisher:
                 self._held = version
 
     def _acquire(self, pool: WeightBufferPool, version: int) -> WeightBuffer | None:
-        """A buffer for a policy. Where there is no room for one, sharded weights are written down all the same: other ranks wait for it."""
+        """Acquire a buffer. Where there is no room for one, sharded weights are written down all the same: other ranks wait for it."""
         try:
             return pool.acquire(self._deadline_s)
         except NoRoom:
