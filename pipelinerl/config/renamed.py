@@ -14,6 +14,11 @@ KEYS: dict[str, str] = {
     "weights.kv_span": "weights.kv_max_staleness",
     "weights.kv_kl": "weights.kv_max_kl",
     "weights.commit": "weights.swap_mode",
+    "trainer.passes": "trainer.epochs",
+    "trainer.recompute": "trainer.activation_checkpointing",
+    "model.replay_routes": "model.replay_routing",
+    "batch.min_survivors": "batch.min_group_size",
+    "pipeline.adaptive_running": "pipeline.adaptive_concurrency",
 }
 """Old dotted key -> new dotted key. A key of an entry of a list, such as `reward.retries`, keeps its section."""
 
