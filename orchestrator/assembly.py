@@ -38,11 +38,11 @@ from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.sampled import Experts, SampledRule
 from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.batching import Batching
-from orchestrator.stages.environment import Replying
+from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.evaluation import Evaluation
 from orchestrator.stages.generation import Dispatch
-from orchestrator.stages.group_rewards import Comparing
-from orchestrator.stages.prm import Following, Stopping
+from orchestrator.stages.group_rewards import GroupRewards
+from orchestrator.stages.prm import EarlyStopping, PrmScoring
 from orchestrator.stages.prompts import Prompts, Source
 from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
@@ -219,10 +219,10 @@ class Assembly:
         every = (
             self._prompts,
             self._dispatch,
-            self._replying,
+            self._environment,
             self._scoring,
-            self._following,
-            self._comparing,
+            self._prm_scoring,
+            self._group_rewards,
             self._batching,
             self.delivery,
             self._refresh,
@@ -246,7 +246,7 @@ class Assembly:
 
     @cached_property
     def _dispatch(self) -> Dispatch:
-        config, following = self._config, self._following
+        config, prm_scoring = self._config, self._prm_scoring
         return Dispatch(
             prompts=self._channels.prompts,
             trajectories=self._channels.written,
@@ -258,21 +258,21 @@ class Assembly:
             sampling=self._sampling(temperature=config.rollout.temperature),
             group_size=config.rollout.group_size,
             adds_greedy=self._adds_greedy,
-            chunk_tokens=config.prm.chunk_tokens if following else 0,
-            brake=following.brake if following else _no_brake,
+            chunk_tokens=config.prm.chunk_tokens if prm_scoring else 0,
+            backpressure=prm_scoring.backpressure if prm_scoring else _no_backpressure,
             queue_bytes=config.pipeline.queue_bytes,
             quarantine=self._quarantine,
-            replying=self._replying,
+            environment=self._environment,
             first_group_id=self.past.next_group_id,
             interrupted=self.past.interrupted,
         )
 
     @cached_property
-    def _replying(self) -> Replying | None:
+    def _environment(self) -> EnvironmentStage | None:
         config = self._config
         if config.environment.function is None:
             return None
-        return Replying(
+        return EnvironmentStage(
             asking=self._asking,
             ledger=self._world.ledger,
             watch=self.watch,
@@ -293,10 +293,10 @@ class Assembly:
         )
 
     @cached_property
-    def _following(self) -> Following | None:
+    def _prm_scoring(self) -> PrmScoring | None:
         if self.prm is None:
             return None
-        following = Following(
+        prm_scoring = PrmScoring(
             written=self._channels.written,
             trajectories=self._channels.trajectories,
             scored=self._channels.scored,
@@ -308,27 +308,27 @@ class Assembly:
             max_waiting_tokens=self._config.prm.max_waiting_tokens,
             queue_bytes=self._config.pipeline.queue_bytes,
             stopping=self._stopping(),
-            restored=self._restored_for("following"),
-            flags=self.past.flags,
+            restored=self._restored_for("prm"),
+            decisions=self.past.flags,
         )
-        self.engines.on_tokens(following.take)
-        return following
+        self.engines.on_tokens(prm_scoring.take)
+        return prm_scoring
 
     @cached_property
-    def _comparing(self) -> Comparing | None:
+    def _group_rewards(self) -> GroupRewards | None:
         config = self._config
         if not config.compares_siblings:
             return None
-        return Comparing(
+        return GroupRewards(
             scored=self._channels.followed,
             compared=self._channels.compared,
             asking=self._asking,
             ledger=self._world.ledger,
             watch=self.watch,
             grouping=self._grouping(),
-            min_group_size=config.batch.min_group_size,
+            min_survivors=config.batch.min_survivors,
             queue_bytes=config.pipeline.queue_bytes,
-            restored=self._restored_for("comparing"),
+            restored=self._restored_for("group_rewards"),
         )
 
     @cached_property
@@ -401,7 +401,7 @@ class Assembly:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
-        if config.pipeline.adaptive_concurrency:
+        if config.pipeline.adaptive_running:
             self._adapt(admission)
         return admission
 
@@ -464,7 +464,7 @@ class Assembly:
         cut = BatchCut(
             groups_per_step=batch.groups_per_step,
             max_staleness=self._pace.max_staleness,
-            min_group_size=batch.min_group_size,
+            min_survivors=batch.min_survivors,
             credit=self._world.credit,
             rules=self._world.step_rules,
             first_step=past.open_step,
@@ -480,13 +480,13 @@ class Assembly:
     def _num_siblings(self) -> int:
         return self._config.rollout.group_size + self._adds_greedy
 
-    def _stopping(self) -> Stopping | None:
-        config, stop = self._config, self._config.prm.stop
-        if stop.below is None:
+    def _stopping(self) -> EarlyStopping | None:
+        config, stop = self._config, self._config.prm.early_stop
+        if stop.threshold is None:
             return None
-        rule = EarlyStop(threshold=stop.below, epsilon=stop.keep, min_steps=stop.min_steps, seed=config.run.seed)
-        audit = Audit(max_right_fraction=stop.max_right, correct_reward=config.algorithm.correct_reward)
-        return Stopping(rule=rule, audit=audit, engines=self.engines)
+        rule = EarlyStop(threshold=stop.threshold, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed)
+        audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
+        return EarlyStopping(rule=rule, audit=audit, engines=self.engines)
 
     def _adapt(self, admission: Admission) -> None:
         """Let what engines say of their KV caches decide how many rollouts they get."""
@@ -530,16 +530,16 @@ class Assembly:
         return dict(sum(counts, collections.Counter[str]()))
 
     def _prm_gauges(self) -> dict[str, Any] | None:
-        if self.prm is None or self.prm.load is None or self._following is None:
+        if self.prm is None or self.prm.load is None or self._prm_scoring is None:
             return None
         names = (
             "num_waiting_tokens",
-            *(("num_flagged", "num_stopped", "num_saved_tokens") if self._config.prm.stop.below is not None else ()),
+            *(("num_flagged", "num_stopped", "num_saved_tokens") if self._config.prm.early_stop.threshold is not None else ()),
         )
-        return msgspec.structs.asdict(self.prm.load) | {name: getattr(self._following, name) for name in names}
+        return msgspec.structs.asdict(self.prm.load) | {name: getattr(self._prm_scoring, name) for name in names}
 
     def _environment_gauges(self) -> dict[str, Any] | None:
-        replying = self._replying
+        replying = self._environment
         return None if replying is None else {"num_between": replying.num_between, "num_replies": replying.num_replies}
 
     # --- an earlier life of the run ---
@@ -575,8 +575,8 @@ class Assembly:
             if config.compares_siblings and name in past.compared:
                 return "batching"
             if config.prm.is_used and name not in past.followed:
-                return "following"
-            return "comparing" if config.compares_siblings else "batching"
+                return "prm"
+            return "group_rewards" if config.compares_siblings else "batching"
 
         return tuple(one for one in past.scored if next_stage(one.trajectory.rollout_id) == stage)
 
@@ -593,10 +593,10 @@ class Assembly:
             "num_steps": config.trainer.steps,
             "follows_traces": config.prm.is_used,
             "compares_siblings": config.compares_siblings,
-            "stops_below": config.prm.stop.below,
+            "stops_below": config.prm.early_stop.threshold,
             "seed": config.run.seed,
         }
 
 
-def _no_brake() -> None:
+def _no_backpressure() -> None:
     """Nothing holds admission back but its own rule."""

@@ -43,14 +43,12 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, follows:
 
     With `follows` and `compares` there are stages of these names, with channels between them and their neighbours.
     """
-    last = "comparing" if compares else "batching"
-    trajectories = _written(
-        "trajectories", giver="following" if follows else "dispatch", taker="scoring", watch=watch, queue_bytes=queue_bytes
-    )
-    written = _written("written", giver="dispatch", taker="following", watch=watch, queue_bytes=queue_bytes) if follows else trajectories
-    scored = _scored("scored", giver="scoring", taker="following" if follows else last, watch=watch, queue_bytes=queue_bytes)
-    followed = _scored("followed", giver="following", taker=last, watch=watch, queue_bytes=queue_bytes) if follows else scored
-    compared = _scored("compared", giver="comparing", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else followed
+    last = "group_rewards" if compares else "batching"
+    trajectories = _written("trajectories", giver="prm" if follows else "dispatch", taker="scoring", watch=watch, queue_bytes=queue_bytes)
+    written = _written("written", giver="dispatch", taker="prm", watch=watch, queue_bytes=queue_bytes) if follows else trajectories
+    scored = _scored("scored", giver="scoring", taker="prm" if follows else last, watch=watch, queue_bytes=queue_bytes)
+    followed = _scored("followed", giver="prm", taker=last, watch=watch, queue_bytes=queue_bytes) if follows else scored
+    compared = _scored("compared", giver="group_rewards", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else followed
     return Channels(
         prompts=Channel(
             "prompts",

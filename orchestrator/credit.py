@@ -113,7 +113,7 @@ def _role(member: ScoredTrajectory) -> str:
 
 def _predicted(member: ScoredTrajectory) -> float:
     """What was expected of a flagged rollout's reward; of any other its reward, which then stands for itself."""
-    return float(member.score.reward or 0.0) if member.flag is None else member.flag.predicted
+    return float(member.score.reward or 0.0) if member.early_stop is None else member.early_stop.predicted
 
 
 def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:

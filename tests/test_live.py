@@ -216,7 +216,7 @@ def test_what_was_written_just_before_following_ends_is_shown(tmp_path: Path) ->
     assert "reward 0.625" in asyncio.run(follow())
 
 
-def test_following_ends_when_a_process_of_the_run_failed(tmp_path: Path) -> None:
+def test_prm_scoring_ends_when_a_process_of_the_run_failed(tmp_path: Path) -> None:
     _write(tmp_path, _run(t=10.0), _status(11.0), _step(0, t=11.0))
     (tmp_path / "failures").mkdir()
     failure = {"t": 12.0, "process": "engine-1", "error": "EngineError: out of memory\nmore"}

@@ -207,7 +207,7 @@ def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Conf
     config = settings(
         lora={"alpha": 8.0},
         evaluation={"every": 5},
-        prm={"stop": {"keep": 0.5}},
+        prm={"early_stop": {"keep_probability": 0.5}},
         pipeline={"mode": "sync", "max_staleness": 9},
         critic={"learning_rate": 1e-4},
     )
@@ -215,7 +215,7 @@ def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Conf
     assert [sentence.partition(":")[0] for sentence in said] == [
         "lora.alpha",
         "evaluation.every",
-        "prm.stop.keep",
+        "prm.early_stop.keep_probability",
         "critic.learning_rate",
         "pipeline.max_staleness",
     ]

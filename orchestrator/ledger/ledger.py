@@ -74,7 +74,7 @@ import numpy as np
 
 from orchestrator.ledger.store import PRUNING, Store, changing, writing
 from orchestrator.rules.curriculum import Rest
-from pipelinerl.messages import Fate, Flag, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import EarlyStopDecision, Fate, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 
 RUN_ENDED = "the run ended"
 """Reason of a rollout that was in flight when its run ended; it is revived when the run goes on."""
@@ -249,7 +249,7 @@ class Ledger:
         """An attempt will not be answered, or its answer cannot be true (`refused: <kind>`)."""
         self.book("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", reason=reason)
 
-    def flag(self, rollout_id: str, *, attempt: int, flag: Flag, now_s: float) -> None:
+    def flag(self, rollout_id: str, *, attempt: int, flag: EarlyStopDecision, now_s: float) -> None:
         """A coin has fallen about an attempt that is being written."""
         reason = json.dumps({"stops": flag.stops, "probability": flag.probability})
         with self.together():

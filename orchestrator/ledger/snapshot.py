@@ -17,7 +17,7 @@ from orchestrator.ledger.ledger import RESTS, Ledger
 from orchestrator.ledger.store import COLUMNS
 from orchestrator.rules.curriculum import Rest, success_of
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import Flag, Prompt, Sample, ScoredTrajectory
+from pipelinerl.messages import EarlyStopDecision, Prompt, Sample, ScoredTrajectory
 from pipelinerl.transport.codec import Decoder
 
 
@@ -81,7 +81,7 @@ class Snapshot:
     """Rollouts that were compared with their siblings."""
     followed: frozenset[str]
     """Rollouts whose steps have scores."""
-    flags: dict[tuple[str, int], Flag]
+    flags: dict[tuple[str, int], EarlyStopDecision]
     """By rollout in flight and attempt: how its coin fell."""
     steps: dict[int, RecordedStep]
     """Steps from `num_done` on; the last one may be open."""
@@ -269,8 +269,8 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
     )
 
 
-def _flags(ledger: Ledger) -> dict[tuple[str, int], Flag]:
+def _flags(ledger: Ledger) -> dict[tuple[str, int], EarlyStopDecision]:
     """Of the last attempt of each rollout in flight: an earlier one is asked about no more."""
     said = {name: rollout.flag for name, rollout in ledger.open_rollouts().items()}
-    fallen = {name: msgspec.json.decode(flag, type=tuple[int, Flag]) for name, flag in said.items() if flag is not None}
+    fallen = {name: msgspec.json.decode(flag, type=tuple[int, EarlyStopDecision]) for name, flag in said.items() if flag is not None}
     return {(name, attempt): flag for name, (attempt, flag) in fallen.items()}

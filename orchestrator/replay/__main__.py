@@ -31,7 +31,7 @@ from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, LedgerError, PipelineError
 from pipelinerl.messages import ScoredTrajectory
 
-STAGES = ("prompts", "dispatch", "following", "scoring", "batching", "delivery", "refresh")
+STAGES = ("prompts", "dispatch", "prm", "scoring", "batching", "delivery", "refresh")
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None
     """Replay the named stages and print what differs. Raises `ConfigError` for a stage that cannot run alone, `LedgerError`."""
     for stage in stages:
         if stage not in STAGES:
-            why = "it is part of scoring" if stage == "comparing" else "there is no such stage"
+            why = "it is part of scoring" if stage == "group_rewards" else "there is no such stage"
             raise ConfigError(f"{stage} cannot be replayed: {why}. These can: {', '.join(STAGES)}")
     config = load_run(run_folder, overrides=overrides)
     if "dispatch" in stages and config.environment.function is not None:
@@ -77,7 +77,7 @@ def _replay(config: Config, run_folder: Path, *, folder: Path, stages: list[str]
         yield from say_prompts(draw_again(prompts_of(config, encoder=encoder)[0], read_drawn(run_folder / "ledger.sqlite")))
     if "dispatch" in stages:
         yield from dispatch_again(config, run_folder=run_folder, folder=folder)
-    if "following" in stages:
+    if "prm" in stages:
         recording = read_recording(run_folder / "ledger.sqlite")
         yield from follow_again(config, recording, run_folder=run_folder, folder=folder)
     if "refresh" in stages:

@@ -180,7 +180,7 @@ class _Steps:
 
 def _limit(side: EngineSide, event: Event) -> None:
     """What adaptive concurrency came to."""
-    if side.config.pipeline.adaptive_concurrency:
+    if side.config.pipeline.adaptive_running:
         side.admission.max_running = event.fields["max_running"]
         side.credits.set()
 

@@ -1,7 +1,7 @@
 """Has rollouts written once more, token by token, before the stage that follows them; the model's step scores are those recorded.
 
-So another `prm.stop` shows whom it would have stopped. The model answers at once here, while in a run it may be behind: a flag that came
-too late then may come in time now. What was stopped was never written to its end, so what it would have become nobody knows.
+So another `prm.early_stop` shows whom it would have stopped. The model answers at once here, while in a run it may be behind: a flag that
+came too late then may come in time now. What was stopped was never written to its end, so what it would have become nobody knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.recorded import Recording
 from orchestrator.replay.stand_ins import FOR_EVER_S, StandIns
 from orchestrator.rules.early_stop import Audit, EarlyStop
-from orchestrator.stages.prm import Following, Stopping
+from orchestrator.stages.prm import EarlyStopping, PrmScoring
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Generate, Message, PrmReady, Sampling, ScoredTrajectory, StepsScored, Tokens, TraceScores, TraceTokens
@@ -46,11 +46,11 @@ class Followed:
 
     @property
     def was_stopped(self) -> bool:
-        return self.recorded.flag is not None and self.recorded.flag.stops
+        return self.recorded.early_stop is not None and self.recorded.early_stop.stops
 
     @property
     def is_stopped(self) -> bool:
-        return self.now.flag is not None and self.now.flag.stops
+        return self.now.early_stop is not None and self.now.early_stop.stops
 
     @property
     def has_other_steps(self) -> bool:
@@ -97,11 +97,13 @@ class _Again:
         self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, follows=True)
         self._writing: str | None = None
         """The rollout that is being written, until it is whole or withdrawn."""
-        stop = config.prm.stop
-        rule = EarlyStop(threshold=stop.below or 0.0, epsilon=stop.keep, min_steps=stop.min_steps, seed=config.run.seed)
-        audit = Audit(max_right_fraction=stop.max_right, correct_reward=config.algorithm.correct_reward)
+        stop = config.prm.early_stop
+        rule = EarlyStop(
+            threshold=stop.threshold or 0.0, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed
+        )
+        audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
         self._ledger = Ledger(None)
-        self._stage = Following(
+        self._stage = PrmScoring(
             written=self._channels.written,
             trajectories=self._channels.trajectories,
             scored=self._channels.scored,
@@ -112,7 +114,7 @@ class _Again:
             credits=Signal(),
             max_waiting_tokens=config.prm.max_waiting_tokens,
             queue_bytes=config.pipeline.queue_bytes,
-            stopping=None if stop.below is None else Stopping(rule=rule, audit=audit, engines=self),
+            stopping=None if stop.threshold is None else EarlyStopping(rule=rule, audit=audit, engines=self),
         )
 
     async def run(self) -> list[Followed]:
@@ -154,7 +156,7 @@ class _Again:
             rollout_id=name, attempt=attempt, token_ids=trajectory.token_ids[:num_prompt], sampling=Sampling(max_tokens=len(sampled))
         )
         self._writing = name
-        was_stopped = member.flag is not None and member.flag.stops
+        was_stopped = member.early_stop is not None and member.early_stop.stops
         # The last chunk comes with the whole rollout; of one that was stopped, all that is recorded came before.
         for start in range(0, len(sampled) if was_stopped else len(sampled) - self._chunk_tokens, self._chunk_tokens):
             part = sampled[start : start + self._chunk_tokens]
@@ -192,9 +194,11 @@ def _num_sampled(member: ScoredTrajectory) -> int:
 
 
 def _told(member: ScoredTrajectory) -> str:
-    if member.flag is None:
+    if member.early_stop is None:
         return "no flag"
-    return f"{'stopped' if member.flag.stops else 'flagged'} at step {member.flag.step}, scored {member.flag.predicted:.4g}"
+    return (
+        f"{'stopped' if member.early_stop.stops else 'flagged'} at step {member.early_stop.step}, scored {member.early_stop.predicted:.4g}"
+    )
 
 
 def _keep(followed: list[Followed], path: Path) -> None:
@@ -209,5 +213,5 @@ def _plain(member: ScoredTrajectory) -> dict[str, object]:
     return {
         "ends": None if steps is None else steps.ends.tolist(),
         "scores": None if steps is None else steps.scores.tolist(),
-        "flag": None if member.flag is None else msgspec.to_builtins(member.flag),
+        "flag": None if member.early_stop is None else msgspec.to_builtins(member.early_stop),
     }

@@ -18,7 +18,7 @@ from orchestrator.peers.scorers import Scorers
 from orchestrator.replay.recorded import Settled
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.group_rewards import Comparing
+from orchestrator.stages.group_rewards import GroupRewards
 from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
 from pipelinerl.config import Config
@@ -103,14 +103,14 @@ def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Sco
     ]
     if config.compares_siblings:
         stages.append(
-            Comparing(
+            GroupRewards(
                 scored=channels.followed,
                 compared=channels.compared,
                 asking=asking,
                 ledger=ledger,
                 watch=watch,
                 grouping=Grouping(group_size=group_size),
-                min_group_size=config.batch.min_group_size,
+                min_survivors=config.batch.min_survivors,
                 queue_bytes=config.pipeline.queue_bytes,
             )
         )

@@ -19,7 +19,7 @@ from orchestrator.data.sources import longest_prompt
 from orchestrator.rescore.completions import Sampled, Tried, Typed, asked_for, column_of, play, read_prompts, recorded
 from orchestrator.rescore.scorers import Asked, Scorers, StepsSaid, follow
 from orchestrator.rescore.shown import say_credit, say_member, say_prompt, say_steps
-from orchestrator.rules.comparing import join_comparison, plan_comparison
+from orchestrator.rules.group_rewards import join_comparison, plan_comparison
 from orchestrator.stages.scoring import score_request
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import method_of
@@ -153,7 +153,7 @@ class Tryout:
         if not self._config.compares_siblings or not members:
             return members, Asked(), set()
         plan = plan_comparison(
-            Group(group_id=members[0].trajectory.group_id, members=tuple(members)), min_group_size=self._config.batch.min_group_size
+            Group(group_id=members[0].trajectory.group_id, members=tuple(members)), min_survivors=self._config.batch.min_survivors
         )
         if not plan.compared:
             done = {member.trajectory.rollout_id: member for member in plan.done}
@@ -169,7 +169,7 @@ class Tryout:
     def _credit(self, members: list[ScoredTrajectory]) -> None:
         """Say what the method makes of a group, where enough of it has a reward."""
         survivors = tuple(member for member in members if member.score.outcome is Outcome.OK)
-        least = max(2, self._config.batch.min_group_size)
+        least = max(2, self._config.batch.min_survivors)
         if self._method is None or len(members) < 2:
             return
         if len(survivors) < least:

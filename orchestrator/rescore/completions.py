@@ -119,7 +119,7 @@ def _after(rollout: Rollout, reply: Answer, asked: list[str]) -> Rollout:
         return rollout
     request = reply_request(rollout.rollout_id, attempt=0, episode=rollout.episode)
     asked.append(request.rollout_id)
-    return dataclasses.replace(rollout, episode=rollout.episode.heard(reply(request)))
+    return dataclasses.replace(rollout, episode=rollout.episode.observe(reply(request)))
 
 
 class Typed:

@@ -1,4 +1,4 @@
-"""The scorer of a run by itself: its lanes, fork server and workers, asked for one thing after the other."""
+"""The scorer of a run by itself: its pools, fork server and workers, asked for one thing after the other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pipelinerl.errors import ConfigError, PeerGone
 from pipelinerl.messages import GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup, TraceScores, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.failures import Failures
-from pipelinerl.rewards.pool.slots import Lanes, Request
-from pipelinerl.rewards.pool.stats import Tally
+from pipelinerl.rewards.pool.pools import Request, RewardPools
+from pipelinerl.rewards.pool.stats import FunctionStats
 from pipelinerl.runtime.function_errors import FunctionError
 
 TELL_S = 5.0
@@ -45,7 +45,7 @@ class Scorers:
     def __init__(self, config: Config, journal: Journal) -> None:
         self.asked: dict[str, Asked] = {}
         """By the name under which a request is known."""
-        self._lanes = Lanes(
+        self._pools = RewardPools(
             config.reward,
             config.scorer,
             environment=config.environment,
@@ -53,21 +53,21 @@ class Scorers:
             max_tokens=config.rollout.max_tokens,
             journal=journal,
             name="scorer-0",
-            tally=Tally(heard=self._took),
-            failures=Failures(say=lambda text: None, heard=self._failed),
+            stats=FunctionStats(on_call=self._took),
+            failures=Failures(say=lambda text: None, on_failure=self._failed),
         )
 
     def __enter__(self) -> Scorers:
         """Start the workers. Raises `ConfigError` where a function cannot be loaded."""
         try:
-            self._lanes.start()
+            self._pools.start()
         except BaseException:
-            self._lanes.close()
+            self._pools.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lanes.close()
+        self._pools.close()
 
     def score(self, request: Score) -> Scored:
         return self._ask(request, Scored)
@@ -80,14 +80,14 @@ class Scorers:
 
     def _ask(self, request: Request, kind: type[_Answer]) -> _Answer:
         asked = self.asked[request.rollout_id] = Asked()
-        self._lanes.submit(request)
-        while not (answers := [answer for answer in self._lanes.advance() if isinstance(answer, kind)]):
-            self._lanes.wait(1.0)
+        self._pools.submit(request)
+        while not (answers := [answer for answer in self._pools.advance() if isinstance(answer, kind)]):
+            self._pools.wait(1.0)
         (answer,) = answers
         end = time.monotonic() + TELL_S
         while answer.outcome in (Outcome.ERROR, Outcome.TIMEOUT) and not asked.errors and time.monotonic() < end:
-            self._lanes.wait(0.1)
-            self._lanes.advance()
+            self._pools.wait(0.1)
+            self._pools.advance()
         return answer
 
     def _took(self, rollout_id: str, durations_s: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.messages import UNSAMPLED, Completion, Finish, Float32, Heard, Int32, Outcome, Prompt, Replied, Trajectory, Turns
+from pipelinerl.messages import UNSAMPLED, Completion, Finish, Float32, Int32, Outcome, Prompt, Replied, Trajectory, Turns
 
 FIRST_STATE = "prompt"
 """What the first turn of every sibling answers."""
@@ -100,23 +100,23 @@ class Episode:
             is_over=completion.finish is not Finish.STOP or not num_sampled or num_turns >= self.max_turns,
         )
 
-    def heard(self, replied: Replied) -> Episode:
+    def observe(self, replied: Replied) -> Episode:
         """The same after the environment's reply to the last turn."""
         if replied.outcome is not Outcome.OK:
             error = f"environment: {replied.error}"
             return dataclasses.replace(self, finish=Finish.ERROR, outcome=replied.outcome, error=error, is_over=True)
-        heard: Heard | None = replied.heard
-        if heard is None:
+        observation = replied.observation
+        if observation is None:
             return dataclasses.replace(self, is_over=True)
-        num_heard = len(heard.token_ids)
-        if num_heard >= self.num_left:
+        num_observed = len(observation.token_ids)
+        if num_observed >= self.num_left:
             return dataclasses.replace(self, finish=Finish.LENGTH, is_over=True)
         return dataclasses.replace(
             self,
-            token_ids=np.concatenate((self.token_ids, heard.token_ids)),
-            logprobs=np.concatenate((self.logprobs, np.zeros(num_heard, np.float32))),
-            versions=np.concatenate((self.versions, np.full(num_heard, UNSAMPLED, np.int32))),
-            states=(*self.states, heard.state),
+            token_ids=np.concatenate((self.token_ids, observation.token_ids)),
+            logprobs=np.concatenate((self.logprobs, np.zeros(num_observed, np.float32))),
+            versions=np.concatenate((self.versions, np.full(num_observed, UNSAMPLED, np.int32))),
+            states=(*self.states, observation.state),
         )
 
     def trajectory(self, **facts: Any) -> Trajectory:

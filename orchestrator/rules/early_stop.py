@@ -1,7 +1,8 @@
 """Stop a rollout that a process reward model finds hopeless, without bias: Russian roulette. A rule: no loop, no clock.
 
-When the scores of a prefix flag it, a coin decides: with probability epsilon the rollout goes on and weighs 1/epsilon, else it stops and
-weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finished rollout, so every estimate that weighs by it is unbiased:
+When the scores of a prefix flag it, a coin decides: with probability p (`keep_probability`) the rollout goes on and weighs 1/p, else it
+stops and weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finished rollout, so every estimate that weighs by it
+is unbiased:
 
 1. the flag depends on the prefix alone, never on what follows (`decide` is given nothing else);
 2. the coin is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
@@ -9,7 +10,7 @@ weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finishe
 
 A flag that comes when the rollout is whole is none: nothing would be saved. Whether it comes in time depends on neither coin nor weight.
 
-The price is variance: (1/epsilon - 1) * P(flag) * E[g^2 | flag]. The flagged survivors show what stopping costs: `Audit` estimates from
+The price is variance: (1/p - 1) * P(flag) * E[g^2 | flag]. The flagged survivors show what stopping costs: `Audit` estimates from
 them how many flagged rollouts would have been right, and tells when that is too many to go on stopping.
 """
 
@@ -20,7 +21,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from pipelinerl.messages import Flag
+from pipelinerl.messages import EarlyStopDecision
 
 AUDIT_SURVIVORS = 20
 """Fewest flagged survivors the audit speaks about. Fewer would end the stopping on chance."""
@@ -31,21 +32,21 @@ _Z = 1.96
 class EarlyStop:
     """Decides about rollouts, one step score at a time."""
 
-    def __init__(self, *, threshold: float, epsilon: float, min_steps: int, seed: int) -> None:
-        if not 0.0 < epsilon <= 1.0:
-            raise ValueError(f"epsilon is {epsilon}, expected above 0 (which could never be unbiased) and at most 1 (which never stops)")
+    def __init__(self, *, threshold: float, keep_probability: float, min_steps: int, seed: int) -> None:
+        if not 0.0 < keep_probability <= 1.0:
+            raise ValueError(f"keep_probability is {keep_probability}, expected above 0 (never unbiased there) and at most 1 (never stops)")
         self._threshold = threshold
-        self._epsilon = epsilon
+        self._keep_probability = keep_probability
         self._min_steps = min_steps
         self._seed = seed
 
-    def decide(self, rollout_id: str, attempt: int, scores: Sequence[float]) -> Flag | None:
+    def decide(self, rollout_id: str, attempt: int, scores: Sequence[float]) -> EarlyStopDecision | None:
         """The coin falls once, at the first step whose score is under the threshold; None while no step of `scores` is."""
         flagged_at = next((k for k, score in enumerate(scores) if k + 1 >= self._min_steps and score < self._threshold), None)
         if flagged_at is None:
             return None
-        stops = self._coin(rollout_id, attempt) >= self._epsilon
-        return Flag(step=flagged_at, predicted=float(scores[flagged_at]), probability=self._epsilon, stops=stops)
+        stops = self._coin(rollout_id, attempt) >= self._keep_probability
+        return EarlyStopDecision(step=flagged_at, predicted=float(scores[flagged_at]), probability=self._keep_probability, stops=stops)
 
     def _coin(self, rollout_id: str, attempt: int) -> float:
         """In [0, 1), equal for equal arguments."""
@@ -60,7 +61,7 @@ class Audit:
     A run that goes on after its orchestrator ended counts anew.
     """
 
-    max_right_fraction: float
+    max_false_stop_fraction: float
     """Stopping ends where surely more than this part of flagged rollouts would have been right."""
     correct_reward: float
     """A rollout with at least this reward was right."""
@@ -85,4 +86,4 @@ class Audit:
             return True
         p, z2 = self.num_right / n, _Z * _Z
         lower = (p + z2 / (2 * n) - _Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))) / (1 + z2 / n)
-        return lower <= self.max_right_fraction
+        return lower <= self.max_false_stop_fraction

@@ -35,7 +35,7 @@ class JudgedRule:
             case GroupScored(), ScoreGroup():
                 return self._of_group(said, num_members=len(asked.members))
             case Replied(), Reply():
-                return None if said.heard is None else self._sampled.ids(said.heard.token_ids, about=_about(said))
+                return None if said.observation is None else self._sampled.ids(said.observation.token_ids, about=_about(said))
             case _:
                 expected = type(asked).__name__
                 return Lie(kind=Kind.UNASKED, words=f"{_about(said)}: a {type(said).__name__}, expected what answers a {expected}")

@@ -30,11 +30,11 @@ class _Turn:
         return self.rollout.episode.num_bytes
 
 
-class Replying:
+class EnvironmentStage:
     """Has the environment reply to each turn, once: a late answer is one to a turn that nobody asks about any more.
 
-    With `queue_bytes` between two turns, asked about or not, no group is admitted, see `brake`: then there are at most that many, and the
-    episodes that were under way.
+    With `queue_bytes` between two turns, asked about or not, no group is admitted, see `backpressure`: then there are at most that many,
+    and the episodes that were under way.
 
     takes     what engines wrote in episodes, from dispatch; Replied, from scorers
     gives     Reply, to scorers; Replied, to dispatch
@@ -44,7 +44,7 @@ class Replying:
     ends      when the run does
     """
 
-    name = "replying"
+    name = "environment"
 
     def __init__(self, *, asking: Asking, ledger: Ledger, watch: Watch, max_tokens: int, max_turns: int, queue_bytes: int) -> None:
         self.num_between = 0
@@ -78,7 +78,7 @@ class Replying:
                 refused=lambda error, turn=turn: self._take(turn, _refused(turn.rollout, error)),
             )
 
-    def brake(self) -> str | None:
+    def backpressure(self) -> str | None:
         """What admission has to wait for, if anything: the replies to what there is."""
         return f"room in {self._turns.name}" if self.num_bytes >= self._turns.bound_bytes else None
 
@@ -91,7 +91,7 @@ class Replying:
         turn = _Turn(rollout=rollout, engine_id=engine_id, then=then)
         self.num_between += 1
         self.num_bytes += turn.num_bytes
-        self._turns.put_now(turn)  # bounded: each is of an episode that is under way, and `brake` holds back others
+        self._turns.put_now(turn)  # bounded: each is of an episode that is under way, and `backpressure` holds back others
 
     def _take(self, turn: _Turn, replied: Replied) -> None:
         self.num_between -= 1
@@ -100,7 +100,7 @@ class Replying:
         if replied.outcome is not Outcome.OK:
             reason = f"{replied.outcome}: {replied.error}"
         else:
-            reason = "over" if replied.heard is None else "ok"
+            reason = "over" if replied.observation is None else "ok"
         self._ledger.reply(
             turn.rollout.rollout_id,
             attempt=turn.rollout.attempt,

@@ -195,7 +195,7 @@ class Evaluation:
             completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
             episode = episode.said(completion)
             if not episode.is_over:
-                episode = episode.heard(await self._reply(episode, name))
+                episode = episode.observe(await self._reply(episode, name))
         times = {"admitted_at": 0.0, "finished_at": 0.0}
         return episode.trajectory(rollout_id=name, attempt=0, group_id=-1, sibling=number, engine_id=engine_id, **times)
 

@@ -19,7 +19,7 @@ from orchestrator.rules.admission import Admission
 from orchestrator.rules.lies import Lie
 from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.routing import route
-from orchestrator.stages.environment import Replying
+from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Completion, Generate, Replied, Sampling, Trajectory
@@ -41,8 +41,8 @@ class Dispatch:
     still comes, so there are at most that many bytes and a trajectory for each rollout in engines, and between two turns, at that moment:
     all are of groups that were admitted, of which there are fewer than (K + version + 1) * B (`rules.admission`).
 
-    takes     Drawn, from prompts; Completion, from engines; Replied, from replying
-    gives     Generate, to engines; turns of episodes, to replying; Trajectory, to scoring
+    takes     Drawn, from prompts; Completion, from engines; Replied, from environment
+    gives     Generate, to engines; turns of episodes, to environment; Trajectory, to scoring
     waits for an admission credit; an engine that may take a lost group; room in completions, turns and towards scoring
     woken by  an engine that answers, commits, joins or dies; batching placing or giving up a group
     fails     DataError, where hardly any prompt is not quarantined
@@ -65,17 +65,17 @@ class Dispatch:
         group_size: int,
         adds_greedy: bool = False,
         chunk_tokens: int = 0,
-        brake: Callable[[], str | None] = lambda: None,
+        backpressure: Callable[[], str | None] = lambda: None,
         queue_bytes: int,
         quarantine: Quarantine,
-        replying: Replying | None = None,
+        environment: EnvironmentStage | None = None,
         first_group_id: int = 0,
         interrupted: tuple[InterruptedGroup, ...] = (),
     ) -> None:
         """`interrupted` groups, of an earlier life of the run, are issued before anything new, as far as no engine still has them.
 
-        `brake()` names what no group is admitted for, if anything; `credits` is set when that may have changed. `replying` is there in a
-        run with an environment.
+        `backpressure()` names what no group is admitted for, if anything; `credits` is set when that may have changed. `environment` is
+        there in a run with one.
         """
         self._prompts = prompts
         self._trajectories = trajectories
@@ -89,9 +89,9 @@ class Dispatch:
         self._group_size = group_size
         self._num_siblings = group_size + adds_greedy
         self._chunk_tokens = chunk_tokens
-        self._brake = brake
+        self._backpressure = backpressure
         self._quarantine = quarantine
-        self._replying = replying
+        self._environment = environment
         self._group_ids = itertools.count(first_group_id)
         self._again: dict[int, list[Rollout]] = {group.group_id: self._rollouts_of(group) for group in interrupted}
         """By group: attempts to issue, in place of some that were lost, and turns that no engine may go on with yet."""
@@ -152,7 +152,7 @@ class Dispatch:
             return NO_ENGINE
         return (
             self._full()
-            or self._brake()
+            or self._backpressure()
             or self._admission.holds_back(
                 version=version,
                 num_generating=self._engines.num_outstanding,
@@ -164,7 +164,7 @@ class Dispatch:
         """The queue that has to get shorter before anything more is asked of engines."""
         if self._answered.is_full:
             return f"room in {self._answered.name}"
-        return self._replying.brake() if self._replying else None
+        return self._environment.backpressure() if self._environment else None
 
     def _send_group(self, drawn: Drawn, engine_id: int) -> None:
         now_s = _now_s()
@@ -182,7 +182,7 @@ class Dispatch:
                 version=version,
                 admitted_at=now_s,
                 is_greedy=sibling >= self._group_size,
-                episode=self._replying.begin(drawn.prompt) if self._replying else None,
+                episode=self._environment.begin(drawn.prompt) if self._environment else None,
             )
             self._ask(rollout, engine_id)
 
@@ -206,15 +206,15 @@ class Dispatch:
 
     def _take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         rollout = rollout.said(completion)
-        if self._replying is None or rollout.episode is None or rollout.episode.is_over:
+        if self._environment is None or rollout.episode is None or rollout.episode.is_over:
             self._end(rollout, completion, engine_id)
         else:
-            self._replying.ask(rollout, engine_id=engine_id, then=functools.partial(self._go_on, rollout, completion, engine_id))
+            self._environment.ask(rollout, engine_id=engine_id, then=functools.partial(self._go_on, rollout, completion, engine_id))
 
     def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, replied: Replied) -> None:
         """Ask for an episode's next turn: the engine of the last one, whose prefix cache may hold all before, where that may go on."""
         assert rollout.episode is not None
-        episode = rollout.episode.heard(replied)
+        episode = rollout.episode.observe(replied)
         rollout = dataclasses.replace(rollout, episode=episode)
         if episode.is_over:
             self._end(rollout, completion, engine_id)
@@ -381,7 +381,7 @@ class Dispatch:
                 version=one.version,
                 admitted_at=_now_s(),
                 is_greedy=one.sibling >= self._group_size,
-                episode=self._replying.begin(group.prompt) if self._replying else None,
+                episode=self._environment.begin(group.prompt) if self._environment else None,
             )
             for one in group.rollouts
         ]

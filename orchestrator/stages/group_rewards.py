@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.rules.comparing import Plan, join_comparison, plan_comparison
+from orchestrator.rules.group_rewards import Plan, join_comparison, plan_comparison
 from orchestrator.rules.grouping import Grouping
 from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import score_request
@@ -14,7 +14,7 @@ from pipelinerl.runtime.stage import Channel
 from pipelinerl.runtime.watch import Watch
 
 
-class Comparing:
+class GroupRewards:
     """Collects siblings, asks a scorer to compare them, and passes each on with the sum of its rewards.
 
     `queue_bytes` bounds what scorers compare and the comparisons that wait to be taken on, together. Siblings that wait for the last of
@@ -28,7 +28,7 @@ class Comparing:
     ends      when the run does
     """
 
-    name = "comparing"
+    name = "group_rewards"
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Comparing:
         ledger: Ledger,
         watch: Watch,
         grouping: Grouping,
-        min_group_size: int,
+        min_survivors: int,
         queue_bytes: int,
         restored: tuple[ScoredTrajectory, ...] = (),
     ) -> None:
@@ -49,7 +49,7 @@ class Comparing:
         self._asking = asking
         self._ledger = ledger
         self._grouping = grouping
-        self._min_group_size = min_group_size
+        self._min_survivors = min_survivors
         self._restored = restored
         self._answers: Channel[tuple[ScoredTrajectory, ...]] = Channel(
             "comparisons",
@@ -76,7 +76,7 @@ class Comparing:
         group = self._grouping.add(scored)
         if group is None:
             return
-        plan = plan_comparison(group, min_group_size=self._min_group_size)
+        plan = plan_comparison(group, min_survivors=self._min_survivors)
         await self._answers.claim(_num_bytes(group.members))
         if not plan.compared:
             self._answer(plan.done)

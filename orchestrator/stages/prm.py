@@ -20,8 +20,8 @@ from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.judged import steps_scored
 from pipelinerl.messages import (
     Cancel,
+    EarlyStopDecision,
     Finish,
-    Flag,
     Generate,
     Int32,
     Outcome,
@@ -49,7 +49,7 @@ class Writers(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stopping:
+class EarlyStopping:
     """What stops hopeless rollouts early."""
 
     rule: EarlyStop
@@ -77,19 +77,19 @@ class _Trace:
     outcome: Outcome = Outcome.OK
     error: str = ""
     num_deaths: int = 0
-    flag: Flag | None = None
+    decision: EarlyStopDecision | None = None
     """How its coin fell; None while none has."""
-    num_flagged_at: int = 0
+    decided_at: int = 0
     """Tokens sent when it did."""
     waiting: ScoredTrajectory | None = None
     """Has its reward, and waits for its steps."""
 
 
-class Following:
+class PrmScoring:
     """Sends engines' tokens on as they come, and joins step scores with rewards: by rollout, attempt and step, never by order of arrival.
 
-    Engines are never held up: what waits for the model slows admission alone, see `brake`. `queue_bytes` bounds what has its reward and
-    waits for its steps, and the step scores that wait to be taken on, together.
+    Engines are never held up: what waits for the model slows admission alone, see `backpressure`. `queue_bytes` bounds what has its reward
+    and waits for its steps, and the step scores that wait to be taken on, together.
 
     takes     Tokens, from engines; Trajectory, from dispatch; ScoredTrajectory, from scoring; StepsScored, from the process reward model
     gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
@@ -99,7 +99,7 @@ class Following:
     ends      when the run does
     """
 
-    name = "following"
+    name = "prm"
 
     def __init__(
         self,
@@ -114,12 +114,12 @@ class Following:
         credits: Signal,
         max_waiting_tokens: int,
         queue_bytes: int,
-        stopping: Stopping | None = None,
+        stopping: EarlyStopping | None = None,
         restored: tuple[ScoredTrajectory, ...] = (),
-        flags: Mapping[tuple[str, int], Flag] | None = None,
+        decisions: Mapping[tuple[str, int], EarlyStopDecision] | None = None,
     ) -> None:
-        """`credits` is set when `brake` lets go; of an earlier life of the run, `restored` was scored and its steps were not, and `flags`
-        tells, by rollout and attempt, how coins fell."""
+        """`credits` is set when `backpressure` lets go. Before a restart, `restored` was scored and its steps were not; `decisions` tells
+        how coins fell then, by rollout and attempt."""
         self.num_waiting_tokens = 0
         """Sent, and not answered for."""
         self.num_flagged = 0
@@ -138,7 +138,7 @@ class Following:
         self._max_waiting_tokens = max_waiting_tokens
         self._stopping = stopping
         self._restored = restored
-        self._flags = flags or {}
+        self._decisions = decisions or {}
         self._traces: dict[str, _Trace] = {}
         self._answers: Channel[ScoredTrajectory] = Channel(
             "step scores",
@@ -159,7 +159,7 @@ class Following:
             group.create_task(self._join())
             group.create_task(self._collect())
 
-    def brake(self) -> str | None:
+    def backpressure(self) -> str | None:
         """What admission has to wait for: the model, while more tokens wait for it than may."""
         return "the process reward model" if self.num_waiting_tokens > self._max_waiting_tokens else None
 
@@ -174,8 +174,8 @@ class Following:
         async for trajectory in self._written:
             if trajectory.finish is Finish.ERROR:
                 self._forget(trajectory.rollout_id)
-            elif (flag := self._trace_of(trajectory).flag) is not None and flag.stops:
-                await self._end(trajectory, flag)
+            elif (decision := self._trace_of(trajectory).decision) is not None and decision.stops:
+                await self._end(trajectory, decision)
                 continue
             else:
                 self._complete(trajectory)
@@ -220,8 +220,8 @@ class Following:
         trace = self._traces.get(rollout_id)
         if trace is None or trace.attempt < attempt:
             self._forget(rollout_id)
-            flag = self._flags.get((rollout_id, attempt))
-            trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids, flag=flag)
+            decision = self._decisions.get((rollout_id, attempt))
+            trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids, decision=decision)
         return trace
 
     def _send(self, rollout_id: str, trace: _Trace, token_ids: Int32, *, is_last: bool) -> None:
@@ -249,10 +249,10 @@ class Following:
                 self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
 
     def _took(self, trace: _Trace, num_taken: int) -> None:
-        was_held = self.brake()
+        was_held = self.backpressure()
         self.num_waiting_tokens -= num_taken - trace.num_taken
         trace.num_taken = num_taken
-        if was_held and not self.brake():
+        if was_held and not self.backpressure():
             self._credits.set()
 
     def _on_scored(self, said: StepsScored) -> None:
@@ -278,23 +278,23 @@ class Following:
             return
         trace.version = said.version
         trace.is_done = said.is_last
-        if self._stopping is not None and trace.flag is None:
+        if self._stopping is not None and trace.decision is None:
             self._judge(said.rollout_id, trace, stopping=self._stopping)
         self._finish(said.rollout_id, trace)
 
     # --- early stop ---
 
-    def _judge(self, rollout_id: str, trace: _Trace, *, stopping: Stopping) -> None:
+    def _judge(self, rollout_id: str, trace: _Trace, *, stopping: EarlyStopping) -> None:
         """Have a coin decide about a rollout that is still being written and that its steps so far show to be hopeless."""
         if not stopping.audit.allows_stopping or not stopping.engines.owes(rollout_id, trace.attempt):
             return
-        flag = stopping.rule.decide(rollout_id, trace.attempt, trace.scores)
-        if flag is None:
+        decision = stopping.rule.decide(rollout_id, trace.attempt, trace.scores)
+        if decision is None:
             return
-        trace.flag, trace.num_flagged_at = flag, len(trace.token_ids)
+        trace.decision, trace.decided_at = decision, len(trace.token_ids)
         self.num_flagged += 1
-        self._ledger.flag(rollout_id, attempt=trace.attempt, flag=flag, now_s=_now_s())
-        if not flag.stops:
+        self._ledger.flag(rollout_id, attempt=trace.attempt, flag=decision, now_s=_now_s())
+        if not decision.stops:
             return
         self._ledger.flush()  # before the engine hears of it: see the module
         self.num_stopped += 1
@@ -303,22 +303,22 @@ class Following:
         self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
         stopping.engines.withdraw(rollout_id, trace.attempt)
 
-    async def _end(self, trajectory: Trajectory, flag: Flag) -> None:
+    async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
         """An engine has given back what was stopped: it needs no reward."""
         score = Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
         steps = _scores_of(self._trace_of(trajectory))
-        stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, flag=flag)
+        stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, early_stop=decision)
         self._ledger.score(stopped, now_s=_now_s())
         await self._take_scored(stopped)
 
     def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
         """A flagged rollout that went on shows what stopping its like saves and costs."""
-        if trace.flag is None or self._stopping is None or scored.score.reward is None:
+        if trace.decision is None or self._stopping is None or scored.score.reward is None:
             return
         self._stopping.audit.saw(reward=scored.score.reward)
-        if trace.num_flagged_at:  # in this life of the run
-            num_more = len(trace.token_ids) - trace.num_flagged_at
-            self.num_saved_tokens += (1.0 / trace.flag.probability - 1.0) * num_more
+        if trace.decided_at:  # in this life of the run
+            num_more = len(trace.token_ids) - trace.decided_at
+            self.num_saved_tokens += (1.0 / trace.decision.probability - 1.0) * num_more
 
     # --- the model's end ---
 
@@ -350,7 +350,7 @@ class Following:
             return
         del self._traces[rollout_id]
         if trace.outcome is Outcome.OK:
-            self._answer(msgspec.structs.replace(scored, steps=_scores_of(trace), flag=trace.flag))
+            self._answer(msgspec.structs.replace(scored, steps=_scores_of(trace), early_stop=trace.decision))
             return
         error = f"process reward model: {trace.error}"
         score = msgspec.structs.replace(scored.score, outcome=trace.outcome, reward=None, components={}, error=error)

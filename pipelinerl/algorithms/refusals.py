@@ -26,7 +26,7 @@ class RunFacts:
     """Sequences of one step; None where that is not known."""
     max_staleness: int | None = None
     """K of the run; None where none bounds it."""
-    epochs: int = 1
+    updates_per_batch: int = 1
     stops_early: bool = False
     """Rollouts may be stopped early, by a coin."""
     compares_siblings: bool = False
@@ -38,7 +38,7 @@ _REMEDIES: dict[Need, str] = {
     Need.ANCHORS: "gigpo compares turns that left equal states of an episode of several turns, and a rollout here is one turn, whose only"
     " state is the prompt, among whose siblings it would be grpo; set environment.function, or choose grpo or, with a process reward model,"
     " step_grpo",
-    Need.PREDICTIONS: "switch unbiased early stopping on (prm.stop.below), or choose rloo",
+    Need.PREDICTIONS: "switch unbiased early stopping on (prm.early_stop.threshold), or choose rloo",
     Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
     Need.REFERENCE_LOGPROBS: "set reference.path, to model.path for the policy the run starts from or to a teacher's folder, or kl to none",
     Need.DIVERGENCE: "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output"
@@ -57,8 +57,8 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
     return found + [problem for check in of_methods for problem in check(method, run)]
 
 
-def needs_several_epochs(method: Method) -> bool:
-    """Whether the method compares the policy with itself, until a second epoch of the same step."""
+def needs_several_passes(method: Method) -> bool:
+    """Whether the method compares the policy with itself, until a second pass over the same step."""
     return method.proximal.name == "recomputed" and any(spec.compares_proximal for _, _, spec in specs_of(method))
 
 
@@ -100,11 +100,11 @@ def _wrong_proximal(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[s
 
 
 def _first_pass_only(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
-    """The policy at the start of a step is the one being trained until its first update, so in a single epoch nothing has moved."""
-    if method.proximal.name == "recomputed" and run.epochs == 1 and chosen.spec.compares_proximal:
+    """The policy at the start of a step is the one being trained until its first update, so in a single pass nothing has moved."""
+    if method.proximal.name == "recomputed" and run.updates_per_batch == 1 and chosen.spec.compares_proximal:
         yield (
-            f"{chosen} compares pi with the policy at the start of the step, and in a single epoch of a step the two are one: it would"
-            " never act. Set trainer.epochs to 2 or more, or algorithm.overrides.proximal to 'engine' (weight none) or 'loglinear'."
+            f"{chosen} compares pi with the policy at the start of the step, and in a single pass over a step the two are one: it would"
+            " never act. Set trainer.passes to 2 or more, or algorithm.overrides.proximal to 'engine' (weight none) or 'loglinear'."
         )
 
 
@@ -127,11 +127,11 @@ def _stopped_rule(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str
     """Whatever compares rollouts by who was not stopped makes the estimate depend on the coins."""
     if run.stops_early and chosen.column == "advantage" and not chosen.spec.allows_stopped:
         yield (
-            f"prm.stop.below stops siblings early, and {chosen} would compare the others only: the estimate would be biased."
+            f"prm.early_stop.threshold stops siblings early, and {chosen} would compare the others only: the estimate would be biased."
             " Choose rloo_doubly_robust (algorithm rloo_early_stop) or step_reinforce."
         )
     if run.stops_early and chosen.column in ("group_filter", "batch") and chosen.rule.name != "none":
-        yield f"prm.stop.below stops siblings early, and {chosen} would judge by the others only. Set {chosen.column} to none."
+        yield f"prm.early_stop.threshold stops siblings early, and {chosen} would judge by the others only. Set {chosen.column} to none."
 
 
 def _unordered_masks(method: Method, run: RunFacts) -> Iterator[str]:
@@ -239,17 +239,20 @@ def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
     if not run.stops_early:
         return
     if Need.WHOLE_STEP in method.needs:
-        yield "prm.stop.below stops rollouts early, and this method measures whole steps, by those that were not stopped. Choose another."
+        yield (
+            "prm.early_stop.threshold stops rollouts early, and this method measures whole steps, by those that were not stopped."
+            " Choose another."
+        )
     objective, advantage = spec_of("objective", method.objective.name), spec_of("advantage", method.advantage.name)
     if not objective.is_linear and objective.reads_advantages and Need.PREDICTIONS in advantage.needs:
         yield (
-            f"prm.stop.below stops rollouts early: the expectation of advantage {method.advantage.name} over the coins is what stays, and"
-            f" objective {method.objective.name} is not linear in it: the estimate would be biased."
+            f"prm.early_stop.threshold stops rollouts early: the expectation of advantage {method.advantage.name} over the coins is what"
+            f" stays, and objective {method.objective.name} is not linear in it: the estimate would be biased."
             " Set objective to gpg, proximal to current."
         )
     if method.aggregation is Aggregation.TOKEN_MEAN:
         yield (
-            "prm.stop.below stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"
+            "prm.early_stop.threshold stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"
             " aggregation that divides by rollouts started: seq-mean-token-sum-norm, seq-mean-token-sum or seq-mean-token-mean."
         )
 

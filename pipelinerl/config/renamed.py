@@ -14,11 +14,10 @@ KEYS: dict[str, str] = {
     "weights.kv_span": "weights.kv_max_staleness",
     "weights.kv_kl": "weights.kv_max_kl",
     "weights.commit": "weights.swap_mode",
-    "trainer.passes": "trainer.epochs",
-    "trainer.recompute": "trainer.activation_checkpointing",
-    "model.replay_routes": "model.replay_routing",
-    "batch.min_survivors": "batch.min_group_size",
-    "pipeline.adaptive_running": "pipeline.adaptive_concurrency",
+    "prm.stop.below": "prm.early_stop.threshold",
+    "prm.stop.keep": "prm.early_stop.keep_probability",
+    "prm.stop.min_steps": "prm.early_stop.min_steps",
+    "prm.stop.max_right": "prm.early_stop.max_false_stop_fraction",
 }
 """Old dotted key -> new dotted key. A key of an entry of a list, such as `reward.retries`, keeps its section."""
 

@@ -42,12 +42,16 @@ class EnvironmentSection(Section):
 
 
 class EarlyStopSection(Section):
-    below: float | None = Field(
+    threshold: float | None = Field(
         None, description="a step score under this flags a rollout while it is being written; none: none is stopped"
     )
-    keep: Fraction = Field(0.2, description="probability with which a flagged rollout goes on; it then weighs 1 / keep in the loss")
+    keep_probability: Fraction = Field(
+        0.2, description="probability with which a flagged rollout goes on; it then weighs 1 / keep_probability in the loss"
+    )
     min_steps: PositiveInt = Field(2, description="steps before which no score flags")
-    max_right: Fraction = Field(0.2, description="stopping ends where surely more than this part of flagged rollouts would have been right")
+    max_false_stop_fraction: Fraction = Field(
+        0.2, description="stopping ends where surely more than this part of flagged rollouts would have been right"
+    )
 
 
 class PrmJudgeSection(Section):
@@ -69,7 +73,7 @@ class PrmSection(Section):
     tag: str | None = Field(None, description="what stands after a step; default: the convention's")
     separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
     judge: PrmJudgeSection = PrmJudgeSection()  # pyright: ignore[reportCallIssue]
-    stop: EarlyStopSection = EarlyStopSection()  # pyright: ignore[reportCallIssue]
+    early_stop: EarlyStopSection = EarlyStopSection()  # pyright: ignore[reportCallIssue]
     max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
     chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
     max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")

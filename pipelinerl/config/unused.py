@@ -49,8 +49,8 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
     prm = tuple(f"prm.{key}" for key in type(config.prm).model_fields if key not in ("path", "judge", "stop"))
     yield prm, config.prm.is_used, "neither prm.path nor prm.judge.url names what would score steps"
     yield ("prm.convention", "prm.tag", "prm.dtype", "prm.options"), config.prm.judge.url is None, "prm.judge scores steps by words"
-    stop = tuple(f"prm.stop.{key}" for key in ("keep", "min_steps", "max_right"))
-    yield stop, config.prm.stop.below is not None, "prm.stop.below is not set: no rollout is stopped"
+    stop = tuple(f"prm.early_stop.{key}" for key in ("keep_probability", "min_steps", "max_false_stop_fraction"))
+    yield stop, config.prm.early_stop.threshold is not None, "prm.early_stop.threshold is not set: no rollout is stopped"
     judge = tuple(f"prm.judge.{key}" for key in type(config.prm.judge).model_fields if key != "url")
     yield judge, config.prm.judge.url is not None, "prm.judge.url names no endpoint"
     yield ("trainer.parallel.schedule",), config.trainer.parallel.pipeline > 1, "trainer.parallel.pipeline is 1"

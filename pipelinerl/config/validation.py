@@ -49,10 +49,10 @@ def _row_holds_a_trajectory(rollout: RolloutSection, batch: BatchSection) -> Ite
 
 
 def _group_can_survive(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
-    if batch.min_group_size > rollout.group_size:
+    if batch.min_survivors > rollout.group_size:
         yield (
-            f"batch.min_group_size is {batch.min_group_size} but rollout.group_size is {rollout.group_size}: every group would fail."
-            " Lower batch.min_group_size."
+            f"batch.min_survivors is {batch.min_survivors} but rollout.group_size is {rollout.group_size}: every group would fail."
+            " Lower batch.min_survivors."
         )
 
 
@@ -149,8 +149,8 @@ def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights
             f'{ranks}, and weights.transport is "{weights.transport}": what fetches policies for all of them has no device. Use'
             " shared_memory, files or gloo."
         )
-    if engine.num_ranks > 1 and model.replay_routing:
-        yield f"{ranks}, which record no routes, and model.replay_routing is true. Leave one of them out."
+    if engine.num_ranks > 1 and model.replay_routes:
+        yield f"{ranks}, which record no routes, and model.replay_routes is true. Leave one of them out."
     if engine.num_stages > 1 and weights.adapters == "separate":
         yield (
             f'engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.adapters is "separate": a forward pass under way'
@@ -201,18 +201,18 @@ def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: M
             "environment.function makes episodes of several turns, and a process reward model (prm) follows one completion while it is"
             " being written. Leave one of them out."
         )
-    if model.replay_routing:
+    if model.replay_routes:
         yield (
-            "environment.function makes episodes of several turns, and model.replay_routing = true needs the experts of every token: an"
+            "environment.function makes episodes of several turns, and model.replay_routes = true needs the experts of every token: an"
             " engine tells those of one turn. Leave one of them out."
         )
 
 
 def _stop_strings_go_with(rollout: RolloutSection, model: ModelSection) -> Iterator[str]:
-    if rollout.stop and model.replay_routing:
+    if rollout.stop and model.replay_routes:
         yield (
-            "rollout.stop ends completions in the middle of vLLM's own account of them, and model.replay_routing = true needs the experts"
-            " of every token, which vLLM tells at its own end. Use rollout.stop_token_ids, or leave one of them out."
+            "rollout.stop ends completions in the middle of vLLM's own account of them, and model.replay_routes = true needs the experts of"
+            " every token, which vLLM tells at its own end. Use rollout.stop_token_ids, or leave one of them out."
         )
 
 
@@ -248,14 +248,15 @@ def _steps_have_one_model(prm: PrmSection) -> Iterator[str]:
 
 
 def _early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
-    if prm.stop.below is None:
+    if prm.early_stop.threshold is None:
         return
     if not prm.is_used:
-        yield f"prm.stop.below is {prm.stop.below:g} and no process reward model says which rollouts are hopeless. Set prm.path."
+        threshold = prm.early_stop.threshold
+        yield f"prm.early_stop.threshold is {threshold:g} and no process reward model says which rollouts are hopeless. Set prm.path."
     if any(one.per == "group" for one in reward):
         yield (
-            'prm.stop.below is set and a reward has per = "group": siblings would be compared with those only that were not stopped.'
-            " Leave one of them out."
+            'prm.early_stop.threshold is set and a reward has per = "group": siblings would be compared with those only that were not'
+            " stopped. Leave one of them out."
         )
 
 

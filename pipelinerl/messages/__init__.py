@@ -54,8 +54,8 @@ from pipelinerl.messages.prm import PrmReady as PrmReady
 from pipelinerl.messages.prm import StepsScored as StepsScored
 from pipelinerl.messages.prm import TraceTokens as TraceTokens
 from pipelinerl.messages.rollouts import UNSAMPLED as UNSAMPLED
+from pipelinerl.messages.rollouts import EarlyStopDecision as EarlyStopDecision
 from pipelinerl.messages.rollouts import Fate as Fate
-from pipelinerl.messages.rollouts import Flag as Flag
 from pipelinerl.messages.rollouts import Group as Group
 from pipelinerl.messages.rollouts import Sample as Sample
 from pipelinerl.messages.rollouts import ScoredTrajectory as ScoredTrajectory
@@ -66,7 +66,7 @@ from pipelinerl.messages.scorer import FunctionFailed as FunctionFailed
 from pipelinerl.messages.scorer import FunctionKind as FunctionKind
 from pipelinerl.messages.scorer import FunctionLoad as FunctionLoad
 from pipelinerl.messages.scorer import GroupScored as GroupScored
-from pipelinerl.messages.scorer import Heard as Heard
+from pipelinerl.messages.scorer import Observation as Observation
 from pipelinerl.messages.scorer import Replied as Replied
 from pipelinerl.messages.scorer import Reply as Reply
 from pipelinerl.messages.scorer import Score as Score

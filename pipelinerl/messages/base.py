@@ -41,7 +41,7 @@ class Outcome(enum.StrEnum):
     INVALID = "invalid"
     """A reward function returned something that is not a finite number (None, NaN, a wrong length)."""
     STOPPED = "stopped"
-    """It was stopped early, by a coin (`Flag`): there is nothing to score. Its siblings count what was predicted of it."""
+    """It was stopped early, by a coin (`EarlyStopDecision`): there is nothing to score. Its siblings count what was predicted of it."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -106,8 +106,11 @@ class TraceScores(Message, frozen=True):
         check_lengths(self, "ends", "scores")
 
 
-class Flag(Message, frozen=True):
-    """A process reward model found a rollout hopeless while it was being written, and a coin decided whether it went on."""
+class EarlyStopDecision(Message, frozen=True, tag="Flag"):
+    """A process reward model found a rollout hopeless while it was being written, and a coin decided whether it went on.
+
+    `Flag` is its tag in the bodies that ledgers keep.
+    """
 
     step: int
     """Index of the step that flagged it."""
@@ -119,7 +122,9 @@ class Flag(Message, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.probability <= 1.0 or not math.isfinite(self.predicted):
-            raise ValueError(f"Flag: probability {self.probability}, predicted {self.predicted}; expected one in (0, 1], and finite")
+            raise ValueError(
+                f"EarlyStopDecision: probability {self.probability}, predicted {self.predicted}; expected one in (0, 1], and finite"
+            )
 
     @property
     def weight(self) -> float:
@@ -134,13 +139,13 @@ class ScoredTrajectory(Message, frozen=True):
     score: Scored
     steps: TraceScores | None = None
     """None in a run without a process reward model, and where it could not score the trace; of a stopped one, those up to the stop."""
-    flag: Flag | None = None
-    """None where no coin fell: then it went on with probability 1."""
+    early_stop: EarlyStopDecision | None = msgspec.field(default=None, name="flag")
+    """None where no coin fell: then it went on with probability 1. `flag` is its name in the bodies that ledgers keep."""
 
     @property
     def weight(self) -> float:
         """In every sum over rollouts that were started."""
-        return 1.0 if self.flag is None else self.flag.weight
+        return 1.0 if self.early_stop is None else self.early_stop.weight
 
 
 class Group(Message, frozen=True):

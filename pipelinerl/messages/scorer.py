@@ -137,7 +137,7 @@ class Reply(Message, frozen=True):
         return f"{self.episode_id}/turn/{self.turn}"
 
 
-class Heard(Message, frozen=True):
+class Observation(Message, frozen=True):
     """What an environment said."""
 
     token_ids: Int32
@@ -147,7 +147,7 @@ class Heard(Message, frozen=True):
 
     def __post_init__(self) -> None:
         if not len(self.token_ids):
-            raise ValueError("Heard: no token; expected some, or no `Heard` at all where the episode is over")
+            raise ValueError("Observation: no token; expected some, or no `Observation` at all where the episode is over")
 
 
 class Replied(Message, frozen=True):
@@ -159,15 +159,15 @@ class Replied(Message, frozen=True):
     """The one replied to, from 0."""
     outcome: Outcome
     """A rollout whose environment is not `OK` fails as that."""
-    heard: Heard | None = None
+    observation: Observation | None = None
     """None where the environment says that the episode is over, or failed."""
     error: Text = ""
     """What went wrong, with the function's name; empty where `outcome` is `OK`."""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.heard is not None and self.outcome is not Outcome.OK:
-            raise ValueError(f"Replied {self.rollout_id}: outcome {self.outcome} with something heard; only ok has that")
+        if self.observation is not None and self.outcome is not Outcome.OK:
+            raise ValueError(f"Replied {self.rollout_id}: outcome {self.outcome} with an observation; only ok has that")
 
     @property
     def rollout_id(self) -> str:

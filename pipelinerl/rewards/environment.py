@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Heard, Outcome
+from pipelinerl.messages import Observation, Outcome
 from pipelinerl.rewards.pool.arguments import Parameters, by_turns, parameters_of
 from pipelinerl.rewards.pool.calls import Call, Component, Result
 from pipelinerl.rewards.reward import ERROR_CHARACTERS, describe, wait_for_value
@@ -66,7 +66,7 @@ def load_environment(component: Component) -> Environment:
     return Environment(name=component.name, function=function, parameters=parameters, options=component.options)
 
 
-class Replying:
+class EnvironmentRunner:
     """Has the environment reply to one episode after the other, in the process that calls it."""
 
     def __init__(self, environment: Environment, *, decode: Callable[[list[int]], str], encode: Callable[[str], list[int]]) -> None:
@@ -88,10 +88,10 @@ class Replying:
     def run(self, call: Call) -> Result:
         """Call the function. Never raises."""
         name, started_at, begin = self._environment.name, time.time(), time.perf_counter()
-        heard: Heard | None = None
+        observation: Observation | None = None
         outcome, error, failure = Outcome.OK, "", None
         try:
-            heard = self._heard(call)
+            observation = self._observe(call)
         except NotAReply as wrong:
             outcome, error = Outcome.INVALID, f"{name} {wrong}"
             failure = FunctionError(cause=str(wrong), where=place_of(self._environment.function))
@@ -109,10 +109,10 @@ class Replying:
             started_at=started_at,
             duration_s=duration_s,
             durations_s={name: duration_s},
-            heard=heard,
+            observation=observation,
         )
 
-    def _heard(self, call: Call) -> Heard | None:
+    def _observe(self, call: Call) -> Observation | None:
         said = by_turns(call.completions[0], call.turns[0], decode=self._decode)
         returned = self._environment.function(**self._environment.arguments(call, **said))
         if inspect.isawaitable(returned):
@@ -128,7 +128,9 @@ class Replying:
             raise NotAReply(f"said {reprlib.repr(text)}, which cannot be tokenised: {describe(error)}") from error
         if not token_ids:
             raise NotAReply(f"said {reprlib.repr(text)}, which is no token: return None where the episode is over")
-        return Heard(token_ids=np.array(token_ids, np.int32), state=_digest("said", text) if state is None else _digest("state", state))
+        return Observation(
+            token_ids=np.array(token_ids, np.int32), state=_digest("said", text) if state is None else _digest("state", state)
+        )
 
 
 def _digest(kind: str, text: str) -> str:

@@ -43,10 +43,10 @@ class Failures:
         *,
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
         clock: Callable[[], float] = time.monotonic,
-        heard: Callable[[str, str, FunctionError], None] = lambda rollout_id, function, error: None,
+        on_failure: Callable[[str, str, FunctionError], None] = lambda rollout_id, function, error: None,
     ) -> None:
-        """`heard` is told of every failure, also where its cause is known: the rollout, the function, why."""
-        self._heard = heard
+        """`on_failure` is told of every failure, also where its cause is known: the rollout, the function, why."""
+        self._on_failure = on_failure
         self._say = say
         self._clock = clock
         self._causes: dict[str, dict[tuple[str, ...], _Cause]] = {}
@@ -54,7 +54,7 @@ class Failures:
 
     def note(self, function: str, error: FunctionError, *, kind: FunctionKind, outcome: Outcome, rollout_id: str) -> None:
         """A call of this function failed."""
-        self._heard(rollout_id, function, error)
+        self._on_failure(rollout_id, function, error)
         causes = self._causes.setdefault(function, {})
         key = (str(outcome), error.where, _VARIES.sub("#", error.cause))
         if key not in causes:

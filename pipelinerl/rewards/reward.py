@@ -172,7 +172,7 @@ def _made_by(function: Callable[..., Any], parameters: Parameters, reference: st
 
 
 class Scoring:
-    """Runs the reward functions of a lane on one call after the other, in the process that calls it."""
+    """Runs the reward functions of a pool on one call after the other, in the process that calls it."""
 
     def __init__(
         self, rewards: Sequence[Reward], *, decode: Callable[[list[int]], str], max_tokens: int, entering: Callable[[str], None]
@@ -187,7 +187,7 @@ class Scoring:
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """Of the lane, in order."""
+        """Of the pool, in order."""
         return tuple(reward.function for reward in self._rewards)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The scorer's main loop: a link to the orchestrator on one side, lanes of reward workers on the other."""
+"""The scorer's main loop: a link to the orchestrator on one side, pools of reward workers on the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
 from pipelinerl.messages import Cancel, Failed, Message, Reply, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.pool.slots import Lanes
+from pipelinerl.rewards.pool.pools import RewardPools
 from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
@@ -39,7 +39,7 @@ class Server:
         self._num_scored = 0
         self._is_stopped = False
         self._next_load_at = time.monotonic()
-        self._lanes = Lanes(
+        self._pools = RewardPools(
             config.reward,
             config.scorer,
             environment=config.environment,
@@ -54,8 +54,8 @@ class Server:
         own: it is started again, and whatever it was asked is asked again.
         """
         try:
-            self._lanes.start()
-            self._lanes.wake_on(self._link.fileno())
+            self._pools.start()
+            self._pools.wake_on(self._link.fileno())
             self._link.introduce(self._introduce)
             while not self._is_stopped:
                 self._turn()
@@ -65,18 +65,18 @@ class Server:
             self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
         finally:
-            self._lanes.close()
+            self._pools.close()
 
     def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
         """An orchestrator that takes another's place asks anew for what it wants: nobody may answer what the dead one asked."""
-        self._lanes.cancel_all()
-        return [ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._lanes.num_slots)]
+        self._pools.cancel_all()
+        return [ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._pools.num_slots)]
 
     def _turn(self) -> None:
         # The link is drained last, with nothing sent between that and the wait: ZeroMQ signals its descriptor once for each change
         # of state, and sending uses such a signal up.
-        scored = list(self._lanes.advance())
-        self._link.send(*scored, *self._lanes.news())
+        scored = list(self._pools.advance())
+        self._link.send(*scored, *self._pools.news())
         self._num_scored += len(scored)
         if time.monotonic() >= self._next_load_at:
             self._report()
@@ -85,26 +85,26 @@ class Server:
             has_news = True
             self._obey(message)
         if not self._is_stopped:
-            self._lanes.wait(0.0 if has_news else self._next_load_at - time.monotonic())
+            self._pools.wait(0.0 if has_news else self._next_load_at - time.monotonic())
 
     def _obey(self, message: Message) -> None:
         match message:
             case Reply() | Score() | ScoreGroup():
-                self._lanes.submit(message)
+                self._pools.submit(message)
             case Cancel():
-                self._lanes.cancel(message.rollout_id, message.attempt)
+                self._pools.cancel(message.rollout_id, message.attempt)
             case Stop():
                 self._is_stopped = True
 
     def _report(self) -> None:
         self._next_load_at = time.monotonic() + LOAD_EVERY_S
-        loads = self._lanes.functions()
+        loads = self._pools.functions()
         functions = {name: msgspec.structs.asdict(each) for name, each in loads.items()}
         load = ScorerLoad(
             scorer_id=self._scorer_id,
-            num_running=self._lanes.num_running,
+            num_running=self._pools.num_running,
             num_scored=self._num_scored,
-            busy_s=self._lanes.total_busy_s(),
+            busy_s=self._pools.total_busy_s(),
             functions=loads,
         )
         self._journal.write("load", **msgspec.structs.asdict(load) | {"functions": functions})

@@ -73,8 +73,8 @@ _ARMS = {
         "run.name=stopped",
         "algorithm.name=rloo_early_stop",
         "algorithm.overrides={}",
-        f"prm.stop.below={BELOW}",
-        f"prm.stop.keep={KEEP}",
+        f"prm.early_stop.threshold={BELOW}",
+        f"prm.early_stop.keep_probability={KEEP}",
     ],
 }
 
@@ -94,7 +94,7 @@ def _prepare(folder: Path, *, warm_steps: int, steps: int, held_out: int) -> lis
     ]
     overrides += [f"trainer.steps={steps}", f"evaluation.every={steps}", f"evaluation.limit={held_out}", "trainer.learning_rate=5e-5"]
     overrides += [f"prm.path={folder / 'prm'}", f"prm.tag={prm.TAG}", f'prm.separator="{SEPARATOR}"', "prm.dtype=float32"]
-    overrides += ["prm.chunk_tokens=7", "prm.stop.min_steps=1", "pipeline.max_staleness=2"]
+    overrides += ["prm.chunk_tokens=7", "prm.early_stop.min_steps=1", "pipeline.max_staleness=2"]
     subprocess.run([sys.executable, "-m", "trainer.sft", str(settings), *overrides], check=True)
     return [*overrides, f"model.path={load(settings).sft_output}"]
 

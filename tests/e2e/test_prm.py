@@ -28,9 +28,9 @@ def test_steps_are_scored_and_rollouts_stopped_while_they_are_written_also_when_
     overrides = ("run.name=prm", "trainer.steps=12", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=4")
     overrides += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]', "run.restart_wait_s=0.0")
     overrides += ("model.max_tokens=104", "rollout.max_tokens=96", "algorithm.name=step_reinforce", "checkpoint.every=100")
-    overrides += ('algorithm.overrides={aggregation = "seq-mean-token-sum-norm"}', "prm.stop.keep=0.5")
+    overrides += ('algorithm.overrides={aggregation = "seq-mean-token-sum-norm"}', "prm.early_stop.keep_probability=0.5")
     # Most rollouts are flagged, as soon as may be, and from first to last: some are still being written then, however slow the model is.
-    overrides += ("prm.stop.below=0.9", "prm.stop.min_steps=1", "prm.stop.max_right=1.0")
+    overrides += ("prm.early_stop.threshold=0.9", "prm.early_stop.min_steps=1", "prm.early_stop.max_false_stop_fraction=1.0")
     overrides += (f"prm.path={tmp_path / 'prm'}", "prm.tag=#", 'prm.separator="5"', "prm.chunk_tokens=8", "prm.dtype=float32")
     run = subprocess.Popen([sys.executable, "-m", "pipelinerl", "run", str(settings), *overrides], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 150

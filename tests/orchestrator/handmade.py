@@ -10,7 +10,19 @@ import numpy as np
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.sample_log import Shown
 from orchestrator.rules.batch import Ended
-from pipelinerl.messages import UNSAMPLED, Fate, Finish, Flag, Group, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import (
+    UNSAMPLED,
+    EarlyStopDecision,
+    Fate,
+    Finish,
+    Group,
+    Outcome,
+    Prompt,
+    Sample,
+    Scored,
+    ScoredTrajectory,
+    Trajectory,
+)
 
 
 def prompt(num_tokens: int = 2, *, prompt_id: str = "0:0") -> Prompt:
@@ -74,9 +86,9 @@ def show(shown: Shown) -> None:
 
 def flagged(of: Trajectory, reward: float | None = None, *, predicted: float = 0.1, probability: float = 0.25) -> ScoredTrajectory:
     """A trajectory about which a coin has fallen: it was stopped, or went on to its reward."""
-    flag = Flag(step=0, predicted=predicted, probability=probability, stops=reward is None)
+    decision = EarlyStopDecision(step=0, predicted=predicted, probability=probability, stops=reward is None)
     member = scored(of, reward, outcome=Outcome.STOPPED if reward is None else Outcome.OK)
-    return ScoredTrajectory(trajectory=of, score=member.score, flag=flag)
+    return ScoredTrajectory(trajectory=of, score=member.score, early_stop=decision)
 
 
 def group(group_id: int, members: Sequence[ScoredTrajectory]) -> Group:

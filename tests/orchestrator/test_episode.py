@@ -13,7 +13,7 @@ from orchestrator.stages.training import _squared_lags
 from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
-from pipelinerl.messages import Completion, Finish, Heard, Outcome, Replied, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Completion, Finish, Observation, Outcome, Replied, Scored, ScoredTrajectory, Trajectory
 from tests.orchestrator import handmade
 
 
@@ -31,9 +31,9 @@ def said(*versions: int, first: int, turn: int, finish: Finish = Finish.STOP) ->
     )
 
 
-def heard(*token_ids: int, state: str, turn: int) -> Replied:
-    said = Heard(token_ids=np.array(token_ids, np.int32), state=state)
-    return Replied(episode_id="0/0", attempt=0, turn=turn, outcome=Outcome.OK, heard=said)
+def observed(*token_ids: int, state: str, turn: int) -> Replied:
+    said = Observation(token_ids=np.array(token_ids, np.int32), state=state)
+    return Replied(episode_id="0/0", attempt=0, turn=turn, outcome=Outcome.OK, observation=said)
 
 
 def over(turn: int) -> Replied:
@@ -51,13 +51,15 @@ def trajectory(episode: Episode, *, sibling: int = 0) -> Trajectory:
 
 def three_turns() -> Episode:
     """The policy is swapped during the second turn, and between it and the third."""
-    episode = begun().said(said(3, 3, first=10, turn=0)).heard(heard(50, state="X", turn=0))
-    episode = episode.said(said(3, 4, 4, first=20, turn=1)).heard(heard(51, 52, state="Y", turn=1))
-    return episode.said(said(6, first=30, turn=2)).heard(over(2))
+    episode = begun().said(said(3, 3, first=10, turn=0)).observe(observed(50, state="X", turn=0))
+    episode = episode.said(said(3, 4, 4, first=20, turn=1)).observe(observed(51, 52, state="Y", turn=1))
+    return episode.said(said(6, first=30, turn=2)).observe(over(2))
 
 
 def two_turns() -> Episode:
-    return begun().said(said(3, first=10, turn=0)).heard(heard(50, state="X", turn=0)).said(said(3, 3, first=20, turn=1)).heard(over(1))
+    return (
+        begun().said(said(3, first=10, turn=0)).observe(observed(50, state="X", turn=0)).said(said(3, 3, first=20, turn=1)).observe(over(1))
+    )
 
 
 def test_an_episode_of_three_turns_is_one_row_in_which_only_the_model_trains():
@@ -75,15 +77,15 @@ def test_each_turn_is_asked_for_with_all_before_it_and_what_is_left():
     episode = begun().said(said(3, 3, first=10, turn=0))
     request = reply_request("0/0", attempt=1, episode=episode)
     assert (request.turn, request.rollout_id, request.token_ids.tolist()) == (0, "0/0/turn/0", [10, 11])
-    episode = episode.heard(heard(50, state="X", turn=0))
+    episode = episode.observe(observed(50, state="X", turn=0))
     assert episode.context.tolist() == [100, 101, 10, 11, 50]
     assert (episode.num_turns, episode.num_left, episode.newest_version, episode.is_over) == (1, 17, 3, False)
 
 
 def test_what_leaves_no_room_for_a_token_more_is_not_heard_and_the_episode_is_cut_off():
     episode = begun(max_tokens=5).said(said(0, 0, first=10, turn=0))
-    assert not episode.heard(heard(50, 51, state="X", turn=0)).is_over
-    row = trajectory(episode.heard(heard(50, 51, 52, state="X", turn=0)))
+    assert not episode.observe(observed(50, 51, state="X", turn=0)).is_over
+    row = trajectory(episode.observe(observed(50, 51, 52, state="X", turn=0)))
     assert (row.token_ids.tolist(), row.finish) == ([100, 101, 10, 11], Finish.LENGTH)
 
 
@@ -96,12 +98,12 @@ def test_a_turn_that_did_not_end_by_itself_is_the_last(finish: Finish):
 def test_the_environment_is_not_asked_after_the_last_turn():
     episode = begun(max_turns=2).said(said(0, first=10, turn=0))
     assert not episode.is_over
-    assert episode.heard(heard(50, state="X", turn=0)).said(said(0, first=20, turn=1)).is_over
+    assert episode.observe(observed(50, state="X", turn=0)).said(said(0, first=20, turn=1)).is_over
 
 
 def test_an_environment_that_fails_fails_the_rollout_as_it_failed():
     replied = Replied(episode_id="0/0", attempt=0, turn=0, outcome=Outcome.TIMEOUT, error="reply did not return within 1 s")
-    row = trajectory(begun().said(said(0, first=10, turn=0)).heard(replied))
+    row = trajectory(begun().said(said(0, first=10, turn=0)).observe(replied))
     assert (row.finish, row.outcome, row.error) == (Finish.ERROR, Outcome.TIMEOUT, "environment: reply did not return within 1 s")
 
 

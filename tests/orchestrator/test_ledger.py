@@ -19,7 +19,7 @@ from orchestrator.ledger.snapshot import commit_of, first_kept_step, read_restin
 from orchestrator.rules.curriculum import Rest
 from pipelinerl.checker.history import open_history
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import Fate, Flag, Outcome, Sample
+from pipelinerl.messages import EarlyStopDecision, Fate, Outcome, Sample
 from tests.orchestrator import handmade
 
 
@@ -459,7 +459,7 @@ def busy_ledger(path: Path) -> None:
     handmade.admit(ledger, 6, group_size=4)
     for sibling in range(3):
         ledger.issue(f"6/{sibling}", attempt=0, engine_id=0, version=4, now_s=6.0)
-    ledger.flag("6/1", attempt=0, flag=Flag(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
+    ledger.flag("6/1", attempt=0, flag=EarlyStopDecision(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
     score(ledger, sample_of(6, 0))
     ledger.end("6/2", Fate.FAILED, now_s=6.0, reason="timeout")
     ledger.finish("stopped", now_s=7.0)

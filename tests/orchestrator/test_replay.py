@@ -147,9 +147,9 @@ def test_a_reward_that_does_not_load_is_told(run_folder: Path) -> None:
 
 def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match=r"comparing cannot be replayed: it is part of scoring"):
-        replay(run_folder, stages=["comparing"], overrides=[])
+        replay(run_folder, stages=["group_rewards"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded step scores"):
-        replay(run_folder, stages=["following"], overrides=[])
+        replay(run_folder, stages=["prm"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded entry"):
         replay(run_folder, stages=["dispatch"], overrides=[])
     monkeypatch.setattr("sys.argv", ["replay", str(run_folder / "nowhere"), "--stage=scoring"])
@@ -282,7 +282,11 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A simulated run whose hopeless rollouts were stopped while they were written."""
     folder = tmp_path_factory.mktemp("followed")
     settings = config(
-        prm={"path": "unused", "chunk_tokens": 3, "stop": {"below": 0.1, "keep": 0.25, "min_steps": 1, "max_right": 1.0}},
+        prm={
+            "path": "unused",
+            "chunk_tokens": 3,
+            "early_stop": {"threshold": 0.1, "keep_probability": 0.25, "min_steps": 1, "max_false_stop_fraction": 1.0},
+        },
         algorithm={"name": "rloo_early_stop", "overrides": {"aggregation": "seq-mean-token-sum-norm"}},
         trainer={"steps": 6},
         run={"record_groups": 1000},
@@ -293,18 +297,18 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_following_stops_whom_it_stopped_and_others_under_another_rule(
+def test_prm_scoring_stops_whom_it_stopped_and_others_under_another_rule(
     followed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = replayed(followed, "following", capsys)
+    said = replayed(followed, "prm", capsys)
     assert re.search(r"following: \d{3} rollouts with [\d,]+ steps; 0 are stopped that were not, 0 were and are not, 0 have other", said)
     lines = [json.loads(line) for line in (followed / "replay" / "following.jsonl").read_text().splitlines()]
     assert any(line["old"]["flag"] and line["old"]["flag"]["stops"] for line in lines)
     assert all(line["old"]["flag"] == line["new"]["flag"] for line in lines)
-    said = replayed(followed, "following", capsys, "prm.stop.below=0.5")
+    said = replayed(followed, "prm", capsys, "prm.early_stop.threshold=0.5")
     newly = int(re.findall(r"([\d,]+) are stopped that were not, 0 were", said)[0])
     by_hand = [line for line in lines if not line["old"]["flag"] and any(score < 0.5 for score in line["old"]["scores"])]
     assert 0.5 * len(by_hand) < newly <= len(by_hand), "three of four coins stop, where the flag comes before the end"
-    said = replayed(followed, "following", capsys, "prm.stop.below=-1")
+    said = replayed(followed, "prm", capsys, "prm.early_stop.threshold=-1")
     stopped = sum(bool(line["old"]["flag"] and line["old"]["flag"]["stops"]) for line in lines)
     assert f"0 are stopped that were not, {stopped} were and are not" in said

@@ -88,7 +88,7 @@ def test_decoding_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
 
 def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    sandbox = Sandbox(Setup(model_path=str(tmp_path), lanes=(), max_tokens=1))
+    sandbox = Sandbox(Setup(model_path=str(tmp_path), pools=(), max_tokens=1))
     with pytest.raises(ConfigError, match=rf"model.path: the tokenizer of {tmp_path} cannot be loaded"):
         sandbox.wait_until_prepared()
     sandbox.close()
@@ -97,7 +97,7 @@ def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> No
 def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder: Path) -> None:
     others = descendants_of(os.getpid())
     component = Component(function="pipelinerl.rewards.functions.builtin:exact_match", name="exact_match", options={})
-    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), lanes=((component,),), max_tokens=1))
+    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), pools=((component,),), max_tokens=1))
     sandbox.wait_until_prepared()
     _, channel = sandbox.spawn(0)
     with channel:
@@ -119,7 +119,7 @@ def test_tokenizer_without_a_tokenizer_json_is_loaded_too(tmp_path: Path) -> Non
 def test_a_fork_server_ends_in_silence_where_its_scorer_leaves_with_something_unread(
     tokenizer_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), lanes=(), max_tokens=1))
+    sandbox = Sandbox(Setup(model_path=str(tokenizer_folder), pools=(), max_tokens=1))
     assert select.select([sandbox], [], [], 60.0)[0], "it says that it is prepared"
     sandbox.close()
     assert capfd.readouterr().err == ""

@@ -14,7 +14,7 @@ from pipelinerl.messages import Outcome
 from pipelinerl.rewards.prm.judge import NUM_TRIES, JudgeScorer
 from pipelinerl.rewards.prm.scorer import Trace
 from pipelinerl.rewards.prm.steps import Splitter
-from tests.rewards.test_lanes_process import Endpoint
+from tests.rewards.test_pools_process import Endpoint
 
 TEXT = "first\n\nsecond\n\nthird"
 

@@ -109,7 +109,7 @@ def test_calls_behind_one_that_overruns_are_taken_back_and_answered_once() -> No
     queue.open(1)
     assert names(queue.hand_out(0.2)) == {1: ["r1", "n0", "n1", "n2"]}, "nor anything new"
     assert queue.answered(0, slow.ticket_id, 0.3, duration_s=0.3) is slow
-    assert queue.answered(0, behind.ticket_id, 0.3, duration_s=0.0) is behind, "it had begun before it heard"
+    assert queue.answered(0, behind.ticket_id, 0.3, duration_s=0.0) is behind, "it had begun before it observation"
     assert queue.answered(1, behind.ticket_id, 0.3, duration_s=0.0) is None, "the second answer is not wanted"
 
 
@@ -222,7 +222,7 @@ def test_every_request_is_answered_exactly_once_and_handed_out_at_most_twice(dat
             if not answered[name]:
                 cancelled.add(name)
             for owner, ticket_ids in queue.cancel(name, 0).items():
-                withdrawn[owner].update(set(ticket_ids) if data.draw(st.booleans(), label="heard in time") else ())
+                withdrawn[owner].update(set(ticket_ids) if data.draw(st.booleans(), label="observation in time") else ())
         for owner, ticket_ids in queue.take_back(now).items():
             withdrawn[owner].update(ticket_ids)
         hand_out()

@@ -194,20 +194,20 @@ def reply_to(scorer: Scorer, *said: str, seen: str = "") -> Replied:
 def test_environment_replies_to_what_was_said_and_its_text_is_tokenised_once(scorer: Scorer) -> None:
     first, second, keyed = reply_to(scorer, "echo"), reply_to(scorer, "a", "echo", seen="x"), reply_to(scorer, "state")
     assert [one.outcome for one in (first, second, keyed)] == [Outcome.OK] * 3
-    assert first.heard is not None
-    assert second.heard is not None
-    assert keyed.heard is not None
-    assert first.heard.token_ids.tolist() == encode("1 turns, replies , seen !").tolist()
-    assert second.heard.token_ids.tolist() == encode("2 turns, replies ?, seen x!").tolist()
-    assert keyed.heard.token_ids.tolist() == encode("go on").tolist()
+    assert first.observation is not None
+    assert second.observation is not None
+    assert keyed.observation is not None
+    assert first.observation.token_ids.tolist() == encode("1 turns, replies , seen !").tolist()
+    assert second.observation.token_ids.tolist() == encode("2 turns, replies ?, seen x!").tolist()
+    assert keyed.observation.token_ids.tolist() == encode("go on").tolist()
     again = reply_to(scorer, "echo")
-    assert again.heard is not None
-    assert again.heard.state == first.heard.state != second.heard.state, "equal texts leave equal states"
+    assert again.observation is not None
+    assert again.observation.state == first.observation.state != second.observation.state, "equal texts leave equal states"
     other = reply_to(scorer, "b", "state")
-    assert other.heard is not None
-    assert other.heard.state == keyed.heard.state, "and so do states of equal names"
+    assert other.observation is not None
+    assert other.observation.state == keyed.observation.state, "and so do states of equal names"
     over = reply_to(scorer, "a", "over")
-    assert (over.outcome, over.heard) == (Outcome.OK, None)
+    assert (over.outcome, over.observation) == (Outcome.OK, None)
 
 
 @pytest.mark.parametrize(
@@ -221,14 +221,14 @@ def test_environment_replies_to_what_was_said_and_its_text_is_tokenised_once(sco
 )
 def test_environment_that_fails_says_how_and_has_said_nothing(scorer: Scorer, said: str, outcome: Outcome, error: str) -> None:
     replied = reply_to(scorer, said)
-    assert (replied.outcome, replied.heard, replied.error) == (outcome, None, error)
+    assert (replied.outcome, replied.observation, replied.error) == (outcome, None, error)
     assert reply_to(scorer, "over").outcome is Outcome.OK
 
 
 @pytest.mark.usefixtures("hung")
 def test_environment_that_hangs_has_said_nothing(hasty: Scorer) -> None:
     replied = hasty.next(Replied)
-    assert (replied.outcome, replied.heard) == (Outcome.TIMEOUT, None)
+    assert (replied.outcome, replied.observation) == (Outcome.TIMEOUT, None)
     assert replied.error == "answer did not return within 3 s; its process was killed"
     assert reply_to(hasty, "over").outcome is Outcome.OK
 

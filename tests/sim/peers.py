@@ -31,10 +31,10 @@ from pipelinerl.messages import (
     FunctionKind,
     FunctionLoad,
     GroupScored,
-    Heard,
     LayoutFixed,
     Message,
     MicroBatch,
+    Observation,
     Outcome,
     PolicyPublished,
     PrmLoad,
@@ -243,9 +243,14 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
         if isinstance(message, Reply):
             outcome = chance.choice(bad) if chance.random() < world.bad_reply_fraction else Outcome.OK
             said = reply(message.token_ids) if outcome is Outcome.OK else None
-            heard = None if said is None else Heard(token_ids=np.array(said, np.int32), state=f"state {said[-1] % 3}")
+            heard = None if said is None else Observation(token_ids=np.array(said, np.int32), state=f"state {said[-1] % 3}")
             replied = Replied(
-                episode_id=message.episode_id, attempt=message.attempt, turn=message.turn, outcome=outcome, heard=heard, error="simulated"
+                episode_id=message.episode_id,
+                attempt=message.attempt,
+                turn=message.turn,
+                outcome=outcome,
+                observation=heard,
+                error="simulated",
             )
             seconds = world.reply_s * (10 if outcome is Outcome.TIMEOUT else 0.5 + chance.random())
             calls.append(loop.call_later(seconds, link.send, replied))

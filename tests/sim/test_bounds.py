@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from orchestrator.rules.sampled import Experts
-from orchestrator.stages.environment import Replying
+from orchestrator.stages.environment import EnvironmentStage
 from pipelinerl.config import Config, RewardSection
 from pipelinerl.data.expert_routes import routes_of
 from pipelinerl.messages import Completion, Prompt
@@ -48,7 +48,7 @@ UNITS = {"prompts", "policies", "starts"}
 def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
     """By channel; `between turns` is what replying holds."""
     found: Levels = {}
-    put_now, ask = Channel.put_now, Replying.ask
+    put_now, ask = Channel.put_now, EnvironmentStage.ask
 
     def note(name: str, num_bytes: int, num_items: int, *, bound: int) -> None:
         level = found.setdefault(name, Fullest())
@@ -61,12 +61,12 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
         num_items = len(channel) + (channel.claimed_bytes > 0)
         note(channel.name, channel.num_bytes + channel.claimed_bytes, num_items, bound=channel.bound_bytes)
 
-    def ask_noted(replying: Replying, *arguments: Any, **options: Any) -> None:
+    def ask_noted(replying: EnvironmentStage, *arguments: Any, **options: Any) -> None:
         ask(replying, *arguments, **options)
         note("between turns", replying.num_bytes, replying.num_between, bound=BOUND)
 
     monkeypatch.setattr(Channel, "put_now", put)
-    monkeypatch.setattr(Replying, "ask", ask_noted)
+    monkeypatch.setattr(EnvironmentStage, "ask", ask_noted)
     return found
 
 
@@ -206,7 +206,7 @@ async def mixture(link: MemoryLink, **options: Any) -> None:
 def test_routes_count_and_under_a_slow_trainer_no_more_of_them_are_held_than_the_bounds_say(tmp_path: Path, levels: Levels) -> None:
     """Of a mixture with 48 layers of 8 experts they are 30 times the rest."""
     bound = 100_000
-    settings = bounded(queue_bytes=bound, model={"path": "unused", "replay_routing": True})
+    settings = bounded(queue_bytes=bound, model={"path": "unused", "replay_routes": True})
     simulated = run(
         settings,
         folder=tmp_path,

@@ -20,7 +20,7 @@ from pipelinerl.algorithms.loss import denominator, policy_loss
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
-from pipelinerl.messages import UNSAMPLED, Finish, Flag, Group, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import UNSAMPLED, EarlyStopDecision, Finish, Group, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
 from trainer.data.columns import columns_of
 from trainer.engine import Outputs
 from trainer.rows.arrange import arrange
@@ -46,7 +46,7 @@ def logprobs(tokens: np.ndarray, theta: torch.Tensor, places: np.ndarray) -> tor
     return torch.nn.functional.logsigmoid(torch.where(torch.from_numpy(tokens == 1), picked, -picked))
 
 
-def member(trace: tuple[int, ...], sibling: int, flag: Flag | None) -> ScoredTrajectory:
+def member(trace: tuple[int, ...], sibling: int, flag: EarlyStopDecision | None) -> ScoredTrajectory:
     stops = flag is not None and flag.stops
     tokens = np.array(trace[:1] if stops else trace, np.int32)
     mu = logprobs(tokens, THETA, np.arange(len(tokens))).numpy()
@@ -64,7 +64,7 @@ def member(trace: tuple[int, ...], sibling: int, flag: Flag | None) -> ScoredTra
     )
     outcome, reward = (Outcome.STOPPED, None) if stops else (Outcome.OK, REWARD[trace])
     score = Scored(rollout_id=f"0/{sibling}", attempt=0, outcome=outcome, reward=reward)
-    return ScoredTrajectory(trajectory=trajectory, score=score, flag=flag)
+    return ScoredTrajectory(trajectory=trajectory, score=score, early_stop=flag)
 
 
 def rollouts(epsilon: float, sibling: int) -> Iterator[tuple[ScoredTrajectory, float]]:
@@ -75,14 +75,14 @@ def rollouts(epsilon: float, sibling: int) -> Iterator[tuple[ScoredTrajectory, f
             yield member(trace, sibling, None), chance
             continue
         for stops in (True, False):
-            flag = Flag(step=0, predicted=PREDICTED, probability=epsilon, stops=stops)
+            flag = EarlyStopDecision(step=0, predicted=PREDICTED, probability=epsilon, stops=stops)
             yield member(trace, sibling, flag), chance * (1 - epsilon if stops else epsilon)
 
 
 def gradient(group: Group, *, divides_by_survivors: bool = False) -> torch.Tensor:
     """[3] of the step that the group makes."""
     credit = MethodCredit(METHOD, (RewardSection.model_validate({"function": "rewards.py:right"}),))
-    verdict = BatchCut(groups_per_step=1, max_staleness=0, min_group_size=2, credit=credit).take(group)
+    verdict = BatchCut(groups_per_step=1, max_staleness=0, min_survivors=2, credit=credit).take(group)
     assert verdict.closes_step
     if not verdict.samples:
         return torch.zeros(3, dtype=torch.float64)

@@ -22,13 +22,13 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     Completion,
+    EarlyStopDecision,
     EndTraining,
     EngineLoad,
     EngineMismatch,
     EngineReady,
     Failed,
     Finish,
-    Flag,
     FromEngine,
     FunctionFailed,
     FunctionKind,
@@ -36,10 +36,10 @@ from pipelinerl.messages import (
     Generate,
     Group,
     GroupScored,
-    Heard,
     LayoutFixed,
     Message,
     MicroBatch,
+    Observation,
     Outcome,
     PolicyHeld,
     PolicyPublished,
@@ -159,15 +159,15 @@ EXAMPLES: tuple[Message, ...] = (
     ScorerLoad(scorer_id=0, num_running=1, num_scored=2, busy_s=0.5),
     TURNS,
     Reply(episode_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, turns=TURNS, finish=Finish.STOP),
-    Heard(token_ids=IDS, state="said:ff"),
-    Replied(episode_id="4/1", attempt=0, turn=1, outcome=Outcome.OK, heard=Heard(token_ids=IDS, state="said:ff")),
+    Observation(token_ids=IDS, state="said:ff"),
+    Replied(episode_id="4/1", attempt=0, turn=1, outcome=Outcome.OK, observation=Observation(token_ids=IDS, state="said:ff")),
     Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP, turns=TURNS),
     SCORED,
     FunctionLoad(num_calls=3, num_failed={"error": 1}, num_retries=1, p50_s=0.1, p95_s=0.2, max_s=0.5, slowest="4/1", breaker="closed"),
     ScoreGroup(group_id=4, members=(Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP),)),
     GroupScored(group_id=4, outcome=Outcome.OK, rewards=(0.5,), components=({"best": 0.5},)),
     TRAJECTORY,
-    Flag(step=1, predicted=0.1, probability=0.2, stops=False),
+    EarlyStopDecision(step=1, predicted=0.1, probability=0.2, stops=False),
     ScoredTrajectory(trajectory=TRAJECTORY, score=SCORED),
     Group(group_id=4, members=(ScoredTrajectory(trajectory=TRAJECTORY, score=SCORED),)),
     Sample(trajectory=TRAJECTORY, reward=0.5, advantages=LOGPROBS),
@@ -199,7 +199,7 @@ def plain(value: Any) -> Any:
     """A message as plain values, columns as (dtype, list), so that two can be compared."""
     if isinstance(value, Message):
         names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
-        return {"type": type(value).__name__} | {encoded: plain(getattr(value, name)) for name, encoded in names}
+        return {"type": value.__struct_config__.tag} | {encoded: plain(getattr(value, name)) for name, encoded in names}
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.tolist()
     if isinstance(value, tuple):
@@ -244,7 +244,7 @@ def test_any_msgpack_library_reads_a_frame(message: Message):
         return str(array.dtype), array.tolist()
 
     tree = msgpack.unpackb(encode(message), ext_hook=read, strict_map_key=False)
-    assert tree["type"] == type(message).__name__
+    assert tree["type"] == type(message).__struct_config__.tag
     expected = plain(message)
     assert tree == msgspec.to_builtins(expected, builtin_types=(tuple,)) or tree == expected
 

@@ -3,7 +3,7 @@
     scorer --Setup, Spawn, Kill--> fork server --Prepared, Ended, Refused--> scorer        packets, one message each
     scorer --Call, Withdraw--> worker --Loaded, Refused, Calling, Result, Skipped--> scorer    a stream of frames
 
-A `lane` is a set of functions that share slots: all those without limits of their own, or one with.
+A `pool` is a set of functions that share slots: all those without limits of their own, or one with.
 
 Every `Call` gets exactly one `Result` or `Skipped`, in the order of the calls, sent the moment it is known. So the scorer always knows
 which call a worker is busy with, and a worker that hangs or dies is charged for that one call only.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.errors import WireError
-from pipelinerl.messages import Finish, Heard, Int32, Message, Outcome, Turns, check_lengths
+from pipelinerl.messages import Finish, Int32, Message, Observation, Outcome, Turns, check_lengths
 from pipelinerl.runtime.function_errors import FunctionError
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, encode
 
@@ -41,7 +41,7 @@ class Component(Message, frozen=True):
     options: dict[str, Any]
     """Arguments of every call beside the row's columns."""
     is_environment: bool = False
-    """It is no reward function, and alone in its lane."""
+    """It is no reward function, and alone in its pool."""
 
 
 def component_names(references: Sequence[str]) -> tuple[str, ...]:
@@ -56,16 +56,16 @@ class Setup(Message, frozen=True):
 
     model_path: str
     """Hugging Face folder with the tokenizer."""
-    lanes: tuple[tuple[Component, ...], ...]
+    pools: tuple[tuple[Component, ...], ...]
     max_tokens: int
     """Longest completion of this run, for reward functions that ask for it by name."""
 
 
 class Spawn(Message, frozen=True):
-    """Fork a worker of a lane; its socket travels beside this message."""
+    """Fork a worker of a pool; its socket travels beside this message."""
 
     worker_id: int
-    lane: int
+    pool: int
 
 
 class Kill(Message, frozen=True):
@@ -106,7 +106,7 @@ class Loaded(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """Run every reward function of the lane, on one completion or on all siblings of a prompt; or the environment, on an episode so far."""
+    """Run every reward function of the pool, on one completion or on all siblings of a prompt; or the environment, on an episode so far."""
 
     ticket_id: int
     prompt: str
@@ -159,7 +159,7 @@ class Result(Message, frozen=True):
     duration_s: float
     durations_s: dict[str, float]
     """Of each function that was entered, by its name."""
-    heard: Heard | None = None
+    observation: Observation | None = None
     """Of an environment: what it said; None where the episode is over, too."""
 
 

@@ -150,7 +150,7 @@ class ForkServer:
         code = 1
         try:
             self._become_worker(parent, folder)
-            run_worker(channel, components=setup.lanes[spawn.lane], codec=codec, max_tokens=setup.max_tokens, folder=folder)
+            run_worker(channel, components=setup.pools[spawn.pool], codec=codec, max_tokens=setup.max_tokens, folder=folder)
             code = 0
         except ConnectionError:
             code = 0  # the scorer closed the channel in the middle of an answer: it has ended

@@ -16,7 +16,7 @@ MAX_PAUSE_S = 30.0
 """Longer leaves a service unused for so long after it is back."""
 
 
-class Breaker(enum.StrEnum):
+class BreakerState(enum.StrEnum):
     """Whether calls of a function go out."""
 
     CLOSED = "closed"
@@ -27,11 +27,11 @@ class Breaker(enum.StrEnum):
     """One went out to see whether it succeeds."""
 
 
-class Gate:
-    """The limits of one lane. Times are seconds on one clock of the caller's choice."""
+class RateLimiter:
+    """The limits of one pool. Times are seconds on one clock of the caller's choice."""
 
     def __init__(self, *, per_s: float | None = None, has_breaker: bool = False) -> None:
-        self.breaker = Breaker.CLOSED
+        self.breaker = BreakerState.CLOSED
         self._spacing_s = 0.0 if per_s is None else 1.0 / per_s
         self._has_breaker = has_breaker
         self._next_at = float("-inf")
@@ -48,29 +48,29 @@ class Gate:
 
     def opens_at(self) -> float:
         """The next call may begin at this time or later."""
-        return self._next_at if self.breaker is Breaker.CLOSED else max(self._next_at, self._open_until)
+        return self._next_at if self.breaker is BreakerState.CLOSED else max(self._next_at, self._open_until)
 
     def began(self, now: float) -> None:
         """A call begins now."""
         self._next_at = max(now, self._next_at) + self._spacing_s if self._spacing_s else self._next_at
-        if self.breaker is not Breaker.CLOSED:
-            self.breaker = Breaker.HALF_OPEN
-            self._open_until = now + self._pause_s  # a probe whose end is never heard of does not keep the gate shut
+        if self.breaker is not BreakerState.CLOSED:
+            self.breaker = BreakerState.HALF_OPEN
+            self._open_until = now + self._pause_s  # a probe whose end is never heard of does not keep the limiter shut
 
     def ended(self, now: float, *, is_failure: bool) -> None:
         """A call ended: well, or with a timeout or an error."""
         if not self._has_breaker:
             return
         if not is_failure:
-            self.breaker, self._num_failures, self._pause_s = Breaker.CLOSED, 0, FIRST_PAUSE_S
-        elif self.breaker is Breaker.CLOSED:
+            self.breaker, self._num_failures, self._pause_s = BreakerState.CLOSED, 0, FIRST_PAUSE_S
+        elif self.breaker is BreakerState.CLOSED:
             self._num_failures += 1
             if self._num_failures >= FAILURES_TO_OPEN:
                 self._open(now)
-        elif self.breaker is Breaker.HALF_OPEN:
+        elif self.breaker is BreakerState.HALF_OPEN:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             self._open(now)
 
     def _open(self, now: float) -> None:
-        self.breaker = Breaker.OPEN
+        self.breaker = BreakerState.OPEN
         self._open_until = now + self._pause_s

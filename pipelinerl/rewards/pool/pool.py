@@ -1,4 +1,4 @@
-"""The slots of one lane: a worker process each, fed by the rule in `queue`, killed at a deadline and replaced when it ends."""
+"""The slots of one pool: a worker process each, fed by the rule in `queue`, killed at a deadline and replaced when it ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import time
 from pipelinerl.errors import ConfigError, PeerSilent, WireError
 from pipelinerl.messages import FunctionKind, Message, Outcome, Reply, Score, ScoreGroup
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.aggregator import Key, Part
+from pipelinerl.rewards.aggregator import Key, PartialResult
 from pipelinerl.rewards.failures import Failures
 from pipelinerl.rewards.pool.calls import Call, Calling, Ended, Frames, FromWorker, Loaded, Refused, Result, Skipped, Withdraw, frame
-from pipelinerl.rewards.pool.limits import Breaker
+from pipelinerl.rewards.pool.limits import BreakerState
 from pipelinerl.rewards.pool.queue import Queue, Ticket
 from pipelinerl.rewards.pool.sandbox import Sandbox
-from pipelinerl.rewards.pool.stats import Tally
+from pipelinerl.rewards.pool.stats import FunctionStats
 from pipelinerl.runtime.function_errors import FunctionError, error_in
 from pipelinerl.transport.codec import Decoder
 
@@ -62,17 +62,17 @@ class _Failed:
 
 
 class Pool:
-    """Takes requests, gives answers; one thread, driven by the selector of `lanes` and by `advance`."""
+    """Takes requests, gives answers; one thread, driven by the selector of `pools` and by `advance`."""
 
     def __init__(
         self,
         queue: Queue,
         *,
-        lane: int,
+        number: int,
         num_slots: int,
         sandbox: Sandbox,
         selector: selectors.BaseSelector,
-        tally: Tally,
+        stats: FunctionStats,
         failures: Failures,
         kind: FunctionKind,
         journal: Journal,
@@ -83,11 +83,11 @@ class Pool:
         self._journal = journal
         self._name = name
         self._queue = queue
-        self._lane = lane
-        self._answers: list[tuple[Key, Part]] = []
+        self._number = number
+        self._answers: list[tuple[Key, PartialResult]] = []
         self._selector = selector
         self._sandbox = sandbox
-        self._tally = tally
+        self._stats = stats
         self._failures = failures
         self._kind = kind
         self._hung: dict[int, _Failed] = {}
@@ -105,8 +105,8 @@ class Pool:
         return self.busy_s + sum(self._queue.running_s(slot, now) for slot in range(self._num_slots))
 
     @property
-    def breaker(self) -> Breaker:
-        return self._queue.gate.breaker
+    def breaker(self) -> BreakerState:
+        return self._queue.limiter.breaker
 
     def start(self) -> None:
         """Start every worker; they load the reward functions on their own."""
@@ -140,7 +140,7 @@ class Pool:
             self._flush(slot)
 
     def bury(self, ended: list[Ended]) -> None:
-        """Replace the workers of this lane that ended, and charge the calls they ran."""
+        """Replace the workers of this pool that ended, and charge the calls they ran."""
         for end in ended:
             if (hung := self._hung.pop(end.worker_id, None)) is not None:
                 cause = f"no answer within {self._queue.deadline_s:g} s, its deadline; its process was killed"
@@ -149,7 +149,7 @@ class Pool:
                 if worker.worker_id == end.worker_id:
                     self._bury(slot, end)
 
-    def advance(self) -> list[tuple[Key, Part]]:
+    def advance(self) -> list[tuple[Key, PartialResult]]:
         """Kill workers past a deadline, hand out what fits; return the answers since the last call."""
         now = time.monotonic()
         for slot in self._queue.overdue(now):
@@ -170,7 +170,7 @@ class Pool:
     # --- workers ---
 
     def _spawn(self, slot: int) -> _Worker:
-        worker_id, channel = self._sandbox.spawn(self._lane)
+        worker_id, channel = self._sandbox.spawn(self._number)
         self._selector.register(channel, selectors.EVENT_READ, data=(self, slot))
         return _Worker(worker_id=worker_id, channel=channel, frames=Frames(channel), born_at=time.monotonic())
 
@@ -213,7 +213,7 @@ class Pool:
         if ran_s:
             self._note(slot, time.time() - ran_s, ran_s)
         if ticket is not None:
-            self._settle(ticket, Part(outcome=outcome, error=error, duration_s=ran_s), {calling: ran_s}, failed=calling)
+            self._settle(ticket, PartialResult(outcome=outcome, error=error, duration_s=ran_s), {calling: ran_s}, failed=calling)
 
     # --- messages ---
 
@@ -287,12 +287,12 @@ class Pool:
                     if message.failure is not None:
                         blamed = _Failed(function=message.failed, place="", rollout_id=ticket.score.rollout_id)
                         self._blame(blamed, message.failure, message.outcome)
-                    part = Part(
+                    part = PartialResult(
                         outcome=message.outcome,
                         components=message.components,
                         error=message.error,
                         duration_s=message.duration_s,
-                        heard=message.heard,
+                        observation=message.observation,
                     )
                     self._settle(ticket, part, message.durations_s, failed=message.failed)
 
@@ -300,14 +300,14 @@ class Pool:
         self.busy_s += duration_s
         self._journal.span(f"{self._name}/slot-{slot}", "score", start=started_at, end=started_at + duration_s)
 
-    def _settle(self, ticket: Ticket, part: Part, durations_s: dict[str, float], *, failed: str) -> None:
+    def _settle(self, ticket: Ticket, part: PartialResult, durations_s: dict[str, float], *, failed: str) -> None:
         """A try is over: count it, then answer, or try again."""
         score, now = ticket.score, time.monotonic()
-        self._tally.note(durations_s, rollout_id=score.rollout_id, failed=failed, outcome=part.outcome)
+        self._stats.note(durations_s, rollout_id=score.rollout_id, failed=failed, outcome=part.outcome)
         is_failure = part.outcome in (Outcome.ERROR, Outcome.TIMEOUT)
-        self._queue.gate.ended(now, is_failure=is_failure)
+        self._queue.limiter.ended(now, is_failure=is_failure)
         if is_failure and self._queue.try_again(ticket, now):
-            self._tally.retried(failed)
+            self._stats.retried(failed)
         else:
             self._answers.append(((score.rollout_id, score.attempt), part))
 

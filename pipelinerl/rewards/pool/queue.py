@@ -6,8 +6,8 @@ running: a deadline is counted for that one only, and only that one is charged w
 handed out once more, at the front, and only to a slot with nothing to do: there the outcome is surely their own, so no call is
 handed out a third time. They are also taken back from a slot whose first call runs for `OVERRUN_S`, rather than wait for its deadline.
 
-A function with a rate or retries has a gate: none of its calls is handed ahead, and each begins when the gate opens. A try that failed
-is repeated up to `retries` times, after a pause that doubles; it is the same request, and gets one answer.
+A function with a rate or retries has a limiter: none of its calls is handed ahead, and each begins when the limiter opens. A try that
+failed is repeated up to `retries` times, after a pause that doubles; it is the same request, and gets one answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import heapq
 import itertools
 
 from pipelinerl.messages import Reply, Score, ScoreGroup
-from pipelinerl.rewards.pool.limits import Gate
+from pipelinerl.rewards.pool.limits import RateLimiter
 
 AHEAD_S = 0.005
 """Seconds of work handed to a slot ahead. Smaller lets fast functions wait for messages; larger lets calls queue behind one another."""
@@ -69,9 +69,9 @@ class _Slot:
 class Queue:
     """Requests waiting and running. Times are seconds on one clock of the caller's choice."""
 
-    def __init__(self, *, num_slots: int, deadline_s: float, gate: Gate | None = None, retries: int = 0) -> None:
+    def __init__(self, *, num_slots: int, deadline_s: float, limiter: RateLimiter | None = None, retries: int = 0) -> None:
         self.deadline_s = deadline_s
-        self.gate = gate or Gate()
+        self.limiter = limiter or RateLimiter()
         self._retries = retries
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: collections.deque[Ticket] = collections.deque()
@@ -129,7 +129,7 @@ class Queue:
             if ticket.is_done:
                 self._waiting.popleft()
                 continue
-            if now < self.gate.opens_at():
+            if now < self.limiter.opens_at():
                 break
             index = min(slots, key=lambda index: len(self._slots[index].held))
             slot = self._slots[index]
@@ -138,7 +138,7 @@ class Queue:
             if not slot.held:
                 slot.began_at = now
             ticket.slot = index
-            self.gate.began(now)
+            self.limiter.began(now)
             slot.held.append(self._waiting.popleft())
             handed.setdefault(index, []).append(ticket)
         return handed
@@ -201,14 +201,14 @@ class Queue:
             slot.began_at + (min(OVERRUN_S, self.deadline_s) if slot.has_tail else self.deadline_s) for slot in self._slots if slot.held
         ]
         if any(slot.is_ready and not slot.held for slot in self._slots):
-            if self._waiting and self.gate.is_limited:
-                times.append(self.gate.opens_at())
+            if self._waiting and self.limiter.is_limited:
+                times.append(self.limiter.opens_at())
             if self._later:
                 times.append(self._later[0][0])
         return min(times, default=None)
 
     def _num_ahead(self) -> int:
-        return 0 if self._mean_s is None or self.gate.is_limited else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
+        return 0 if self._mean_s is None or self.limiter.is_limited else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
 
     def _behind(self, slot: int) -> list[Ticket]:
         """Tickets queued in a slot behind its first and not taken back."""

@@ -32,7 +32,7 @@ PASSED = (
     *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
 """Environment variables that functions see, `*` standing for anything: where things lie, how text and numbers are handled. No list of
-secrets is ever whole, so all others stay outside, but for those that the config names."""
+secrets is ever total, so all others stay outside, but for those that the config names."""
 _SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|COOKIE")
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 _WORKER_SETTINGS = {
@@ -89,12 +89,12 @@ class Sandbox:
             raise ConfigError(message.error)
         self._control.setblocking(False)
 
-    def spawn(self, lane: int) -> tuple[int, socket.socket]:
-        """Fork a worker of a lane; return its number and our end of its channel, which does not block."""
+    def spawn(self, pool: int) -> tuple[int, socket.socket]:
+        """Fork a worker of a pool; return its number and our end of its channel, which does not block."""
         worker_id, self._next_worker_id = self._next_worker_id, self._next_worker_id + 1
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send(Spawn(worker_id=worker_id, lane=lane), theirs.fileno())
+            self._send(Spawn(worker_id=worker_id, pool=pool), theirs.fileno())
         ours.setblocking(False)
         return worker_id, ours
 

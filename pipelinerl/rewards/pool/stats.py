@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from pipelinerl.messages import FunctionLoad, Outcome
-from pipelinerl.rewards.pool.limits import Breaker
+from pipelinerl.rewards.pool.limits import BreakerState
 
 NUM_REMEMBERED = 1000
 """Calls whose durations are kept. Fewer make the p95 jump; more let an old slow hour stand in today's figures."""
@@ -23,17 +23,17 @@ class _Counts:
     """(seconds, rollout id)."""
 
 
-class Tally:
+class FunctionStats:
     """The figures of every function of a scorer."""
 
-    def __init__(self, *, heard: Callable[[str, Mapping[str, float]], None] = lambda rollout_id, durations_s: None) -> None:
-        """`heard` is told of every call: the rollout, and the seconds of each function that it entered."""
+    def __init__(self, *, on_call: Callable[[str, Mapping[str, float]], None] = lambda rollout_id, durations_s: None) -> None:
+        """`on_call` is told of every call: the rollout, and the seconds of each function that it entered."""
         self._functions: dict[str, _Counts] = {}
-        self._heard = heard
+        self._on_call = on_call
 
     def note(self, durations_s: Mapping[str, float], *, rollout_id: str, failed: str = "", outcome: Outcome = Outcome.OK) -> None:
         """A call entered these functions; where it failed, `failed` is the one to blame."""
-        self._heard(rollout_id, durations_s)
+        self._on_call(rollout_id, durations_s)
         for name, duration_s in durations_s.items():
             counts = self._functions.setdefault(name, _Counts())
             counts.num_calls += 1
@@ -49,12 +49,12 @@ class Tally:
         """Tries of every function, by its name."""
         return {name: counts.num_calls for name, counts in self._functions.items()}
 
-    def report(self, breakers: Mapping[str, Breaker]) -> dict[str, FunctionLoad]:
+    def report(self, breakers: Mapping[str, BreakerState]) -> dict[str, FunctionLoad]:
         """The figures by function; `breakers` by function, where it has one."""
-        return {name: _load(counts, breakers.get(name, Breaker.CLOSED)) for name, counts in self._functions.items() if counts.recent}
+        return {name: _load(counts, breakers.get(name, BreakerState.CLOSED)) for name, counts in self._functions.items() if counts.recent}
 
 
-def _load(counts: _Counts, breaker: Breaker) -> FunctionLoad:
+def _load(counts: _Counts, breaker: BreakerState) -> FunctionLoad:
     ranked = sorted(counts.recent)
     return FunctionLoad(
         num_calls=counts.num_calls,

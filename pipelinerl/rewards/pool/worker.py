@@ -1,4 +1,4 @@
-"""A worker process: it loads the functions of its lane and runs one call after the other until its socket closes or it is killed.
+"""A worker process: it loads the functions of its pool and runs one call after the other until its socket closes or it is killed.
 
 It is born by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
 here and there protect a run from mistakes in reward code that its operator trusts; a worker has its owner's rights, so code that the
@@ -22,7 +22,7 @@ from typing import TextIO
 from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
-from pipelinerl.rewards.environment import Replying, load_environment
+from pipelinerl.rewards.environment import EnvironmentRunner, load_environment
 from pipelinerl.rewards.pool.calls import Call, Calling, Component, Frames, Loaded, Refused, Result, Skipped, ToWorker, Withdraw, frame
 from pipelinerl.rewards.reward import Scoring, load_rewards
 from pipelinerl.runtime.function_errors import place_of
@@ -48,7 +48,7 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
     limit_resources()
     try:
         if components[0].is_environment:
-            functions = Replying(load_environment(components[0]), decode=codec.decode, encode=codec.encode)
+            functions = EnvironmentRunner(load_environment(components[0]), decode=codec.decode, encode=codec.encode)
         else:
             functions = Scoring(
                 load_rewards(components),

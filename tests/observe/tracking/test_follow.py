@@ -1,4 +1,4 @@
-"""Following a journal: nothing lost, nothing twice, whatever the destination does."""
+"""PrmScoring a journal: nothing lost, nothing twice, whatever the destination does."""
 
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Pa
     status = {
         "queues": dict.fromkeys(("prompts", "written", "trajectories", "scored", "followed", "compared", "rows"), queue),
         "waits": [
-            {"stage": "following", "what": "room in step scores", "seconds": 1.5},
-            {"stage": "comparing", "what": "followed", "seconds": 2.5},
+            {"stage": "prm", "what": "room in step scores", "seconds": 1.5},
+            {"stage": "group_rewards", "what": "followed", "seconds": 2.5},
         ],
         "prm": {"num_steps": 321, "num_waiting_tokens": 45, "num_stopped": 6},
         "environment": {"num_between": 17, "num_replies": 1234},
@@ -213,7 +213,7 @@ def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Pa
         "scoring",
         "7 scored",
         "7 followed",
-        "comparing",
+        "group_rewards",
         "7 compared",
         "batching",
         "7 rows",
@@ -221,13 +221,13 @@ def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Pa
     places = [float(re.search(rf'x="([\d.]+)"[^>]*>{name}</text>', drawn)[1]) for name in names]  # pyright: ignore[reportOptionalSubscript]
     assert places == sorted(places), "from left to right as samples go"
     for text in (
-        "following",
+        "prm",
         "waits for room in step scores, 1.5 s",
         "idle: nothing to do",
         "process reward model",
         "321 steps, 6 stopped",
         "45 tokens wait",
-        "replying",
+        "environment",
         "17 between turns",
     ):
         assert f">{text}</text>" in drawn

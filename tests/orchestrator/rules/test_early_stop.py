@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from orchestrator.rules.early_stop import AUDIT_SURVIVORS, Audit, EarlyStop
 from pipelinerl.algorithms.credit.advantage import ScoredGroup
 from pipelinerl.algorithms.credit.roulette import doubly_robust, rloo_doubly_robust
-from pipelinerl.messages import Flag
+from pipelinerl.messages import EarlyStopDecision
 
 THETA = np.array([0.3, -0.4, 0.8])
 ONE = 1 / (1 + np.exp(-THETA))
@@ -139,7 +139,7 @@ def test_advantages_by_hand() -> None:
 
 
 def rule(*, epsilon: float = 0.25, min_steps: int = 2, seed: int = 0) -> EarlyStop:
-    return EarlyStop(threshold=0.3, epsilon=epsilon, min_steps=min_steps, seed=seed)
+    return EarlyStop(threshold=0.3, keep_probability=epsilon, min_steps=min_steps, seed=seed)
 
 
 def test_rollout_that_is_never_under_the_threshold_is_not_flagged() -> None:
@@ -162,7 +162,7 @@ def test_decision_at_a_flag_never_depends_on_what_follows(prefix: list[float], f
 
 
 def test_coin_falls_as_often_as_epsilon_says_alike_when_asked_again_and_anew_for_every_attempt_and_seed() -> None:
-    def flags(count: int, *, attempt: int = 0, seed: int = 0) -> list[Flag]:
+    def flags(count: int, *, attempt: int = 0, seed: int = 0) -> list[EarlyStopDecision]:
         found = [rule(seed=seed).decide(f"{index}/0", attempt, [0.9, 0.1]) for index in range(count)]
         return [flag for flag in found if flag is not None]
 
@@ -189,14 +189,14 @@ def test_epsilon_of_one_never_stops() -> None:
 
 
 def test_audit_ends_the_stopping_when_too_many_flagged_survivors_are_right() -> None:
-    audit = Audit(max_right_fraction=0.1, correct_reward=0.5)
+    audit = Audit(max_false_stop_fraction=0.1, correct_reward=0.5)
     assert audit.right_fraction is None
     for _ in range(AUDIT_SURVIVORS - 1):
         audit.saw(reward=0.5)
     assert audit.allows_stopping, "too few to speak"
     audit.saw(reward=0.5)
     assert not audit.allows_stopping
-    calm = Audit(max_right_fraction=0.1, correct_reward=0.5)
+    calm = Audit(max_false_stop_fraction=0.1, correct_reward=0.5)
     for index in range(100):
         calm.saw(reward=0.49 if index % 10 else 1.0)
     assert (calm.right_fraction, calm.allows_stopping) == (0.1, True)

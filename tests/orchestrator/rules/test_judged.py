@@ -11,7 +11,7 @@ from orchestrator.rules.judged import JudgedRule, steps_scored
 from orchestrator.rules.lies import Kind
 from orchestrator.rules.sampled import SampledRule
 from orchestrator.stages.scoring import score_request
-from pipelinerl.messages import Finish, GroupScored, Heard, Outcome, Replied, Reply, Scored, ScoreGroup, StepsScored, Turns
+from pipelinerl.messages import Finish, GroupScored, Observation, Outcome, Replied, Reply, Scored, ScoreGroup, StepsScored, Turns
 from tests.orchestrator import handmade
 
 RULE = JudgedRule(weights={"right": 1.0, "short": 0.5}, sampled=SampledRule(vocabulary=100))
@@ -56,8 +56,8 @@ def test_a_comparison_has_a_reward_for_each_sibling():
 
 def test_an_environment_says_tokens_of_the_vocabulary():
     for token_id, kind in ((99, None), (100, Kind.TOKENS)):
-        heard = Heard(token_ids=np.array([token_id], np.int32), state="x")
-        lie = RULE.answer(Replied(episode_id="3/1", attempt=0, turn=0, outcome=Outcome.OK, heard=heard), REPLY)
+        heard = Observation(token_ids=np.array([token_id], np.int32), state="x")
+        lie = RULE.answer(Replied(episode_id="3/1", attempt=0, turn=0, outcome=Outcome.OK, observation=heard), REPLY)
         assert (None if lie is None else lie.kind) == kind
 
 

@@ -1,8 +1,8 @@
-"""The lanes of a scorer. Functions without limits share one; a function with limits, one that compares siblings, or an environment has
-its own.
+"""The worker pools of a scorer. Functions without limits share one; a function with limits, one that compares siblings, or an environment
+has its own.
 
-A lane has slots, a queue and a deadline of its own, so a slow judge holds up neither a fast rule nor the judge of something else. A request
-goes to every lane of its kind at once, and `joining` makes one answer of theirs.
+A pool has slots, a queue and a deadline of its own, so a slow judge holds up neither a fast rule nor the judge of something else. A request
+goes to every pool of its kind at once, and `aggregator` makes one answer of theirs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pipelinerl.config import EnvironmentSection, RewardSection, ScorerSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import FunctionFailed, FunctionKind, FunctionLoad, GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.aggregator import Joining, Key, Part, Whole
+from pipelinerl.rewards.aggregator import Aggregator, Key, PartialResult, TotalResult
 from pipelinerl.rewards.failures import Failures
 from pipelinerl.rewards.pool.calls import Component, Setup, component_names
-from pipelinerl.rewards.pool.limits import Gate
+from pipelinerl.rewards.pool.limits import RateLimiter
 from pipelinerl.rewards.pool.pool import LOAD_DEADLINE_S, Pool
 from pipelinerl.rewards.pool.queue import Queue
 from pipelinerl.rewards.pool.sandbox import Sandbox
-from pipelinerl.rewards.pool.stats import Tally
+from pipelinerl.rewards.pool.stats import FunctionStats
 
 Request = Score | ScoreGroup | Reply
 Answer = Scored | GroupScored | Replied
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class PoolSpec:
     """Functions that share slots."""
 
     components: tuple[Component, ...]
@@ -42,21 +42,23 @@ class Lane:
     retries: int = 0
 
 
-def plan_lanes(rewards: Sequence[RewardSection], scorer: ScorerSection, environment: EnvironmentSection | None = None) -> tuple[Lane, ...]:
+def plan_pools(
+    rewards: Sequence[RewardSection], scorer: ScorerSection, environment: EnvironmentSection | None = None
+) -> tuple[PoolSpec, ...]:
     """Which functions share slots, and which have slots of their own. Raises `ConfigError` where a function is named twice."""
     for reference, count in collections.Counter(reward.function for reward in rewards).items():
         if count > 1:
             raise ConfigError(f"reward function {reference} is named {count} times: name it once, with the sum of the weights")
     names = component_names([reward.function for reward in rewards])
     shared: list[Component] = []
-    own: list[Lane] = []
+    own: list[PoolSpec] = []
     for reward, name in zip(rewards, names, strict=True):
         component = Component(function=reward.function, name=name, options=reward.options)
         if reward.per == "sample" and not _has_limits(reward):
             shared.append(component)
             continue
         own.append(
-            Lane(
+            PoolSpec(
                 components=(component,),
                 takes=ScoreGroup if reward.per == "group" else Score,
                 num_slots=reward.concurrency or scorer.slots,
@@ -66,15 +68,15 @@ def plan_lanes(rewards: Sequence[RewardSection], scorer: ScorerSection, environm
             )
         )
     if environment is not None and environment.function is not None:
-        own.append(_environment_lane(environment, environment.function, scorer, taken=names))
-    first = Lane(components=tuple(shared), takes=Score, num_slots=scorer.slots, deadline_s=scorer.deadline_s)
+        own.append(_environment_pool(environment, environment.function, scorer, taken=names))
+    first = PoolSpec(components=tuple(shared), takes=Score, num_slots=scorer.slots, deadline_s=scorer.deadline_s)
     return (first, *own) if shared else tuple(own)
 
 
-def _environment_lane(environment: EnvironmentSection, function: str, scorer: ScorerSection, *, taken: Sequence[str]) -> Lane:
+def _environment_pool(environment: EnvironmentSection, function: str, scorer: ScorerSection, *, taken: Sequence[str]) -> PoolSpec:
     name = function.rpartition(":")[2]
     component = Component(function=function, name=function if name in taken else name, options=environment.options, is_environment=True)
-    return Lane(
+    return PoolSpec(
         components=(component,),
         takes=Reply,
         num_slots=environment.concurrency or scorer.slots,
@@ -86,7 +88,7 @@ def _has_limits(reward: RewardSection) -> bool:
     return any((reward.concurrency, reward.per_s, reward.retries, reward.deadline_s))
 
 
-class Lanes:
+class RewardPools:
     """Takes requests, gives answers; one thread, driven by `wait` and `advance`."""
 
     def __init__(
@@ -99,31 +101,31 @@ class Lanes:
         max_tokens: int,
         journal: Journal,
         name: str,
-        tally: Tally | None = None,
+        stats: FunctionStats | None = None,
         failures: Failures | None = None,
     ) -> None:
-        lanes = plan_lanes(rewards, scorer, environment)
-        self.num_slots = max(lane.num_slots for lane in lanes)
+        specs = plan_pools(rewards, scorer, environment)
+        self.num_slots = max(spec.num_slots for spec in specs)
         """Requests that can run at once."""
         names = component_names([reward.function for reward in rewards])
         weights = {each: reward.weight for each, reward in zip(names, rewards, strict=True)}
         per_sample = {each: weights[each] for each, reward in zip(names, rewards, strict=True) if reward.per == "sample"}
         per_group = {each: weight for each, weight in weights.items() if each not in per_sample}
-        self._joinings = {Score: Joining(per_sample, must_apply=not per_group), ScoreGroup: Joining(per_group, must_apply=False)}
+        self._aggregators = {Score: Aggregator(per_sample, must_apply=not per_group), ScoreGroup: Aggregator(per_group, must_apply=False)}
         """By what is asked; an environment is one function, so there is nothing to join."""
-        self._lane_ids = {kind: [i for i, lane in enumerate(lanes) if lane.takes is kind] for kind in (Score, ScoreGroup, Reply)}
+        self._pools_of = {kind: [i for i, spec in enumerate(specs) if spec.takes is kind] for kind in (Score, ScoreGroup, Reply)}
         self._requests: dict[Key, Request] = {}
         self._ready: list[Answer] = []
-        self._tally = tally or Tally()
+        self._stats = stats or FunctionStats()
         self._failures = failures or Failures()
         self._name = name
         self._selector = selectors.DefaultSelector()
-        setup = Setup(model_path=model_path, lanes=tuple(lane.components for lane in lanes), max_tokens=max_tokens)
+        setup = Setup(model_path=model_path, pools=tuple(spec.components for spec in specs), max_tokens=max_tokens)
         self._sandbox = Sandbox(setup, variables=scorer.variables)
         self._has_ended = False
         """The fork server has something to tell."""
-        self._lanes = lanes
-        self._pools = [self._pool(index, lane, journal) for index, lane in enumerate(lanes)]
+        self._specs = specs
+        self._pools = [self._pool(number, spec, journal) for number, spec in enumerate(specs)]
 
     @property
     def num_running(self) -> int:
@@ -136,12 +138,12 @@ class Lanes:
 
     def functions(self) -> dict[str, FunctionLoad]:
         """How each function does."""
-        breakers = {lane.components[0].name: pool.breaker for lane, pool in zip(self._lanes, self._pools, strict=True)}
-        return self._tally.report(breakers)
+        breakers = {spec.components[0].name: pool.breaker for spec, pool in zip(self._specs, self._pools, strict=True)}
+        return self._stats.report(breakers)
 
     def news(self) -> list[FunctionFailed]:
         """Failures of functions that are due to be told."""
-        return self._failures.news(num_calls=self._tally.num_calls())
+        return self._failures.news(num_calls=self._stats.num_calls())
 
     def start(self) -> None:
         """Start every worker and wait until all have loaded the reward functions. Raises `ConfigError` where that fails."""
@@ -158,23 +160,23 @@ class Lanes:
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def submit(self, request: Request) -> None:
-        """Queue a request in every lane of its kind; one that repeats a request under way is the same request."""
+        """Queue a request in every pool of its kind; one that repeats a request under way is the same request."""
         key = (request.rollout_id, request.attempt)
-        lanes = self._lane_ids[type(request)]
-        if not lanes:
-            self._ready.append(_answer(request, Whole(outcome=Outcome.OK, rewards=(0.0,), components=({},))))
+        numbers = self._pools_of[type(request)]
+        if not numbers:
+            self._ready.append(_answer(request, TotalResult(outcome=Outcome.OK, rewards=(0.0,), components=({},))))
             return
         self._requests[key] = request
         if not isinstance(request, Reply):
-            self._joinings[type(request)].expect(key, lanes)
-        for lane in lanes:
-            self._pools[lane].submit(request)
+            self._aggregators[type(request)].expect(key, numbers)
+        for number in numbers:
+            self._pools[number].submit(request)
 
     def cancel(self, rollout_id: str, attempt: int) -> None:
         """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
         score = self._requests.pop((rollout_id, attempt), None)
-        for joining in self._joinings.values() if score is not None else ():
-            joining.drop((rollout_id, attempt))
+        for aggregator in self._aggregators.values() if score is not None else ():
+            aggregator.drop((rollout_id, attempt))
         for pool in self._pools:
             pool.cancel(rollout_id, attempt)
 
@@ -212,67 +214,67 @@ class Lanes:
             pool.close()
         self._sandbox.close()
 
-    def _pool(self, index: int, lane: Lane, journal: Journal) -> Pool:
-        gate = Gate(per_s=lane.per_s, has_breaker=lane.retries > 0)
-        is_shared = lane.takes is Score and index == 0
+    def _pool(self, number: int, spec: PoolSpec, journal: Journal) -> Pool:
+        limiter = RateLimiter(per_s=spec.per_s, has_breaker=spec.retries > 0)
+        is_shared = spec.takes is Score and number == 0
         return Pool(
-            Queue(num_slots=lane.num_slots, deadline_s=lane.deadline_s, gate=gate, retries=lane.retries),
-            lane=index,
-            num_slots=lane.num_slots,
+            Queue(num_slots=spec.num_slots, deadline_s=spec.deadline_s, limiter=limiter, retries=spec.retries),
+            number=number,
+            num_slots=spec.num_slots,
             sandbox=self._sandbox,
             selector=self._selector,
-            tally=self._tally,
+            stats=self._stats,
             failures=self._failures,
-            kind=FunctionKind.ENVIRONMENT if lane.takes is Reply else FunctionKind.REWARD,
+            kind=FunctionKind.ENVIRONMENT if spec.takes is Reply else FunctionKind.REWARD,
             journal=journal,
-            name=self._name if is_shared else f"{self._name}/{lane.components[0].name}",
+            name=self._name if is_shared else f"{self._name}/{spec.components[0].name}",
         )
 
     def _join(self) -> Iterator[Answer]:
-        for lane, pool in enumerate(self._pools):
-            kind = self._lanes[lane].takes
+        for number, pool in enumerate(self._pools):
+            kind = self._specs[number].takes
             for key, part in pool.advance():
                 if kind is Reply:
                     if (request := self._requests.pop(key, None)) is not None:
                         yield _reply(request, part)
                     continue
-                whole = self._joinings[kind].add(key, lane, part)
-                if whole is None:
+                total = self._aggregators[kind].add(key, number, part)
+                if total is None:
                     continue
-                for other in whole.unheard:
+                for other in total.unneeded:
                     self._pools[other].cancel(*key)
-                yield _answer(self._requests.pop(key), whole)
+                yield _answer(self._requests.pop(key), total)
 
 
-def _reply(request: Request, part: Part) -> Replied:
+def _reply(request: Request, part: PartialResult) -> Replied:
     assert isinstance(request, Reply)
     return Replied(
         episode_id=request.episode_id,
         attempt=request.attempt,
         turn=request.turn,
         outcome=part.outcome,
-        heard=part.heard,
+        observation=part.observation,
         error=part.error,
         duration_s=part.duration_s,
     )
 
 
-def _answer(score: Request, whole: Whole) -> Scored | GroupScored:
+def _answer(score: Request, total: TotalResult) -> Scored | GroupScored:
     if isinstance(score, ScoreGroup):
         return GroupScored(
             group_id=score.group_id,
-            outcome=whole.outcome,
-            rewards=whole.rewards,
-            components=whole.components,
-            error=whole.error,
-            duration_s=whole.duration_s,
+            outcome=total.outcome,
+            rewards=total.rewards,
+            components=total.components,
+            error=total.error,
+            duration_s=total.duration_s,
         )
     return Scored(
         rollout_id=score.rollout_id,
         attempt=score.attempt,
-        outcome=whole.outcome,
-        reward=whole.rewards[0] if whole.rewards else None,
-        components=whole.components[0] if whole.components else {},
-        error=whole.error,
-        duration_s=whole.duration_s,
+        outcome=total.outcome,
+        reward=total.rewards[0] if total.rewards else None,
+        components=total.components[0] if total.components else {},
+        error=total.error,
+        duration_s=total.duration_s,
     )

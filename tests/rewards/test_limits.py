@@ -2,79 +2,79 @@
 
 from __future__ import annotations
 
-from pipelinerl.rewards.pool.limits import FAILURES_TO_OPEN, FIRST_PAUSE_S, MAX_PAUSE_S, Breaker, Gate
+from pipelinerl.rewards.pool.limits import FAILURES_TO_OPEN, FIRST_PAUSE_S, MAX_PAUSE_S, BreakerState, RateLimiter
 from pipelinerl.rewards.pool.queue import RETRY_AFTER_S, Queue
 from tests.rewards.conftest import score
 
 
-def fail(gate: Gate, *, times: int, now: float) -> None:
+def fail(limiter: RateLimiter, *, times: int, now: float) -> None:
     for _ in range(times):
-        gate.began(now)
-        gate.ended(now, is_failure=True)
+        limiter.began(now)
+        limiter.ended(now, is_failure=True)
 
 
 def test_rate_spaces_the_beginnings_of_calls_and_saves_nothing_up() -> None:
-    gate = Gate(per_s=4.0)
+    limiter = RateLimiter(per_s=4.0)
     begun = []
     for now in (0.0, 0.1, 0.25, 0.4, 0.5, 9.0, 9.1, 9.25):
-        if now >= gate.opens_at():
-            gate.began(now)
+        if now >= limiter.opens_at():
+            limiter.began(now)
             begun.append(now)
     assert begun == [0.0, 0.25, 0.5, 9.0, 9.25]
 
 
 def test_breaker_opens_after_failures_in_a_row_and_not_before() -> None:
-    gate = Gate(has_breaker=True)
-    fail(gate, times=FAILURES_TO_OPEN - 1, now=0.0)
-    gate.ended(0.0, is_failure=False)
-    fail(gate, times=FAILURES_TO_OPEN - 1, now=0.0)
-    assert gate.breaker is Breaker.CLOSED
-    fail(gate, times=1, now=10.0)
-    assert (gate.breaker, gate.opens_at()) == (Breaker.OPEN, 10.0 + FIRST_PAUSE_S)
+    limiter = RateLimiter(has_breaker=True)
+    fail(limiter, times=FAILURES_TO_OPEN - 1, now=0.0)
+    limiter.ended(0.0, is_failure=False)
+    fail(limiter, times=FAILURES_TO_OPEN - 1, now=0.0)
+    assert limiter.breaker is BreakerState.CLOSED
+    fail(limiter, times=1, now=10.0)
+    assert (limiter.breaker, limiter.opens_at()) == (BreakerState.OPEN, 10.0 + FIRST_PAUSE_S)
 
 
 def test_half_open_breaker_lets_one_probe_out_and_closes_when_it_succeeds() -> None:
-    gate = Gate(has_breaker=True)
-    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
-    gate.began(FIRST_PAUSE_S)
-    assert gate.breaker is Breaker.HALF_OPEN
-    assert gate.opens_at() > FIRST_PAUSE_S, "no second one beside it"
-    gate.ended(1.5, is_failure=False)
-    assert gate.breaker is Breaker.CLOSED
-    assert gate.opens_at() <= 1.5
+    limiter = RateLimiter(has_breaker=True)
+    fail(limiter, times=FAILURES_TO_OPEN, now=0.0)
+    limiter.began(FIRST_PAUSE_S)
+    assert limiter.breaker is BreakerState.HALF_OPEN
+    assert limiter.opens_at() > FIRST_PAUSE_S, "no second one beside it"
+    limiter.ended(1.5, is_failure=False)
+    assert limiter.breaker is BreakerState.CLOSED
+    assert limiter.opens_at() <= 1.5
 
 
 def test_pause_doubles_with_every_probe_that_fails_up_to_a_bound_and_starts_anew_after_success() -> None:
-    gate = Gate(has_breaker=True)
-    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
+    limiter = RateLimiter(has_breaker=True)
+    fail(limiter, times=FAILURES_TO_OPEN, now=0.0)
     pauses = []
-    now = gate.opens_at()
+    now = limiter.opens_at()
     for _ in range(7):
-        fail(gate, times=1, now=now)
-        pauses.append(gate.opens_at() - now)
-        now = gate.opens_at()
+        fail(limiter, times=1, now=now)
+        pauses.append(limiter.opens_at() - now)
+        now = limiter.opens_at()
     assert pauses == [2.0, 4.0, 8.0, 16.0, MAX_PAUSE_S, MAX_PAUSE_S, MAX_PAUSE_S]
-    gate.ended(now, is_failure=False)
-    fail(gate, times=FAILURES_TO_OPEN, now=now)
-    assert gate.opens_at() == now + FIRST_PAUSE_S
+    limiter.ended(now, is_failure=False)
+    fail(limiter, times=FAILURES_TO_OPEN, now=now)
+    assert limiter.opens_at() == now + FIRST_PAUSE_S
 
 
 def test_call_that_began_before_the_breaker_opened_does_not_lengthen_the_pause() -> None:
-    gate = Gate(has_breaker=True)
-    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
-    gate.ended(0.5, is_failure=True)
-    assert gate.opens_at() == FIRST_PAUSE_S
+    limiter = RateLimiter(has_breaker=True)
+    fail(limiter, times=FAILURES_TO_OPEN, now=0.0)
+    limiter.ended(0.5, is_failure=True)
+    assert limiter.opens_at() == FIRST_PAUSE_S
 
 
 def test_probe_whose_end_is_never_heard_of_does_not_shut_the_gate_for_good() -> None:
-    gate = Gate(has_breaker=True)
-    fail(gate, times=FAILURES_TO_OPEN, now=0.0)
-    gate.began(1.0)
-    assert gate.opens_at() == 1.0 + FIRST_PAUSE_S
+    limiter = RateLimiter(has_breaker=True)
+    fail(limiter, times=FAILURES_TO_OPEN, now=0.0)
+    limiter.began(1.0)
+    assert limiter.opens_at() == 1.0 + FIRST_PAUSE_S
 
 
-def limited(*, num_slots: int = 1, num_requests: int = 0, retries: int = 0, gate: Gate | None = None) -> Queue:
-    queue = Queue(num_slots=num_slots, deadline_s=30.0, gate=gate, retries=retries)
+def limited(*, num_slots: int = 1, num_requests: int = 0, retries: int = 0, limiter: RateLimiter | None = None) -> Queue:
+    queue = Queue(num_slots=num_slots, deadline_s=30.0, limiter=limiter, retries=retries)
     for slot in range(num_slots):
         queue.open(slot)
     for index in range(num_requests):
@@ -87,7 +87,7 @@ def handed(queue: Queue, now: float) -> list[str]:
 
 
 def test_queue_hands_out_at_the_rate_however_many_slots_are_free_and_says_when_to_wake() -> None:
-    queue = limited(num_slots=4, num_requests=4, gate=Gate(per_s=2.0))
+    queue = limited(num_slots=4, num_requests=4, limiter=RateLimiter(per_s=2.0))
     assert handed(queue, 0.0) == ["r0"]
     assert queue.wake_at() == 0.5
     assert handed(queue, 0.4) == []
@@ -95,7 +95,7 @@ def test_queue_hands_out_at_the_rate_however_many_slots_are_free_and_says_when_t
 
 
 def test_fast_function_with_a_breaker_is_never_handed_calls_ahead() -> None:
-    queue = limited(num_requests=50, gate=Gate(has_breaker=True))
+    queue = limited(num_requests=50, limiter=RateLimiter(has_breaker=True))
     for index in range(20):
         (ticket,) = queue.hand_out(float(index))[0]
         queue.answered(0, ticket.ticket_id, float(index), duration_s=1e-6)

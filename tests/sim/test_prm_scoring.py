@@ -131,8 +131,8 @@ def test_a_trace_that_cannot_be_scored_fails_with_its_reason_and_trains_nothing(
 
 def stopping(*, below: float, keep: float, group_size: int = 4, name: str = "rloo_early_stop") -> Config:
     """Most rollouts of the simulation have four or five steps with scores that are as good as drawn from 0 to 1."""
-    stop = {"below": below, "keep": keep, "min_steps": 1, "max_right": 1.0}
-    prm = {"path": "unused", "chunk_tokens": 3, "stop": stop}
+    stop = {"threshold": below, "keep_probability": keep, "min_steps": 1, "max_false_stop_fraction": 1.0}
+    prm = {"path": "unused", "chunk_tokens": 3, "early_stop": stop}
     algorithm = {"name": name, "overrides": {"aggregation": "seq-mean-token-sum-norm"}}
     return followed(prm=prm, algorithm=algorithm, rollout={"group_size": group_size}, trainer={"steps": 12})
 
@@ -158,7 +158,7 @@ def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Pat
         last = dict(ledger.execute("SELECT rollout_id, max(attempt) FROM events WHERE kind = 'issued' GROUP BY rollout_id").fetchall())
     flags = {name: json.loads(reason) for name, attempt, reason in said if attempt == last[name]}
     fates = {row[0]: (row[3], row[4]) for row in survived.rows}
-    keep = settings.prm.stop.keep
+    keep = settings.prm.early_stop.keep_probability
     weights = survived.disk.record.weights
     assert weights == {name: pytest.approx(1 / keep if name in flags else 1.0) for name in weights}
     stopped = {name for name, flag in flags.items() if flag["stops"]}

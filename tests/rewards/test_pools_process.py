@@ -1,4 +1,4 @@
-"""A real scorer process with several lanes: built-in rewards, a judge behind a real endpoint, groups, retries, breaker, rates."""
+"""A real scorer process with several pools: built-in rewards, a judge behind a real endpoint, groups, retries, breaker, rates."""
 
 from __future__ import annotations
 
