@@ -16,7 +16,7 @@ from typer.main import get_command
 from pipelinerl import __version__
 from pipelinerl.__main__ import app, main
 from pipelinerl.config.file import load
-from pipelinerl.launch.local import make_run_folder
+from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.lease import held
 
 CONFIG = """

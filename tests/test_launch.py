@@ -17,8 +17,11 @@ import pytest
 from pipelinerl.config import Config, TrainerSection
 from pipelinerl.config.file import parse
 from pipelinerl.errors import LeaseError, PeerGone
-from pipelinerl.launch import local
-from pipelinerl.launch.local import Launcher, Role, make_run_folder, roles_of
+from pipelinerl.launch import launcher as launching
+from pipelinerl.launch import processes as started
+from pipelinerl.launch.launcher import Launcher
+from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.lease import held
 from pipelinerl.runtime.process import read_config
 from pipelinerl.transport.keys import read_keys
@@ -144,7 +147,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
 
 
 def test_a_role_that_does_not_listen_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "KILL_GRACE_S", 0.3)
+    monkeypatch.setattr(started, "KILL_GRACE_S", 0.3)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedented(LIVES)
     with pytest.raises(PeerGone, match="trainer-1 failed"):
         run(folder, orchestrator=deaf, trainer=FAILS)
@@ -166,7 +169,7 @@ def test_what_a_role_started_ends_with_it(folder: Path):
 
 
 def test_who_outlives_the_orchestrator_for_too_long_is_named_and_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "SAVE_GRACE_S", 0.5)
+    monkeypatch.setattr(launching, "SAVE_GRACE_S", 0.5)
     waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'engines').exists(): time.sleep(0.01)"
     with pytest.raises(PeerGone, match="engines"):
         run(folder, orchestrator=waits, engines=LIVES)
@@ -175,7 +178,7 @@ def test_who_outlives_the_orchestrator_for_too_long_is_named_and_ended(folder: P
 
 def test_the_time_to_save_begins_when_the_orchestrator_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A role that ends well before it starts no clock."""
-    monkeypatch.setattr(local, "SAVE_GRACE_S", 0.3)
+    monkeypatch.setattr(launching, "SAVE_GRACE_S", 0.3)
     waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'done').exists(): time.sleep(0.01)\ntime.sleep(1.0)"
     run(folder, orchestrator=waits, engines="import pathlib; pathlib.Path(folder, 'done').touch()")
 
@@ -251,8 +254,8 @@ ENDS_LAST = """
 
 
 def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(local, "REJOIN_AFTER_S", 0.2)
+    monkeypatch.setattr(launching, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(launching, "REJOIN_AFTER_S", 0.2)
     run_again(folder, restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ENDS_LAST)
     assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (2, 2)
 
@@ -280,7 +283,7 @@ def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(
     folder: Path, who: str, is_asked_for: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Also one that is only starting, for which nobody asks yet."""
-    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(launching, "LOOK_EVERY_S", 0.05)
     stands = STANDS_STILL_ONCE if is_asked_for else STANDS_STILL_ONCE.replace("ask_to_replace(pathlib.Path(folder), peer)", "pass")
     codes = {"orchestrator": COUNTS, "engines": COUNTS} | {who: stands}
     roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
@@ -396,7 +399,7 @@ def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, first: s
 
 
 def test_who_started_too_late_to_be_told_is_ended_with_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "KILL_GRACE_S", 0.3)
+    monkeypatch.setattr(started, "KILL_GRACE_S", 0.3)
     waits = "import pathlib, time\nwhile not pathlib.Path(folder, 'engines').exists(): time.sleep(0.01)"
     roles = (role("orchestrator", waits, folder), dataclasses.replace(role("engines", LIVES, folder), has_nothing_to_save=True))
     asyncio.run(Launcher(roles, folder).run())
@@ -437,7 +440,7 @@ def test_processes_learn_the_epoch_of_their_launcher(folder: Path):
 
 def test_a_launcher_whose_run_was_taken_over_ends_all_at_once_and_says_by_whom(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Killed, not asked: what they would still write is not theirs to write."""
-    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(launching, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr("pipelinerl.runtime.lease.RENEW_EVERY_S", 0.0)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _dedented(LIVES)
     taken_over = """
@@ -459,7 +462,8 @@ def test_a_launcher_whose_run_was_taken_over_ends_all_at_once_and_says_by_whom(f
 LAUNCHER = """
     import asyncio, pathlib, sys
     from pipelinerl.errors import LeaseError, PeerGone
-    from pipelinerl.launch.local import Launcher, Role
+    from pipelinerl.launch.launcher import Launcher
+    from pipelinerl.launch.roles import Role
     try:
         asyncio.run(Launcher(tuple(Role(name=name, command=command) for name, command in roles), pathlib.Path(folder)).run())
     except PeerGone as error:

@@ -15,8 +15,8 @@ from orchestrator.ledger.ledger import Ledger
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.local import make_run_folder
 from pipelinerl.launch.resuming import find_run, has_begun, make_ready
+from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.process import read_config
 
 

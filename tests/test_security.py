@@ -13,7 +13,8 @@ import pytest
 
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.local import make_run_folder, roles_of
+from pipelinerl.launch.roles import roles_of
+from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, ToEngine
 from pipelinerl.observe.journal import Journal
 from pipelinerl.transport.keys import ROLES, read_keys

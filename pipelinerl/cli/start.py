@@ -12,7 +12,10 @@ from rich.markup import escape
 from pipelinerl.cli.app import console, errors
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
-from pipelinerl.launch import local, resuming
+from pipelinerl.launch import resuming
+from pipelinerl.launch.launcher import Launcher, limits_of
+from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.lease import Lease, held
 
 
@@ -28,7 +31,7 @@ def train(settings: Config, *, resume: str | None = None, takes_over: bool = Fal
             lease = at_end.enter_context(held(earlier.folder, takes_over=takes_over))
         refuse(findings := preflight(settings))
         show(findings, console, Level.NOTE, Level.WARN)
-        run_folder = earlier.folder if earlier else local.make_run_folder(settings)
+        run_folder = earlier.folder if earlier else make_run_folder(settings)
         lease = lease or at_end.enter_context(held(run_folder))
         if earlier:
             resuming.make_ready(settings, run_folder)
@@ -57,8 +60,8 @@ def print_plan(settings: Config) -> None:
         console.print(describe_run(settings), markup=False, highlight=False, soft_wrap=True)
     console.print("processes:")
     run_folder = settings.run.folder / f"{settings.run.name}-<time>"
-    trackers = [local.Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
-    for role in (*local.roles_of(settings, run_folder), *trackers):
+    trackers = [Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
+    for role in (*roles_of(settings, run_folder), *trackers):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
     findings = preflight(settings, is_dry=True)
     show(findings, console, Level.OK, Level.NOTE, Level.WARN)
@@ -82,13 +85,13 @@ def _report(run_folder: Path) -> None:
 async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) -> None:
     from pipelinerl.observe.terminal import show
 
-    until, roles = asyncio.Event(), local.roles_of(settings, run_folder)
+    until, roles = asyncio.Event(), roles_of(settings, run_folder)
     if not console.is_terminal:
         console.print(f"starting {', '.join(role.name for role in roles)}; logs: {escape(str(run_folder / 'logs'))}", soft_wrap=True)
     async with asyncio.TaskGroup() as group:
         view = group.create_task(show(run_folder, console=console, until=until, began=time.time()))
         try:
-            await local.Launcher(roles, run_folder, **local.limits_of(settings), lease=lease).run()
+            await Launcher(roles, run_folder, **limits_of(settings), lease=lease).run()
         except PipelineError as error:
             failure = error
         else:

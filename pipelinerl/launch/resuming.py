@@ -19,7 +19,8 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import write_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.local import forget_endpoints, peers_of
+from pipelinerl.launch.roles import peers_of
+from pipelinerl.launch.run_folder import forget_endpoints
 from pipelinerl.runtime.process import read_config
 from pipelinerl.storage.schema import refusal
 from pipelinerl.transport.keys import make_keys

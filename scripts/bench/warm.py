@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.launch.local import make_run_folder
+from pipelinerl.launch.run_folder import make_run_folder
 
 
 def import_roles() -> None:

@@ -53,7 +53,10 @@ from pathlib import Path
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config
-from pipelinerl.launch import local
+from pipelinerl.errors import PeerGone
+from pipelinerl.launch.launcher import Launcher
+from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.run_folder import forget_endpoints, make_run_folder
 from scripts.chaos import rot, victims
 from scripts.chaos.account import account_of
 from scripts.chaos.detours import ROLES, Detours
@@ -122,7 +125,7 @@ def _run(given: argparse.Namespace, faults: dict[str, int], *, folder: Path) -> 
     """Run, harm, and say what was found; False where a promise was broken."""
     has_forger = given.liars > 0 and not given.real  # the real trainer ends a run of which half is forged, as it should
     config = _config(folder, is_real=given.real, has_environment=given.episodes, has_forger=has_forger, seed=given.seed)
-    run_folder = local.make_run_folder(config)
+    run_folder = make_run_folder(config)
     fraction = given.storm if given.storm is not None else 0.01 if given.quick else 0.0
     liars = make_liars(run_folder, fraction=given.liars, has_forger=has_forger)
     (run_folder / "storm.json").write_text(json.dumps({"seed": given.seed, "fraction": fraction, "liars": liars}))
@@ -196,7 +199,7 @@ class Chaos:
                     break
                 await self._strike(fault, detours)
             await self._end()
-        except (TimeoutError, local.PeerGone) as error:
+        except (TimeoutError, PeerGone) as error:
             return f"{type(error).__name__}: {error}"
         finally:
             self._running.cancel()
@@ -204,13 +207,13 @@ class Chaos:
         return ""
 
     def _launch(self) -> None:
-        launcher = local.Launcher(self._roles, self._run_folder, restarts=10**6, restart_wait_s=0.0, stopped_limit_s=5.0)
+        launcher = Launcher(self._roles, self._run_folder, restarts=10**6, restart_wait_s=0.0, stopped_limit_s=5.0)
         self._running = asyncio.create_task(launcher.run())
 
     def _resume(self) -> None:
         for path in (self._run_folder / "failures").glob("*.json"):
             path.unlink()
-        local.forget_endpoints(self._run_folder)
+        forget_endpoints(self._run_folder)
         self._launch()
 
     async def _end(self) -> None:
@@ -359,17 +362,17 @@ def _too_much_memory(memory: list[int]) -> str:
     return f"the orchestrator took {grown >> 20} MiB more than at first" if grown > MEMORY_BOUND else ""
 
 
-def _roles(config: Config, run_folder: Path, *, is_real: bool) -> tuple[local.Role, ...]:
+def _roles(config: Config, run_folder: Path, *, is_real: bool) -> tuple[Role, ...]:
     """The run's processes, each in the storm."""
     roles = []
-    for role in local.roles_of(config, run_folder):
+    for role in roles_of(config, run_folder):
         words = list(role.command)
         at = len(words) - 1 - words[::-1].index("-m") + 1
         if role.name == "trainer" and not is_real:
             words = [sys.executable, "-m", "scripts.chaos.trainer", "--run-folder", str(run_folder)]
             at = 2
         words.insert(at, "scripts.chaos.storm")
-        roles.append(local.Role(name=role.name, command=tuple(words), has_nothing_to_save=role.has_nothing_to_save))
+        roles.append(Role(name=role.name, command=tuple(words), has_nothing_to_save=role.has_nothing_to_save))
     return tuple(roles)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from pipelinerl.config import Config, RunSection
 from pipelinerl.errors import LeaseError, PipelineError
-from pipelinerl.launch.local import Launcher, Role, limits_of
+from pipelinerl.launch.launcher import Launcher, limits_of
+from pipelinerl.launch.roles import Role
 from pipelinerl.launch.slurm import AGAIN
 from pipelinerl.launch.slurm.address import address_towards_others
 from pipelinerl.launch.slurm.placement import nodes_of, roles_on

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerRefused
-from pipelinerl.launch import local
+from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.launch.slurm.placement import nodes_of
 from pipelinerl.launch.slurm.script import render
 
@@ -18,7 +19,7 @@ from pipelinerl.launch.slurm.script import render
 def prepare(config: Config) -> Path:
     """Make the run folder, with `job.sbatch` and `roles.json` in it, and return the script's path."""
     render(config, run_folder=config.run.folder, python=sys.executable)  # what is refused leaves no folder behind
-    run_folder = local.make_run_folder(config).absolute()
+    run_folder = make_run_folder(config).absolute()
     (run_folder / "logs").mkdir()
     roles = [dataclasses.asdict(role) for role in _roles(config, run_folder)]
     (run_folder / "roles.json").write_text(json.dumps(roles, indent=1) + "\n")
@@ -38,6 +39,6 @@ def submit(script: Path) -> str:
     return told.stdout.strip().partition(";")[0]
 
 
-def _roles(config: Config, run_folder: Path) -> tuple[local.Role, ...]:
+def _roles(config: Config, run_folder: Path) -> tuple[Role, ...]:
     nodes = nodes_of(config.slurm)
-    return local.roles_of(config, run_folder, trainer_nodes=len(nodes.trainers), engine_nodes=len(nodes.engines))
+    return roles_of(config, run_folder, trainer_nodes=len(nodes.trainers), engine_nodes=len(nodes.engines))

@@ -14,7 +14,9 @@ from typing import Any
 
 from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.launch import local
+from pipelinerl.launch.launcher import Launcher
+from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.observe.journal import read_journals
 from scripts.bench import harness
 from scripts.bench.paced.engine import MEAN_TOKENS
@@ -69,26 +71,26 @@ def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> tu
         overrides += [f"pipeline.max_running={SLOTS if is_inline else SLOTS * 5 // 4}"]
         config = load(settings, overrides=overrides)
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
-        run_folder = local.make_run_folder(config)
-        roles = tuple(_role(role, run_folder, hold_s=latency_s if is_inline else 0.0) for role in local.roles_of(config, run_folder))
+        run_folder = make_run_folder(config)
+        roles = tuple(_role(role, run_folder, hold_s=latency_s if is_inline else 0.0) for role in roles_of(config, run_folder))
         asyncio.run(_run(roles, run_folder, seconds=seconds))
         return _read(run_folder, seconds=seconds)
 
 
-def _role(role: local.Role, run_folder: Path, *, hold_s: float) -> local.Role:
+def _role(role: Role, run_folder: Path, *, hold_s: float) -> Role:
     """Engine and trainer are those without a model."""
     run = ("--run-folder", str(run_folder))
     if role.name == "engines":
         command = (sys.executable, "-m", "scripts.bench.paced.engine", *run, "--pass-s", str(PASS_S), "--hold-s", str(hold_s))
-        return local.Role(name=role.name, command=command, has_nothing_to_save=True)
+        return Role(name=role.name, command=command, has_nothing_to_save=True)
     if role.name == "trainer":
-        return local.Role(name=role.name, command=(sys.executable, "-m", "scripts.chaos.trainer", *run))
+        return Role(name=role.name, command=(sys.executable, "-m", "scripts.chaos.trainer", *run))
     return role
 
 
-async def _run(roles: tuple[local.Role, ...], run_folder: Path, *, seconds: float) -> None:
+async def _run(roles: tuple[Role, ...], run_folder: Path, *, seconds: float) -> None:
     """Let the run go on for some seconds after its first step, and have it end."""
-    launcher = local.Launcher(roles, run_folder, restarts=0, restart_wait_s=0.0, stopped_limit_s=30.0)
+    launcher = Launcher(roles, run_folder, restarts=0, restart_wait_s=0.0, stopped_limit_s=30.0)
     running = asyncio.create_task(launcher.run())
     journal = run_folder / "journal" / "orchestrator.jsonl"
     async with asyncio.timeout(120):

@@ -1,0 +1,272 @@
+"""Starts the processes of a run, starts them again when they are killed, sees that none is left behind, and names whose error came first.
+
+A process is known only as a command line, so the same run starts locally, under a batch system, or by hand. Each runs in a session of
+its own with its output in `<run>/logs/<name>.log`; each dies with its parent, so that even a killed launcher leaves no orphan.
+
+One that was killed is started again by itself, while the others go on: a trainer then starts from its last checkpoint, what a scorer
+or an engine was asked for is asked for again, and an orchestrator goes on from the ledger and meets the others anew. Engines are forked,
+and restarted, by a parent of their own. One that stands still is killed, and so started again: where the orchestrator asks for it, or
+where a signal has stopped it. `run.restarts` bounds all this, for each process apart. One that ended, as an orchestrator told it that
+was killed before it ended itself, is started again, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TypedDict
+
+from pipelinerl.config import Config
+from pipelinerl.errors import LeaseError, PeerGone
+from pipelinerl.launch import processes
+from pipelinerl.launch.processes import Processes
+from pipelinerl.launch.restarts import REJOIN_AFTER_S, Restarts
+from pipelinerl.launch.roles import Role
+from pipelinerl.launch.run_folder import forget_endpoints
+from pipelinerl.runtime.lease import EPOCH, Lease
+from pipelinerl.runtime.process import asked_to_replace, stopped_processes
+from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
+
+SAVE_GRACE_S = 60.0
+"""How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
+LOOK_EVERY_S = 1.0
+"""Between two looks for processes that stand still."""
+
+
+class Limits(TypedDict):
+    """Of a `Launcher`."""
+
+    restarts: int
+    restart_wait_s: float
+    stopped_limit_s: float
+
+
+def limits_of(config: Config) -> Limits:
+    """What a run's settings allow its launcher."""
+    run = config.run
+    return Limits(restarts=run.restarts, restart_wait_s=run.restart_wait_s, stopped_limit_s=config.pipeline.stall_limit_s)
+
+
+class Launcher:
+    """Runs the processes of one run to their end."""
+
+    def __init__(
+        self,
+        roles: tuple[Role, ...],
+        run_folder: Path,
+        *,
+        restarts: int = 0,
+        restart_wait_s: float = 1.0,
+        stopped_limit_s: float = float("inf"),
+        lease: Lease | None = None,
+    ) -> None:
+        """`lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
+
+        `restarts` of each process within an hour, the first after `restart_wait_s`.
+
+        A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long that the orchestrator
+        stands still, or a process that is only starting.
+        """
+        self._roles = {role.name: role for role in roles}
+        self._first = roles[0].name
+        """The process whose end is the end of the run: the orchestrator, or on another node the first of its processes."""
+        self._run_folder = run_folder
+        self._lease = lease
+        self._lost: LeaseError | None = None
+        """Why the folder is not this launcher's any more."""
+        self._restarts = {name: Restarts(budget=restarts, first_wait_s=restart_wait_s) for name in self._roles}
+        self._stopped_limit_s = stopped_limit_s
+        self._stopped_since: dict[int, float] = {}
+        """By process id, in Unix seconds."""
+        self._processes = Processes(run_folder, environment={EPOCH: str(lease.epoch)} if lease else {})
+        self._running: set[str] = set()
+        """Those whose end was not taken from `Processes.ended` yet."""
+        self._left_at: dict[str, float] = {}
+        """Those that ended well while the orchestrator lived: when, on the loop's clock."""
+        self._deadline_s: float | None = None
+        """Once the orchestrator has ended: when the others must have, on the loop's clock."""
+        self._tasks = asyncio.TaskGroup()
+        self._dismissed: set[str] = set()
+        """Those that were ended because the run was over."""
+        self._num_interrupts = 0
+        self._is_overdue = False
+        """The run failed because a process did not end, not because one ended badly."""
+        self._failed_at = 0.0
+        """Unix seconds at which a failure was noticed; what others record after it, they record because they were ended."""
+
+    async def run(self) -> None:
+        """Start everything and wait for the end. Raises `PeerGone` naming the process that failed first, with its own words.
+
+        Raises `LeaseError` where another launcher has taken the folder over.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt, number)
+        try:
+            async with self._tasks:
+                failed = await self._run_all()
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        if self._lost is not None:
+            raise self._lost
+        if failed is not None:
+            raise PeerGone(self._explain(failed))
+
+    async def _run_all(self) -> str | None:
+        """Start, restart and end all; return the name of the process that ended the run badly."""
+        if freed := sweep():
+            self._note(f"removed {freed >> 20} MiB that processes which were killed had left in shared memory")
+        overseer = self._tasks.create_task(self._oversee(), name="overseer")
+        try:
+            for name in self._roles:
+                await self._start(name)
+            while (failed := await self._wait()) is not None and (wait_s := self._wait_to_restart(failed)) is not None:
+                await self._restart(failed, wait_s=wait_s)
+            return failed
+        finally:
+            overseer.cancel()
+            await self._processes.end_all()
+            unlink_buffers(run_token(self._run_folder))
+
+    async def _start(self, name: str) -> None:
+        await self._processes.start(self._roles[name], self._tasks)
+        self._running.add(name)
+
+    async def _wait(self) -> str | None:
+        """Wait until all have ended well, or one has not; its name then. The others may outlive the orchestrator by `SAVE_GRACE_S`."""
+        loop = asyncio.get_running_loop()
+        while self._running:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    name = await self._processes.ended.get()
+            except TimeoutError:
+                self._failed_at, self._is_overdue = time.time(), True
+                return min(self._running)
+            self._running.discard(name)
+            if self._processes.exit_code(name) and not self._is_over_for(name):
+                self._failed_at = time.time()
+                return name
+            if name == self._first:
+                self._deadline_s = loop.time() + SAVE_GRACE_S
+                loop.call_later(processes.KILL_GRACE_S, self._dismiss)
+            else:
+                self._left_at[name] = loop.time()
+        return None
+
+    def _is_over_for(self, name: str) -> bool:
+        """Return whether nobody needs a process any more, however it ended: the orchestrator has ended before it, and it has nothing to
+        save. It may have been killed because it was to be replaced."""
+        was_killed = (self._processes.exit_code(name) or 0) < 0
+        return name in self._dismissed or (self._deadline_s is not None and self._roles[name].has_nothing_to_save and was_killed)
+
+    def _wait_to_restart(self, failed: str) -> float | None:
+        """Seconds until a process that failed may be started again; None where it may not, and the run ends."""
+        is_over = self._deadline_s is not None  # whoever starts after the orchestrator has ended would wait for it in vain
+        if self._lost or self._num_interrupts or self._is_overdue or is_over or not self._processes.was_killed(failed):
+            return None
+        now_s = time.time()
+        return self._restarts[failed].next_wait(now_s=now_s, lived_s=now_s - self._processes.started_at[failed])
+
+    async def _restart(self, failed: str, *, wait_s: float) -> None:
+        self._processes.put_failures_away()
+        count = self._restarts[failed].count
+        self._note(f"{failed} {self._processes.how_it_ended(failed)}; starting it again in {wait_s:g} s (restart {count})")
+        self._processes.signal(failed, signal.SIGKILL)  # what it left behind in its group
+        if failed == "orchestrator":
+            forget_endpoints(self._run_folder)
+        await asyncio.sleep(wait_s)
+        await self._start(failed)
+
+    def _explain(self, failed: str) -> str:
+        """The first error that any process recorded; else how the failed one ended, with the end of its log."""
+        if first := self._processes.first_failure(before_s=self._failed_at):
+            return first
+        if self._is_overdue:
+            log = self._run_folder / "logs" / f"{failed}.log"
+            return f"{failed} had not ended {SAVE_GRACE_S:g} s after the orchestrator, and was killed; its log is {log}"
+        spent = f" after {count} restarts" if (count := self._restarts[failed].count) else ""
+        return f"{failed} {self._processes.how_it_ended(failed)}{spent}; {self._processes.end_of_log(failed)}"
+
+    async def _oversee(self) -> None:
+        """Kill what stands still, so that it is started again. A process that was stopped tells nobody, so this looks."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._replace()
+            self._kill_stopped()
+            self._renew_lease()
+            await self._start_dismissed_again()
+
+    def _replace(self) -> None:
+        """Kill the processes that the orchestrator asks to have replaced."""
+        for path, peer, process_id in asked_to_replace(self._run_folder):
+            if self._processes.owns(process_id, self._names_of(peer)):  # else it is gone already, or not what it says
+                path.unlink(missing_ok=True)
+                self._kill(process_id, f"{peer} (process {process_id}) is to be replaced; killing it")
+
+    def _names_of(self, peer: str) -> set[str]:
+        """The processes that were started for peers of that kind: no other is killed for what a peer says."""
+        kind = peer.partition("-")[0]
+        if kind == "scorer":
+            return {peer}
+        return {name for name in self._roles if name.partition("-")[0].removesuffix("s") == kind}
+
+    def _kill_stopped(self) -> None:
+        """Kill each process of the run that was stopped by a signal for too long. Nobody else misses one that is only starting."""
+        now_s = time.time()
+        stopped = [process_id for process_id in stopped_processes() if self._processes.owns(process_id)]
+        self._stopped_since = {process_id: self._stopped_since.get(process_id, now_s) for process_id in stopped}
+        for process_id, since_s in self._stopped_since.items():
+            if now_s - since_s > self._stopped_limit_s:
+                self._kill(process_id, f"process {process_id} was stopped for {self._stopped_limit_s:g} s; killing it")
+
+    def _kill(self, process_id: int, why: str) -> None:
+        self._note(why)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+
+    def _renew_lease(self) -> None:
+        """Renew the lease; where it was lost, end all at once: nothing they would still write may be written."""
+        if self._lease is None or self._lost is not None:
+            return
+        try:
+            self._lease.renew_if_due()
+        except LeaseError as error:
+            self._lost = error
+            self._processes.signal_all(signal.SIGKILL)
+
+    async def _start_dismissed_again(self) -> None:
+        """Start processes again that were told to end by an orchestrator that was killed before it ended itself."""
+        if self._deadline_s is not None or self._num_interrupts or self._first != "orchestrator":
+            return
+        now_s = asyncio.get_running_loop().time()
+        for name in [name for name, left_at in self._left_at.items() if now_s - left_at > REJOIN_AFTER_S]:
+            del self._left_at[name]
+            self._note(f"{name} was told to end by an orchestrator that is gone; starting it again")
+            await self._start(name)
+
+    def _dismiss(self) -> None:
+        """End those that still run and have nothing to save."""
+        for name, role in self._roles.items():
+            if role.has_nothing_to_save and self._processes.is_running(name):
+                self._dismissed.add(name)
+                self._processes.signal(name, signal.SIGTERM)
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        """First: have the orchestrator end the run, which saves and, after Ctrl-C, evaluates. Second: end everything at once."""
+        self._num_interrupts += 1
+        if self._num_interrupts == 1 and self._processes.is_running("orchestrator"):
+            self._processes.interrupt("orchestrator", number)
+        else:
+            self._processes.signal_all(signal.SIGKILL)
+
+    def _note(self, line: str) -> None:
+        """Write a line to `<run>/logs/launcher.log`."""
+        with contextlib.suppress(OSError):  # a full disk must not end us
+            (self._run_folder / "logs").mkdir(exist_ok=True)
+            with open(self._run_folder / "logs" / "launcher.log", "a") as log:
+                log.write(f"{time.strftime('%H:%M:%S')} {line}\n")

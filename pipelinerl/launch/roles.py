@@ -1,0 +1,61 @@
+"""The processes of a run as command lines: the same run starts locally, under a batch system, or by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+
+from pipelinerl.config import Config
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One process of a run."""
+
+    name: str
+    command: tuple[str, ...]
+    has_nothing_to_save: bool = False
+    """When the orchestrator has ended, it may be ended, too: it may be one that started too late to be told."""
+
+    def __str__(self) -> str:
+        return f"{self.name:<13} {shlex.join(self.command)}"
+
+
+def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine_nodes: int = 1) -> tuple[Role, ...]:
+    """The processes of a run, as command lines; the orchestrator first. Over several nodes, engines and trainer are one process on each."""
+    python, run = sys.executable, ("--run-folder", str(run_folder))
+    return (
+        Role(name="orchestrator", command=(python, "-m", "orchestrator", *run)),
+        *(
+            Role(name=name, command=(python, "-m", "pipelinerl.engine", *run, *part), has_nothing_to_save=True)
+            for name, part in _parts("engines", engine_nodes)
+        ),
+        Role(name="scorer-0", command=(python, "-m", "pipelinerl.rewards", *run, "--index", "0"), has_nothing_to_save=True),
+        *([_prm_role(run)] if config.prm.is_used else []),
+        *(Role(name=name, command=(python, *_trainer(config, part), *run, *part)) for name, part in _parts("trainer", trainer_nodes)),
+    )
+
+
+def _prm_role(run: tuple[str, str]) -> Role:
+    """The process reward model is the scorer after those that run reward functions."""
+    command = (sys.executable, "-m", "pipelinerl.rewards.prm.process", *run, "--index", "1")
+    return Role(name="scorer-1", command=command, has_nothing_to_save=True)
+
+
+def _parts(role: str, num_nodes: int) -> list[tuple[str, tuple[str, ...]]]:
+    """(name, what tells it which part is its own) of the role's process on each node."""
+    return [(role, ())] if num_nodes == 1 else [(f"{role}-{node}", ("--part", f"{node}/{num_nodes}")) for node in range(num_nodes)]
+
+
+def _trainer(config: Config, part: tuple[str, ...]) -> tuple[str, ...]:
+    """One rank meets nobody; several are started, and ended, by a parent of their own."""
+    return ("-m", "trainer" if config.trainer.ranks == 1 and not part else "trainer.parallel.rendezvous")
+
+
+def peers_of(config: Config) -> tuple[str, ...]:
+    """The names of the orchestrator's peers."""
+    num_scorers = 1 + config.prm.is_used
+    counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
+    return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))

@@ -1,0 +1,43 @@
+"""A run's folder: made before its processes start, cleaned of what an orchestrator that is gone has published."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pipelinerl.config import Config
+from pipelinerl.config.file import write_run
+from pipelinerl.errors import ConfigError
+from pipelinerl.launch.roles import peers_of
+from pipelinerl.transport.keys import make_keys
+
+
+def make_run_folder(config: Config) -> Path:
+    """Make `<run.folder>/<run.name>-<time>`, with the resolved config and fresh keys in it, readable by its owner only.
+
+    Raises `ConfigError` where it cannot be made or written: a file in its place, no permission, no room.
+    """
+    try:
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+        return _make_run_folder(config)
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder {config.run.folder}: no run can be kept there: {error.strerror or error}"
+            f" ({error.filename or config.run.folder}). Name a folder that you may write to and that has room, with run.folder=..."
+        ) from error
+
+
+def _make_run_folder(config: Config) -> Path:
+    name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = sum(1 for _ in config.run.folder.glob(f"{name}*"))
+    folder = config.run.folder / (f"{name}-{number + 1}" if number else name)
+    folder.mkdir(mode=0o700)
+    write_run(folder, config)
+    make_keys(folder, peers_of(config))
+    return folder
+
+
+def forget_endpoints(run_folder: Path) -> None:
+    """Remove what an orchestrator that is gone has published: who starts now must wait for the next one's."""
+    for path in (run_folder / "endpoints").glob("*.json"):
+        path.unlink()
