@@ -56,7 +56,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
 
 def test_a_dry_run_prints_the_processes_and_starts_nothing(config: Path, tmp_path: Path):
     shown = pipelinerl("run", config, "engine.count=3", 'tracking.to=["wandb"]', "--dry-run", cwd=tmp_path)
-    assert shown.returncode == 1, "what it would start cannot start: see tests/test_preflight.py"
+    assert shown.returncode == 1, "what it would start cannot start: see tests/launch/test_preflight.py"
     assert "no folder at missing-model" in shown.stderr
     for role in ("orchestrator", "engines", "scorer-0", "trainer", "track-wandb"):
         assert role in shown.stdout

@@ -25,7 +25,7 @@ from pipelinerl.errors import CheckpointDamaged, ConfigError, LeaseError
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved
 from pipelinerl.runtime.lease import EPOCH, fence_of
 from pipelinerl.storage.checkpoint_folder import check_files, complete, read_manifest, write_manifest
-from tests.test_lease import of_another_machine
+from tests.runtime.test_lease import of_another_machine
 from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.checkpoints import Checkpoints

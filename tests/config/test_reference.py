@@ -8,7 +8,7 @@ from pathlib import Path
 from pipelinerl.config.file import known_keys
 from pipelinerl.config.reference import markdown
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_config_reference_is_current():

@@ -51,7 +51,7 @@ def say(folder: Path, command: list[str], *, torch: str, python: str = ">=3.11",
         (programs / name).write_text(f"#!/bin/sh\n{does}\n")
         (programs / name).chmod(0o755)
     environment = os.environ | {"PYTHONPATH": str(packages), "PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "200"}
-    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=Path(__file__).parents[1])
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=Path(__file__).parents[2])
     assert not told.stderr, told.stderr
     found: dict[str, str] = {}
     what = ""
