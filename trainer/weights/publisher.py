@@ -158,7 +158,7 @@ class Publisher:
             self._changed.notify_all()
 
     def held(self, version: int | None, *, rollback_epoch: int = 0) -> None:
-        """Note the oldest policy that any engine holds; None where one needs a whole policy. One of an earlier rollback epoch is no news."""
+        """Note the oldest policy that any engine holds; None where one needs a whole policy. An earlier rollback epoch is ignored."""
         with self._changed:
             if rollback_epoch == self._rollback_epoch:
                 self._held = version
