@@ -64,7 +64,7 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
             config.reward,
             correct_reward=config.algorithm.correct_reward,
             baselines=ledger.baselines(),
-            remember=lambda baselines: ledger.remember(baselines, now_s=now_s()),
+            remember=lambda baselines: ledger.store_baselines(baselines, now_s=now_s()),
         )
         pipeline = Pipeline(
             config,

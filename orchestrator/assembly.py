@@ -309,7 +309,7 @@ class Assembly:
             queue_bytes=self._config.pipeline.queue_bytes,
             stopping=self._stopping(),
             restored=self._restored_for("prm"),
-            decisions=self.past.flags,
+            decisions=self.past.early_stops,
         )
         self.engines.on_tokens(prm_scoring.take)
         return prm_scoring
@@ -565,16 +565,16 @@ class Assembly:
             source.measured(prompt_id, success=success)
             _, number = epoch_and_number(prompt_id)
         if self._config.data.difficulty is not None:
-            self._world.ledger.measured(number, None if number is None else source.resting.get(number))
+            self._world.ledger.store_rest(number, None if number is None else source.resting.get(number))
 
     def _restored_for(self, stage: str) -> tuple[ScoredTrajectory, ...]:
         """What was scored and not placed, for the stage that is next to see it."""
         past, config = self.past, self._config
 
         def next_stage(name: str) -> str:
-            if config.compares_siblings and name in past.compared:
+            if config.compares_siblings and name in past.group_scored:
                 return "batching"
-            if config.prm.is_used and name not in past.followed:
+            if config.prm.is_used and name not in past.prm_scored:
                 return "prm"
             return "group_rewards" if config.compares_siblings else "batching"
 

@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from orchestrator.assembly import Assembly, World
-from orchestrator.ledger.ledger import Identity
+from orchestrator.ledger.ledger import Counts
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import Stop
@@ -30,7 +30,7 @@ class Ending:
 
     reason: str
     """"finished", or why it was stopped before."""
-    identity: Identity
+    identity: Counts
     evaluations: tuple[tuple[int, float], ...]
     """(version, mean reward) of each evaluation."""
     pauses_s: tuple[float, ...]
@@ -87,7 +87,7 @@ class Pipeline:
     async def _main(self) -> None:
         await self._wait_for_peers()
         past, admission, version = self._assembly.past, self._assembly.admission, self._assembly.delivery.trainer_version
-        admission.restore(accepted=past.num_placed_groups, running=len(past.running_groups), version=version)
+        admission.restore(accepted=past.num_assigned_groups, running=len(past.running_groups), version=version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self._assembly.watch.run(), name="watchdog")
             version = await self._train()

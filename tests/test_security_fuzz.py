@@ -268,10 +268,10 @@ def ledger_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
             handmade.admit(ledger, group_id)
             ledger.issue(f"{group_id}/0", attempt=0, engine_id=0, version=0, now_s=0.0)
             if group_id < 2:
-                ledger.score(handmade.scored(of.trajectory), now_s=0.0)
-                ledger.place(group_id, [of], step=group_id, now_s=0.0)
+                ledger.record_score(handmade.scored(of.trajectory), now_s=0.0)
+                ledger.assign(group_id, [of], step=group_id, now_s=0.0)
         ledger.pack([handmade.sample(5, group_id=0)], step=0, row=0, now_s=0.0)
-        ledger.seal(0, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+        ledger.close_step(0, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
         ledger.flush(durably=True)
         ledger.store.read("PRAGMA wal_checkpoint(TRUNCATE)")
     return path.read_bytes()

@@ -1,4 +1,4 @@
-"""What became of every prompt, group, rollout and attempt, with reasons and times; and the conservation identity:
+"""What became of every prompt, group, rollout and attempt, with reasons and times; and the conservation counts:
 
     admitted = in flight + trained + filtered + stale + failed + cancelled
 
@@ -84,7 +84,7 @@ _NO_PROMPT = Prompt(prompt_id="", text="", token_ids=np.zeros(0, np.int32))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Admitted:
+class InFlight:
     """A rollout in flight."""
 
     group_id: int
@@ -98,7 +98,7 @@ class Admitted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RolloutSummary:
     """What is known of a rollout when it ends; None where it never got that far."""
 
     step: int | None = None
@@ -111,8 +111,8 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """The six counts of the conservation identity."""
+class Counts:
+    """The six counts of the conservation counts."""
 
     admitted: int
     in_flight: int
@@ -148,37 +148,37 @@ class Ledger:
         """By fate and reason."""
         self._changed: set[tuple[str, str]] = set()
         """Those that were not written since."""
-        self._remembered: dict[str, Any] = {}
+        self._changed_state: dict[str, Any] = {}
         """What the state is to hold by key, and was not written since."""
-        self._open: dict[str, Admitted] = {}
+        self._in_flight: dict[str, InFlight] = {}
         self._sequence = itertools.count(1 + self.store.last_seq)
         with self.store.readable():
-            self._recall()
+            self._read_state()
         self.store.before_flush = self._write_changed
 
     # --- the run ---
 
     def begin(self, settings: dict[str, Any], *, now_s: float, unix_s: float) -> None:
         """A life of the run begins; what an earlier one cancelled when it ended is in flight again."""
-        self.book("began", now_s=now_s, reason=json.dumps({"settings": settings, "unix_s": unix_s}))
+        self.record("began", now_s=now_s, reason=json.dumps({"settings": settings, "unix_s": unix_s}))
         revived = self.store.rows("in_flight", "revives ORDER BY rowid")
         for name, group_id, prompt_id, attempt, version, flag, _ in revived:
-            self.book("revived", now_s=now_s, rollout_id=name)
-            self._open[name] = Admitted(group_id=group_id, prompt_id=prompt_id, attempt=attempt, version=version, flag=flag)
-            self._update(name, self._open[name])
+            self.record("revived", now_s=now_s, rollout_id=name)
+            self._in_flight[name] = InFlight(group_id=group_id, prompt_id=prompt_id, attempt=attempt, version=version, flag=flag)
+            self._update(name, self._in_flight[name])
         self._count(Fate.CANCELLED, RUN_ENDED, -len(revived))
         self.flush()
 
-    def finish(self, reason: str, *, now_s: float) -> Identity:
+    def finish(self, reason: str, *, now_s: float) -> Counts:
         """End everything still in flight as cancelled, and the run with it; return the final counts."""
-        for rollout_id in list(self._open):
+        for rollout_id in list(self._in_flight):
             self.end(rollout_id, Fate.CANCELLED, now_s=now_s, reason=RUN_ENDED)
-        identity = self.identity()
-        self.book("ended", now_s=now_s, reason=json.dumps({"reason": reason, "counts": dataclasses.asdict(identity)}))
+        counts = self.counts()
+        self.record("ended", now_s=now_s, reason=json.dumps({"reason": reason, "counts": dataclasses.asdict(counts)}))
         self.flush(durably=True)
-        return identity
+        return counts
 
-    def book(
+    def record(
         self,
         kind: str,
         *,
@@ -201,130 +201,132 @@ class Ledger:
         sequence = next(self._sequence)
         rollout = (rollout_id, group_id, prompt_id, attempt)
         said = None if reward is None or math.isnan(reward) else float(reward)  # SQLite has no NaN
-        with self.together():
+        with self.transaction():
             self.store.append((sequence, float(now_s), kind, *rollout, step, row, place, peer, reason, said, oldest, newest, num_tokens))
             match kind:
                 case "done":
-                    self._remember("done", (step or 0) + 1)
+                    self._set_state("done", (step or 0) + 1)
                 case "suspected" | "cleared":
                     count_death(self._deaths, kind, peer=peer or "", row=reason or "")
-                    self._remember("deaths", self._deaths)
+                    self._set_state("deaths", self._deaths)
                 case "evaluated":
                     self.store.put(_EVALUATED, step, said)
         return sequence
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def transaction(self) -> contextlib.AbstractContextManager[None]:
         """Have everything booked in the block be written by one flush, or none of it."""
-        return self.store.together()
+        return self.store.transaction()
 
     # --- a rollout's way, in order ---
 
     def admit(self, group_id: int, prompt: Prompt, *, group_size: int, position: tuple[int, int], now_s: float) -> list[str]:
         """A group is sent to engines for the first time; return its rollouts' names. `position` is the source's after the draw."""
         rollout_ids = [f"{group_id}/{sibling}" for sibling in range(group_size)]
-        with self.together():
+        with self.transaction():
             self.store.put(_GROUP, group_id, prompt, None, None, None)
             self.store.put(_DRAWN, group_id, prompt.prompt_id, *position)
-            self._remember("drawn", [group_id, *position])
+            self._set_state("drawn", [group_id, *position])
             for rollout_id in rollout_ids:
-                assert rollout_id not in self._open, f"rollout {rollout_id} was admitted twice"
-                self._open[rollout_id] = Admitted(group_id=group_id, prompt_id=prompt.prompt_id)
+                assert rollout_id not in self._in_flight, f"rollout {rollout_id} was admitted twice"
+                self._in_flight[rollout_id] = InFlight(group_id=group_id, prompt_id=prompt.prompt_id)
                 self.store.put(_IN_FLIGHT, rollout_id, group_id, prompt.prompt_id, -1, 0, None, 0)
-                self.book("admitted", now_s=now_s, rollout_id=rollout_id, group_id=group_id, prompt_id=prompt.prompt_id)
+                self.record("admitted", now_s=now_s, rollout_id=rollout_id, group_id=group_id, prompt_id=prompt.prompt_id)
         return rollout_ids
 
     def issue(self, rollout_id: str, *, attempt: int, engine_id: int, version: int, now_s: float) -> None:
         """An engine that samples under `version` was asked for an attempt."""
-        with self.together():
-            self.book("issued", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", newest=version)
-            if (rollout := self._open.get(rollout_id)) is not None:
+        with self.transaction():
+            self.record("issued", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", newest=version)
+            if (rollout := self._in_flight.get(rollout_id)) is not None:
                 rollout.attempt, rollout.version, rollout.flag = attempt, max(version, rollout.version), None
                 self._update(rollout_id, rollout)
 
-    def adopt(self, rollout_id: str, *, attempt: int, engine_id: int, now_s: float) -> None:
+    def reattach(self, rollout_id: str, *, attempt: int, engine_id: int, now_s: float) -> None:
         """An attempt of an earlier life is still in its engine, and its answer is awaited."""
-        self.book("adopted", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}")
+        self.record("adopted", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}")
 
     def lose(self, rollout_id: str, *, attempt: int, engine_id: int, reason: str, now_s: float) -> None:
         """An attempt will not be answered, or its answer cannot be true (`refused: <kind>`)."""
-        self.book("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", reason=reason)
+        self.record("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", reason=reason)
 
-    def flag(self, rollout_id: str, *, attempt: int, flag: EarlyStopDecision, now_s: float) -> None:
+    def record_early_stop(self, rollout_id: str, *, attempt: int, flag: EarlyStopDecision, now_s: float) -> None:
         """A coin has fallen about an attempt that is being written."""
         reason = json.dumps({"stops": flag.stops, "probability": flag.probability})
-        with self.together():
-            self.book("flagged", now_s=now_s, rollout_id=rollout_id, attempt=attempt, place=flag.step, reward=flag.predicted, reason=reason)
-            if (rollout := self._open.get(rollout_id)) is not None:
+        with self.transaction():
+            self.record(
+                "flagged", now_s=now_s, rollout_id=rollout_id, attempt=attempt, place=flag.step, reward=flag.predicted, reason=reason
+            )
+            if (rollout := self._in_flight.get(rollout_id)) is not None:
                 rollout.flag = msgspec.json.encode([attempt, flag]).decode()
                 self._update(rollout_id, rollout)
 
-    def reply(self, rollout_id: str, *, attempt: int, turn: int, engine_id: int, reason: str, now_s: float) -> None:
+    def record_observation(self, rollout_id: str, *, attempt: int, turn: int, engine_id: int, reason: str, now_s: float) -> None:
         """The environment has replied to a turn (from 0) that an engine wrote: `reason` is ok, over, or how it failed."""
-        self.book("replied", now_s=now_s, rollout_id=rollout_id, attempt=attempt, place=turn, peer=f"engine-{engine_id}", reason=reason)
+        self.record("replied", now_s=now_s, rollout_id=rollout_id, attempt=attempt, place=turn, peer=f"engine-{engine_id}", reason=reason)
 
-    def generate(self, trajectory: Trajectory, *, now_s: float) -> None:
+    def record_completion(self, trajectory: Trajectory, *, now_s: float) -> None:
         """An engine has answered."""
-        facts = facts_of(trajectory)
-        self.book(
+        summary = summary_of(trajectory)
+        self.record(
             "generated",
             now_s=now_s,
             rollout_id=trajectory.rollout_id,
             attempt=trajectory.attempt,
             peer=f"engine-{trajectory.engine_id}" if trajectory.engine_id >= 0 else None,
             reason=str(trajectory.finish),
-            oldest=facts.oldest_version,
-            newest=facts.newest_version,
-            num_tokens=facts.num_tokens,
+            oldest=summary.oldest_version,
+            newest=summary.newest_version,
+            num_tokens=summary.num_tokens,
         )
 
-    def score(self, scored: ScoredTrajectory, *, now_s: float) -> None:
+    def record_score(self, scored: ScoredTrajectory, *, now_s: float) -> None:
         """A scorer has answered, or could not: from here on the rollout survives a restart."""
         trajectory, score = scored.trajectory, scored.score
         name, group_id, attempt = trajectory.rollout_id, trajectory.group_id, trajectory.attempt
-        with self.together():
-            self.book("scored", now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
+        with self.transaction():
+            self.record("scored", now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
             self.store.put(_SAMPLE, name, group_id, *[None] * 5, 0, 0)
             self.store.put(_TRAJECTORY, name, _without_prompt(scored))
 
-    def amend(self, kind: str, members: Sequence[ScoredTrajectory], *, now_s: float) -> None:
+    def update_scores(self, kind: str, members: Sequence[ScoredTrajectory], *, now_s: float) -> None:
         """Scores have changed: by `followed`, each has its step scores, or by `compared`, its part of what compares siblings."""
-        with self.together():
+        with self.transaction():
             for member in members:
                 name, attempt, score = member.trajectory.rollout_id, member.trajectory.attempt, member.score
-                self.book(kind, now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
+                self.record(kind, now_s=now_s, rollout_id=name, attempt=attempt, reason=_reason(score), reward=score.reward)
                 self.store.put(_SCORED_ANEW, _without_prompt(member), name)
                 self.store.put(_AMENDED[kind], 1, name)
 
-    def place(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
+    def assign(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
         """A group becomes part of a step."""
-        self._settle(group_id, step=step, is_placed=True)
+        self._complete(group_id, step=step, is_assigned=True)
         for sample in samples:
             rollout_id = sample.trajectory.rollout_id
-            self.book("placed", now_s=now_s, rollout_id=rollout_id, step=step)
+            self.record("placed", now_s=now_s, rollout_id=rollout_id, step=step)
             self.store.put(_PLACED, step, sample.advantages.tobytes(), rollout_id)
 
-    def credit(self, samples: Iterable[Sample]) -> None:
+    def set_advantages(self, samples: Iterable[Sample]) -> None:
         """Samples placed before have got their final advantages: a rule over the whole step gives them when it closes."""
         for sample in samples:
             self.store.put(_CREDITED, sample.advantages.tobytes(), sample.trajectory.rollout_id)
 
-    def give_up(self, group_id: int, *, step: int) -> None:
+    def drop(self, group_id: int, *, step: int) -> None:
         """No rollout of a group will be trained; it came while `step` was being filled."""
-        self._settle(group_id, step=step, is_placed=False)
+        self._complete(group_id, step=step, is_assigned=False)
 
     def pack(self, samples: Sequence[Sample], *, step: int, row: int, now_s: float) -> None:
         """A row is whole. It must be written, by `flush`, before the trainer may have it."""
         for place, sample in enumerate(samples):
             rollout_id = sample.trajectory.rollout_id
-            self.book("packed", now_s=now_s, rollout_id=rollout_id, step=step, row=row, place=place)
+            self.record("packed", now_s=now_s, rollout_id=rollout_id, step=step, row=row, place=place)
             self.store.put(_PACKED, row, place, rollout_id)
 
-    def end(self, rollout_id: str, fate: Fate, *, now_s: float, reason: str = "", facts: Facts | None = None) -> None:
+    def end(self, rollout_id: str, fate: Fate, *, now_s: float, reason: str = "", summary: RolloutSummary | None = None) -> None:
         """A rollout ended. Raises `KeyError` where it is not in flight: it was never admitted, or ended before."""
-        rollout = self._open.pop(rollout_id)
-        known = facts or Facts()
-        with self.together():
-            self.book(
+        rollout = self._in_flight.pop(rollout_id)
+        known = summary or RolloutSummary()
+        with self.transaction():
+            self.record(
                 str(fate),
                 now_s=now_s,
                 rollout_id=rollout_id,
@@ -345,89 +347,91 @@ class Ledger:
 
     # --- a step's way ---
 
-    def refuse(self, step: int, row: int, samples: Sequence[Sample], *, now_s: float) -> None:
+    def quarantine_row(self, step: int, row: int, samples: Sequence[Sample], *, now_s: float) -> None:
         """A row killed the trainer twice: it is sent no more, and its samples end as failed. What the step is divided by stays."""
         key = f"{step}/{row}"
-        with self.together():
-            self.book("quarantined", now_s=now_s, peer="trainer", reason=key, step=step, row=row)
+        with self.transaction():
+            self.record("quarantined", now_s=now_s, peer="trainer", reason=key, step=step, row=row)
             for sample in samples:
                 trajectory = sample.trajectory
                 reason = f"its row killed the trainer twice: row {row} of step {step}"
-                self.end(trajectory.rollout_id, Fate.FAILED, now_s=now_s, reason=reason, facts=facts_of(trajectory, reward=sample.reward))
-            self._refused = sorted({*self._refused, key})
-            self._remember("refused", self._refused)
+                self.end(
+                    trajectory.rollout_id, Fate.FAILED, now_s=now_s, reason=reason, summary=summary_of(trajectory, reward=sample.reward)
+                )
+            self._quarantined_rows = sorted({*self._quarantined_rows, key})
+            self._set_state("refused", self._quarantined_rows)
 
-    def refused_rows(self, step: int) -> frozenset[int]:
+    def quarantined_rows(self, step: int) -> frozenset[int]:
         """Rows of a step that are sent no more."""
-        keys = (key.partition("/") for key in self._refused)
+        keys = (key.partition("/") for key in self._quarantined_rows)
         return frozenset(int(row) for of_step, _, row in keys if int(of_step) == step)
 
-    def seal(self, step: int, *, num_rows: int, num_tokens: int, num_samples: int, now_s: float) -> str:
+    def close_step(self, step: int, *, num_rows: int, num_tokens: int, num_samples: int, now_s: float) -> str:
         """A step has all its rows; return its commit. It must be written, durably, before the trainer may have the seal."""
-        with self.together():
-            sequence = self.book("sealed", now_s=now_s, step=step, row=num_rows, place=num_samples, num_tokens=num_tokens)
+        with self.transaction():
+            sequence = self.record("sealed", now_s=now_s, step=step, row=num_rows, place=num_samples, num_tokens=num_tokens)
             self.store.put(_SEALED, step, num_rows, num_tokens, num_samples, sequence)
         return f"{self.store.ledger_id}:{sequence}"
 
-    def saved(self, version: int, commit: str, *, now_s: float, oldest: int | None = None) -> None:
+    def record_checkpoint(self, version: int, commit: str, *, now_s: float, oldest: int | None = None) -> None:
         """A checkpoint of `version` stands, and no trainer starts from before `oldest`: rows of the steps before that may go."""
         oldest = version if oldest is None else max(0, min(oldest, version))
-        with self.together():
-            self.book("saved", now_s=now_s, step=version, reason=commit)
+        with self.transaction():
+            self.record("saved", now_s=now_s, step=version, reason=commit)
             self.store.put(_SAVED, version, commit)
-            self._remember("oldest", oldest)
-            self._refused = [key for key in self._refused if int(key.partition("/")[0]) >= oldest]
-            self._remember("refused", self._refused)
+            self._set_state("oldest", oldest)
+            self._quarantined_rows = [key for key in self._quarantined_rows if int(key.partition("/")[0]) >= oldest]
+            self._set_state("refused", self._quarantined_rows)
             self.store.put(f"{PRUNING}saves WHERE version < ?", oldest)
             self.store.put(f"{PRUNING}steps WHERE step < ?", oldest - 1)
             is_over = "number <= ? AND (NOT is_placed OR step < ?)"
-            newest_over = self._num_settled - self._keep_groups
+            newest_over = self._num_completed - self._keep_groups
             self.store.put(f"{PRUNING}samples WHERE group_id IN (SELECT group_id FROM groups WHERE {is_over})", newest_over, oldest)
             self.store.put(f"{PRUNING}groups WHERE {is_over}", newest_over, oldest)
 
-    def discard(self, version: int, reason: str, *, now_s: float) -> None:
+    def discard_checkpoint(self, version: int, reason: str, *, now_s: float) -> None:
         """A checkpoint that was saved cannot be used any more: the steps since the one before are undone with it."""
-        with self.together():
-            self.book("discarded", now_s=now_s, step=version, reason=reason)
+        with self.transaction():
+            self.record("discarded", now_s=now_s, step=version, reason=reason)
             self.store.put(f"{PRUNING}saves WHERE version = ?", version)
 
-    def remember(self, baselines: Mapping[str, float], *, now_s: float) -> None:
+    def store_baselines(self, baselines: Mapping[str, float], *, now_s: float) -> None:
         """What a method's baselines are after one more group; a crash before the group is placed has it counted twice."""
-        with self.together():
-            self.book("baselines", now_s=now_s, reason=json.dumps(dict(baselines)))
-            self._remember("baselines", dict(baselines))
+        with self.transaction():
+            self.record("baselines", now_s=now_s, reason=json.dumps(dict(baselines)))
+            self._set_state("baselines", dict(baselines))
 
-    def measured(self, number: int | None, rest: Rest | None) -> None:
+    def store_rest(self, number: int | None, rest: Rest | None) -> None:
         """The group that was settled last was measured, or could not be (`number` None): the prompt of that number rests, or does not."""
-        with self.together():
+        with self.transaction():
             if number is not None:
-                self._remember(f"{RESTS}{number}", None if rest is None else (rest.length, rest.measured_in))
-            self._remember("measured", self._num_settled)
+                self._set_state(f"{REST_KEY}{number}", None if rest is None else (rest.length, rest.measured_in))
+            self._set_state("measured", self._num_completed)
 
     # --- asking ---
 
     def baselines(self) -> dict[str, float]:
         """What was remembered last; empty where nothing was."""
-        return self.recalled("baselines", {})
+        return self.read_state("baselines", {})
 
-    def recalled(self, key: str, default: Any) -> Any:
+    def read_state(self, key: str, default: Any) -> Any:
         """What stands in the state under a key, see `_remember`."""
         found = self.store.rows("state", "key = ?", key)
         return json.loads(found[0][1]) if found else default
 
-    def is_open(self, rollout_id: str) -> bool:
+    def is_in_flight(self, rollout_id: str) -> bool:
         """True while a rollout is in flight."""
-        return rollout_id in self._open
+        return rollout_id in self._in_flight
 
-    def open_rollouts(self) -> dict[str, Admitted]:
+    def rollouts_in_flight(self) -> dict[str, InFlight]:
         """Every rollout in flight, by name."""
-        return dict(self._open)
+        return dict(self._in_flight)
 
-    def identity(self) -> Identity:
+    def counts(self) -> Counts:
         """The counts of this moment."""
-        return Identity(
-            admitted=len(self._open) + sum(self._counts.values()),
-            in_flight=len(self._open),
+        return Counts(
+            admitted=len(self._in_flight) + sum(self._counts.values()),
+            in_flight=len(self._in_flight),
             trained=self._counts[Fate.TRAINED],
             filtered=self._counts[Fate.FILTERED],
             stale=self._counts[Fate.STALE],
@@ -435,7 +439,7 @@ class Ledger:
             cancelled=self._counts[Fate.CANCELLED],
         )
 
-    def rows(self) -> list[tuple[object, ...]]:
+    def terminal_statuses(self) -> list[tuple[object, ...]]:
         """Every fate, in the order in which the rollouts ended; for tests and reports."""
         return self.store.read("SELECT * FROM fates")
 
@@ -447,16 +451,16 @@ class Ledger:
         """Write what is left and close the file."""
         self.store.close()
 
-    def _recall(self) -> None:
+    def _read_state(self) -> None:
         """Take over what an earlier life has booked, from the state alone."""
         for fate, reason, number in self.store.rows("counts"):
             self._count(Fate(fate), reason, number)
         for name, group_id, prompt_id, attempt, version, flag, _ in self.store.rows("in_flight", "NOT revives ORDER BY rowid"):
-            self._open[name] = Admitted(group_id=group_id, prompt_id=prompt_id, attempt=attempt, version=version, flag=flag)
-        self._num_settled = int(self.recalled("settled", 0))
-        self._num_placed = int(self.recalled("placed", 0))
-        self._deaths: dict[str, dict[str, int]] = self.recalled("deaths", {})
-        self._refused: list[str] = self.recalled("refused", [])
+            self._in_flight[name] = InFlight(group_id=group_id, prompt_id=prompt_id, attempt=attempt, version=version, flag=flag)
+        self._num_completed = int(self.read_state("settled", 0))
+        self._num_assigned = int(self.read_state("placed", 0))
+        self._deaths: dict[str, dict[str, int]] = self.read_state("deaths", {})
+        self._quarantined_rows: list[str] = self.read_state("refused", [])
         """Rows that are sent no more, as `step/row`."""
 
     def _count(self, fate: Fate, reason: str, number: int) -> None:
@@ -470,28 +474,28 @@ class Ledger:
         changed, self._changed = self._changed, set()
         for fate, reason in sorted(changed):
             self.store.put(_COUNT, fate, reason, self._ends[fate, reason])
-        remembered, self._remembered = self._remembered, {}
+        remembered, self._changed_state = self._changed_state, {}
         for key, value in remembered.items():
             self.store.put(_STATE, key, json.dumps(value))
 
-    def _update(self, rollout_id: str, rollout: Admitted, *, revives: bool = False) -> None:
+    def _update(self, rollout_id: str, rollout: InFlight, *, revives: bool = False) -> None:
         """Have what changed of a rollout stand in the state; `revives`: it has ended, and is in flight again when the run goes on."""
         self.store.put(_IN_FLIGHT_CHANGED, rollout.attempt, rollout.version, rollout.flag, int(revives), rollout_id)
 
-    def _settle(self, group_id: int, *, step: int, is_placed: bool) -> None:
-        self._num_settled += 1
-        self._num_placed += is_placed
-        with self.together():
-            self.store.put(_SETTLED, self._num_settled, group_id, step, int(is_placed))
-            self.store.put(_GROUP_SETTLED, self._num_settled, step, int(is_placed), group_id)
-            self._remember("settled", self._num_settled)
-            self._remember("placed", self._num_placed)
+    def _complete(self, group_id: int, *, step: int, is_assigned: bool) -> None:
+        self._num_completed += 1
+        self._num_assigned += is_assigned
+        with self.transaction():
+            self.store.put(_SETTLED, self._num_completed, group_id, step, int(is_assigned))
+            self.store.put(_GROUP_SETTLED, self._num_completed, step, int(is_assigned), group_id)
+            self._set_state("settled", self._num_completed)
+            self._set_state("placed", self._num_assigned)
 
-    def _remember(self, key: str, value: Any) -> None:
-        self._remembered[key] = value
+    def _set_state(self, key: str, value: Any) -> None:
+        self._changed_state[key] = value
 
 
-RESTS = "rest "
+REST_KEY = "rest "
 """How the keys begin under which the state has how long each prompt rests, for the curriculum; its number follows."""
 _STATE, _COUNT, _IN_FLIGHT, _GROUP, _SAMPLE = map(writing, ("state", "counts", "in_flight", "groups", "samples"))
 _TRAJECTORY, _SEALED, _SAVED, _EVALUATED = map(writing, ("trajectories", "steps", "saves", "evaluations"))
@@ -521,10 +525,10 @@ def _without_prompt(scored: ScoredTrajectory) -> ScoredTrajectory:
     return msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(scored.trajectory, prompt=_NO_PROMPT))
 
 
-def facts_of(trajectory: Trajectory, *, reward: float | None = None, step: int | None = None) -> Facts:
+def summary_of(trajectory: Trajectory, *, reward: float | None = None, step: int | None = None) -> RolloutSummary:
     """What the ledger records of a trajectory."""
     sampled = trajectory.versions[trajectory.loss_mask]
-    return Facts(
+    return RolloutSummary(
         step=step,
         reward=reward,
         oldest_version=int(sampled[0]) if len(sampled) else None,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from orchestrator.ledger.ledger import RESTS, Ledger
+from orchestrator.ledger.ledger import REST_KEY, Ledger
 from orchestrator.ledger.store import COLUMNS
 from orchestrator.rules.curriculum import Rest, success_of
 from pipelinerl.errors import LedgerError
@@ -22,7 +22,7 @@ from pipelinerl.transport.codec import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Interrupted:
+class InterruptedRollout:
     """A rollout that was admitted and not scored: it is issued again."""
 
     rollout_id: str
@@ -39,7 +39,7 @@ class InterruptedGroup:
 
     group_id: int
     prompt: Prompt
-    rollouts: tuple[Interrupted, ...]
+    rollouts: tuple[InterruptedRollout, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +48,21 @@ class RecordedStep:
 
     rows: tuple[tuple[Sample, ...], ...] = ()
     """Packed, in order."""
-    loose: tuple[Sample, ...] = ()
+    unpacked: tuple[Sample, ...] = ()
     """Placed in the step and not packed yet."""
     groups: tuple[tuple[ScoredTrajectory, ...], ...] = ()
-    """What `loose` was made of, a group each, with its greedy sibling where it has one."""
+    """What `unpacked` was made of, a group each, with its greedy sibling where it has one."""
     num_groups: int = 0
     num_stopped: int = 0
     """Rollouts of its groups that were stopped early."""
-    refused: frozenset[int] = frozenset()
+    quarantined_rows: frozenset[int] = frozenset()
     """Numbers of the rows that are sent no more: they killed the trainer."""
-    seal: tuple[int, int, str] | None = None
+    closed: tuple[int, int, str] | None = None
     """(tokens with a loss, samples, commit) where the step was sealed."""
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for row in self.rows for sample in row] + list(self.loose)
+        return [sample for row in self.rows for sample in row] + list(self.unpacked)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +77,15 @@ class Snapshot:
     interrupted: tuple[InterruptedGroup, ...]
     scored: tuple[ScoredTrajectory, ...]
     """Scored, and not placed in a step."""
-    compared: frozenset[str]
+    group_scored: frozenset[str]
     """Rollouts that were compared with their siblings."""
-    followed: frozenset[str]
+    prm_scored: frozenset[str]
     """Rollouts whose steps have scores."""
-    flags: dict[tuple[str, int], EarlyStopDecision]
+    early_stops: dict[tuple[str, int], EarlyStopDecision]
     """By rollout in flight and attempt: how its coin fell."""
     steps: dict[int, RecordedStep]
     """Steps from `num_done` on; the last one may be open."""
-    num_placed_groups: int
+    num_assigned_groups: int
     """Groups placed in any step so far."""
     running_groups: frozenset[int]
     """Groups admitted and neither placed nor given up."""
@@ -98,7 +98,7 @@ class Snapshot:
     @property
     def open_step(self) -> int:
         """The step being filled."""
-        return max((number + (step.seal is not None) for number, step in self.steps.items()), default=self.num_done)
+        return max((number + (step.closed is not None) for number, step in self.steps.items()), default=self.num_done)
 
 
 _trajectories: Decoder[ScoredTrajectory] = Decoder(ScoredTrajectory)
@@ -112,8 +112,8 @@ def read_snapshot(ledger: Ledger) -> Snapshot:
 
 
 def _read_snapshot(ledger: Ledger) -> Snapshot:
-    num_done = ledger.recalled("done", 0)
-    drawn, *position = ledger.recalled("drawn", (-1, 0, 0))
+    num_done = ledger.read_state("done", 0)
+    drawn, *position = ledger.read_state("drawn", (-1, 0, 0))
     steps = _read_steps(ledger, first=num_done, end=None)
     scored = _scored(ledger, "step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE number IS NULL)")
     names = {one.trajectory.rollout_id for one in scored}
@@ -126,13 +126,13 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
         position=(position[0], position[1]),
         interrupted=interrupted,
         scored=scored,
-        compared=frozenset(name for name, (_, is_compared) in amended if is_compared and name in names),
-        followed=frozenset(name for name, (is_followed, _) in amended if is_followed and name in names),
-        flags=_flags(ledger),
+        group_scored=frozenset(name for name, (_, is_compared) in amended if is_compared and name in names),
+        prm_scored=frozenset(name for name, (is_followed, _) in amended if is_followed and name in names),
+        early_stops=_early_stops(ledger),
         steps=steps,
-        num_placed_groups=ledger.recalled("placed", 0),
+        num_assigned_groups=ledger.read_state("placed", 0),
         running_groups=frozenset(running),
-        deaths=ledger.recalled("deaths", {}),
+        deaths=ledger.read_state("deaths", {}),
         evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
     )
 
@@ -151,12 +151,12 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
     between = f"step >= {bounds[0]} AND step < {bounds[1]}"
     bodies = {one.trajectory.rollout_id: one for one in _scored(ledger, between)}
     rows: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    loose: dict[int, list[Sample]] = collections.defaultdict(list)
+    unpacked: dict[int, list[Sample]] = collections.defaultdict(list)
     for rollout_id, _, advantages, step, row, *_ in ledger.store.rows("samples", f"{between} ORDER BY step, row, place, rowid"):
         sample = _sample(bodies[rollout_id], np.frombuffer(advantages, np.float32))
-        (loose[step] if row is None else rows[step][row]).append(sample)
+        (unpacked[step] if row is None else rows[step][row]).append(sample)
     seals = ledger.store.rows("steps", between)
-    sealed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, _, num_tokens, num_samples, seq in seals}
+    closed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, _, num_tokens, num_samples, seq in seals}
     groups = collections.Counter(step for _, _, _, step, is_placed in ledger.store.rows("groups", between) if is_placed)
     greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE is_placed AND {between})"
     baselines = {one.trajectory.group_id: one for one in _scored(ledger, greedy) if one.trajectory.is_greedy}
@@ -165,14 +165,14 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
     steps = {
         step: RecordedStep(
             rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
-            loose=tuple(loose[step]),
-            groups=_groups((bodies[sample.trajectory.rollout_id] for sample in loose[step]), baselines=baselines),
+            unpacked=tuple(unpacked[step]),
+            groups=_groups((bodies[sample.trajectory.rollout_id] for sample in unpacked[step]), baselines=baselines),
             num_groups=groups.get(step, 0),
             num_stopped=num_stopped.get(step, 0),
-            refused=ledger.refused_rows(step),
-            seal=sealed.get(step),
+            quarantined_rows=ledger.quarantined_rows(step),
+            closed=closed.get(step),
         )
-        for step in sorted(rows.keys() | loose.keys() | sealed.keys() | groups.keys())
+        for step in sorted(rows.keys() | unpacked.keys() | closed.keys() | groups.keys())
     }
     for step, num_rows, *_ in seals:
         if len(steps[step].rows) != num_rows:
@@ -182,8 +182,8 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
 
 def read_resting(ledger: Ledger) -> dict[int, Rest]:
     """Prompts that were out of the curriculum's band when they were last measured, by number."""
-    of_prompts = ledger.store.rows("state", "key >= ? AND key < ?", RESTS, RESTS[:-1] + chr(ord(RESTS[-1]) + 1))
-    found = {int(key.removeprefix(RESTS)): json.loads(value) for key, value in of_prompts}
+    of_prompts = ledger.store.rows("state", "key >= ? AND key < ?", REST_KEY, REST_KEY[:-1] + chr(ord(REST_KEY[-1]) + 1))
+    found = {int(key.removeprefix(REST_KEY)): json.loads(value) for key, value in of_prompts}
     return {number: Rest(length=rest[0], measured_in=rest[1]) for number, rest in found.items() if rest is not None}
 
 
@@ -193,7 +193,7 @@ def read_successes(ledger: Ledger, *, correct_reward: float, group_size: int) ->
 
     Siblings from `group_size` on are greedy, and not counted.
     """
-    settled = ledger.store.rows("settled", "number > ? ORDER BY number", ledger.recalled("measured", 0))
+    settled = ledger.store.rows("settled", "number > ? ORDER BY number", ledger.read_state("measured", 0))
     if not settled:  # no look at the whole history
         return []
     rewards: dict[int, list[float | None]] = collections.defaultdict(list)
@@ -220,7 +220,7 @@ def saved_versions(ledger: Ledger) -> list[int]:
 
 def first_kept_step(ledger: Ledger) -> int:
     """The step from which on rows are kept: the oldest version that a trainer may start from."""
-    return ledger.recalled("oldest", 0)
+    return ledger.read_state("oldest", 0)
 
 
 def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
@@ -255,13 +255,13 @@ def _sample(scored: ScoredTrajectory, advantages: np.ndarray) -> Sample:
 def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
     """What is in flight and has no score."""
     scored = {rollout_id for (rollout_id,) in ledger.store.read("SELECT rollout_id FROM samples")}
-    missing = {name: rollout for name, rollout in ledger.open_rollouts().items() if name not in scored}
+    missing = {name: rollout for name, rollout in ledger.rollouts_in_flight().items() if name not in scored}
     wanted = {rollout.group_id for rollout in missing.values()}
     prompts = {group_id: _prompts.decode(prompt) for group_id, prompt, *_ in ledger.store.rows("groups") if group_id in wanted}
-    groups: dict[int, list[Interrupted]] = collections.defaultdict(list)
+    groups: dict[int, list[InterruptedRollout]] = collections.defaultdict(list)
     for name, rollout in missing.items():
         sibling = int(name.partition("/")[2])
-        again = Interrupted(rollout_id=name, sibling=sibling, attempt=rollout.attempt + 1, version=rollout.version)
+        again = InterruptedRollout(rollout_id=name, sibling=sibling, attempt=rollout.attempt + 1, version=rollout.version)
         groups[rollout.group_id].append(again)
     return tuple(
         InterruptedGroup(group_id=group_id, prompt=prompts[group_id], rollouts=tuple(rollouts))
@@ -269,8 +269,8 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
     )
 
 
-def _flags(ledger: Ledger) -> dict[tuple[str, int], EarlyStopDecision]:
+def _early_stops(ledger: Ledger) -> dict[tuple[str, int], EarlyStopDecision]:
     """Of the last attempt of each rollout in flight: an earlier one is asked about no more."""
-    said = {name: rollout.flag for name, rollout in ledger.open_rollouts().items()}
+    said = {name: rollout.flag for name, rollout in ledger.rollouts_in_flight().items()}
     fallen = {name: msgspec.json.decode(flag, type=tuple[int, EarlyStopDecision]) for name, flag in said.items() if flag is not None}
     return {(name, attempt): flag for name, (attempt, flag) in fallen.items()}

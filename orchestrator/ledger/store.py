@@ -216,7 +216,7 @@ class Store:
             self.ledger_id = self._database.execute("SELECT id FROM ledger").fetchone()[0]
             self.last_seq = self._find_last()
 
-    def together(self) -> contextlib.AbstractContextManager[Any]:
+    def transaction(self) -> contextlib.AbstractContextManager[Any]:
         """Have everything put in the block be written by one flush, or none of it."""
         return self._taking
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.observe.sample_log import Shown
+from orchestrator.observe.sample_log import SampleLog
 from orchestrator.rules.batch import Verdict, greedy_of, sampled_of
 from orchestrator.rules.repetition import repeated_fraction
 from pipelinerl.algorithms.staleness import split
@@ -66,11 +66,11 @@ class Progress:
         self.rewards: list[float] = []
         """Mean reward of every step trained."""
         self._steps: dict[int, _Step] = collections.defaultdict(_Step)
-        self._shown = Shown(journal)
+        self._sample_log = SampleLog(journal)
 
     def settled(self, verdict: Verdict, *, now_s: float) -> None:
         """A group was placed or given up."""
-        self._shown.ended(verdict.ended, step=verdict.step, now_s=now_s)
+        self._sample_log.ended(verdict.ended, step=verdict.step, now_s=now_s)
         step = self._steps[verdict.step]
         step.num_set_aside += verdict.is_set_aside
         step.num_let_through += verdict.is_let_through
@@ -104,7 +104,7 @@ class Progress:
         self.num_trained_tokens += sum(sample.trajectory.num_trained_tokens for sample, _ in step.samples)
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
-        self._shown.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, members=step.members)
+        self._sample_log.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, members=step.members)
         self._tell(self._alarms.take_step(fields))
 
     def evaluated(self, fields: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ MAX_ERROR_CHARACTERS = 1000
 _NO_MEMBERS: Mapping[str, ScoredTrajectory] = {}
 
 
-class Shown:
+class SampleLog:
     """Writes the `sample` lines."""
 
     def __init__(self, journal: Journal) -> None:

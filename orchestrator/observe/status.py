@@ -67,7 +67,7 @@ class Status:
 
     def gauges(self, *, now_s: float) -> dict[str, Any]:
         """Everything there is to see at this moment, as plain values."""
-        identity = self._ledger.identity()
+        identity = self._ledger.counts()
         if not identity.holds:
             raise RuntimeError(f"conservation is broken: {identity}")
         last = self._progress.last_step

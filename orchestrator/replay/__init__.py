@@ -7,13 +7,13 @@ changed, the differences are what the change does.
 | stage | takes | compared |
 | --- | --- | --- |
 | prompts | the data source | the order of prompts, and their texts and columns |
-| dispatch | groups, when engines answered, when steps filled and policies came | engine and version of each attempt, their order, when |
-| following | rollouts, written anew, and the step scores recorded of them | step scores; who is stopped early |
-| scoring | trajectories; `comparing` is part of it | outcome, reward and components of every rollout |
-| batching | scored trajectories, as recorded or as scoring has just given them | fate and step, advantages, rows |
-| delivery | rows and seals, as recorded or as batching has just made them | the micro-batches each replica is given |
-| refresh | policies, and what engines said of them | which policy each engine is told to fetch, in order; how long it took |
+| generation | groups, when engines answered, when steps filled and policies came | engine and version of each attempt, their order, when |
+| prm | rollouts, written anew, and the step scores recorded of them | step scores; who is stopped early |
+| scoring | trajectories; `group_rewards` is part of it | outcome, reward and components of every rollout |
+| batching | scored trajectories, as recorded or as scoring has just given them | terminal status and step, advantages, rows |
+| training | rows and seals, as recorded or as batching has just made them | the micro-batches each replica is given |
+| weight_sync | policies, and what engines said of them | which policy each engine is told to fetch, in order; how long it took |
 
-Dispatch and refresh run on simulated time, in which everything they wait for happens when it did. The process reward model is not asked
-again: its step scores are those recorded.
+Generation and weight sync run on simulated time, in which everything they wait for happens when it did. The process reward model is
+not asked again: its step scores are those recorded.
 """

@@ -10,7 +10,7 @@ from orchestrator.channels import make_channels
 from orchestrator.credit import MethodCredit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
-from orchestrator.replay.recorded import Settled
+from orchestrator.replay.recorded import RecordedGroup
 from orchestrator.rules.admission import Admission, pace_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
@@ -24,8 +24,8 @@ from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
 
-async def batch_again(
-    config: Config, groups: list[Settled], *, scored: Mapping[str, ScoredTrajectory], folder: Path, ledger: Ledger
+async def replay_batching(
+    config: Config, groups: list[RecordedGroup], *, scored: Mapping[str, ScoredTrajectory], folder: Path, ledger: Ledger
 ) -> None:
     """Have the method of `config` place or give up every group, from the step of the first on; what it decides stands in `ledger`.
 
@@ -47,7 +47,7 @@ async def batch_again(
 
 def _stage(
     config: Config,
-    groups: list[Settled],
+    groups: list[RecordedGroup],
     *,
     scored: Channel[ScoredTrajectory],
     rows: Channel[Row | Seal],
@@ -81,7 +81,7 @@ def _stage(
     )
 
 
-async def _feed(groups: list[Settled], scored: Mapping[str, ScoredTrajectory], channel: Channel[ScoredTrajectory]) -> None:
+async def _feed(groups: list[RecordedGroup], scored: Mapping[str, ScoredTrajectory], channel: Channel[ScoredTrajectory]) -> None:
     for group in groups:
         for member in group.members:
             await channel.put(scored[member.trajectory.rollout_id])

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.replay.prompts import DrawnAgain
-from orchestrator.replay.recorded import Decision, Settled
+from orchestrator.replay.prompts import RedrawnPrompts
+from orchestrator.replay.recorded import BatchingResult, RecordedGroup
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.messages import Outcome, Scored, ScoredTrajectory
 
@@ -21,8 +21,8 @@ TOLERANCE = 1e-6
 """Two numbers closer than this are the same: advantages are float32."""
 
 
-def say_prompts(again: DrawnAgain) -> Iterator[str]:
-    """What `draw_again` found."""
+def compare_prompts(again: RedrawnPrompts) -> Iterator[str]:
+    """What `replay_prompts` found."""
     same = again.num_drawn - len(again.differences)
     yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"
     if again.num_passed:
@@ -30,7 +30,7 @@ def say_prompts(again: DrawnAgain) -> Iterator[str]:
     yield from (f"  {line}" for line in again.differences[:SHOWN])
 
 
-def say_scores(groups: list[Settled], again: Mapping[str, ScoredTrajectory], *, path: Path, model_path: Path) -> Iterator[str]:
+def compare_scores(groups: list[RecordedGroup], again: Mapping[str, ScoredTrajectory], *, path: Path, model_path: Path) -> Iterator[str]:
     """Old and new scores of every rollout, written to `path`; the summary, line by line."""
     tokenizer = load_tokenizer(model_path)
     pairs = [(group, member, again[member.trajectory.rollout_id].score) for group in groups for member in group.members]
@@ -52,13 +52,13 @@ def say_scores(groups: list[Settled], again: Mapping[str, ScoredTrajectory], *, 
         yield f"  {name}: {_said(member.score)} -> {_said(new)}   {text[-60:]!r}"
 
 
-def say_batches(groups: list[Settled], again: list[Settled], *, path: Path) -> Iterator[str]:
+def compare_batches(groups: list[RecordedGroup], again: list[RecordedGroup], *, path: Path) -> Iterator[str]:
     """Old and new fates and advantages of every rollout, written to `path`; the summary, line by line."""
-    new_ones = {name: decision for group in again for name, decision in group.decisions.items()}
-    pairs = [(group, name, old, new_ones[name]) for group in groups for name, old in group.decisions.items()]
+    new_ones = {name: result for group in again for name, result in group.results.items()}
+    pairs = [(group, name, old, new_ones[name]) for group in groups for name, old in group.results.items()]
     with open(path, "w") as file:
         for group, name, old, new in pairs:
-            line = {"rollout_id": name, "prompt_id": group.prompt.prompt_id, "old": _decision(old), "new": _decision(new)}
+            line = {"rollout_id": name, "prompt_id": group.prompt.prompt_id, "old": _result_line(old), "new": _result_line(new)}
             file.write(json.dumps(line) + "\n")
     moved = [pair for pair in pairs if pair[2].fate != pair[3].fate]
     credited = [pair for pair in pairs if _gap(pair[2], pair[3]) > TOLERANCE]
@@ -97,7 +97,7 @@ def _rewards(scores: list[Scored]) -> list[float]:
     return [score.reward for score in scores if score.reward is not None]
 
 
-def _size_of_change(pair: tuple[Settled, ScoredTrajectory, Scored]) -> float:
+def _size_of_change(pair: tuple[RecordedGroup, ScoredTrajectory, Scored]) -> float:
     _, member, new = pair
     if member.score.reward is None or new.reward is None:
         return float("inf")
@@ -108,7 +108,7 @@ def _said(score: Scored) -> str:
     return f"{score.reward:.4g}" if score.outcome is Outcome.OK else f"{score.outcome} ({score.error[:80]})"
 
 
-def _score_line(group: Settled, member: ScoredTrajectory, new: Scored, tokenizer: Any) -> dict[str, Any]:
+def _score_line(group: RecordedGroup, member: ScoredTrajectory, new: Scored, tokenizer: Any) -> dict[str, Any]:
     completion = tokenizer.decode(member.trajectory.token_ids[len(group.prompt.token_ids) :])
     return {
         "rollout_id": member.trajectory.rollout_id,
@@ -126,20 +126,20 @@ def _score(score: Scored) -> dict[str, Any]:
     return {"outcome": str(score.outcome), "reward": score.reward, "components": score.components, "error": score.error}
 
 
-def _decision(decision: Decision) -> dict[str, Any]:
-    trained = None if decision.advantages is None else float(decision.advantages[decision.advantages != 0].sum())
-    return {"fate": decision.fate, "row": decision.row, "advantage_sum": trained}
+def _result_line(result: BatchingResult) -> dict[str, Any]:
+    trained = None if result.advantages is None else float(result.advantages[result.advantages != 0].sum())
+    return {"fate": result.fate, "row": result.row, "advantage_sum": trained}
 
 
-def _gap(old: Decision, new: Decision) -> float:
+def _gap(old: BatchingResult, new: BatchingResult) -> float:
     if old.advantages is None or new.advantages is None:
         return 0.0
     return float(np.abs(old.advantages - new.advantages).max())
 
 
-def _mean(decision: Decision) -> str:
-    assert decision.advantages is not None
-    told = decision.advantages[decision.advantages != 0]
+def _mean(result: BatchingResult) -> str:
+    assert result.advantages is not None
+    told = result.advantages[result.advantages != 0]
     return f"{told.mean():.4g}" if len(told) else "0"
 
 

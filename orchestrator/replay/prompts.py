@@ -9,7 +9,7 @@ from orchestrator.stages.prompts import Source
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnAgain:
+class RedrawnPrompts:
     """How a source compares with what it gave the run."""
 
     num_drawn: int
@@ -18,7 +18,7 @@ class DrawnAgain:
     differences: list[str]
 
 
-def draw_again(source: Source, drawn: list[Drawn]) -> DrawnAgain:
+def replay_prompts(source: Source, drawn: list[Drawn]) -> RedrawnPrompts:
     """Draw until each recorded position; raises `DataError` where the source ends before."""
     differences: list[str] = []
     num_passed = 0
@@ -34,7 +34,7 @@ def draw_again(source: Source, drawn: list[Drawn]) -> DrawnAgain:
         elif each.prompt is not None and prompt.columns != each.prompt.columns:
             names = sorted(name for name in prompt.columns | each.prompt.columns if _differ(name, prompt.columns, each.prompt.columns))
             differences.append(f"prompt {each.prompt_id}: columns differ: {', '.join(names)}")
-    return DrawnAgain(num_drawn=len(drawn), num_passed=num_passed, differences=differences)
+    return RedrawnPrompts(num_drawn=len(drawn), num_passed=num_passed, differences=differences)
 
 
 def _differ(name: str, one: dict[str, object], other: dict[str, object]) -> bool:

@@ -19,7 +19,7 @@ from pipelinerl.transport.codec import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class BatchingResult:
     """What batching did with a rollout."""
 
     fate: str
@@ -36,7 +36,7 @@ class Decision:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class RecordedGroup:
     """A group that was placed in a step or given up."""
 
     number: int
@@ -47,7 +47,7 @@ class Settled:
     prompt: Prompt
     members: tuple[ScoredTrajectory, ...]
     """All siblings, in order."""
-    decisions: dict[str, Decision]
+    results: dict[str, BatchingResult]
     """By rollout."""
 
 
@@ -55,11 +55,11 @@ class Settled:
 class Recording:
     """The settled groups that stand in a ledger whole, oldest first."""
 
-    groups: list[Settled]
-    num_settled: int
+    groups: list[RecordedGroup]
+    num_completed: int
     """Groups settled in the whole run."""
 
-    def from_a_step_on(self) -> list[Settled]:
+    def from_a_step_on(self) -> list[RecordedGroup]:
         """The groups from the first step of which, and after which, nothing is missing."""
         start = len(self.groups)
         while start > 1 and self.groups[start - 2].number == self.groups[start - 1].number - 1:
@@ -96,11 +96,11 @@ def read_recording(path: Path) -> Recording:
             for rollout_id, kind, reason in database.execute(ends, (each,))
         }
         members: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
-        decisions: dict[int, dict[str, Decision]] = collections.defaultdict(dict)
+        results: dict[int, dict[str, BatchingResult]] = collections.defaultdict(dict)
         samples = "SELECT group_id, rollout_id, scored, step, row, place, advantages FROM samples JOIN trajectories USING (rollout_id)"
         for group_id, rollout_id, scored, step, row, place, advantages in database.execute(samples):
             members[group_id].append(_trajectories.decode(scored))
-            decisions[group_id][rollout_id] = Decision(
+            results[group_id][rollout_id] = BatchingResult(
                 fate=f"step {step}" if step is not None else fates.get(rollout_id, "in flight"),
                 row=None if row is None else (row, place),
                 advantages=None if advantages is None else np.frombuffer(advantages, np.float32),
@@ -108,11 +108,11 @@ def read_recording(path: Path) -> Recording:
         sizes = dict(database.execute("SELECT group_id, count(*) FROM events WHERE kind = 'admitted' GROUP BY group_id"))
         query = "SELECT number, group_id, step, prompt FROM groups WHERE number IS NOT NULL"
         groups = [
-            _settled(number, group_id, step, _prompts.decode(prompt), members[group_id], decisions[group_id])
+            _recorded_group(number, group_id, step, _prompts.decode(prompt), members[group_id], results[group_id])
             for number, group_id, step, prompt in database.execute(f"{query} ORDER BY number")
             if len(members[group_id]) == sizes[group_id]
         ]
-        return Recording(groups=groups, num_settled=database.execute("SELECT count(*) FROM settled").fetchone()[0])
+        return Recording(groups=groups, num_completed=database.execute("SELECT count(*) FROM settled").fetchone()[0])
 
 
 def read_drawn(path: Path) -> list[Drawn]:
@@ -130,7 +130,7 @@ def read_drawn(path: Path) -> list[Drawn]:
         ]
 
 
-def read_seals(path: Path) -> dict[int, Seal]:
+def read_closed_steps(path: Path) -> dict[int, Seal]:
     """By step, every seal. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         ledger_id = database.execute("SELECT id FROM ledger").fetchone()[0]
@@ -141,14 +141,14 @@ def read_seals(path: Path) -> dict[int, Seal]:
         }
 
 
-def _settled(
-    number: int, group_id: int, step: int, prompt: Prompt, members: Sequence[ScoredTrajectory], decisions: dict[str, Decision]
-) -> Settled:
+def _recorded_group(
+    number: int, group_id: int, step: int, prompt: Prompt, members: Sequence[ScoredTrajectory], results: dict[str, BatchingResult]
+) -> RecordedGroup:
     whole = [
         msgspec.structs.replace(member, trajectory=msgspec.structs.replace(member.trajectory, prompt=prompt))
         for member in sorted(members, key=lambda member: member.trajectory.sibling)
     ]
-    return Settled(number=number, group_id=group_id, step=step, prompt=prompt, members=tuple(whole), decisions=decisions)
+    return RecordedGroup(number=number, group_id=group_id, step=step, prompt=prompt, members=tuple(whole), results=results)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from orchestrator.channels import Channels, make_channels
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import Scorers
-from orchestrator.replay.recorded import Settled
+from orchestrator.replay.recorded import RecordedGroup
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.group_rewards import GroupRewards
@@ -34,8 +34,8 @@ END_S = 10.0
 """How long the scorer may take to end when it is told to. After it, it is killed."""
 
 
-async def score_again(
-    config: Config, groups: list[Settled], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
+async def replay_scoring(
+    config: Config, groups: list[RecordedGroup], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
 ) -> dict[str, ScoredTrajectory]:
     """Have the rewards of `config` score every rollout; by rollout. `told` hears how many are done.
 
@@ -59,7 +59,7 @@ async def score_again(
 
 async def _score(
     config: Config,
-    groups: list[Settled],
+    groups: list[RecordedGroup],
     *,
     hub: ZmqHub,
     process: asyncio.subprocess.Process,
@@ -117,17 +117,19 @@ def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Sco
     return stages
 
 
-async def _feed(groups: list[Settled], channels: Channels, ledger: Ledger) -> None:
+async def _feed(groups: list[RecordedGroup], channels: Channels, ledger: Ledger) -> None:
     for group in groups:
         for member in group.members:
             if member.score.outcome is Outcome.STOPPED:
-                ledger.score(member, now_s=asyncio.get_running_loop().time())
+                ledger.record_score(member, now_s=asyncio.get_running_loop().time())
                 await channels.scored.put(member)
             else:
                 await channels.trajectories.put(member.trajectory)
 
 
-async def _collect(groups: list[Settled], channels: Channels, *, found: dict[str, ScoredTrajectory], told: Callable[[int], None]) -> None:
+async def _collect(
+    groups: list[RecordedGroup], channels: Channels, *, found: dict[str, ScoredTrajectory], told: Callable[[int], None]
+) -> None:
     recorded = {member.trajectory.rollout_id: member for group in groups for member in group.members}
     while len(found) < len(recorded):
         scored = await channels.compared.get()

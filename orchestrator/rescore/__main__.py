@@ -16,9 +16,18 @@ import msgspec
 
 from orchestrator.credit import MethodCredit
 from orchestrator.data.sources import longest_prompt
-from orchestrator.rescore.completions import Sampled, Tried, Typed, asked_for, column_of, play, read_prompts, recorded
-from orchestrator.rescore.scorers import Asked, Scorers, StepsSaid, follow
-from orchestrator.rescore.shown import say_credit, say_member, say_prompt, say_steps
+from orchestrator.rescore.completions import (
+    RescoredRow,
+    SampledCompletions,
+    TypedCompletions,
+    column_of,
+    play,
+    read_prompts,
+    recorded,
+    typed_texts,
+)
+from orchestrator.rescore.printing import print_advantages, print_member, print_prompt, print_step_scores
+from orchestrator.rescore.scorers import CallReport, Scorers, StepScores, score_steps
 from orchestrator.rules.group_rewards import join_comparison, plan_comparison
 from orchestrator.stages.scoring import score_request
 from pipelinerl.algorithms.method import Method
@@ -36,7 +45,7 @@ from pipelinerl.rewards.pool.calls import component_names
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Exits with 1 where a function failed, or nothing could be tried."""
+    """Exits with 1 where a function failed, or nothing could be row."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.rescore", description=__doc__)
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -51,17 +60,17 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         config = resolved(load(arguments.config, overrides=arguments.overrides))
         with tempfile.TemporaryDirectory(prefix="pipelinerl-try-") as folder, contextlib.ExitStack() as open_ones:
-            tryout = Tryout(config, Path(folder), open_ones)
-            for tried in tryout.rows(arguments):
-                tryout.show(tried)
-            tryout.say_end()
-        sys.exit(1 if tryout.num_failed else 0)
+            rescoring = Rescoring(config, Path(folder), open_ones)
+            for row in rescoring.rows(arguments):
+                rescoring.show(row)
+            rescoring.say_end()
+        sys.exit(1 if rescoring.num_failed else 0)
     except PipelineError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-class Tryout:
+class Rescoring:
     """Tries rows, and prints what was said of each."""
 
     def __init__(self, config: Config, folder: Path, open_ones: contextlib.ExitStack) -> None:
@@ -81,13 +90,15 @@ class Tryout:
         names = component_names([reward.function for reward in config.reward])
         self._weights = {name: reward.weight for name, reward in zip(names, config.reward, strict=True)}
 
-    def rows(self, arguments: argparse.Namespace) -> Iterator[Tried]:
+    def rows(self, arguments: argparse.Namespace) -> Iterator[RescoredRow]:
         """What to try, one after the other."""
         if arguments.run is not None:
             yield from recorded(arguments.run, num=arguments.rows)
             return
         prompts = read_prompts(self._config, encoder=self._encoder, first=arguments.first, num=arguments.rows)
-        engine = self._open.enter_context(Sampled(self._config, stop_token_ids=self._stop_tokens.ids)) if arguments.sample else None
+        engine = (
+            self._open.enter_context(SampledCompletions(self._config, stop_token_ids=self._stop_tokens.ids)) if arguments.sample else None
+        )
         for group_id, (where, prompt) in enumerate(prompts):
             num, texts, is_announced = 1, iter(()), False
             if engine is not None:
@@ -98,33 +109,33 @@ class Tryout:
                 texts = iter(arguments.completion)
                 num = 1 if self._config.environment.function is not None else len(arguments.completion)
             else:
-                self._print(say_prompt(Tried(where=where, prompt=prompt, members=()), longest=self._longest))
+                self._print(print_prompt(RescoredRow(where=where, prompt=prompt, members=()), longest=self._longest))
                 sys.stdout.flush()
-                texts = asked_for("completion (ended by an empty line; nothing: the next row)> ")
+                texts = typed_texts("completion (ended by an empty line; nothing: the next row)> ")
                 if (first := next(texts, None)) is None:
                     continue
                 texts, is_announced = itertools.chain([first], texts), True
-            write = engine or Typed(texts, encoder=self._encoder)
-            tried = play(self._config, prompt, where=where, group_id=group_id, num=num, write=write, reply=self._scorers.reply)
-            yield dataclasses.replace(tried, is_announced=is_announced)
+            write = engine or TypedCompletions(texts, encoder=self._encoder)
+            row = play(self._config, prompt, where=where, group_id=group_id, num=num, write=write, reply=self._scorers.reply)
+            yield dataclasses.replace(row, is_announced=is_announced)
 
-    def show(self, tried: Tried) -> None:
+    def show(self, row: RescoredRow) -> None:
         """Score all members, and print the row's block."""
-        if not tried.is_announced:
-            self._print(say_prompt(tried, longest=self._longest))
-        members = [self._score(number, tried) for number in range(len(tried.members))]
-        steps = follow(self._config, list(tried.members)) if self._config.prm.is_used else []
+        if not row.is_announced:
+            self._print(print_prompt(row, longest=self._longest))
+        members = [self._score(number, row) for number in range(len(row.members))]
+        steps = score_steps(self._config, list(row.members)) if self._config.prm.is_used else []
         members = [self._with_steps(member, said) for member, said in zip(members, steps, strict=True)] if steps else members
         members, compared, who = self._compare(members)
         for number, member in enumerate(members):
-            asked = [self._scorers.asked.pop(member.score.rollout_id, Asked())]
-            if tried.replies:
-                asked += [self._scorers.asked.pop(name) for name in tried.replies[number]]
+            asked = [self._scorers.asked.pop(member.score.rollout_id, CallReport())]
+            if row.replies:
+                asked += [self._scorers.asked.pop(name) for name in row.replies[number]]
             shown = [*asked, compared] if member.trajectory.rollout_id in who else asked
             weights, num = self._weights, len(members)
-            self._print(say_member(member, number=number + 1, num=num, weights=weights, asked=shown, decode=self._decode))
+            self._print(print_member(member, number=number + 1, num=num, weights=weights, asked=shown, decode=self._decode))
             if steps:
-                self._print(say_steps(steps[number]))
+                self._print(print_step_scores(steps[number]))
             has_steps = not steps or all(score is not None for _, _, score, _ in steps[number].steps)
             self._num_shown += 1
             self.num_failed += member.score.outcome is not Outcome.OK or not has_steps
@@ -134,10 +145,10 @@ class Tryout:
     def say_end(self) -> None:
         """The sum of it."""
         failed = f"{self.num_failed:,} without a reward, see FAILED above" if self.num_failed else "every function answered"
-        print(f"{self._num_shown:,} completions tried: {failed}")
+        print(f"{self._num_shown:,} completions row: {failed}")
 
-    def _score(self, number: int, tried: Tried) -> ScoredTrajectory:
-        trajectory = tried.members[number]
+    def _score(self, number: int, row: RescoredRow) -> ScoredTrajectory:
+        trajectory = row.members[number]
         if trajectory.outcome is not Outcome.OK or trajectory.finish is Finish.ERROR:
             outcome = Outcome.ERROR if trajectory.outcome is Outcome.OK else trajectory.outcome
             scored = Scored(rollout_id=trajectory.rollout_id, attempt=0, outcome=outcome, reward=None, error=trajectory.error)
@@ -145,19 +156,19 @@ class Tryout:
             scored = self._scorers.score(score_request(trajectory))
         return ScoredTrajectory(trajectory=trajectory, score=scored)
 
-    def _with_steps(self, member: ScoredTrajectory, said: StepsSaid) -> ScoredTrajectory:
+    def _with_steps(self, member: ScoredTrajectory, said: StepScores) -> ScoredTrajectory:
         return msgspec.structs.replace(member, steps=said.scores)
 
-    def _compare(self, members: list[ScoredTrajectory]) -> tuple[list[ScoredTrajectory], Asked, set[str]]:
+    def _compare(self, members: list[ScoredTrajectory]) -> tuple[list[ScoredTrajectory], CallReport, set[str]]:
         """Have rewards with `per = "group"` compare the siblings, as the run does; also what became of that, and who was compared."""
         if not self._config.compares_siblings or not members:
-            return members, Asked(), set()
+            return members, CallReport(), set()
         plan = plan_comparison(
             Group(group_id=members[0].trajectory.group_id, members=tuple(members)), min_survivors=self._config.batch.min_survivors
         )
         if not plan.compared:
             done = {member.trajectory.rollout_id: member for member in plan.done}
-            return [done[member.trajectory.rollout_id] for member in members], Asked(), set()
+            return [done[member.trajectory.rollout_id] for member in members], CallReport(), set()
         request = ScoreGroup(
             group_id=members[0].trajectory.group_id, members=tuple(score_request(member.trajectory) for member in plan.compared)
         )
@@ -179,7 +190,7 @@ class Tryout:
         credit = MethodCredit(self._method, self._config.reward, correct_reward=self._config.algorithm.correct_reward)
         in_trainer = makes_advantages_in_trainer(self._method)
         name = f"{self._method.name} over {len(survivors)} of {len(members)} siblings"
-        self._print(say_credit(credit(survivors), survivors, method=name, in_trainer=in_trainer))
+        self._print(print_advantages(credit(survivors), survivors, method=name, in_trainer=in_trainer))
 
     def _print(self, lines: Iterator[str]) -> None:
         for line in lines:

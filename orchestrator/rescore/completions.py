@@ -1,4 +1,4 @@
-"""Where the completions come from that are tried: typed, a column of the data, a recorded run, or the engine."""
+"""Where the completions come from that are row: typed, a column of the data, a recorded run, or the engine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Answer = Callable[[Reply], Replied]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A row of the data, and what is tried on it."""
+class RescoredRow:
+    """A row of the data, and what is row on it."""
 
     where: str
     """Where the row stands."""
@@ -66,17 +66,19 @@ def read_prompts(config: Config, *, encoder: TextEncoder, first: int, num: int) 
         yield where, builder.prompt(number, row, epoch=0, where=where)
 
 
-def recorded(run_folder: Path, *, num: int) -> Iterator[Tried]:
+def recorded(run_folder: Path, *, num: int) -> Iterator[RescoredRow]:
     """The newest groups of a run, as they were sampled. Raises `LedgerError`, `DataError`."""
     groups = read_recording(run_folder / "ledger.sqlite").groups[-num:]
     if not groups:
         raise DataError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
     for group in groups:
         members = tuple(member.trajectory for member in group.members)
-        yield Tried(where=f"{run_folder}, group {group.group_id}, prompt {group.prompt.prompt_id}", prompt=group.prompt, members=members)
+        yield RescoredRow(
+            where=f"{run_folder}, group {group.group_id}, prompt {group.prompt.prompt_id}", prompt=group.prompt, members=members
+        )
 
 
-def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int, write: Write, reply: Answer) -> Tried:
+def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int, write: Write, reply: Answer) -> RescoredRow:
     """Have `num` siblings of a prompt written, turn by turn where there is an environment."""
     environment = config.environment
     episode = None
@@ -110,7 +112,7 @@ def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int,
         rollouts = [went_on.get(rollout.rollout_id, rollout) for rollout in rollouts]
         open_ones = [one for one in went_on.values() if one.episode is not None and not one.episode.is_over]
     members = tuple(one.trajectory(last[one.rollout_id], engine_id=0, finished_at=0.0) for one in rollouts)
-    return Tried(where=where, prompt=prompt, members=members, replies=tuple(tuple(names) for names in asked.values()))
+    return RescoredRow(where=where, prompt=prompt, members=members, replies=tuple(tuple(names) for names in asked.values()))
 
 
 def _after(rollout: Rollout, reply: Answer, asked: list[str]) -> Rollout:
@@ -122,7 +124,7 @@ def _after(rollout: Rollout, reply: Answer, asked: list[str]) -> Rollout:
     return dataclasses.replace(rollout, episode=rollout.episode.observe(reply(request)))
 
 
-class Typed:
+class TypedCompletions:
     """Texts that were typed: of a run with an environment, one for each turn. What is wanted beyond them ends the episode."""
 
     def __init__(self, texts: Iterator[str], *, encoder: TextEncoder) -> None:
@@ -156,7 +158,7 @@ def column_of(prompt: Prompt, column: str, *, where: str) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def asked_for(prompt: str) -> Iterator[str]:
+def typed_texts(prompt: str) -> Iterator[str]:
     """Texts that a person types, one after the other, each ended by an empty line; an empty one ends them."""
     while True:
         print(prompt, end="", file=sys.stderr, flush=True)
@@ -166,7 +168,7 @@ def asked_for(prompt: str) -> Iterator[str]:
         yield "".join(lines).removesuffix("\n")
 
 
-class Sampled:
+class SampledCompletions:
     """The run's engine, in a process of its own."""
 
     def __init__(self, config: Config, *, stop_token_ids: tuple[int, ...]) -> None:
@@ -181,7 +183,7 @@ class Sampled:
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
-    def __enter__(self) -> Sampled:
+    def __enter__(self) -> SampledCompletions:
         return self
 
     def __exit__(self, *error: object) -> None:

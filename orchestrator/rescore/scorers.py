@@ -30,7 +30,7 @@ _Answer = TypeVar("_Answer", Scored, GroupScored, Replied)
 
 
 @dataclasses.dataclass(slots=True)
-class Asked:
+class CallReport:
     """What became of one request."""
 
     durations_s: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,7 @@ class Scorers:
     """Asks, waits, and keeps how long each function took and why it failed."""
 
     def __init__(self, config: Config, journal: Journal) -> None:
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, CallReport] = {}
         """By the name under which a request is known."""
         self._pools = RewardPools(
             config.reward,
@@ -79,7 +79,7 @@ class Scorers:
         return self._ask(request, Replied)
 
     def _ask(self, request: Request, kind: type[_Answer]) -> _Answer:
-        asked = self.asked[request.rollout_id] = Asked()
+        asked = self.asked[request.rollout_id] = CallReport()
         self._pools.submit(request)
         while not (answers := [answer for answer in self._pools.advance() if isinstance(answer, kind)]):
             self._pools.wait(1.0)
@@ -99,7 +99,7 @@ class Scorers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepsSaid:
+class StepScores:
     """What the process reward model said of a trajectory."""
 
     steps: tuple[tuple[int, str, float | None, str], ...]
@@ -116,7 +116,7 @@ class StepsSaid:
         return TraceScores(ends=ends, scores=np.array(scores, np.float32), version=self.version)
 
 
-def follow(config: Config, trajectories: list[Trajectory]) -> list[StepsSaid]:
+def score_steps(config: Config, trajectories: list[Trajectory]) -> list[StepScores]:
     """Have the process reward model, or its judge, score the steps of these. Raises `ConfigError` where it cannot be loaded."""
     traces = [
         {"prompt": one.prompt.token_ids.tolist(), "tokens": one.token_ids[len(one.prompt.token_ids) :].tolist()} for one in trajectories
@@ -132,7 +132,7 @@ def follow(config: Config, trajectories: list[Trajectory]) -> list[StepsSaid]:
         answer = json.loads(output.read_text())
     if "error" in answer:
         raise ConfigError(answer["error"])
-    return [StepsSaid(steps=tuple(map(tuple, one["steps"])), version=one["version"]) for one in answer["traces"]]
+    return [StepScores(steps=tuple(map(tuple, one["steps"])), version=one["version"]) for one in answer["traces"]]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from orchestrator.ledger.ledger import Ledger, facts_of
+from orchestrator.ledger.ledger import Ledger, summary_of
 from orchestrator.ledger.snapshot import RecordedStep
 from orchestrator.observe.progress import Progress
 from orchestrator.rules.admission import Admission
@@ -104,7 +104,7 @@ class Batching:
         self._num_given_up = 0
         self._settled = settled
         self._restored = restored
-        self._loose = open_step.loose if open_step else ()
+        self._loose = open_step.unpacked if open_step else ()
         self._next_row = len(open_step.rows) if open_step else 0
         """Number of the next row of the step being filled."""
         self._packed: Channel[Row | Seal] = Channel(
@@ -136,7 +136,7 @@ class Batching:
 
     async def _settle(self, verdict: Verdict) -> None:
         now = asyncio.get_running_loop().time()
-        with self._ledger.together():
+        with self._ledger.transaction():
             self._book(verdict, now_s=now)
             self._settled(verdict.group)
         self._credits.set()
@@ -155,17 +155,17 @@ class Batching:
     def _book(self, verdict: Verdict, *, now_s: float) -> None:
         for ended in verdict.ended:
             trajectory = ended.scored.trajectory
-            facts = facts_of(trajectory, reward=ended.scored.score.reward, step=ended.step)
-            self._ledger.end(trajectory.rollout_id, ended.fate, now_s=now_s, reason=ended.reason, facts=facts)
+            summary = summary_of(trajectory, reward=ended.scored.score.reward, step=ended.step)
+            self._ledger.end(trajectory.rollout_id, ended.fate, now_s=now_s, reason=ended.reason, summary=summary)
         if verdict.is_placed:
             self._admission.placed()
-            self._ledger.place(verdict.group.group_id, verdict.samples, step=verdict.step, now_s=now_s)
+            self._ledger.assign(verdict.group.group_id, verdict.samples, step=verdict.step, now_s=now_s)
             if verdict.delivered is not verdict.samples:
-                self._ledger.credit(verdict.delivered)
+                self._ledger.set_advantages(verdict.delivered)
             self._num_given_up = 0
         else:
             self._admission.given_up()
-            self._ledger.give_up(verdict.group.group_id, step=verdict.step)
+            self._ledger.drop(verdict.group.group_id, step=verdict.step)
             self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
 
     async def _pack(self, step: int, rows: list[list[Sample]]) -> None:
@@ -179,7 +179,7 @@ class Batching:
         await self._pack(step, self._packing.flush())
         now_s = asyncio.get_running_loop().time()
         num_rows, self._next_row = self._next_row, 0
-        commit = self._ledger.seal(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=num_samples, now_s=now_s)
+        commit = self._ledger.close_step(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=num_samples, now_s=now_s)
         await self._packed.put(Seal(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=commit))
 
     async def _record(self) -> None:

@@ -101,7 +101,7 @@ class EnvironmentStage:
             reason = f"{replied.outcome}: {replied.error}"
         else:
             reason = "over" if replied.observation is None else "ok"
-        self._ledger.reply(
+        self._ledger.record_observation(
             turn.rollout.rollout_id,
             attempt=turn.rollout.attempt,
             turn=replied.turn,

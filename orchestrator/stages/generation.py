@@ -126,7 +126,7 @@ class Dispatch:
         async for drawn in self._prompts:
             if self._quarantine.holds(drawn.prompt.prompt_id):
                 num_skipped += 1
-                self._ledger.book("skipped", now_s=_now_s(), prompt_id=drawn.prompt.prompt_id)
+                self._ledger.record("skipped", now_s=_now_s(), prompt_id=drawn.prompt.prompt_id)
                 if num_skipped >= MAX_SKIPPED:
                     raise DataError(f"the last {num_skipped} prompts are all quarantined, each for killing two processes: see the ledger")
                 continue
@@ -229,7 +229,7 @@ class Dispatch:
         self._leave(rollout)
         is_last = rollout.group_id not in self._running and rollout.group_id not in self._again
         if is_last and self._quarantine.came_through("engine", rollout.prompt.prompt_id):
-            self._ledger.book("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(rollout.prompt.prompt_id))
+            self._ledger.record("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(rollout.prompt.prompt_id))
             self._credits.set()
         self._book(rollout, completion, engine_id)
 
@@ -287,7 +287,7 @@ class Dispatch:
             if left:
                 self._again[group_id] = left
         for rollout in adopted.values():
-            self._ledger.adopt(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine.engine_id, now_s=_now_s())
+            self._ledger.reattach(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine.engine_id, now_s=_now_s())
             self._enter(rollout, engine.engine_id)
         self._engines.adopt(
             [(self._request(rollout), rollout.version) for rollout in adopted.values()],
@@ -302,9 +302,9 @@ class Dispatch:
     def _on_died(self, engine_id: int) -> None:
         prompt_ids = self._taken.pop(engine_id, set())
         for prompt_id in sorted(prompt_ids):
-            self._ledger.book("suspected", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(prompt_id))
+            self._ledger.record("suspected", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(prompt_id))
         for row in self._quarantine.died("engine", prompt_ids):
-            self._ledger.book("quarantined", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row)
+            self._ledger.record("quarantined", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row)
         self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
     async def _issue_again(self) -> None:
@@ -361,7 +361,7 @@ class Dispatch:
         """An answer is in the ledger before anything that it makes room for."""
         now_s = _now_s()
         trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
-        self._ledger.generate(trajectory, now_s=now_s)
+        self._ledger.record_completion(trajectory, now_s=now_s)
         self._answered.put_now(trajectory)  # bounded: `_full` holds back what is asked for, and each is one that was
 
     async def _collect(self) -> None:

@@ -293,7 +293,7 @@ class PrmScoring:
             return
         trace.decision, trace.decided_at = decision, len(trace.token_ids)
         self.num_flagged += 1
-        self._ledger.flag(rollout_id, attempt=trace.attempt, flag=decision, now_s=_now_s())
+        self._ledger.record_early_stop(rollout_id, attempt=trace.attempt, flag=decision, now_s=_now_s())
         if not decision.stops:
             return
         self._ledger.flush()  # before the engine hears of it: see the module
@@ -308,7 +308,7 @@ class PrmScoring:
         score = Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
         steps = _scores_of(self._trace_of(trajectory))
         stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, early_stop=decision)
-        self._ledger.score(stopped, now_s=_now_s())
+        self._ledger.record_score(stopped, now_s=_now_s())
         await self._take_scored(stopped)
 
     def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
@@ -357,7 +357,7 @@ class PrmScoring:
         self._answer(msgspec.structs.replace(scored, score=score))
 
     def _answer(self, scored: ScoredTrajectory) -> None:
-        self._ledger.amend("followed", (scored,), now_s=_now_s())
+        self._ledger.update_scores("followed", (scored,), now_s=_now_s())
         self._answers.put_claimed(scored)
 
     def _owed(self) -> str | None:

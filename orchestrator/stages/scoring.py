@@ -74,7 +74,7 @@ class Scoring:
 
     def _answer(self, trajectory: Trajectory, scored: Scored) -> None:
         answer = ScoredTrajectory(trajectory=trajectory, score=scored)
-        self._ledger.score(answer, now_s=asyncio.get_running_loop().time())
+        self._ledger.record_score(answer, now_s=asyncio.get_running_loop().time())
         self._answers.put_claimed(answer)
 
     async def _collect(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.ledger.ledger import Ledger, facts_of
+from orchestrator.ledger.ledger import Ledger, summary_of
 from orchestrator.ledger.snapshot import RecordedStep, commit_of, first_kept_step, read_steps, saved_versions
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.peers import Peers
@@ -305,9 +305,9 @@ class Delivery:
             self._last_checkpoint = ready.version if ready.saved is None else ready.saved
             self._book_checkpoints(ready)
             if _outlived(ready):
-                self._ledger.book("outlived", now_s=loop.time(), step=ready.version)
+                self._ledger.record("outlived", now_s=loop.time(), step=ready.version)
             elif ready.version or self.num_booked or not is_first:
-                self._ledger.book("restarted", now_s=loop.time(), step=ready.version)
+                self._ledger.record("restarted", now_s=loop.time(), step=ready.version)
             is_first = False
             for step in [step for step in self._steps if step < ready.version]:
                 del self._steps[step]
@@ -328,11 +328,11 @@ class Delivery:
         reasons = {damage.version: damage.reason for damage in ready.damaged}
         for newer in sorted((one for one in known if one > version), reverse=True):
             reason = reasons.get(newer, "it is not there any more")
-            self._ledger.discard(newer, reason, now_s=now_s)
+            self._ledger.discard_checkpoint(newer, reason, now_s=now_s)
             self._progress.journal.write("checkpoint", version=newer, num_bytes=0, save_s=0.0, error=f"discarded: {reason}")
             print(f"checkpoint {newer} is discarded: {reason}; version {version} is used, and what came after is trained again", flush=True)
         if version and version not in known:
-            self._ledger.saved(version, ready.saved_commit or ready.commit, oldest=ready.oldest, now_s=now_s)
+            self._ledger.record_checkpoint(version, ready.saved_commit or ready.commit, oldest=ready.oldest, now_s=now_s)
 
     def _suspect(self, rows: Sequence[str]) -> None:
         """The trainer before died with these rows in hand. One that was there twice is sent no more; one that was trained once is none."""
@@ -343,11 +343,11 @@ class Delivery:
         keys = sorted(known.intersection(rows))
         now_s = asyncio.get_running_loop().time()
         for key in keys:
-            self._ledger.book("suspected", now_s=now_s, peer="trainer", reason=key)
+            self._ledger.record("suspected", now_s=now_s, peer="trainer", reason=key)
         for key in self._quarantine.died("trainer", keys):
             step, row = map(int, key.split("/"))
             samples = self._steps[step].rows[row].samples
-            self._ledger.refuse(step, row, samples, now_s=now_s)
+            self._ledger.quarantine_row(step, row, samples, now_s=now_s)
             self._steps[step].refused |= {row}
             named = ", ".join(f"{one.trajectory.rollout_id} (prompt {one.trajectory.prompt.prompt_id})" for one in samples)
             print(f"row {row} of step {step} killed the trainer twice: it is sent no more, its samples failed: {named}", flush=True)
@@ -358,7 +358,7 @@ class Delivery:
         """A step is done: what was suspected in it has come through."""
         for row in range(len(self._steps[step].rows)):
             if self._quarantine.came_through("trainer", key := f"{step}/{row}"):
-                self._ledger.book("cleared", now_s=asyncio.get_running_loop().time(), peer="trainer", reason=key)
+                self._ledger.record("cleared", now_s=asyncio.get_running_loop().time(), peer="trainer", reason=key)
 
     def _miscounts(self, peer: str, ready: TrainerReady) -> Lie | None:
         if ready.num_replicas == self._num_replicas:
@@ -447,7 +447,7 @@ class Delivery:
         engines = self._name_who_differs(done)
         now_s = asyncio.get_running_loop().time()
         if done.step < self.num_booked:
-            self._ledger.book("replayed", now_s=now_s, step=done.step)
+            self._ledger.record("replayed", now_s=now_s, step=done.step)
             del self._steps[done.step]
         else:
             self._learn_of_kv(done)
@@ -477,11 +477,11 @@ class Delivery:
 
     def _book(self, step: int, *, now_s: float) -> None:
         """Have a step's samples end as trained."""
-        with self._ledger.together():
+        with self._ledger.transaction():
             for sample in self._steps.pop(step).samples:
-                facts = facts_of(sample.trajectory, reward=sample.reward, step=step)
-                self._ledger.end(sample.trajectory.rollout_id, Fate.TRAINED, now_s=now_s, facts=facts)
-            self._ledger.book("done", now_s=now_s, step=step)
+                summary = summary_of(sample.trajectory, reward=sample.reward, step=step)
+                self._ledger.end(sample.trajectory.rollout_id, Fate.TRAINED, now_s=now_s, summary=summary)
+            self._ledger.record("done", now_s=now_s, step=step)
         self.num_booked += 1
 
     def _on_published(self, peer: str, published: PolicyPublished) -> None:
@@ -495,7 +495,7 @@ class Delivery:
         commit = commit_of(self._ledger, saved.version - 1) if 0 < saved.version <= self._num_done else None
         if not self._leads(peer, saved) or self._is_refused(peer, trained.checkpoint_saved(saved, self._standing, commit=commit)):
             return
-        self._ledger.saved(saved.version, saved.commit, oldest=saved.oldest, now_s=asyncio.get_running_loop().time())
+        self._ledger.record_checkpoint(saved.version, saved.commit, oldest=saved.oldest, now_s=asyncio.get_running_loop().time())
         fields = {"version": saved.version, "num_bytes": saved.num_bytes, "save_s": saved.save_s, "error": ""}
         self._progress.journal.write("checkpoint", **fields)
         self._last_checkpoint = saved.version
@@ -505,7 +505,7 @@ class Delivery:
         if not self._leads(peer, failed) or self._is_refused(peer, trained.checkpoint_failed(failed, self._standing)):
             return
         error = shorten(failed.error)
-        self._ledger.book("unsaved", now_s=asyncio.get_running_loop().time(), step=failed.version, reason=error)
+        self._ledger.record("unsaved", now_s=asyncio.get_running_loop().time(), step=failed.version, reason=error)
         self._progress.journal.write("checkpoint", version=failed.version, num_bytes=0, save_s=0.0, error=error)
         self._last_checkpoint = failed.version
         self._check_finished()
@@ -537,10 +537,10 @@ def _outlived(ready: TrainerReady) -> bool:
 
 def _step_of(number: int, recorded: RecordedStep) -> _Step:
     seal = None
-    if recorded.seal is not None:
-        num_tokens, num_samples, commit = recorded.seal
+    if recorded.closed is not None:
+        num_tokens, num_samples, commit = recorded.closed
         seal = Seal(step=number, num_tokens=num_tokens, num_samples=num_samples, commit=commit)
-    step = _Step(refused=recorded.refused, seal=seal)
+    step = _Step(refused=recorded.quarantined_rows, seal=seal)
     for samples in recorded.rows:
         step.add(Row(step=number, samples=samples))
     return step

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.checker.history import open_history
-from pipelinerl.checker.invariants import try_history
+from pipelinerl.checker.invariants import check_history
 
 MAX_SHOWN = 20
 
@@ -18,23 +18,26 @@ def main() -> None:
     parser.add_argument("run_folder", type=Path, help="a run's folder, under way or ended")
     try:
         with open_history(parser.parse_args().run_folder) as history:
-            trial = try_history(history)
+            checker = check_history(history)
             num_checkpoints = len(history.checkpoints)
     except (OSError, ValueError, sqlite3.Error) as error:
         sys.exit(f"cannot be checked: {error}")
-    counts = trial.counts()
+    counts = checker.counts()
     right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if name != "admitted")
-    print(f"{trial.num_entries:,} entries, {trial.num_lives} lives, {trial.num_done} steps, {trial.num_replayed} of them trained again")
+    num_restarts = max(0, checker.num_starts - 1)
+    print(
+        f"{checker.num_entries:,} entries, {num_restarts} restarts, {checker.num_done} steps, {checker.num_retrained} of them trained again"
+    )
     print(f"{counts['admitted']:,} admitted = {right}")
-    num_saved, num_discarded, num_starts = len(trial.saved), trial.num_discarded, len(trial.restarts)
+    num_saved, num_discarded, num_starts = len(checker.saved), checker.num_discarded, len(checker.trainer_starts)
     print(
         f"{num_checkpoints} checkpoints on disk, {num_saved} saved, {num_discarded} discarded, {num_starts} starts of the trainer from one"
     )
-    for problem in trial.problems[:MAX_SHOWN]:
+    for problem in checker.problems[:MAX_SHOWN]:
         print(f"BROKEN: {problem}")
-    if trial.problems:
+    if checker.problems:
         sys.exit(
-            f"{len(trial.problems)} promises broken" + (f", the first {MAX_SHOWN} are shown" if len(trial.problems) > MAX_SHOWN else "")
+            f"{len(checker.problems)} settings broken" + (f", the first {MAX_SHOWN} are shown" if len(checker.problems) > MAX_SHOWN else "")
         )
     print("every promise was kept")
 

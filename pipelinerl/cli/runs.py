@@ -107,7 +107,7 @@ def replay(
     run_folder: RunFolder,
     overrides: Overrides = None,
     stage: Annotated[
-        list[str] | None, typer.Option(help="prompts, dispatch, following, scoring, batching, delivery, refresh; several at once")
+        list[str] | None, typer.Option(help="prompts, generation, prm, scoring, batching, training, weight_sync; several at once")
     ] = None,
 ) -> None:
     """Run stages of a recorded run once more, alone, and tell what comes out otherwise: no engine, no trainer.

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from orchestrator.ledger.ledger import Ledger, facts_of
+from orchestrator.ledger.ledger import Ledger, summary_of
 from orchestrator.ledger.snapshot import Snapshot, commit_of, read_snapshot
 from pipelinerl.messages import UNSAMPLED, Fate, Finish, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, write_manifest
@@ -96,7 +96,7 @@ def write(path: Path, num_rollouts: int) -> int:
     for step in range(num_steps):
         commits[step + 1] = _train(ledger, step)
         if (step + 1) % SAVE_EVERY == 0:
-            ledger.saved(step + 1, commits[step + 1], now_s=float(step), oldest=step + 1 - SAVE_EVERY)
+            ledger.record_checkpoint(step + 1, commits[step + 1], now_s=float(step), oldest=step + 1 - SAVE_EVERY)
         ledger.flush()
     for group_id in range(num_steps * GROUPS_PER_STEP, num_steps * GROUPS_PER_STEP + 3):
         _admit(ledger, group_id, version=num_steps)
@@ -121,20 +121,20 @@ def _train(ledger: Ledger, step: int) -> str:
     for group_id in range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP):
         members = _admit(ledger, group_id, version=step)
         for member in members:
-            ledger.generate(member.trajectory, now_s=now_s)
-            ledger.score(member, now_s=now_s)
+            ledger.record_completion(member.trajectory, now_s=now_s)
+            ledger.record_score(member, now_s=now_s)
         samples = [Sample(trajectory=one.trajectory, reward=1.0, advantages=_ADVANTAGES) for one in members]
-        ledger.place(group_id, samples, step=step, now_s=now_s)
+        ledger.assign(group_id, samples, step=step, now_s=now_s)
         ledger.pack(samples, step=step, row=len(groups), now_s=now_s)
         groups.append(samples)
     num_samples = _PER_STEP
     num_tokens = num_samples * int(_TRAINS.sum())
-    commit = ledger.seal(step, num_rows=len(groups), num_tokens=num_tokens, num_samples=num_samples, now_s=now_s)
-    with ledger.together():
+    commit = ledger.close_step(step, num_rows=len(groups), num_tokens=num_tokens, num_samples=num_samples, now_s=now_s)
+    with ledger.transaction():
         for sample in (sample for samples in groups for sample in samples):
-            facts = facts_of(sample.trajectory, reward=1.0, step=step)
-            ledger.end(sample.trajectory.rollout_id, Fate.TRAINED, now_s=now_s, facts=facts)
-        ledger.book("done", now_s=now_s, step=step)
+            summary = summary_of(sample.trajectory, reward=1.0, step=step)
+            ledger.end(sample.trajectory.rollout_id, Fate.TRAINED, now_s=now_s, summary=summary)
+        ledger.record("done", now_s=now_s, step=step)
     return commit
 
 

@@ -191,8 +191,8 @@ def test_episodes_with_an_environment_train_by_gigpo_also_when_the_scorer_is_kil
     assert len(replies) == 2, "nothing but h and l was ever said to the model"
     longest = max(trained, key=lambda one: len(one.turns.starts) if one.turns else 0)
     assert sum("the environment: " in line for line in story_of(run_folder, longest.rollout_id)) >= 3
-    with pytest.raises(ConfigError, match="dispatch cannot be replayed: this run has an environment"):
-        replay(run_folder, stages=["dispatch"], overrides=[])
+    with pytest.raises(ConfigError, match="generation cannot be replayed: this run has an environment"):
+        replay(run_folder, stages=["generation"], overrides=[])
     replay(run_folder, stages=["batching"], overrides=[])
     assert "0 end otherwise, 0 with other advantages" in capsys.readouterr().out
 

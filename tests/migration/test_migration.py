@@ -17,7 +17,7 @@ from orchestrator.ledger.migration import migrate
 from orchestrator.ledger.snapshot import read_snapshot, read_steps
 from orchestrator.replay.recorded import read_drawn, read_recording
 from pipelinerl.checker.history import open_history
-from pipelinerl.checker.invariants import Trial, try_history
+from pipelinerl.checker.invariants import Checker, check_history
 from pipelinerl.errors import CheckpointDamaged, ConfigError, LedgerError
 from pipelinerl.runtime.process import read_config
 from pipelinerl.storage.checkpoint_folder import check_files, complete, read_manifest
@@ -35,9 +35,9 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def judged(run_folder: Path) -> Trial:
+def checked(run_folder: Path) -> Checker:
     with open_history(run_folder) as history:
-        return try_history(history)
+        return check_history(history)
 
 
 def test_a_run_of_schema_2_is_refused_with_what_to_do(runs: Path):
@@ -46,7 +46,7 @@ def test_a_run_of_schema_2_is_refused_with_what_to_do(runs: Path):
     with pytest.raises(ConfigError, match=r"its schema is 2, this one reads 3. .* `pipelinerl migrate RUN`"):
         read_manifest(complete(runs / "stopped" / "checkpoints")[-1])
     with pytest.raises(ValueError, match="bring the run up to date with `pipelinerl migrate`"):
-        judged(runs / "stopped")
+        checked(runs / "stopped")
 
 
 @pytest.mark.parametrize(("name", "num_steps", "num_trained"), [("finished", 4, 64), ("stopped", 14, 224)])
@@ -57,28 +57,28 @@ def test_a_migrated_run_is_checked_and_goes_on(runs: Path, name: str, num_steps:
     config = read_config(folder)
     assert migrate(folder, say=lambda line: None)
     assert read_config(folder) == config
-    trial = judged(folder)
-    assert trial.problems == []
-    assert (trial.num_done, trial.counts()["trained"]) == (num_steps, num_trained)
+    checker = checked(folder)
+    assert checker.problems == []
+    assert (checker.num_done, checker.counts()["trained"]) == (num_steps, num_trained)
     (checkpoint,) = complete(folder / "checkpoints")
     manifest = read_manifest(checkpoint)
     check_files(checkpoint, manifest)
     assert manifest.num_samples == num_trained
     with contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
         assert [row[:-1] for row in ledger.store.read("SELECT * FROM events")] == before["events"]
-        assert ledger.rows() == before["fates"]
-        identity = ledger.identity()
+        assert ledger.terminal_statuses() == before["fates"]
+        identity = ledger.counts()
         assert (identity.in_flight, identity.admitted) == (0, len({row[3] for row in before["events"] if row[3]}))
         ledger.begin(json.loads(before["events"][0][11])["settings"], now_s=1e6, unix_s=0.0)
         snapshot = read_snapshot(ledger)
-        assert (snapshot.num_done, snapshot.num_placed_groups) == (num_steps, 4 * num_steps)
+        assert (snapshot.num_done, snapshot.num_assigned_groups) == (num_steps, 4 * num_steps)
         revived = [one for group in snapshot.interrupted for one in group.rollouts]
         assert num_steps not in snapshot.steps, "nothing was placed in a step that is not done"
         assert len(revived) + len(snapshot.scored) == identity.cancelled
         assert sorted(read_steps(ledger, first=num_steps)) == [step for step in snapshot.steps if snapshot.steps[step].num_groups]
-    assert judged(folder).problems == []
+    assert checked(folder).problems == []
     assert len(read_drawn(folder / "ledger.sqlite")) == max(row[4] or 0 for row in before["events"]) + 1
-    assert read_recording(folder / "ledger.sqlite").num_settled == len(before["settled"])
+    assert read_recording(folder / "ledger.sqlite").num_completed == len(before["settled"])
     assert not migrate(folder), "there is nothing left to do"
 
 
@@ -102,7 +102,7 @@ def test_an_interrupted_migration_is_begun_again(runs: Path):
     (folder / "ledger.sqlite").write_bytes(ledger)  # the checkpoint is done, the rest is not
     (folder / "config.json").write_text(settings)
     migrate(folder, say=lambda line: None)
-    assert judged(folder).problems == []
+    assert checked(folder).problems == []
 
 
 @pytest.mark.parametrize("what", ["ledger", "settings"])

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.observe.sample_log import Shown
+from orchestrator.observe.sample_log import SampleLog
 from orchestrator.rules.batch import Ended
 from pipelinerl.messages import (
     UNSAMPLED,
@@ -73,7 +73,7 @@ def scored(of: Trajectory, reward: float | None = 1.0, *, outcome: Outcome = Out
     return ScoredTrajectory(trajectory=of, score=score)
 
 
-def show(shown: Shown) -> None:
+def show(shown: SampleLog) -> None:
     """Have a sample shown that was trained in step 3, and one that failed; the answer to both stands in their row."""
     asked = msgspec.structs.replace(prompt(), columns={"answer": "<b>41"})
     right, late = (msgspec.structs.replace(trajectory(sibling=sibling), prompt=asked) for sibling in range(2))

@@ -69,7 +69,7 @@ def put(ledger: Ledger, group_id: int) -> ScoredTrajectory:
     """A scored rollout of five tokens, booked up to there."""
     handmade.admit(ledger, group_id)
     one = handmade.scored(handmade.trajectory(group_id=group_id))
-    ledger.score(one, now_s=0.0)
+    ledger.record_score(one, now_s=0.0)
     return one
 
 
@@ -115,7 +115,7 @@ def test_a_step_that_another_life_began_is_completed(journal: Journal):
     async def program() -> None:
         ledger = Ledger(None)
         placed, next_one = put(ledger, 0), put(ledger, 1)
-        open_step = RecordedStep(loose=(sample(0),), num_groups=1)
+        open_step = RecordedStep(unpacked=(sample(0),), num_groups=1)
         batching, _, rows, admission = stage(journal, ledger, open_step=open_step, restored=(next_one,))
         admission.restore(accepted=1, running=1, version=0)
         running = asyncio.create_task(batching.run())
@@ -134,7 +134,7 @@ def test_a_step_that_had_all_its_groups_is_sealed_at_once(journal: Journal):
 
     async def program() -> None:
         ledger = Ledger(None)
-        open_step = RecordedStep(rows=((sample(0),),), loose=(sample(1),), num_groups=2)
+        open_step = RecordedStep(rows=((sample(0),),), unpacked=(sample(1),), num_groups=2)
         batching, _, rows, _ = stage(journal, ledger, open_step=open_step)
         running = asyncio.create_task(batching.run())
         row, seal = await rows.get(), await rows.get()

@@ -136,7 +136,9 @@ def test_a_role_has_a_baseline_that_moves_with_its_groups_and_outlives_its_orche
     method, ledger = resolve("rae", {"advantage": {"decay": 0.5}}, group_size=2), Ledger(None)
 
     def start() -> MethodCredit:
-        return MethodCredit(method, ONE_REWARD, baselines=ledger.baselines(), remember=lambda means: ledger.remember(means, now_s=0.0))
+        return MethodCredit(
+            method, ONE_REWARD, baselines=ledger.baselines(), remember=lambda means: ledger.store_baselines(means, now_s=0.0)
+        )
 
     def last(credit: MethodCredit, role: str, rewards: list[float]) -> list[float]:
         columns = credit(_in_role(role, rewards))

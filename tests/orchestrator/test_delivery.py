@@ -257,13 +257,13 @@ def test_a_step_that_is_done_is_booked_as_trained_with_its_facts(tmp_path: Path)
             handmade.admit(it.ledger, 4, group_size=4)
             await it.put(row(0, Sample(trajectory=of, reward=0.75, advantages=np.zeros(5, np.float32))))
             await it.put(Seal(step=0, num_tokens=3, num_samples=1))
-            assert it.ledger.identity().trained == 0
+            assert it.ledger.counts().trained == 0
             it.links[0].send(StepDone(step=0, metrics={"loss": 0.5}))
             await asyncio.sleep(0.01)
             return it.ledger
 
     ledger = simulate(program())
-    ((rollout, _, _, fate, _, step, reward, oldest, newest, num_tokens, _, _),) = ledger.rows()
+    ((rollout, _, _, fate, _, step, reward, oldest, newest, num_tokens, _, _),) = ledger.terminal_statuses()
     assert (rollout, fate, step, reward, oldest, newest, num_tokens) == ("4/3", "trained", 0, 0.75, 1, 2, 3)
     steps = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
     assert [line["trainer"] for line in steps] == [{"loss": 0.5}]
@@ -380,7 +380,7 @@ def test_what_a_trainer_says_at_once_after_its_announcement_is_judged_by_where_i
     async def program() -> None:
         async with bench(tmp_path) as it:
             handmade.admit(it.ledger, 0)
-            commit = it.ledger.seal(0, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+            commit = it.ledger.close_step(0, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
             await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1, commit=commit))
             it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=1, version=1, saved=0, commit=commit))
             it.links[0].send(CheckpointSaved(version=1, commit=commit, num_bytes=1, save_s=0.1))
@@ -443,7 +443,7 @@ def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_
             commit = ""
             for group_id in range(2):
                 handmade.admit(it.ledger, group_id)
-                commit = it.ledger.seal(group_id, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+                commit = it.ledger.close_step(group_id, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
                 await it.put(row(group_id, handmade.sample(5, group_id=group_id)), Seal(step=group_id, num_tokens=4, num_samples=1))
             it.links[0].send(StepDone(step=0, metrics={}))
             it.links[0].send(published(1))
@@ -472,10 +472,10 @@ async def train_step(it: Bench, step: int) -> str:
     """Record, deliver and finish a step of one sample, as batching and the trainer would; return its commit."""
     of = handmade.sample(5, group_id=step)
     handmade.admit(it.ledger, step)
-    it.ledger.score(handmade.scored(of.trajectory), now_s=0.0)
-    it.ledger.place(step, [of], step=step, now_s=0.0)
+    it.ledger.record_score(handmade.scored(of.trajectory), now_s=0.0)
+    it.ledger.assign(step, [of], step=step, now_s=0.0)
     it.ledger.pack([of], step=step, row=0, now_s=0.0)
-    commit = it.ledger.seal(step, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
+    commit = it.ledger.close_step(step, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
     await it.put(row(step, of), Seal(step=step, num_tokens=4, num_samples=1, commit=commit))
     await it.ask(0, step=step, index=0)
     it.links[0].send(StepDone(step=step, metrics={}))
@@ -501,7 +501,7 @@ def test_steps_since_the_checkpoint_are_offered_again_row_by_row_and_booked_once
             return it.ledger
 
     ledger = simulate(program())
-    assert ledger.identity().trained == 3
+    assert ledger.counts().trained == 3
     kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'replayed') ORDER BY seq")
     assert kinds == [("done", 0), ("done", 1), ("done", 2), ("saved", 1), ("restarted", 1), ("replayed", 1), ("replayed", 2)]
 
@@ -515,7 +515,7 @@ def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path)
             await train_step(it, 0)
             of = handmade.sample(5, group_id=1)
             handmade.admit(it.ledger, 1)
-            commit = it.ledger.seal(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
+            commit = it.ledger.close_step(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
             await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
             it.links[0].send(ready(2, version=2, commit=commit))
             await asyncio.sleep(0.01)
@@ -523,7 +523,7 @@ def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path)
             return it.ledger
 
     ledger = simulate(program())
-    assert ledger.identity().trained == 2
+    assert ledger.counts().trained == 2
     kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted') ORDER BY seq")
     assert kinds == [("done", 0), ("done", 1), ("saved", 2), ("restarted", 2)]
     steps = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
@@ -539,9 +539,9 @@ def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_sa
             first = await train_step(it, 0)
             of = handmade.sample(5, group_id=1)
             handmade.admit(it.ledger, 1)
-            it.ledger.score(handmade.scored(of.trajectory), now_s=0.0)
-            it.ledger.place(1, [of], step=1, now_s=0.0)
-            commit = it.ledger.seal(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
+            it.ledger.record_score(handmade.scored(of.trajectory), now_s=0.0)
+            it.ledger.assign(1, [of], step=1, now_s=0.0)
+            commit = it.ledger.close_step(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
             await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
             await it.put(row(2, handmade.sample(70, group_id=2)), row(2, handmade.sample(5, group_id=3)))
             assert len(it.rows) == 1, "as far ahead as rows may be taken"
@@ -551,7 +551,7 @@ def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_sa
             return it.ledger
 
     ledger = simulate(program())
-    assert ledger.identity().trained == 2
+    assert ledger.counts().trained == 2
     kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'outlived') ORDER BY seq")
     assert kinds == [("done", 0), ("done", 1), ("saved", 1), ("outlived", 2)]
     assert ledger.store.read("SELECT rollout_id FROM samples") == [("1/0",)]

@@ -24,7 +24,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Ending, Pipeline
 from orchestrator.rules.batch import Credit, StepRules
 from pipelinerl.checker.history import open_history
-from pipelinerl.checker.invariants import Trial, try_history
+from pipelinerl.checker.invariants import Checker, check_history
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -131,14 +131,14 @@ class Survived:
     """What came of a run under kills."""
 
     ending: Ending
-    trial: Trial
+    checker: Checker
     disk: Disk
     kills: collections.Counter[str]
     seconds: float
     rows: list[tuple[Any, ...]]
 
     def problems(self) -> list[str]:
-        return [*self.trial.problems, *self.disk.changed, *[f"{name} mislabelled" for name in self.disk.record.mislabelled]]
+        return [*self.checker.problems, *self.disk.changed, *[f"{name} mislabelled" for name in self.disk.record.mislabelled]]
 
 
 def survive(
@@ -198,8 +198,8 @@ class _Chaos:
                 await asyncio.gather(*roles, return_exceptions=True)
         ending, rows = ended
         with open_history(self.folder) as history:
-            trial = try_history(history)
-        return Survived(ending=ending, trial=trial, disk=self.disk, kills=self.kills, seconds=loop.time(), rows=rows)
+            checker = check_history(history)
+        return Survived(ending=ending, checker=checker, disk=self.disk, kills=self.kills, seconds=loop.time(), rows=rows)
 
     def _make_hubs(self) -> list[MemoryHub]:
         return [MemoryHub(accepts=accepts, weather=self.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
@@ -228,7 +228,7 @@ class _Chaos:
                 ledger.store.abandon()
                 return None
             ending = await main
-            rows = ledger.rows()
+            rows = ledger.terminal_statuses()
             ledger.close()
             return ending, rows
         finally:

@@ -174,7 +174,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
             await asyncio.sleep(10.0)
             for task in tasks:
                 task.cancel()
-        rows = ledger.rows()
+        rows = ledger.terminal_statuses()
     return Simulated(
         ending=ending, record=record, rows=rows, lines=list(read_journals(folder)), seconds=loop.time() - 10.0, settings=settings
     )

@@ -18,7 +18,7 @@ WORLD = World(token_s=1e-3, bad_score_fraction=0.05)
 def check(survived: Survived, *, num_steps: int, groups_per_step: int = 8) -> None:
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
-    assert survived.trial.num_done == num_steps
+    assert survived.checker.num_done == num_steps
     trained = {row[1] for row in survived.rows if row[3] == "trained"}
     refused = {row[1] for row in survived.rows if row[4].startswith("its row killed the trainer twice")}
     assert len(trained | refused) == num_steps * groups_per_step
@@ -43,8 +43,8 @@ def test_nothing_is_lost_or_trained_twice_whoever_is_killed(tmp_path: Path, who:
     survived = survive(config(trainer={"steps": 30}), folder=tmp_path, faults=faults, world=WORLD)
     check(survived, num_steps=30)
     if who == "orchestrator":
-        assert survived.trial.num_adopted > 20, "what engines had outlived it"
-        assert not survived.trial.num_replayed, "the trainer, too, and what it holds need not be trained again"
+        assert survived.checker.num_reattached > 20, "what engines had outlived it"
+        assert not survived.checker.num_retrained, "the trainer, too, and what it holds need not be trained again"
     assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 4, survived.kills
 
 
@@ -75,8 +75,8 @@ def test_steps_since_the_checkpoint_are_trained_again_from_the_same_rows(tmp_pat
     faults = Faults(seed=1, until_s=60.0, trainer_s=5.0)
     survived = survive(config(trainer={"steps": 30}), folder=tmp_path, faults=faults, world=WORLD, checkpoint_every=50)
     check(survived, num_steps=30)
-    assert survived.trial.num_replayed > 5
-    assert set(survived.trial.restarts) == {0}
+    assert survived.checker.num_retrained > 5
+    assert set(survived.checker.trainer_starts) == {0}
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def test_a_trainer_that_finds_its_checkpoint_damaged_goes_on_from_the_one_before
     survived = survive(config(trainer={"steps": 30}), folder=tmp_path, faults=faults, world=WORLD)
     check(survived, num_steps=30)
     assert survived.kills["checkpoint"] >= 2
-    assert survived.trial.num_discarded >= 2
-    assert survived.trial.num_replayed > 5
+    assert survived.checker.num_discarded >= 2
+    assert survived.checker.num_retrained > 5
 
 
 def test_engines_go_on_generating_while_the_trainer_is_away_up_to_the_bound(tmp_path: Path):

@@ -8,7 +8,7 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
-from orchestrator.observe.sample_log import Shown
+from orchestrator.observe.sample_log import SampleLog
 from pipelinerl.errors import DataError
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.view import samples
@@ -140,7 +140,7 @@ def test_what_a_run_writes_of_its_rollouts_is_what_the_browser_finds(tmp_path: P
     """From the orchestrator's own lines, over the server, behind its token."""
     write_run(tmp_path, Plan(num_steps=2))
     journal = Journal(tmp_path, "orchestrator")
-    handmade.show(Shown(journal))
+    handmade.show(SampleLog(journal))
     journal.close()
     with served(tmp_path) as view:
         address = urlsplit(view.address).query

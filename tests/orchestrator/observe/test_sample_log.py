@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.observe.sample_log import EVERY_S, MAX_COLUMN_CHARACTERS, MAX_COLUMNS, MAX_REASONS, MAX_TOKENS, Shown, worth_showing
+from orchestrator.observe.sample_log import EVERY_S, MAX_COLUMN_CHARACTERS, MAX_COLUMNS, MAX_REASONS, MAX_TOKENS, SampleLog, worth_showing
 from orchestrator.rules.batch import Ended
 from pipelinerl.messages import Fate, Outcome, Sample, TraceScores
 from pipelinerl.observe.journal import Journal, read_journals
@@ -36,7 +36,7 @@ def test_the_best_the_worst_and_the_longest_are_shown_each_once() -> None:
 
 
 def test_a_sample_is_told_with_its_tokens_and_the_versions_along_it(tmp_path: Path, journal: Journal) -> None:
-    Shown(journal).trained(4, [sample(1.0, (3, 3, 4))], now_s=0.0)
+    SampleLog(journal).trained(4, [sample(1.0, (3, 3, 4))], now_s=0.0)
     (line,) = read_journals(tmp_path)
     assert line["kind"] == "sample"
     assert (line["step"], line["token_ids"], line["versions"]) == (4, [10, 11, 12], [[3, 2], [4, 1]])
@@ -47,26 +47,26 @@ def test_step_scores_stand_beside_the_tokens_they_end_at(tmp_path: Path, journal
     one = sample(1.0, (3, 3, 4))
     trace = TraceScores(ends=np.array([1, 2], np.int32), scores=np.array([0.5, 0.25], np.float32), version="prm")
     member = msgspec.structs.replace(handmade.scored(one.trajectory), steps=trace)
-    Shown(journal).trained(4, [one], now_s=0.0, members={one.trajectory.rollout_id: member})
+    SampleLog(journal).trained(4, [one], now_s=0.0, members={one.trajectory.rollout_id: member})
     assert [line["steps"] for line in read_journals(tmp_path)] == [[[1, 0.5], [2, 0.25]]]
 
 
-def test_steps_in_quick_succession_are_not_all_shown(tmp_path: Path, journal: Journal) -> None:
-    shown = Shown(journal)
+def test_steps_in_quick_succession_are_not_all_sample_log(tmp_path: Path, journal: Journal) -> None:
+    shown = SampleLog(journal)
     for step, now_s in enumerate((0.0, EVERY_S - 0.1, EVERY_S)):
         shown.trained(step, [sample(1.0, (0,))], now_s=now_s)
     assert [line["step"] for line in read_journals(tmp_path)] == [0, 2]
 
 
 def test_a_long_sample_is_cut_and_its_true_length_told(tmp_path: Path, journal: Journal) -> None:
-    Shown(journal).trained(0, [sample(1.0, (0,) * (MAX_TOKENS + 5))], now_s=0.0)
+    SampleLog(journal).trained(0, [sample(1.0, (0,) * (MAX_TOKENS + 5))], now_s=0.0)
     (line,) = read_journals(tmp_path)
     assert len(line["token_ids"]) == MAX_TOKENS
     assert line["num_tokens"] == MAX_TOKENS + 5
 
 
 def test_a_sample_is_told_with_its_answer_and_what_each_reward_said(tmp_path: Path, journal: Journal) -> None:
-    handmade.show(Shown(journal))
+    handmade.show(SampleLog(journal))
     failed, trained = read_journals(tmp_path)
     assert (trained["fate"], trained["columns"], trained["components"]) == ("trained", {"answer": "<b>41"}, {"right": 1.0})
     assert (trained["reward"], trained["advantage"]) == (1.0, 0.5)
@@ -75,7 +75,7 @@ def test_a_sample_is_told_with_its_answer_and_what_each_reward_said(tmp_path: Pa
 
 
 def test_of_what_ended_otherwise_one_of_each_reason_is_shown_and_not_too_often(tmp_path: Path, journal: Journal) -> None:
-    shown = Shown(journal)
+    shown = SampleLog(journal)
     failed = handmade.scored(handmade.trajectory(), outcome=Outcome.ERROR)
     for now_s in (0.0, EVERY_S - 0.1, EVERY_S):
         shown.ended(
@@ -86,7 +86,7 @@ def test_of_what_ended_otherwise_one_of_each_reason_is_shown_and_not_too_often(t
 
 def test_reasons_without_number_do_not_fill_the_journal(tmp_path: Path, journal: Journal) -> None:
     failed = handmade.scored(handmade.trajectory(), outcome=Outcome.ERROR)
-    Shown(journal).ended([Ended(scored=failed, fate=Fate.FAILED, reason=f"error {number}") for number in range(99)], step=1, now_s=0.0)
+    SampleLog(journal).ended([Ended(scored=failed, fate=Fate.FAILED, reason=f"error {number}") for number in range(99)], step=1, now_s=0.0)
     assert len(list(read_journals(tmp_path))) == MAX_REASONS
 
 
@@ -95,7 +95,7 @@ def test_a_row_of_many_long_columns_is_cut(tmp_path: Path, journal: Journal) -> 
     columns = {"tests": list(range(10_000)), **{f"column {number}": "x" for number in range(99)}}
     asked = msgspec.structs.replace(one.trajectory.prompt, columns=columns)
     one = msgspec.structs.replace(one, trajectory=msgspec.structs.replace(one.trajectory, prompt=asked))
-    Shown(journal).trained(0, [one], now_s=0.0)
+    SampleLog(journal).trained(0, [one], now_s=0.0)
     (line,) = read_journals(tmp_path)
     assert len(line["columns"]) == MAX_COLUMNS
     assert len(line["columns"]["tests"]) == MAX_COLUMN_CHARACTERS + 2

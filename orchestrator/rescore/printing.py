@@ -1,4 +1,4 @@
-"""What was tried, for a person: one block for each row."""
+"""What was row, for a person: one block for each row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orchestrator.rescore.completions import Tried
-from orchestrator.rescore.scorers import Asked, StepsSaid
+from orchestrator.rescore.completions import RescoredRow
+from orchestrator.rescore.scorers import CallReport, StepScores
 from orchestrator.rules.batch import SetAside
 from pipelinerl.messages import Float32, Int32, Outcome, ScoredTrajectory, Trajectory
 
@@ -17,18 +17,18 @@ PROMPT_CHARACTERS = 4000
 Decode = Callable[[list[int]], str]
 
 
-def say_prompt(tried: Tried, *, longest: int) -> Iterator[str]:
+def print_prompt(row: RescoredRow, *, longest: int) -> Iterator[str]:
     """The row's head: where it stands, the rendered prompt, its columns."""
-    num_tokens = len(tried.prompt.token_ids)
+    num_tokens = len(row.prompt.token_ids)
     room = "" if num_tokens <= longest else f", more than the {longest:,} that rollout.max_tokens leaves: a run passes over it"
-    yield f"== {tried.where}: prompt of {_count(num_tokens, 'token')}{room}{', rendered by the chat template' if tried.prompt.chat else ''}"
-    yield _block(tried.prompt.text)
-    for name, value in tried.prompt.columns.items():
+    yield f"== {row.where}: prompt of {_count(num_tokens, 'token')}{room}{', rendered by the chat template' if row.prompt.chat else ''}"
+    yield _block(row.prompt.text)
+    for name, value in row.prompt.columns.items():
         yield f"   {name} = {textwrap.shorten(repr(value), 200, placeholder=' ...')}"
 
 
-def say_member(
-    scored: ScoredTrajectory, *, number: int, num: int, weights: Mapping[str, float], asked: Sequence[Asked], decode: Decode
+def print_member(
+    scored: ScoredTrajectory, *, number: int, num: int, weights: Mapping[str, float], asked: Sequence[CallReport], decode: Decode
 ) -> Iterator[str]:
     """One completion, and what each function said of it."""
     trajectory, score = scored.trajectory, scored.score
@@ -53,7 +53,7 @@ def say_member(
         yield f"   no reward: {score.outcome}: {score.error}"
 
 
-def say_steps(said: StepsSaid) -> Iterator[str]:
+def print_step_scores(said: StepScores) -> Iterator[str]:
     """The process reward model's scores of one completion."""
     yield f"   steps, by {said.version}:"
     for end, text, score, error in said.steps:
@@ -63,7 +63,7 @@ def say_steps(said: StepsSaid) -> Iterator[str]:
         yield "       none: the completion has no text"
 
 
-def say_credit(
+def print_advantages(
     credit: Sequence[Float32] | SetAside, members: Sequence[ScoredTrajectory], *, method: str, in_trainer: bool
 ) -> Iterator[str]:
     """What the method makes of the group."""

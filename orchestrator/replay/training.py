@@ -1,4 +1,4 @@
-"""Hands recorded rows to replicas once more, also to another number of them: which micro-batches each is given."""
+"""Hands recorded rows to replicas once more, also to another number of them: which micro-batches each is received."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN
-from orchestrator.replay.recorded import Recording, read_seals
-from orchestrator.replay.stand_ins import FOR_EVER_S, StandIns
+from orchestrator.replay.recorded import Recording, read_closed_steps
+from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
 from orchestrator.stages.batching import Row, Seal
 from orchestrator.stages.training import Delivery
 from pipelinerl.config import Config
@@ -31,31 +31,31 @@ from pipelinerl.runtime.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What a replica is given of a step."""
+class Received:
+    """What a replica is received of a step."""
 
     batches: list[MicroBatch]
     seal: StepSealed
 
 
-def deliver_again(config: Config, recording: Recording, *, ledger_path: Path, folder: Path) -> Iterator[str]:
-    """What replicas of `config` are given of the sealed steps that are recorded whole; line by line. Raises `LedgerError`."""
-    seals = read_seals(ledger_path)
+def replay_training(config: Config, recording: Recording, *, ledger_path: Path, folder: Path) -> Iterator[str]:
+    """What replicas of `config` are received of the sealed steps that are recorded whole; line by line. Raises `LedgerError`."""
+    seals = read_closed_steps(ledger_path)
     rows = {step: samples for step, samples in _rows_of(recording).items() if step in seals}
     if not rows:
         raise LedgerError(f"no sealed step of {ledger_path} is recorded whole: see run.record_groups")
     num_replicas = config.trainer.layout.replicas
     with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
-        given: dict[tuple[int, int], Given] = simulate(_run(num_replicas, rows, seals=seals, ledger=ledger, journal=journal))
-    _write(given, folder / "delivery.jsonl")
-    wrong = [problem for step in rows for problem in _problems(step, rows[step], seals[step], given, num_replicas=num_replicas)]
+        received: dict[tuple[int, int], Received] = simulate(_run(num_replicas, rows, seals=seals, ledger=ledger, journal=journal))
+    _write(received, folder / "training.jsonl")
+    wrong = [problem for step in rows for problem in _problems(step, rows[step], seals[step], received, num_replicas=num_replicas)]
     num_rows = sum(map(len, rows.values()))
     yield (
-        f"delivery: steps {min(rows)} to {max(rows)}, {num_rows:,} rows to {num_replicas} replicas;"
+        f"training: steps {min(rows)} to {max(rows)}, {num_rows:,} rows to {num_replicas} replicas;"
         f" {len(wrong):,} differ from what batching recorded"
     )
     yield from (f"  {problem}" for problem in wrong[:SHOWN])
-    yield from _balance(given, num_replicas=num_replicas)
+    yield from _balance(received, num_replicas=num_replicas)
 
 
 def _rows_of(recording: Recording) -> dict[int, list[list[Sample]]]:
@@ -63,12 +63,12 @@ def _rows_of(recording: Recording) -> dict[int, list[list[Sample]]]:
     found: dict[int, dict[int, dict[int, Sample]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for group in recording.from_a_step_on():
         for member in group.members:
-            decision = group.decisions[member.trajectory.rollout_id]
-            if decision.step is None or decision.row is None or decision.advantages is None or member.score.reward is None:
+            result = group.results[member.trajectory.rollout_id]
+            if result.step is None or result.row is None or result.advantages is None or member.score.reward is None:
                 continue
-            row, place = decision.row
-            found[decision.step][row][place] = Sample(
-                trajectory=member.trajectory, reward=member.score.reward, advantages=decision.advantages, weight=member.weight
+            row, place = result.row
+            found[result.step][row][place] = Sample(
+                trajectory=member.trajectory, reward=member.score.reward, advantages=result.advantages, weight=member.weight
             )
     return {
         step: [[rows[number][place] for place in sorted(rows[number])] for number in sorted(rows)] for step, rows in sorted(found.items())
@@ -77,14 +77,14 @@ def _rows_of(recording: Recording) -> dict[int, list[list[Sample]]]:
 
 async def _run(
     num_replicas: int, rows: dict[int, list[list[Sample]]], *, seals: dict[int, Seal], ledger: Ledger, journal: Journal
-) -> dict[tuple[int, int], Given]:
+) -> dict[tuple[int, int], Received]:
     replicas: dict[str, asyncio.Queue[Message]] = collections.defaultdict(asyncio.Queue)
-    trainer = StandIns(told=lambda peer, message: replicas[peer].put_nowait(message))
-    watch = Watch(stall_limit_s=FOR_EVER_S)
+    trainer = RecordedHub(told=lambda peer, message: replicas[peer].put_nowait(message))
+    watch = Watch(stall_limit_s=UNLIMITED_S)
     channels = make_channels(watch=watch, queue_bytes=sys.maxsize, num_policies=1)  # all of it is in memory already
     first = min(rows)
     peers = trainer.peers("trainer")
-    delivery = Delivery(
+    training = Delivery(
         rows=channels.rows,
         published=channels.published,
         trainer=peers,
@@ -96,17 +96,17 @@ async def _run(
         watch=watch,
         num_booked=first,
     )
-    commit = ledger.seal(first - 1, num_rows=0, num_tokens=0, num_samples=0, now_s=0.0)
+    commit = ledger.close_step(first - 1, num_rows=0, num_tokens=0, num_samples=0, now_s=0.0)
     for replica in range(num_replicas):
         trainer.say(
             f"trainer-{replica}", TrainerReady(replica=replica, num_replicas=num_replicas, process_id=1, version=first, commit=commit)
         )
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work) for work in (peers.run(), delivery.run(), _feed(rows, seals, channels.rows))]
-        given = {(step, replica): await _pull(trainer, replicas, replica, step) for step in rows for replica in range(num_replicas)}
+        tasks = [group.create_task(work) for work in (peers.run(), training.run(), _feed(rows, seals, channels.rows))]
+        received = {(step, replica): await _pull(trainer, replicas, replica, step) for step in rows for replica in range(num_replicas)}
         for task in tasks:
             task.cancel()
-    return given
+    return received
 
 
 async def _feed(rows: dict[int, list[list[Sample]]], seals: dict[int, Seal], channel: Channel[Row | Seal]) -> None:
@@ -116,7 +116,7 @@ async def _feed(rows: dict[int, list[list[Sample]]], seals: dict[int, Seal], cha
         await channel.put(seals[step])
 
 
-async def _pull(trainer: StandIns, replicas: dict[str, asyncio.Queue[Message]], replica: int, step: int) -> Given:
+async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]], replica: int, step: int) -> Received:
     """Do as a replica does: take rows until the seal comes."""
     peer = f"trainer-{replica}"
     batches: list[MicroBatch] = []
@@ -124,24 +124,26 @@ async def _pull(trainer: StandIns, replicas: dict[str, asyncio.Queue[Message]], 
         trainer.say(peer, TakeMicroBatch(replica=replica, step=step, index=len(batches)))
         answer = await replicas[peer].get()
         if isinstance(answer, StepSealed):
-            return Given(batches=batches, seal=answer)
+            return Received(batches=batches, seal=answer)
         assert isinstance(answer, MicroBatch), "a pull has two answers"
         batches.append(answer)
 
 
-def _problems(step: int, rows: list[list[Sample]], seal: Seal, given: dict[tuple[int, int], Given], *, num_replicas: int) -> Iterator[str]:
-    """Where what replicas are given is not what batching packed, or the seal not what they are given."""
+def _problems(
+    step: int, rows: list[list[Sample]], seal: Seal, received: dict[tuple[int, int], Received], *, num_replicas: int
+) -> Iterator[str]:
+    """Where what replicas are received is not what batching packed, or the seal not what they are received."""
     for number, samples in enumerate(rows):
-        batch = given[step, number % num_replicas].batches[number // num_replicas]
+        batch = received[step, number % num_replicas].batches[number // num_replicas]
         packed = tuple(sample.trajectory.rollout_id for sample in samples)
         if batch.rollout_ids != packed:
             yield f"step {step}, row {number}: rollouts {packed} -> {batch.rollout_ids}"
         elif not np.array_equal(batch.advantages, np.concatenate([sample.advantages for sample in samples])):
             yield f"step {step}, row {number}: other advantages"
-    batches = [batch for replica in range(num_replicas) for batch in given[step, replica].batches]
+    batches = [batch for replica in range(num_replicas) for batch in received[step, replica].batches]
     counted = (sum(int(batch.loss_mask.sum()) for batch in batches), sum(len(batch.rollout_ids) for batch in batches), seal.commit)
     for replica in range(num_replicas):
-        told = given[step, replica].seal
+        told = received[step, replica].seal
         for what, one, other in zip(
             ("tokens", "samples", "commit"), (told.num_tokens, told.num_samples, told.commit), counted, strict=True
         ):
@@ -149,23 +151,23 @@ def _problems(step: int, rows: list[list[Sample]], seal: Seal, given: dict[tuple
                 yield f"step {step}: its seal says {what} {one} to replica {replica}, its rows hold {other}"
 
 
-def _balance(given: dict[tuple[int, int], Given], *, num_replicas: int) -> Iterator[str]:
+def _balance(received: dict[tuple[int, int], Received], *, num_replicas: int) -> Iterator[str]:
     """How even the replicas' work is: they go in waves, so each wave is as long as its longest row."""
     tokens = collections.defaultdict(lambda: np.zeros(num_replicas, np.int64))
-    for (step, replica), one in given.items():
+    for (step, replica), one in received.items():
         for batch in one.batches:
             tokens[step, batch.index][replica] = len(batch.token_ids)
     waves = np.array(list(tokens.values()))
     yield (
-        f"  {len(waves):,} waves, {len(waves) / len({step for step, _ in given}):.3g} a step; {np.count_nonzero(waves == 0):,} of"
+        f"  {len(waves):,} waves, {len(waves) / len({step for step, _ in received}):.3g} a step; {np.count_nonzero(waves == 0):,} of"
         f" {waves.size:,} micro-batches without a sample; {waves.sum() / max(1, num_replicas * waves.max(axis=1).sum()):.1%} of the"
         " replicas' time is for tokens, where a row takes as long as it has tokens"
     )
 
 
-def _write(given: dict[tuple[int, int], Given], path: Path) -> None:
+def _write(received: dict[tuple[int, int], Received], path: Path) -> None:
     with open(path, "w") as file:
-        for (step, replica), one in given.items():
+        for (step, replica), one in received.items():
             for batch in one.batches:
                 line = {"step": step, "replica": replica, "index": batch.index, "tokens": len(batch.token_ids)}
                 file.write(json.dumps({**line, "rollouts": batch.rollout_ids}) + "\n")

@@ -22,7 +22,7 @@ from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.events import Event, in_turns, read_events
 from orchestrator.replay.recorded import read_drawn
-from orchestrator.replay.stand_ins import ENGINE_KINDS, EngineSide, happen_again, needed
+from orchestrator.replay.recorded_peers import ENGINE_KINDS, RecordedEngines, needed, run_recorded
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.generation import Dispatch
 from orchestrator.stages.prompts import Drawn
@@ -36,7 +36,7 @@ late add up; more gives an engine that is asked earlier or later, under other se
 WORTH_SAYING_S = 0.05
 _FATES = ("placed", "filtered", "stale", "failed")
 _SAID = ("admitted", "issued", "lost")
-"""What dispatch says itself. It admits and issues at once, so that nothing it hears lies between."""
+"""What generation says itself. It admits and issues at once, so that nothing it hears lies between."""
 _NOTHING = np.zeros(0, np.int32)
 
 Attempt = tuple[str, int]
@@ -54,7 +54,7 @@ class Issue:
         return f"{self.peer} at version {self.version}"
 
 
-def dispatch_again(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
+def replay_generation(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
     """Which engine each attempt goes to, beside the recorded one; line by line."""
     kinds = ENGINE_KINDS | {*_FATES, *_SAID, "generated", "limit", "evaluation"}
     events = needed(read_events(run_folder, kinds=kinds), run_folder=run_folder)
@@ -63,7 +63,7 @@ def dispatch_again(config: Config, *, run_folder: Path, folder: Path) -> Iterato
         simulate(_run(config, events, old=old, drawn=_drawn(run_folder, events), ledger=ledger, journal=journal))
         query = "SELECT rollout_id, attempt, t, peer, newest FROM events WHERE kind = 'issued' ORDER BY seq"
         new = {(name, attempt): Issue(t=t, peer=peer, version=version) for name, attempt, t, peer, version in ledger.store.read(query)}
-    yield from _say(old, new, path=folder / "dispatch.jsonl")
+    yield from _say(old, new, path=folder / "generation.jsonl")
     yield from _not_recorded(config, events)
 
 
@@ -72,10 +72,10 @@ async def _run(
 ) -> None:
     heard = list(in_turns([event for event in events if event.kind not in ("evaluation", "admitted", "lost")], answers=("issued",)))
     engines = _Answers(old, {_attempt(event): event for event in heard if event.kind == "generated"})
-    side = EngineSide(config, journal=journal, told=engines.asked)
+    side = RecordedEngines(config, journal=journal, told=engines.asked)
     engines.say = side.engine_hub.say
     num_siblings = 1 + max((int(name.partition("/")[2]) for name, _ in old), default=0)  # a greedy one included
-    dispatch = Dispatch(
+    generation = Dispatch(
         prompts=side.channels.prompts,
         trajectories=side.channels.written,
         engines=side.engines,
@@ -103,10 +103,10 @@ async def _run(
         "trainer": begin,
         **dict.fromkeys(_FATES, steps.settled),
     }
-    await happen_again(
+    await run_recorded(
         heard,
         hear=lambda event: around.get(event.kind, side.hear)(event),
-        stages=(*side.peers, side.refresh, dispatch, steps),
+        stages=(*side.peers, side.weight_sync, generation, steps),
         rest_s=1.0,
     )
 
@@ -151,7 +151,7 @@ class _Steps:
 
     name = "steps"
 
-    def __init__(self, events: list[Event], side: EngineSide, *, num_siblings: int) -> None:
+    def __init__(self, events: list[Event], side: RecordedEngines, *, num_siblings: int) -> None:
         placed = {_group_of(event) for event in events if event.kind == "placed"}
         self._placed = placed
         self._side = side
@@ -178,7 +178,7 @@ class _Steps:
         self._side.credits.set()
 
 
-def _limit(side: EngineSide, event: Event) -> None:
+def _limit(side: RecordedEngines, event: Event) -> None:
     """What adaptive concurrency came to."""
     if side.config.pipeline.adaptive_running:
         side.admission.max_running = event.fields["max_running"]
@@ -186,7 +186,7 @@ def _limit(side: EngineSide, event: Event) -> None:
 
 
 def _drawn(run_folder: Path, events: list[Event]) -> collections.deque[Drawn]:
-    """The prompts of the recorded groups, without what dispatch does not look at."""
+    """The prompts of the recorded groups, without what generation does not look at."""
     groups = {_group_of(event) for event in events if event.kind == "issued"}
     return collections.deque(
         Drawn(prompt=Prompt(prompt_id=each.prompt_id, text="", token_ids=_NOTHING), position=each.position)
@@ -204,7 +204,7 @@ def _say(old: dict[Attempt, Issue], new: dict[Attempt, Issue], *, path: Path) ->
             file.write(json.dumps({"rollout_id": name, "attempt": attempt, **found}) + "\n")
     same_order = list(filter(set(both).__contains__, old)) == list(filter(set(both).__contains__, new))
     yield (
-        f"dispatch: {len(old):,} attempts, {len(both) - len(moved):,} of the recorded engine at the recorded version, {len(moved):,} of"
+        f"generation: {len(old):,} attempts, {len(both) - len(moved):,} of the recorded engine at the recorded version, {len(moved):,} of"
         f" another, {len(old) - len(both):,} not asked for, {len(new) - len(both):,} that the run did not ask for;"
         f" {'in the recorded order' if same_order else 'in another order'}"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.ledger.ledger import RUN_ENDED, Facts, Identity, Ledger
+from orchestrator.ledger.ledger import RUN_ENDED, Counts, Ledger, RolloutSummary
 from orchestrator.ledger.snapshot import commit_of, first_kept_step, read_resting, read_snapshot, read_steps, read_successes, saved_versions
 from orchestrator.rules.curriculum import Rest
 from pipelinerl.checker.history import open_history
@@ -30,7 +30,7 @@ def sample_of(group_id: int, sibling: int, *, reward: float = 1.0, versions: tup
 
 def score(ledger: Ledger, *samples: Sample) -> None:
     for sample in samples:
-        ledger.score(handmade.scored(sample.trajectory, sample.reward), now_s=2.0)
+        ledger.record_score(handmade.scored(sample.trajectory, sample.reward), now_s=2.0)
 
 
 # --- counting ------------------------------------------------------------------------------------------------------------------------
@@ -39,18 +39,18 @@ def score(ledger: Ledger, *samples: Sample) -> None:
 def test_every_fate_is_counted_apart_and_the_identity_holds_at_every_moment():
     ledger = Ledger(None)
     handmade.admit(ledger, 0, group_size=12)
-    assert ledger.identity() == Identity(admitted=12, in_flight=12, trained=0, filtered=0, stale=0, failed=0, cancelled=0)
+    assert ledger.counts() == Counts(admitted=12, in_flight=12, trained=0, filtered=0, stale=0, failed=0, cancelled=0)
     for number, fate in enumerate([Fate.TRAINED] * 4 + [Fate.FILTERED] * 3 + [Fate.STALE] * 2 + [Fate.FAILED]):
         ledger.end(f"0/{number}", fate, now_s=2.0)
-        assert ledger.identity().holds
-    assert ledger.identity() == Identity(admitted=12, in_flight=2, trained=4, filtered=3, stale=2, failed=1, cancelled=0)
+        assert ledger.counts().holds
+    assert ledger.counts() == Counts(admitted=12, in_flight=2, trained=4, filtered=3, stale=2, failed=1, cancelled=0)
     final = ledger.finish("finished", now_s=3.0)
-    assert final == Identity(admitted=12, in_flight=0, trained=4, filtered=3, stale=2, failed=1, cancelled=2)
+    assert final == Counts(admitted=12, in_flight=0, trained=4, filtered=3, stale=2, failed=1, cancelled=2)
 
 
 def test_the_identity_can_be_broken_and_says_so():
-    whole = Identity(admitted=6, in_flight=1, trained=1, filtered=1, stale=1, failed=1, cancelled=1)
-    lost = Identity(admitted=7, in_flight=1, trained=1, filtered=1, stale=1, failed=1, cancelled=1)
+    whole = Counts(admitted=6, in_flight=1, trained=1, filtered=1, stale=1, failed=1, cancelled=1)
+    lost = Counts(admitted=7, in_flight=1, trained=1, filtered=1, stale=1, failed=1, cancelled=1)
     assert whole.holds
     assert not lost.holds
     assert str(whole) == "6 admitted = 1 in flight + 1 trained + 1 filtered + 1 stale + 1 failed + 1 cancelled"
@@ -75,8 +75,8 @@ def test_nothing_ends_twice_or_without_having_been_admitted():
         ledger.end("0/0", Fate.FAILED, now_s=3.0)
     with pytest.raises(KeyError):
         ledger.end("9/9", Fate.FAILED, now_s=3.0)
-    assert ledger.identity() == Identity(admitted=1, in_flight=0, trained=1, filtered=0, stale=0, failed=0, cancelled=0)
-    assert len(ledger.rows()) == 1
+    assert ledger.counts() == Counts(admitted=1, in_flight=0, trained=1, filtered=0, stale=0, failed=0, cancelled=0)
+    assert len(ledger.terminal_statuses()) == 1
 
 
 # --- the file ------------------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,9 @@ def test_flushed_fates_are_read_by_a_plain_sqlite3_connection_while_the_run_goes
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     handmade.admit(ledger, 7, group_size=4, at_s=1.5)
-    ledger.end("7/3", Fate.TRAINED, now_s=4.5, facts=Facts(step=2, reward=0.25, oldest_version=1, newest_version=3, num_tokens=40))
+    ledger.end(
+        "7/3", Fate.TRAINED, now_s=4.5, summary=RolloutSummary(step=2, reward=0.25, oldest_version=1, newest_version=3, num_tokens=40)
+    )
     ledger.flush()
     handmade.admit(ledger, 8, at_s=5.0)
     ledger.end("8/0", Fate.FAILED, now_s=6.0, reason="timeout")
@@ -113,7 +115,7 @@ def test_what_is_booked_while_another_thread_writes_is_written_once_and_in_order
             for number in itertools.islice(numbers, 5):
                 ledger.end(f"0/{number}", Fate.TRAINED, now_s=2.0)
             concurrent.futures.wait(writing)
-    assert [row[0] for row in ledger.rows()] == [f"0/{number}" for number in range(300)]
+    assert [row[0] for row in ledger.terminal_statuses()] == [f"0/{number}" for number in range(300)]
 
 
 def test_what_belongs_together_is_not_torn_apart_by_a_flush():
@@ -121,13 +123,13 @@ def test_what_belongs_together_is_not_torn_apart_by_a_flush():
     handmade.admit(ledger, 0, group_size=2)
     ledger.flush()
     with concurrent.futures.ThreadPoolExecutor(1) as writer:
-        with ledger.together():
+        with ledger.transaction():
             ledger.end("0/0", Fate.TRAINED, now_s=2.0)
             writing = writer.submit(ledger.flush)
             assert not concurrent.futures.wait([writing], timeout=0.2).done, "it takes neither, or both"
             ledger.end("0/1", Fate.TRAINED, now_s=2.0)
         writing.result(5.0)
-    assert len(ledger.rows()) == 2
+    assert len(ledger.terminal_statuses()) == 2
 
 
 def test_a_ledger_that_cannot_be_written_says_so(tmp_path: Path):
@@ -166,7 +168,7 @@ def test_what_was_not_flushed_never_happened(path: Path):
     handmade.admit(ledger, 1)
     ledger.store.abandon()
     again = Ledger(path)
-    assert again.identity().admitted == 1
+    assert again.counts().admitted == 1
     assert read_snapshot(again).next_group_id == 1
 
 
@@ -215,16 +217,16 @@ def test_a_step_comes_back_row_by_row_with_its_advantages_and_its_seal(path: Pat
     for group_id in range(2):
         handmade.admit(ledger, group_id, group_size=2)
         score(ledger, *samples[2 * group_id : 2 * group_id + 2])
-        ledger.place(group_id, samples[2 * group_id : 2 * group_id + 2], step=0, now_s=3.0)
+        ledger.assign(group_id, samples[2 * group_id : 2 * group_id + 2], step=0, now_s=3.0)
     ledger.pack([samples[2], samples[0]], step=0, row=0, now_s=3.0)
     ledger.pack([samples[1], samples[3]], step=0, row=1, now_s=3.0)
-    commit = ledger.seal(0, num_rows=2, num_tokens=12, num_samples=4, now_s=3.0)
+    commit = ledger.close_step(0, num_rows=2, num_tokens=12, num_samples=4, now_s=3.0)
     killed(ledger)
     again = Ledger(path)
     step = read_steps(again, first=0)[0]
     assert [[sample.trajectory.rollout_id for sample in row] for row in step.rows] == [["1/0", "0/0"], ["0/1", "1/1"]]
     assert step.rows[0][0].advantages.tolist() == [0, 1, 2, 3, 4]
-    assert (step.loose, step.num_groups, step.seal) == ((), 2, (12, 4, commit))
+    assert (step.unpacked, step.num_groups, step.closed) == ((), 2, (12, 4, commit))
     assert commit_of(again, 0) == commit
     assert read_snapshot(again).open_step == 1
 
@@ -234,21 +236,21 @@ def test_a_step_being_filled_comes_back_with_what_is_not_packed_yet(path: Path):
     samples = [sample_of(0, sibling) for sibling in range(3)]
     handmade.admit(ledger, 0, group_size=3)
     score(ledger, *samples)
-    ledger.place(0, samples, step=0, now_s=3.0)
+    ledger.assign(0, samples, step=0, now_s=3.0)
     ledger.pack([samples[1]], step=0, row=0, now_s=3.0)
     killed(ledger)
     snapshot = read_snapshot(Ledger(path))
     assert snapshot.open_step == 0
     assert [sample.trajectory.rollout_id for sample in snapshot.steps[0].rows[0]] == ["0/1"]
-    assert [sample.trajectory.rollout_id for sample in snapshot.steps[0].loose] == ["0/0", "0/2"]
-    assert snapshot.steps[0].num_groups == snapshot.num_placed_groups == 1
+    assert [sample.trajectory.rollout_id for sample in snapshot.steps[0].unpacked] == ["0/0", "0/2"]
+    assert snapshot.steps[0].num_groups == snapshot.num_assigned_groups == 1
     assert snapshot.running_groups == frozenset()
 
 
 def test_a_step_that_lost_a_row_is_refused(path: Path):
     ledger = Ledger(path)
     handmade.admit(ledger, 0)
-    ledger.seal(0, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
+    ledger.close_step(0, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
     with pytest.raises(LedgerError, match="step 0 was sealed with 1 rows, but the ledger holds 0"):
         read_steps(ledger, first=0)
 
@@ -259,15 +261,15 @@ def test_samples_go_once_a_checkpoint_holds_them_and_not_before(path: Path):
         sample = sample_of(group_id, 0)
         handmade.admit(ledger, group_id)
         score(ledger, sample)
-        ledger.place(group_id, [sample], step=group_id, now_s=3.0)
+        ledger.assign(group_id, [sample], step=group_id, now_s=3.0)
         ledger.pack([sample], step=group_id, row=0, now_s=3.0)
-        ledger.seal(group_id, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
+        ledger.close_step(group_id, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
         ledger.end(f"{group_id}/0", Fate.TRAINED, now_s=4.0)
     assert sorted(read_steps(ledger, first=0)) == [0, 1]
-    ledger.saved(1, "the commit", now_s=5.0)
+    ledger.record_checkpoint(1, "the commit", now_s=5.0)
     assert ledger.store.read("SELECT group_id FROM groups") == [(1,)]
     assert ledger.store.read("SELECT rollout_id FROM samples") == [("1/0",)]
-    assert len(ledger.rows()) == 2, "what became of them stays known"
+    assert len(ledger.terminal_statuses()) == 2, "what became of them stays known"
 
 
 def test_what_was_cancelled_when_the_run_ended_is_in_flight_again_when_it_goes_on(path: Path):
@@ -280,7 +282,7 @@ def test_what_was_cancelled_when_the_run_ended_is_in_flight_again_when_it_goes_o
     again = Ledger(path)
     assert again.reasons == {f"cancelled: {RUN_ENDED}": 2, "cancelled: withdrawn": 1}
     again.begin({}, now_s=4.0, unix_s=0.0)
-    assert again.identity() == Identity(admitted=3, in_flight=2, trained=0, filtered=0, stale=0, failed=0, cancelled=1)
+    assert again.counts() == Counts(admitted=3, in_flight=2, trained=0, filtered=0, stale=0, failed=0, cancelled=1)
     snapshot = read_snapshot(again)
     assert [one.rollout_id for group in snapshot.interrupted for one in group.rollouts] == ["0/0"]
     assert [one.trajectory.rollout_id for one in snapshot.scored] == ["0/1"]
@@ -289,7 +291,7 @@ def test_what_was_cancelled_when_the_run_ended_is_in_flight_again_when_it_goes_o
 def test_a_failed_sibling_needs_no_second_score(path: Path):
     ledger = Ledger(path)
     handmade.admit(ledger, 0, group_size=2)
-    ledger.score(handmade.scored(handmade.trajectory(group_id=0), outcome=Outcome.TIMEOUT), now_s=2.0)
+    ledger.record_score(handmade.scored(handmade.trajectory(group_id=0), outcome=Outcome.TIMEOUT), now_s=2.0)
     killed(ledger)
     snapshot = read_snapshot(Ledger(path))
     assert [one.score.outcome for one in snapshot.scored] == [Outcome.TIMEOUT]
@@ -305,7 +307,7 @@ def test_deaths_are_remembered_by_role_and_prompt_until_it_came_through(path: Pa
         ("suspected", "engine-1", "7"),
         ("cleared", "engine-1", "8"),
     ):
-        ledger.book(kind, now_s=1.0, peer=peer, reason=row)
+        ledger.record(kind, now_s=1.0, peer=peer, reason=row)
     killed(ledger)
     assert read_snapshot(Ledger(path)).deaths == {"engine": {"7": 2}, "scorer": {"7": 1}}
 
@@ -336,7 +338,7 @@ def test_a_full_disk_is_told_and_leaves_a_prefix_even_where_there_is_room_again_
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with contextlib.closing(Ledger(path)) as again:
-        assert list(again.open_rollouts()) == ["0/0"], "entry 101 must not be there without those before it"
+        assert list(again.rollouts_in_flight()) == ["0/0"], "entry 101 must not be there without those before it"
         handmade.admit(again, 1)
 
 
@@ -345,10 +347,10 @@ def test_success_rates_come_back_in_the_order_in_which_groups_were_settled(path:
     for group_id, rewards in ((0, (1.0, 0.0)), (1, (1.0, Outcome.TIMEOUT)), (2, (0.0, 0.5)), (3, (1.0, 1.0))):
         handmade.admit(ledger, group_id, group_size=3)
         for member in handmade.plain_group(group_id, (*rewards, 0.0)).members:  # the third is greedy, and does not count
-            ledger.score(member, now_s=1.0)
-    ledger.amend("compared", [handmade.scored(handmade.trajectory(group_id=2, sibling=1), 2.0)], now_s=2.0)
+            ledger.record_score(member, now_s=1.0)
+    ledger.update_scores("compared", [handmade.scored(handmade.trajectory(group_id=2, sibling=1), 2.0)], now_s=2.0)
     for group_id in (2, 0, 1):
-        ledger.give_up(group_id, step=0)
+        ledger.drop(group_id, step=0)
     killed(ledger)
     assert read_successes(Ledger(path), correct_reward=1.0, group_size=2) == [
         ("0:2", 0.5),
@@ -362,12 +364,12 @@ def test_which_prompts_rest_comes_back_and_the_history_is_read_only_where_it_was
     kept = {0: Rest(length=2, measured_in=3), 1: None, 17: Rest(length=8, measured_in=5)}
     for group_id in range(5):
         handmade.admit(ledger, group_id)
-        ledger.score(handmade.plain_group(group_id, (1.0,)).members[0], now_s=1.0)
+        ledger.record_score(handmade.plain_group(group_id, (1.0,)).members[0], now_s=1.0)
     for group_id, (number, rest) in enumerate(kept.items()):
-        ledger.give_up(group_id, step=0)
-        ledger.measured(number, rest)
-    ledger.give_up(3, step=0)
-    ledger.measured(None, None)
+        ledger.drop(group_id, step=0)
+        ledger.store_rest(number, rest)
+    ledger.drop(3, step=0)
+    ledger.store_rest(None, None)
     killed(ledger)
     again = Ledger(path)
     read: list[str] = []
@@ -376,7 +378,7 @@ def test_which_prompts_rest_comes_back_and_the_history_is_read_only_where_it_was
     assert read_successes(again, correct_reward=1.0, group_size=2) == []
     assert not [statement for statement in read if "events" in statement or "drawn" in statement], "however long the run was"
     again.store._database.set_trace_callback(None)
-    again.give_up(4, step=0)
+    again.drop(4, step=0)
     assert read_successes(again, correct_reward=1.0, group_size=2) == [("0:4", 1.0)], "only what was settled since"
 
 
@@ -407,20 +409,20 @@ def train(ledger: Ledger, *steps: int) -> list[str]:
         sample = sample_of(step, 0)
         handmade.admit(ledger, step)
         score(ledger, sample)
-        ledger.place(step, [sample], step=step, now_s=3.0)
+        ledger.assign(step, [sample], step=step, now_s=3.0)
         ledger.pack([sample], step=step, row=0, now_s=3.0)
-        commits.append(ledger.seal(step, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0))
+        commits.append(ledger.close_step(step, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0))
         ledger.end(f"{step}/0", Fate.TRAINED, now_s=4.0)
-        ledger.book("done", now_s=4.0, step=step)
+        ledger.record("done", now_s=4.0, step=step)
     return commits
 
 
 def test_rows_stay_for_as_long_as_a_trainer_may_fall_back_to_before_them(path: Path):
     ledger = Ledger(path)
     commits = train(ledger, 0, 1, 2, 3, 4, 5)
-    ledger.saved(2, commits[1], oldest=0, now_s=5.0)
+    ledger.record_checkpoint(2, commits[1], oldest=0, now_s=5.0)
     assert sorted(read_steps(ledger, first=0)) == [0, 1, 2, 3, 4, 5], "from the model the run began with"
-    ledger.saved(4, commits[3], oldest=2, now_s=5.0)
+    ledger.record_checkpoint(4, commits[3], oldest=2, now_s=5.0)
     killed(ledger)
     again = Ledger(path)
     assert sorted(read_steps(again, first=2)) == [2, 3, 4, 5]
@@ -433,13 +435,13 @@ def test_rows_stay_for_as_long_as_a_trainer_may_fall_back_to_before_them(path: P
 def test_a_discarded_checkpoint_counts_no_more_and_may_be_saved_again(path: Path):
     ledger = Ledger(path)
     commits = train(ledger, 0, 1, 2, 3)
-    ledger.saved(2, commits[1], oldest=0, now_s=5.0)
-    ledger.saved(4, commits[3], oldest=2, now_s=5.0)
-    ledger.discard(4, "it is not there any more", now_s=6.0)
+    ledger.record_checkpoint(2, commits[1], oldest=0, now_s=5.0)
+    ledger.record_checkpoint(4, commits[3], oldest=2, now_s=5.0)
+    ledger.discard_checkpoint(4, "it is not there any more", now_s=6.0)
     killed(ledger)
     again = Ledger(path)
     assert saved_versions(again) == [2]
-    again.saved(4, commits[3], oldest=2, now_s=7.0)
+    again.record_checkpoint(4, commits[3], oldest=2, now_s=7.0)
     assert saved_versions(again) == [2, 4]
 
 
@@ -451,15 +453,15 @@ def busy_ledger(path: Path) -> None:
     ledger = Ledger(path)
     ledger.begin({"group_size": 1}, now_s=0.0, unix_s=0.0)
     commits = train(ledger, *range(6))
-    ledger.saved(2, commits[1], oldest=0, now_s=5.0)
-    ledger.saved(4, commits[3], oldest=2, now_s=5.0)
-    ledger.book("evaluated", now_s=5.0, step=3, reward=0.5)
-    ledger.book("suspected", now_s=5.0, peer="engine-0", reason="7")
-    ledger.remember({"3": 0.25}, now_s=5.0)
+    ledger.record_checkpoint(2, commits[1], oldest=0, now_s=5.0)
+    ledger.record_checkpoint(4, commits[3], oldest=2, now_s=5.0)
+    ledger.record("evaluated", now_s=5.0, step=3, reward=0.5)
+    ledger.record("suspected", now_s=5.0, peer="engine-0", reason="7")
+    ledger.store_baselines({"3": 0.25}, now_s=5.0)
     handmade.admit(ledger, 6, group_size=4)
     for sibling in range(3):
         ledger.issue(f"6/{sibling}", attempt=0, engine_id=0, version=4, now_s=6.0)
-    ledger.flag("6/1", attempt=0, flag=EarlyStopDecision(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
+    ledger.record_early_stop("6/1", attempt=0, flag=EarlyStopDecision(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
     score(ledger, sample_of(6, 0))
     ledger.end("6/2", Fate.FAILED, now_s=6.0, reason="timeout")
     ledger.finish("stopped", now_s=7.0)
@@ -469,7 +471,7 @@ def busy_ledger(path: Path) -> None:
 def read_all(path: Path) -> str:
     """All that a resumed run takes from a ledger."""
     with contextlib.closing(Ledger(path)) as ledger:
-        said = (ledger.store.ledger_id, ledger.store.last_seq, ledger.identity(), sorted(ledger.reasons.items()), ledger.baselines())
+        said = (ledger.store.ledger_id, ledger.store.last_seq, ledger.counts(), sorted(ledger.reasons.items()), ledger.baselines())
         revived = ledger.store.rows("in_flight", "revives")
         commits = [commit_of(ledger, step) for step in range(7)]
         kept = (saved_versions(ledger), first_kept_step(ledger))

@@ -14,7 +14,7 @@ import numpy as np
 
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.events import Event, read_events
-from orchestrator.replay.stand_ins import ENGINE_KINDS, EngineSide, happen_again, needed
+from orchestrator.replay.recorded_peers import ENGINE_KINDS, RecordedEngines, needed, run_recorded
 from pipelinerl.config import Config
 from pipelinerl.messages import StageWeights
 from pipelinerl.observe.journal import Journal
@@ -23,19 +23,19 @@ Age = tuple[int, int]
 """(rollback epoch, version) of a policy."""
 
 
-def refresh_again(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
+def replay_weight_sync(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
     """What the stage orders of each engine, beside what that engine answered to in the run; line by line."""
     events = needed(read_events(run_folder, kinds=ENGINE_KINDS), run_folder=run_folder)
     orders = _order_again(config, events, folder=folder)
     answered = _answered(events)
-    with open(folder / "refresh.jsonl", "w") as file:
+    with open(folder / "weight_sync.jsonl", "w") as file:
         for engine_id in sorted(answered.keys() | orders.keys()):
             old, new = [list(map(list, answered[engine_id])), [[*age] for age in orders[engine_id]]]
             file.write(json.dumps({"engine_id": engine_id, "old": old, "new": new}) + "\n")
     differing = {engine_id: where for engine_id in answered if (where := _first_difference(answered[engine_id], orders[engine_id]))}
     num_policies = len({_age(event) for event in events if event.kind == "policy"})
     num_orders = sum(map(len, orders.values()))
-    yield f"refresh: {num_policies:,} policies, {len(orders)} engines, {num_orders:,} orders; {len(differing)} engines differ"
+    yield f"weight_sync: {num_policies:,} policies, {len(orders)} engines, {num_orders:,} orders; {len(differing)} engines differ"
     for engine_id, where in sorted(differing.items()):
         yield f"  engine-{engine_id}: {where}"
     yield from _times(events, orders)
@@ -45,9 +45,9 @@ def _order_again(config: Config, events: list[Event], *, folder: Path) -> dict[i
     """By engine: what it is told to fetch, in order, with the second."""
     with contextlib.closing(Journal(folder, "orchestrator")) as journal:
 
-        async def run() -> EngineSide:
-            side = EngineSide(config, journal=journal)
-            await happen_again(events, hear=side.hear, stages=(*side.peers, side.refresh), rest_s=1.0)
+        async def run() -> RecordedEngines:
+            side = RecordedEngines(config, journal=journal)
+            await run_recorded(events, hear=side.hear, stages=(*side.peers, side.weight_sync), rest_s=1.0)
             return side
 
         sent = simulate(run()).engine_hub.sent

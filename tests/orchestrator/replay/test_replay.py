@@ -19,9 +19,9 @@ from orchestrator.credit import MethodCredit
 from orchestrator.data.sources import PromptSource
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.__main__ import main, replay
-from orchestrator.replay.batching import batch_again
-from orchestrator.replay.prompts import draw_again
-from orchestrator.replay.recorded import Recording, Settled, read_drawn, read_recording
+from orchestrator.replay.batching import replay_batching
+from orchestrator.replay.prompts import replay_prompts
+from orchestrator.replay.recorded import RecordedGroup, Recording, read_drawn, read_recording
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import DataSection
 from pipelinerl.config.file import load_run, parse
@@ -34,7 +34,7 @@ from tests.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.process
 
-REWARDS = Path(__file__).parents[1] / "scorer" / "example_rewards.py"
+REWARDS = Path(__file__).parents[2] / "rewards" / "example_rewards.py"
 STOPPED = "stopped early"
 COMPLETIONS = (("a", "bbb"), ("cc", "dddd"), ("e", "e"), ("ff", STOPPED))
 """Rewards are their lengths, so advantages of the first two groups are -0.7071 and 0.7071, and the third has none. One rollout of the last
@@ -64,16 +64,16 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for group in groups:
             ledger.admit(group.group_id, group.prompt, group_size=2, position=(0, group.group_id + 1), now_s=0.0)
             for member in group.members:
-                ledger.score(member, now_s=0.0)
-        asyncio.run(batch_again(settings, groups, scored=members, folder=folder, ledger=ledger))
-        ledger.saved(2, "commit", now_s=1.0)
+                ledger.record_score(member, now_s=0.0)
+        asyncio.run(replay_batching(settings, groups, scored=members, folder=folder, ledger=ledger))
+        ledger.record_checkpoint(2, "commit", now_s=1.0)
     return folder
 
 
-def _group(number: int, texts: tuple[str, ...], tokenizer: object) -> Settled:
+def _group(number: int, texts: tuple[str, ...], tokenizer: object) -> RecordedGroup:
     prompt = Prompt(prompt_id=f"0:{number}", text="?", token_ids=_ids(tokenizer, "?"))
     members = tuple(_scored(number, sibling, prompt, text, _ids(tokenizer, text)) for sibling, text in enumerate(texts))
-    return Settled(number=number + 1, group_id=number, step=0, prompt=prompt, members=members, decisions={})
+    return RecordedGroup(number=number + 1, group_id=number, step=0, prompt=prompt, members=members, results={})
 
 
 def _ids(tokenizer: object, text: str) -> np.ndarray:
@@ -151,7 +151,7 @@ def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: p
     with pytest.raises(LedgerError, match="no recorded step scores"):
         replay(run_folder, stages=["prm"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded entry"):
-        replay(run_folder, stages=["dispatch"], overrides=[])
+        replay(run_folder, stages=["generation"], overrides=[])
     monkeypatch.setattr("sys.argv", ["replay", str(run_folder / "nowhere"), "--stage=scoring"])
     with pytest.raises(SystemExit):
         main()
@@ -161,20 +161,20 @@ def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: p
 def test_only_the_newest_groups_stay_and_batching_begins_with_the_first_whole_step(run_folder: Path, tmp_path: Path) -> None:
     recording = read_recording(run_folder / "ledger.sqlite")
     assert [group.step for group in recording.groups] == [0, 1, 2, 3]
-    assert Recording(groups=recording.groups[1:], num_settled=4).from_a_step_on() == recording.groups[2:], "of step 1 some may be gone"
-    assert Recording(groups=[recording.groups[0], recording.groups[2]], num_settled=4).from_a_step_on() == []
+    assert Recording(groups=recording.groups[1:], num_completed=4).from_a_step_on() == recording.groups[2:], "of step 1 some may be gone"
+    assert Recording(groups=[recording.groups[0], recording.groups[2]], num_completed=4).from_a_step_on() == []
     with contextlib.closing(Ledger(tmp_path / "ledger.sqlite", keep_groups=1)) as ledger:
         for group in recording.groups:
             ledger.admit(group.group_id, group.prompt, group_size=2, position=(0, 0), now_s=0.0)
             for member in group.members:
-                ledger.score(member, now_s=0.0)
+                ledger.record_score(member, now_s=0.0)
         scored = {member.trajectory.rollout_id: member for group in recording.groups for member in group.members}
-        asyncio.run(batch_again(load_run(run_folder), recording.groups, scored=scored, folder=tmp_path, ledger=ledger))
-        ledger.saved(2, "commit", now_s=1.0)
+        asyncio.run(replay_batching(load_run(run_folder), recording.groups, scored=scored, folder=tmp_path, ledger=ledger))
+        ledger.record_checkpoint(2, "commit", now_s=1.0)
         ledger.flush()
         again = read_recording(tmp_path / "ledger.sqlite")
         assert [group.group_id for group in again.groups] == [2, 3], "the third is in no checkpoint"
-        ledger.saved(4, "commit", now_s=1.0)
+        ledger.record_checkpoint(4, "commit", now_s=1.0)
         ledger.flush()
         assert [group.group_id for group in read_recording(tmp_path / "ledger.sqlite").groups] == [3]
 
@@ -187,9 +187,9 @@ def test_prompts_are_drawn_again_and_what_changed_in_the_source_is_named(run_fol
         return PromptSource(section, encoder=TextEncoder(load_tokenizer(run_folder / "model")), seed=0, max_prompt_tokens=9)
 
     drawn = read_drawn(run_folder / "ledger.sqlite")[:3]
-    assert draw_again(source("?", "?", "?"), drawn).differences == []
-    assert draw_again(source("?", "!", "?"), drawn).differences == ["prompt 0:1: text '?' -> '!'"]
-    assert draw_again(source("?", "?", "?"), [drawn[0], drawn[2]]).num_passed == 1
+    assert replay_prompts(source("?", "?", "?"), drawn).differences == []
+    assert replay_prompts(source("?", "!", "?"), drawn).differences == ["prompt 0:1: text '?' -> '!'"]
+    assert replay_prompts(source("?", "?", "?"), [drawn[0], drawn[2]]).num_passed == 1
 
 
 def test_a_folder_without_records_is_told(run_folder: Path, tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def changed(folder: Path, to: Path, *, line: Callable[[dict[str, Any]], bool] = 
     return to
 
 
-def test_dispatch_asks_the_engines_that_it_asked_when_it_did(simulated: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = replayed(simulated, "dispatch", capsys)
-    num_attempts = int(re.findall(r"dispatch: (\d+) attempts", said)[0])
+def test_generation_asks_the_engines_that_it_asked_when_it_did(simulated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = replayed(simulated, "generation", capsys)
+    num_attempts = int(re.findall(r"generation: (\d+) attempts", said)[0])
     assert num_attempts >= 256
     assert f"{num_attempts} of the recorded engine at the recorded version, 0 of another, 0 not asked for" in said
     assert "0 later and 0 earlier" in said
@@ -235,45 +235,45 @@ def test_dispatch_asks_the_engines_that_it_asked_when_it_did(simulated: Path, ca
 
 def test_an_engine_that_answered_otherwise_gets_other_groups(simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     later = "UPDATE events SET t = t + 0.5 WHERE kind = 'generated' AND peer = 'engine-1' AND rollout_id LIKE '1/%'"
-    said = replayed(changed(simulated, tmp_path / "run", sql=later), "dispatch", capsys)
+    said = replayed(changed(simulated, tmp_path / "run", sql=later), "generation", capsys)
     assert re.search(r", [1-9]\d* of another", said)
     assert re.search(r"rollout \d+/0, attempt 0: engine-1 at version 0 -> engine-[02] at version 0", said)
 
 
 def test_a_tighter_bound_has_groups_wait(simulated: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = replayed(simulated, "dispatch", capsys, "pipeline.max_staleness=0")
+    said = replayed(simulated, "generation", capsys, "pipeline.max_staleness=0")
     late, early = map(int, re.findall(r"asked for ([\d,]+) later and ([\d,]+) earlier", said)[0])
     assert late > 100
     assert early == 0
 
 
-def test_refresh_orders_what_it_ordered_and_an_answer_that_never_came_is_seen(
+def test_weight_sync_orders_what_it_ordered_and_an_answer_that_never_came_is_seen(
     simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = replayed(simulated, "refresh", capsys)
-    assert re.search(r"refresh: 8 policies, 3 engines, \d+ orders; 0 engines differ", said)
+    said = replayed(simulated, "weight_sync", capsys)
+    assert re.search(r"weight_sync: 8 policies, 3 engines, \d+ orders; 0 engines differ", said)
     assert said.count("order to commit median") == 3
     silent = changed(
         simulated, tmp_path / "run", line=lambda line: (line["kind"], line.get("engine_id"), line.get("version")) != ("swap", 1, 2)
     )
-    said = replayed(silent, "refresh", capsys)
+    said = replayed(silent, "weight_sync", capsys)
     assert "1 engines differ" in said
     assert "  engine-1: order 3: policy 3 -> policy 4" in said, "it has the second open while the third is published, and skips it"
 
 
-def test_delivery_gives_replicas_what_was_packed_also_to_more_of_them(
+def test_training_gives_replicas_what_was_packed_also_to_more_of_them(
     simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = replayed(simulated, "delivery", capsys)
-    num_rows = int(re.findall(r"delivery: steps 0 to 7, (\d+) rows to 1 replicas; 0 differ", said)[0])
+    said = replayed(simulated, "training", capsys)
+    num_rows = int(re.findall(r"training: steps 0 to 7, (\d+) rows to 1 replicas; 0 differ", said)[0])
     assert f"{num_rows} waves" in said
-    said = replayed(simulated, "delivery", capsys, "trainer.ranks=3")
+    said = replayed(simulated, "training", capsys, "trainer.ranks=3")
     assert f"{num_rows} rows to 3 replicas; 0 differ" in said
-    lines = [json.loads(line) for line in (simulated / "replay" / "delivery.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (simulated / "replay" / "training.jsonl").read_text().splitlines()]
     assert {line["replica"] for line in lines} == {0, 1, 2}
     assert sum(bool(line["rollouts"]) for line in lines) == num_rows
     wrong = "UPDATE events SET num_tokens = num_tokens + 1 WHERE kind = 'sealed' AND step = 3"
-    said = replayed(changed(simulated, tmp_path / "run", sql=wrong), "delivery", capsys)
+    said = replayed(changed(simulated, tmp_path / "run", sql=wrong), "training", capsys)
     assert re.search(r"step 3: its seal says tokens \d+ to replica 0, its rows hold \d+", said)
 
 
@@ -301,8 +301,8 @@ def test_prm_scoring_stops_whom_it_stopped_and_others_under_another_rule(
     followed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = replayed(followed, "prm", capsys)
-    assert re.search(r"following: \d{3} rollouts with [\d,]+ steps; 0 are stopped that were not, 0 were and are not, 0 have other", said)
-    lines = [json.loads(line) for line in (followed / "replay" / "following.jsonl").read_text().splitlines()]
+    assert re.search(r"prm: \d{3} rollouts with [\d,]+ steps; 0 are stopped that were not, 0 were and are not, 0 have other", said)
+    lines = [json.loads(line) for line in (followed / "replay" / "prm.jsonl").read_text().splitlines()]
     assert any(line["old"]["flag"] and line["old"]["flag"]["stops"] for line in lines)
     assert all(line["old"]["flag"] == line["new"]["flag"] for line in lines)
     said = replayed(followed, "prm", capsys, "prm.early_stop.threshold=0.5")

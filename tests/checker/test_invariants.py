@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from pipelinerl.checker.history import Checkpoint, Entry, History
-from pipelinerl.checker.invariants import Trial, digest_of, try_history
+from pipelinerl.checker.invariants import Checker, check_history, digest_of
 
-PROMISES = {"group_size": 2, "groups_per_step": 1, "max_row_tokens": 100, "max_staleness": 1, "num_steps": 2}
+SETTINGS = {"group_size": 2, "groups_per_step": 1, "max_row_tokens": 100, "max_staleness": 1, "num_steps": 2}
 Line = dict[str, Any]
 
 
 def began() -> Line:
-    return {"kind": "began", "reason": json.dumps({"settings": PROMISES, "unix_s": 0.0})}
+    return {"kind": "began", "reason": json.dumps({"settings": SETTINGS, "unix_s": 0.0})}
 
 
 def rollout(name: str, *, version: int = 0, attempt: int = 0) -> list[Line]:
@@ -82,10 +82,10 @@ def number_of(lines: list[Line], kind: str, rollout_id: str | None = None) -> in
     return 1 + next(i for i, line in enumerate(lines) if line["kind"] == kind and rollout_id in (None, line.get("rollout_id")))
 
 
-def judge(lines: list[Line], *checkpoints: Checkpoint) -> Trial:
+def check(lines: list[Line], *checkpoints: Checkpoint) -> Checker:
     fields = {field.name for field in dataclasses.fields(Entry)}
     entries = (Entry(**(dict.fromkeys(fields) | {"seq": seq, "t": float(seq)} | line)) for seq, line in enumerate(lines, start=1))  # pyright: ignore[reportArgumentType]
-    return try_history(History(ledger_id="me", entries=entries, checkpoints=checkpoints))
+    return check_history(History(ledger_id="me", entries=entries, checkpoints=checkpoints))
 
 
 def checkpoint(lines: list[Line], *, missing: tuple[str, ...] = (), **changes: Any) -> Checkpoint:
@@ -97,10 +97,10 @@ def checkpoint(lines: list[Line], *, missing: tuple[str, ...] = (), **changes: A
 
 
 def test_a_good_history_breaks_no_promise():
-    trial = judge(good(), checkpoint(good()))
-    assert trial.problems == []
-    assert (trial.num_done, trial.num_replayed, trial.num_lives, trial.restarts) == (2, 1, 1, [1])
-    assert trial.counts()["trained"] == 4
+    checker = check(good(), checkpoint(good()))
+    assert checker.problems == []
+    assert (checker.num_done, checker.num_retrained, checker.num_starts, checker.trainer_starts) == (2, 1, 1, [1])
+    assert checker.counts()["trained"] == 4
 
 
 def test_a_rollout_may_be_issued_again_and_a_run_go_on():
@@ -112,15 +112,15 @@ def test_a_rollout_may_be_issued_again_and_a_run_go_on():
     saved["reason"] = f"me:{number_of(lines, 'sealed')}"
     revived = [{"kind": "revived", "rollout_id": f"2/{sibling}"} for sibling in range(2)]
     on = [*lines, began(), *revived, *rollout("2/0")]
-    assert judge(on, checkpoint(lines)).problems == []
+    assert check(on, checkpoint(lines)).problems == []
     issued, *answered = rollout("2/1")
     outlived = [began(), {"kind": "outlived", "step": 2}, {"kind": "adopted", "rollout_id": "2/1", "attempt": 0}]
-    assert judge([*on, issued, *outlived, *answered], checkpoint(lines)).problems == []
+    assert check([*on, issued, *outlived, *answered], checkpoint(lines)).problems == []
 
 
 def compares(lines: list[Line]) -> None:
     """Make it a run that compares siblings."""
-    lines[0] = lines[0] | {"reason": json.dumps({"settings": PROMISES | {"compares_siblings": True}, "unix_s": 0.0})}
+    lines[0] = lines[0] | {"reason": json.dumps({"settings": SETTINGS | {"compares_siblings": True}, "unix_s": 0.0})}
     for step in range(2):
         at = number_of(lines, "placed", f"{step}/0") - 1
         lines[at:at] = [
@@ -133,7 +133,7 @@ def compares(lines: list[Line]) -> None:
 def test_siblings_may_be_compared_once_each_is_scored():
     lines = good()
     compares(lines)
-    assert judge(lines, checkpoint(lines)).problems == []
+    assert check(lines, checkpoint(lines)).problems == []
 
 
 def replace(kind: str, of: str | None = None, **changes: Any) -> Callable[[list[Line]], None]:
@@ -209,7 +209,7 @@ BROKEN: dict[str, tuple[Callable[[list[Line]], None], str]] = {
     "other tokens are trained than generated": (replace("trained", "0/0", num_tokens=4), "is trained with"),
     "a seal counts wrongly": (replace("sealed", num_tokens=7), "seals (rows, samples, tokens)"),
     "a batch is too large": (
-        lambda lines: lines.insert(0, lines.pop(0) | {"reason": json.dumps({"settings": PROMISES | {"groups_per_step": 2}, "unix_s": 0})}),
+        lambda lines: lines.insert(0, lines.pop(0) | {"reason": json.dumps({"settings": SETTINGS | {"groups_per_step": 2}, "unix_s": 0})}),
         "seals 1 groups, expected 2",
     ),
     "a checkpoint names another commit": (replace("saved", reason="me:3"), "says commit me:3"),
@@ -252,7 +252,7 @@ def test_a_broken_promise_is_found_and_named(what: str):
     change, expected = BROKEN[what]
     lines = good()
     change(lines)
-    problems = judge(lines).problems
+    problems = check(lines).problems
     assert [problem for problem in problems if expected in problem], problems
 
 
@@ -264,12 +264,12 @@ def test_a_checkpoint_is_held_against_the_history():
         ({"missing": ("__0_0.distcp",)}, "lacks __0_0.distcp"),
     )
     for changes, expected in cases:
-        (problem,) = judge(good(), checkpoint(good(), **changes)).problems
+        (problem,) = check(good(), checkpoint(good(), **changes)).problems
         assert expected in problem
 
 
 def test_a_checkpoint_that_is_gone_is_missed():
-    assert judge(good()).problems == ["the ledger knows a checkpoint of version 1, on disk is none"]
+    assert check(good()).problems == ["the ledger knows a checkpoint of version 1, on disk is none"]
 
 
 def flagged(name: str, *, stops: bool, **changes: Any) -> Line:
@@ -281,9 +281,9 @@ def flagged(name: str, *, stops: bool, **changes: Any) -> Line:
 def stops() -> list[Line]:
     """One step of one group: a rollout goes on to be trained, its sibling is stopped early."""
     issued, generated, scored = rollout("0/1")
-    promises = PROMISES | {"follows_traces": True, "stops_below": 0.3, "seed": 3}
+    settings = SETTINGS | {"follows_traces": True, "stops_below": 0.3, "seed": 3}
     return [
-        {"kind": "began", "reason": json.dumps({"settings": promises, "unix_s": 0.0})},
+        {"kind": "began", "reason": json.dumps({"settings": settings, "unix_s": 0.0})},
         admitted("0/0"),
         admitted("0/1"),
         *rollout("0/0"),
@@ -312,7 +312,7 @@ def moved(lines: list[Line], kind: str, rollout_id: str, *, to: int) -> list[Lin
 
 
 def test_a_history_with_a_rollout_stopped_early_breaks_no_promise():
-    assert judge(stops()).problems == []
+    assert check(stops()).problems == []
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_history_with_a_rollout_stopped_early_breaks_no_promise():
         (changed(stops(), "filtered", step=None), "seals (rows, samples, tokens)"),
         (changed(stops(), "filtered", step=1), "counts in step 1, but 0 is being filled"),
         (changed(stops(), "sealed", place=1), "seals (rows, samples, tokens)"),
-        (changed(stops(), "began", reason=json.dumps({"settings": PROMISES | {"follows_traces": True}})), "stops nothing early"),
+        (changed(stops(), "began", reason=json.dumps({"settings": SETTINGS | {"follows_traces": True}})), "stops nothing early"),
         (changed(stops(), "followed", "0/0", attempt=1), "follows attempt 1, scored was 0"),
         (changed(stops(), "followed", "0/1", reason="ok", reward=1.0), "has a reward by its steps, and none of its own"),
         ([*stops()[:11], stops()[10], *stops()[11:]], "or twice"),
@@ -340,18 +340,18 @@ def test_a_history_with_a_rollout_stopped_early_breaks_no_promise():
     ],
 )
 def test_every_broken_promise_about_steps_and_stops_is_named(lines: list[Line], problem: str):
-    assert any(problem in found for found in judge(lines).problems), judge(lines).problems
+    assert any(problem in found for found in check(lines).problems), check(lines).problems
 
 
 def remax() -> list[Line]:
     """One step of one group of two, and of a greedy sibling."""
-    line = {"kind": "began", "reason": json.dumps({"settings": PROMISES | {"adds_greedy": True}, "unix_s": 0.0})}
+    line = {"kind": "began", "reason": json.dumps({"settings": SETTINGS | {"adds_greedy": True}, "unix_s": 0.0})}
     greedy = [admitted("0/2"), *rollout("0/2"), {"kind": "filtered", "rollout_id": "0/2", "reason": "greedy baseline"}]
     return [line, *greedy, *whole_step(0)]
 
 
 def test_a_history_with_a_greedy_sibling_breaks_no_promise():
-    assert judge(remax()).problems == []
+    assert check(remax()).problems == []
 
 
 @pytest.mark.parametrize(
@@ -363,18 +363,18 @@ def test_a_history_with_a_greedy_sibling_breaks_no_promise():
         (changed(remax(), "filtered", reason="zero_variance"), "is filtered as zero_variance"),
         ([*remax()[:5], remax()[5] | {"kind": "failed", "reason": "ok"}, *remax()[6:]], "fails, is greedy, and has a reward"),
         ([*remax()[:5], remax()[5] | {"kind": "stale", "reason": "old"}, *remax()[6:]], "is stale, and is greedy"),
-        (changed(remax(), "began", reason=json.dumps({"settings": PROMISES})), "one sibling too many"),
+        (changed(remax(), "began", reason=json.dumps({"settings": SETTINGS})), "one sibling too many"),
         ([*remax(), began()], "changes adds_greedy within a run"),
         ([*good()[:-3], {"kind": "filtered", "rollout_id": "2/0", "reason": "greedy baseline"}], "is filtered as greedy baseline"),
     ],
 )
 def test_every_broken_promise_about_a_greedy_sibling_is_named(lines: list[Line], problem: str):
-    assert any(problem in found for found in judge(lines).problems), judge(lines).problems
+    assert any(problem in found for found in check(lines).problems), check(lines).problems
 
 
 def episode(*lines: Line) -> list[Line]:
     """A life in which `0/0` is admitted, and what becomes of it; an environment replies to two turns of three, at most."""
-    first = began() | {"reason": json.dumps({"settings": PROMISES | {"max_turns": 3}, "unix_s": 0.0})}
+    first = began() | {"reason": json.dumps({"settings": SETTINGS | {"max_turns": 3}, "unix_s": 0.0})}
     return [first, admitted("0/0"), *lines]
 
 
@@ -398,7 +398,7 @@ ANEW = episode()[0]
     ids=["all turns", "an engine is lost between two", "a life ends between two"],
 )
 def test_an_environment_that_replies_to_each_turn_once_breaks_no_promise(lines: list[Line]):
-    assert judge(episode(*lines)).problems == []
+    assert check(episode(*lines)).problems == []
 
 
 @pytest.mark.parametrize(
@@ -415,12 +415,12 @@ def test_an_environment_that_replies_to_each_turn_once_breaks_no_promise(lines: 
     ],
 )
 def test_every_broken_promise_about_turns_is_named(lines: list[Line], problem: str):
-    assert any(problem in found for found in judge(episode(*lines)).problems)
+    assert any(problem in found for found in check(episode(*lines)).problems)
 
 
 def test_nobody_replies_in_a_run_without_an_environment():
     lines = [began(), admitted("0/0"), ISSUED, replied(0)]
-    assert any("of at most 0" in found for found in judge(lines).problems)
+    assert any("of at most 0" in found for found in check(lines).problems)
 
 
 def test_a_run_that_ended_with_fewer_steps_than_its_newest_checkpoint_holds_is_told_to_be_resumed():
@@ -430,8 +430,8 @@ def test_a_run_that_ended_with_fewer_steps_than_its_newest_checkpoint_holds_is_t
     counts = {"admitted": 2, "in_flight": 0, "trained": 0, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 2}
     ended = {"kind": "ended", "reason": json.dumps({"reason": "Ctrl-C", "counts": counts})}
     lines = [began(), *step, *cut_off, ended]
-    assert judge(lines, checkpoint(lines)).problems == [
+    assert check(lines, checkpoint(lines)).problems == [
         "the run ended saying 0 trained in 0 steps, but step-000001 holds 2: resume it",
     ]
-    assert judge(lines).problems == []
-    assert judge(lines[:-3], checkpoint(lines)).problems == [], "a run that is under way, or was killed, says so when it goes on"
+    assert check(lines).problems == []
+    assert check(lines[:-3], checkpoint(lines)).problems == [], "a run that is under way, or was killed, says so when it goes on"

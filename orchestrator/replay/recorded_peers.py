@@ -35,12 +35,12 @@ from pipelinerl.runtime.stage import Signal, Stage
 from pipelinerl.runtime.watch import Watch
 
 ENGINE_KINDS = frozenset({"joined", "left", "staged", "swap", "refused", "policy", "trainer", "pin"})
-"""What refresh hears; all of it stands in the journal."""
-FOR_EVER_S = 1e9
+"""What weight sync hears; all of it stands in the journal."""
+UNLIMITED_S = 1e9
 _SAID_BY_ENGINES = {"staged": WeightsStaged, "swap": WeightsCommitted, "refused": WeightsRefused}
 
 
-class StandIns:
+class RecordedHub:
     """A hub (`transport.base.Hub`) that nobody is connected to."""
 
     def __init__(self, *, told: Callable[[str, Message], None] = lambda peer, message: None) -> None:
@@ -75,17 +75,17 @@ class StandIns:
 
     def peers(self, role: str) -> Peers:
         """Peers on this hub, whose silence means nothing."""
-        return Peers(self, role=role, expected=0, ready_deadline_s=FOR_EVER_S, silent_after_s=FOR_EVER_S)
+        return Peers(self, role=role, expected=0, ready_deadline_s=UNLIMITED_S, silent_after_s=UNLIMITED_S)
 
 
-class EngineSide:
-    """Refresh, the engines as the orchestrator knows them, and what both share with dispatch."""
+class RecordedEngines:
+    """Weight sync, the engines as the orchestrator knows them, and what both share with generation."""
 
     def __init__(self, config: Config, *, journal: Journal, told: Callable[[str, Message], None] = lambda peer, message: None) -> None:
         self.config = config
-        self.engine_hub = StandIns(told=told)
-        self.trainer_hub = StandIns()
-        self.watch = Watch(stall_limit_s=FOR_EVER_S)
+        self.engine_hub = RecordedHub(told=told)
+        self.trainer_hub = RecordedHub()
+        self.watch = Watch(stall_limit_s=UNLIMITED_S)
         self.credits = Signal()
         self.admission = Admission(
             pace=pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness),
@@ -97,7 +97,7 @@ class EngineSide:
         self.peers = (self.engine_hub.peers("engine"), self.trainer_hub.peers("trainer"))
         self.engines = Engines(self.peers[0], expected=config.engine.count, watch=self.watch, credits=self.credits)
         self._num_joined = 0
-        self.refresh = Refresh(
+        self.weight_sync = Refresh(
             published=self.channels.published,
             engines=self.engines,
             trainer=self.peers[1],
@@ -132,10 +132,10 @@ class EngineSide:
     def _pin(self, engine_id: int, *, is_pinned: bool) -> None:
         engine = self.engines.find(engine_id)
         if engine is not None:
-            (self.refresh.pin if is_pinned else self.refresh.unpin)(engine)
+            (self.weight_sync.pin if is_pinned else self.weight_sync.unpin)(engine)
 
 
-async def happen_again(events: Iterable[Event], *, hear: Callable[[Event], None], stages: Iterable[Stage | Peers], rest_s: float) -> None:
+async def run_recorded(events: Iterable[Event], *, hear: Callable[[Event], None], stages: Iterable[Stage | Peers], rest_s: float) -> None:
     """Run stages while everything happens again at its time, and `rest_s` seconds more. Raises what a stage raises."""
     loop = asyncio.get_running_loop()
     end_s = 0.0
@@ -152,5 +152,5 @@ async def happen_again(events: Iterable[Event], *, hear: Callable[[Event], None]
 def needed(events: list[Event], *, run_folder: Path) -> list[Event]:
     """The same; raises `LedgerError` where there is nothing to replay."""
     if not any(event.kind == "policy" for event in events):
-        raise LedgerError(f"{run_folder} has no published policy, so there is nothing to refresh or to dispatch to")
+        raise LedgerError(f"{run_folder} has no published policy, so there is nothing to synchronise or to generate with")
     return events

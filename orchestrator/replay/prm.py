@@ -21,7 +21,7 @@ from orchestrator.peers.prm import Prm
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.recorded import Recording
-from orchestrator.replay.stand_ins import FOR_EVER_S, StandIns
+from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.stages.prm import EarlyStopping, PrmScoring
 from pipelinerl.config import Config
@@ -36,8 +36,8 @@ _ANSWERED_S = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
-    """What following made of a rollout."""
+class Rescored:
+    """A rollout after the PRM stage."""
 
     recorded: ScoredTrajectory
     now: ScoredTrajectory
@@ -58,23 +58,23 @@ class Followed:
         if self.was_stopped or self.is_stopped:
             return False
         old, new = self.recorded.steps, self.now.steps
-        assert old is not None, "only those that the model scored are followed again"
+        assert old is not None, "only those that the model scored are replayed"
         return new is None or not (np.array_equal(old.ends, new.ends) and np.array_equal(old.scores, new.scores))
 
 
-def follow_again(config: Config, recording: Recording, *, run_folder: Path, folder: Path) -> Iterator[str]:
+def replay_prm(config: Config, recording: Recording, *, run_folder: Path, folder: Path) -> Iterator[str]:
     """What differs, line by line. Raises `LedgerError` where no step scores are recorded."""
     members = [member for group in recording.groups for member in group.members if member.steps is not None]
     if not members:
         raise LedgerError(f"{run_folder} has no recorded step scores: it had no process reward model, or run.record_groups was 0")
-    followed: list[Followed] = simulate(_Again(config, members).run())
-    _keep(followed, folder / "following.jsonl")
+    followed: list[Rescored] = simulate(_Replay(config, members).run())
+    _keep(followed, folder / "prm.jsonl")
     newly = [one for one in followed if one.is_stopped and not one.was_stopped]
     no_more = [one for one in followed if one.was_stopped and not one.is_stopped]
     other = [one for one in followed if one.has_other_steps]
     num_steps = sum(len(one.recorded.steps.ends) for one in followed if one.recorded.steps is not None)
     yield (
-        f"following: {len(followed):,} rollouts with {num_steps:,} steps; {len(newly):,} are stopped that were not, {len(no_more):,} were"
+        f"prm: {len(followed):,} rollouts with {num_steps:,} steps; {len(newly):,} are stopped that were not, {len(no_more):,} were"
         f" and are not, {len(other):,} have other step scores"
     )
     if newly:
@@ -84,15 +84,15 @@ def follow_again(config: Config, recording: Recording, *, run_folder: Path, fold
         yield f"  rollout {one.recorded.trajectory.rollout_id}: {_told(one.recorded)} -> {_told(one.now)}"
 
 
-class _Again:
+class _Replay:
     """The stage, between an engine and a model that only say what was recorded."""
 
     def __init__(self, config: Config, members: list[ScoredTrajectory]) -> None:
-        watch = Watch(stall_limit_s=FOR_EVER_S)
+        watch = Watch(stall_limit_s=UNLIMITED_S)
         self._members = members
         self._steps = {member.trajectory.rollout_id: member.steps for member in members}
         self._chunk_tokens = config.prm.chunk_tokens
-        self._hub = StandIns(told=lambda peer, message: self._answer(message))
+        self._hub = RecordedHub(told=lambda peer, message: self._answer(message))
         self._peers = self._hub.peers("scorer")
         self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, follows=True)
         self._writing: str | None = None
@@ -117,11 +117,11 @@ class _Again:
             stopping=None if stop.threshold is None else EarlyStopping(rule=rule, audit=audit, engines=self),
         )
 
-    async def run(self) -> list[Followed]:
+    async def run(self) -> list[Rescored]:
         self._hub.say(_MODEL, PrmReady(prm_id=1, process_id=1, version="recorded"))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(task.run()) for task in (self._peers, self._stage)]
-            followed = [await self._follow(member) for member in self._members]
+            followed = [await self._replay_one(member) for member in self._members]
             for task in tasks:
                 task.cancel()
         self._ledger.close()
@@ -135,7 +135,7 @@ class _Again:
         """As engines do: it is not written on."""
         self._writing = None
 
-    async def _follow(self, member: ScoredTrajectory) -> Followed:
+    async def _replay_one(self, member: ScoredTrajectory) -> Rescored:
         trajectory = member.trajectory
         num_written = await self._write(member)
         self._writing = None
@@ -145,7 +145,7 @@ class _Again:
             await self._channels.scored.put(ScoredTrajectory(trajectory=trajectory, score=member.score))
         now = await self._channels.followed.get()
         assert now is not None, "nobody closes the channel"
-        return Followed(recorded=member, now=now, num_written=num_written)
+        return Rescored(recorded=member, now=now, num_written=num_written)
 
     async def _write(self, member: ScoredTrajectory) -> int:
         """Have an engine write a rollout, until it is withdrawn; return how many tokens it has by then."""
@@ -171,7 +171,7 @@ class _Again:
         if not isinstance(message, TraceTokens):
             return
         steps = self._steps[message.rollout_id]
-        assert steps is not None, "only those that the model scored are followed again"
+        assert steps is not None, "only those that the model scored are replayed"
         end = message.start + len(message.token_ids)
         first, after = (int(np.searchsorted(steps.ends, place)) for place in (message.start, end))
         if message.is_last:
@@ -201,7 +201,7 @@ def _told(member: ScoredTrajectory) -> str:
     )
 
 
-def _keep(followed: list[Followed], path: Path) -> None:
+def _keep(followed: list[Rescored], path: Path) -> None:
     with open(path, "w") as file:
         for one in followed:
             line = {"rollout_id": one.recorded.trajectory.rollout_id, "old": _plain(one.recorded), "new": _plain(one.now)}
