@@ -30,7 +30,7 @@ from pipelinerl.runtime.process import read_config
 from pipelinerl.storage.checkpoint_folder import read_manifest
 from pipelinerl.transport.codec import Decoder, encode
 from pipelinerl.transport.keys import make_keys, read_keys
-from pipelinerl.transport.session import Conversation
+from pipelinerl.transport.session import Session
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights import codec as changes_codec
 from pipelinerl.weights import manifest
@@ -86,34 +86,34 @@ def test_messages_of_every_role(union: str, frame: bytes):
 
 
 @given(frames=st.lists(damaged([*FRAMES, *[b"PL\x02\x01" + bytes(36) + frame for frame in FRAMES[:3]]]), max_size=5), keeps=st.booleans())
-def test_frames_of_a_conversation(frames: list[bytes], keeps: bool):
+def test_frames_of_a_session(frames: list[bytes], keeps: bool):
     sent: list[bytes] = []
-    end = Conversation("somebody", transmit=sent.append, keeps_for_successor=keeps)
+    end = Session("somebody", transmit=sent.append, resends_to_successor=keeps)
     good: list[bytes] = []
-    other = Conversation("somebody else", transmit=good.append, keeps_for_successor=True)
+    other = Session("somebody else", transmit=good.append, resends_to_successor=True)
     other.send(FRAMES[0])
     for frame in [*good, *frames]:
         with contextlib.suppress(WireError):
-            for body in end.hear(frame):
+            for body in end.receive_frame(frame):
                 assert isinstance(body, memoryview)
     assert len(sent) <= len(frames) + 1, "whatever comes is answered by one frame at most"
 
 
 @given(data=st.data())
-def test_headers_of_a_conversation_that_are_damaged_anywhere(data: st.DataObject):
+def test_headers_of_a_session_that_are_damaged_anywhere(data: st.DataObject):
     """Beyond what encryption lets through: it takes a peer with a key to send these."""
     frames: list[bytes] = []
-    other = Conversation("somebody else", transmit=frames.append, keeps_for_successor=True)
-    end = Conversation("somebody", transmit=frames.append, keeps_for_successor=False)
+    other = Session("somebody else", transmit=frames.append, resends_to_successor=True)
+    end = Session("somebody", transmit=frames.append, resends_to_successor=False)
     for example in FRAMES[:4]:
         other.send(example)
     other.send(*FRAMES[:4])
-    other.remind()
-    other.remind()
+    other.probe()
+    other.probe()
     other.say_goodbye()
     for frame in list(frames):
         with contextlib.suppress(WireError):
-            end.hear(data.draw(damaged([frame])))
+            end.receive_frame(data.draw(damaged([frame])))
 
 
 @given(pieces=st.lists(damaged([calls.frame(example) for example in EXAMPLES[:4]]), max_size=5))

@@ -18,11 +18,11 @@ from pipelinerl.messages import Message
 
 MAGIC = b"PL"
 WIRE = 2
-"""Version of the header and of the rules in `conversation`; the messages have the fingerprint."""
+"""Version of the header and of the rules in `session`; the messages have the fingerprint."""
 _HEADER = struct.Struct("<2sBBIQQQQ")
 HEADER_BYTES = _HEADER.size
 _LENGTH = struct.Struct("<I")
-TOGETHER_BYTES = (1 << 16) - HEADER_BYTES - 1
+MAX_BATCH_FRAME_BYTES = (1 << 16) - HEADER_BYTES - 1
 """Messages sent at once share frames up to this size. A frame costs, at both ends, about as much as encrypting 10 KB; with more than
 64 KB the saving is small, and ZeroMQ is handed them without a copy, which costs more than one (`zmq.COPY_BELOW_BYTES`).
 """
@@ -33,12 +33,12 @@ class Kind(enum.IntEnum):
 
     MESSAGE = 1
     """`number` counts frames that carry messages from 1; a message follows."""
-    HEARD = 2
-    """Only says what was heard, see `Header.heard`."""
-    ASK = 3
-    """Asks for a sign: frames up to `number` were sent. The answer is `HEARD`, or `AGAIN`."""
-    AGAIN = 4
-    """Frames behind `heard` are missing: send them again."""
+    ACK = 2
+    """Only says what was heard, see `Header.acked`."""
+    PROBE = 3
+    """Asks for a sign: frames up to `number` were sent. The answer is `ACK`, or `RESEND`."""
+    RESEND = 4
+    """Frames behind `acked` are missing: send them again."""
     GOODBYE = 5
     """The sender closes; nothing more should be sent to it."""
     MESSAGES = 6
@@ -53,7 +53,7 @@ class Header(NamedTuple):
     receiver: int
     """0 where the sender has not heard from anybody yet."""
     number: int
-    heard: int
+    acked: int
     """All frames with messages of the other end up to this number were handed over: its credit for them returns."""
 
 
@@ -66,16 +66,16 @@ def schema_of(classes: list[type[Message]]) -> int:
 SCHEMA = schema_of([cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Message)])
 
 
-def pack(kind: Kind, sender: int, receiver: int, number: int, heard: int) -> bytes:
+def pack(kind: Kind, sender: int, receiver: int, number: int, acked: int) -> bytes:
     """A header."""
-    return _HEADER.pack(MAGIC, WIRE, kind, SCHEMA, sender, receiver, number, heard)
+    return _HEADER.pack(MAGIC, WIRE, kind, SCHEMA, sender, receiver, number, acked)
 
 
 def unpack(frame: bytes | memoryview) -> Header:
     """Read a frame's header. Raises `WireError` where it is none, or of another schema."""
     if len(frame) < HEADER_BYTES:
         raise WireError(f"{len(frame)} bytes are no frame: its header alone has {HEADER_BYTES}")
-    magic, wire, kind, schema, sender, receiver, number, heard = _HEADER.unpack_from(frame)
+    magic, wire, kind, schema, sender, receiver, number, acked = _HEADER.unpack_from(frame)
     if magic != MAGIC:
         raise WireError(f"a frame begins with {MAGIC!r}, got {magic!r}")
     if wire != WIRE or schema != SCHEMA:
@@ -86,25 +86,25 @@ def unpack(frame: bytes | memoryview) -> Header:
         )
     if kind not in _KINDS or not sender:
         raise WireError(f"frame of kind {kind} from {sender}; known kinds are {sorted(_KINDS)}, and nobody is 0")
-    return Header(_KINDS[kind], sender, receiver, number, heard)
+    return Header(_KINDS[kind], sender, receiver, number, acked)
 
 
 def join(messages: Sequence[bytes]) -> Sequence[tuple[Kind, bytes]]:
-    """Encoded messages as what follows the headers of as few frames as `TOGETHER_BYTES` allows, each with its kind."""
+    """Encoded messages as what follows the headers of as few frames as `MAX_BATCH_FRAME_BYTES` allows, each with its kind."""
     return [(Kind.MESSAGE, messages[0])] if len(messages) == 1 else list(_join(messages))
 
 
 def split(frame: bytes | memoryview) -> list[memoryview]:
     """The encoded messages in a frame of kind `MESSAGE` or `MESSAGES`.
 
-    Raises `WireError` where a length leads past its end, and for several messages in more than `TOGETHER_BYTES`: how many they may be has a
-    bound by that.
+    Raises `WireError` where a length leads past its end, and for several messages in more than `MAX_BATCH_FRAME_BYTES`: how many they may
+    be has a bound by that.
     """
     rest = memoryview(frame)[HEADER_BYTES:]
     if frame[_KIND_AT] == Kind.MESSAGE:
         return [rest]
-    if len(rest) > TOGETHER_BYTES:
-        raise WireError(f"several messages in {len(rest)} bytes, expected {TOGETHER_BYTES} at most", reason="oversize")
+    if len(rest) > MAX_BATCH_FRAME_BYTES:
+        raise WireError(f"several messages in {len(rest)} bytes, expected {MAX_BATCH_FRAME_BYTES} at most", reason="oversize")
     messages: list[memoryview] = []
     while rest:
         end = _LENGTH.size + (_LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest))
@@ -120,7 +120,7 @@ def _join(messages: Sequence[bytes]) -> Iterator[tuple[Kind, bytes]]:
     size = 0
     for message in messages:
         size += len(message) + _LENGTH.size
-        if together and size > TOGETHER_BYTES:
+        if together and size > MAX_BATCH_FRAME_BYTES:
             yield _joined(together)
             together, size = [], len(message) + _LENGTH.size
         together.append(message)

@@ -26,7 +26,7 @@ SILENT_FRACTION = 8
 """One part in so many of the files that the process may open, if that is less: a run has three sockets, and needs files of its own."""
 
 
-class Strangers:
+class RejectedConnections:
     """Listens to what a bound socket reports of its connections; make one before the socket is bound."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, refused: collections.Counter[str], num_peers: int) -> None:
@@ -39,7 +39,7 @@ class Strangers:
         """Descriptors of connections on which nothing was heard, the oldest first."""
         self._outside: dict[int, None] = {}
         """Descriptors of connections without a handshake, the oldest first."""
-        address = f"inproc://strangers-{next(_numbers)}"
+        address = f"inproc://rejected-{next(_numbers)}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._reports = socket.context.socket(zmq.PAIR)
         self._reports.rcvhwm = 0  # ZeroMQ's own thread would wait where reports were not read

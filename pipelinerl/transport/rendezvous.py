@@ -55,7 +55,7 @@ class Operation(enum.StrEnum):
     """Put `value` where the server's own process waits for calls."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One question of a client."""
 
     operation: Operation
@@ -64,42 +64,42 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     expected: bytes = b""
 
 
-class Table:
+class KeyValues:
     """What a store holds, and who waits for what. No socket, no clock."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self._waiting: dict[bytes, Ask] = {}
+        self._waiting: dict[bytes, Request] = {}
         """By client, which asks one thing at a time: what it asked last, while a key is missing."""
 
-    def ask(self, client: bytes, ask: Ask) -> Iterator[tuple[bytes, bytes]]:
+    def ask(self, client: bytes, request: Request) -> Iterator[tuple[bytes, bytes]]:
         """Do what a client asks, and give the answers that are due now: its own, and those of clients that waited for what it set."""
         self._waiting.pop(client, None)
-        if ask.operation is Operation.GET:
-            self._waiting[client] = ask
+        if request.operation is Operation.GET:
+            self._waiting[client] = request
         else:
-            yield client, self._done(ask)
+            yield client, self._done(request)
         for waiting, wanted in list(self._waiting.items()):
             if all(key in self.values for key in wanted.keys):
                 del self._waiting[waiting]
                 yield waiting, self.values[wanted.keys[0]] if wanted.keys else b""
 
-    def _done(self, ask: Ask) -> bytes:
-        key, found = ask.keys[0] if ask.keys else "", self.values.get(ask.keys[0]) if ask.keys else None
-        match ask.operation:
+    def _done(self, request: Request) -> bytes:
+        key, found = request.keys[0] if request.keys else "", self.values.get(request.keys[0]) if request.keys else None
+        match request.operation:
             case Operation.SET:
-                self.values[key] = ask.value
+                self.values[key] = request.value
             case Operation.ADD:
-                self.values[key] = str(int(found or 0) + int(ask.value)).encode()
+                self.values[key] = str(int(found or 0) + int(request.value)).encode()
                 return self.values[key]
             case Operation.CHECK:
-                return b"1" if all(one in self.values for one in ask.keys) else b""
+                return b"1" if all(one in self.values for one in request.keys) else b""
             case Operation.DELETE:
                 return b"" if self.values.pop(key, None) is None else b"1"
             case Operation.COMPARE_SET:
-                if (found or b"") == ask.expected:
-                    self.values[key] = ask.value
-                return self.values.get(key, ask.expected)
+                if (found or b"") == request.expected:
+                    self.values[key] = request.value
+                return self.values.get(key, request.expected)
             case _:
                 pass
         return b""
@@ -112,7 +112,7 @@ class RendezvousServer:
         """Raises `OSError` where nobody may listen on `address`."""
         self.calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         """What clients called, in order."""
-        self._table = Table()
+        self._store = KeyValues()
         self._lock = threading.Lock()
         """Held while the table is read or changed."""
         self._context = zmq.Context()
@@ -124,7 +124,7 @@ class RendezvousServer:
         keys = _key_pair(token, "server")
         _configure(self._socket, keys)
         self._socket.curve_server = True
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         try:
             self.port = _bind(self._socket, address)
@@ -136,13 +136,13 @@ class RendezvousServer:
     def forget(self, prefix: str) -> None:
         """Remove the keys that begin so: their meeting is over."""
         with self._lock:
-            for key in [key for key in self._table.values if key.startswith(prefix)]:
-                del self._table.values[key]
+            for key in [key for key in self._store.values if key.startswith(prefix)]:
+                del self._store.values[key]
 
     def close(self) -> None:
         """Hang up on everybody; safe to repeat."""
         if not self._socket.closed:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wake, 1)
             self._thread.join()
             self._release()
 
@@ -150,23 +150,23 @@ class RendezvousServer:
         self._socket.close(linger=0)
         self._authenticator.stop()
         self._context.term()
-        os.close(self._bell)
+        os.close(self._wake)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
-        decoder = msgspec.msgpack.Decoder(Ask)
-        while not any(source == self._bell for source, _ in poller.poll()):
+        poller.register(self._wake, zmq.POLLIN)
+        decoder = msgspec.msgpack.Decoder(Request)
+        while not any(source == self._wake for source, _ in poller.poll()):
             client, *parts = self._socket.recv_multipart()
             with contextlib.suppress(msgspec.DecodeError, ValueError):  # who knows the token says nothing else; nothing is answered
                 self._take(client, decoder.decode(parts[0] if len(parts) == 1 else b""))
 
-    def _take(self, client: bytes, ask: Ask) -> None:
-        if ask.operation is Operation.CALL:
-            self.calls.put(ask.value)
+    def _take(self, client: bytes, request: Request) -> None:
+        if request.operation is Operation.CALL:
+            self.calls.put(request.value)
         with self._lock:
-            due = list(self._table.ask(client, ask))
+            due = list(self._store.ask(client, request))
         for to, answer in due:
             self._socket.send_multipart([to, answer])
 
@@ -177,39 +177,39 @@ class RendezvousClient:
     def __init__(self, address: str, port: int, token: str) -> None:
         self.place = f"{address}:{port}"
         self._token = token
-        self._idle: list[_Line] = []
+        self._idle: list[_Connection] = []
         self._lock = threading.Lock()
-        weakref.finalize(self, _hang_up, self._idle)
+        weakref.finalize(self, _close_all, self._idle)
 
     def ask(self, operation: Operation, *keys: str, value: bytes = b"", expected: bytes = b"", timeout_s: float) -> bytes:
         """The store's answer; see `Operation`. Raises `PeerSilent` after `timeout_s`, `PeerGone` where it hangs up or is not there."""
-        line = self._pick_up()
+        connection = self._idle_or_new()
         try:
-            answer = line.ask(operation, keys, value=value, expected=expected, timeout_s=timeout_s)
+            answer = connection.ask(operation, keys, value=value, expected=expected, timeout_s=timeout_s)
         except BaseException:
-            line.close()
+            connection.close()
             raise
         with self._lock:
-            self._idle.append(line)
+            self._idle.append(connection)
         return answer
 
     def close(self) -> None:
         """Hang up where nobody waits; safe to repeat."""
         with self._lock:
-            _hang_up(self._idle)
+            _close_all(self._idle)
 
-    def _pick_up(self) -> _Line:
+    def _idle_or_new(self) -> _Connection:
         while True:
             with self._lock:
-                line = self._idle.pop() if self._idle else None
-            if line is None:
-                return _Line(self.place, self._token)
-            if not line.is_cut():
-                return line
-            line.close()
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return _Connection(self.place, self._token)
+            if not connection.is_cut():
+                return connection
+            connection.close()
 
 
-class _Line:
+class _Connection:
     """One connection to a store. Where a question failed it is closed, so that the next answer is the next question's."""
 
     def __init__(self, place: str, token: str) -> None:
@@ -228,8 +228,8 @@ class _Line:
         return bool(self._reports.poll(0))
 
     def ask(self, operation: Operation, keys: tuple[str, ...], *, value: bytes, expected: bytes, timeout_s: float) -> bytes:
-        ask = Ask(operation=operation, keys=keys, value=value, expected=expected)
-        self._socket.send(msgspec.msgpack.encode(ask))
+        request = Request(operation=operation, keys=keys, value=value, expected=expected)
+        self._socket.send(msgspec.msgpack.encode(request))
         if ready := dict(self._poller.poll(math.ceil(timeout_s * 1000))):
             if self._socket in ready:
                 return self._socket.recv()
@@ -245,9 +245,9 @@ class _Line:
         self._context.term()
 
 
-def _hang_up(lines: list[_Line]) -> None:
-    while lines:
-        lines.pop().close()
+def _close_all(connections: list[_Connection]) -> None:
+    while connections:
+        connections.pop().close()
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> int:

@@ -1,13 +1,13 @@
 """One end of the talk between two processes: every message arrives once and in order, while both live, whatever the connection does.
 
-No socket, no clock, no loop: frames go in by `hear`, out by `transmit`. Both transports and both ends use this class.
+No socket, no clock, no loop: frames go in by `receive_frame`, out by `transmit`. Both transports and both ends use this class.
 
 - Frames that carry messages are numbered. An end hands over those of the next number only; it drops what it has (a repetition), holds what
   comes too early, and says behind which number something is missing. Small messages that are sent at once share a frame.
 - A frame is kept until the other end says that it was handed over. Credit: kept frames are on their way only up to `WINDOW_BYTES`,
   the rest waits here, up to `LIMIT_BYTES`; beyond, `send` raises. So a peer that takes nothing costs `LIMIT_BYTES` at most, of which
   at most `WINDOW_BYTES` (or one message) lie in the network's queues on either side.
-- Who is owed an acknowledgement asks (`remind`, now and then). On a connection that keeps order the answer is exact: what was sent before
+- Who is owed an acknowledgement asks (`probe`, now and then). On a connection that keeps order the answer is exact: what was sent before
   the question and is not in the answer is lost. So it is sent again, also after the connection broke and came back.
 - Each end draws an identity when it comes to life. A peer that was restarted has another one: what its predecessor never took is dropped,
   for it was told to a process that is dead. An orchestrator that was restarted has another one, too: what the old one never took is
@@ -28,8 +28,8 @@ WINDOW_BYTES = 32 << 20
 """Credit of one direction. Must cover what flows during a round trip; larger holds more in the network's queues for a peer that stands."""
 LIMIT_BYTES = 256 << 20
 """Most that is kept for one peer. Requests and rows are bounded by admission and pulls far below it: reaching it means it takes nothing."""
-REMIND_EVERY_S = 1.0
-"""Between two calls of `remind`: a loss is noticed after one to two of them. Shorter asks peers that are merely busy."""
+PROBE_EVERY_S = 1.0
+"""Between two calls of `probe`: a loss is noticed after one to two of them. Shorter asks peers that are merely busy."""
 MAX_EARLY = 1024
 """Messages held that came before one that is missing, in all no more than `WINDOW_BYTES`; further ones are dropped and come again. On a
 connection that keeps order there are none.
@@ -38,11 +38,11 @@ _FORMER = 8
 """Identities remembered of those who were replaced, so that their late frames are known for what they are."""
 
 
-class Conversation:
-    """One end; which of the two, `keeps_for_successor` says: see the last point above."""
+class Session:
+    """One end; which of the two, `resends_to_successor` says: see the last point above."""
 
-    def __init__(self, name: str, *, transmit: Callable[[bytes], None], keeps_for_successor: bool) -> None:
-        """`transmit` puts a frame on the wire, or loses it; `keeps_for_successor` is true at a peer, false at the orchestrator."""
+    def __init__(self, name: str, *, transmit: Callable[[bytes], None], resends_to_successor: bool) -> None:
+        """`transmit` puts a frame on the wire, or loses it; `resends_to_successor` is true at a peer, false at the orchestrator."""
         self.name = name
         """Of the other end, for messages of errors."""
         self.identity = secrets.randbits(64) or 1
@@ -50,31 +50,31 @@ class Conversation:
         """The other end said goodbye."""
         self.num_repeated = 0
         """Messages that came again."""
-        self.kept_bytes = 0
+        self.unacked_bytes = 0
         """Of messages not yet acknowledged."""
         self.introduction: Callable[[Sequence[bytes]], Iterable[bytes]] | None = None
         """Given what the other end, which is gone, never took: what to send in its stead to the one that takes its place."""
         self._transmit = transmit
-        self._keeps_for_successor = keeps_for_successor
+        self._resends_to_successor = resends_to_successor
         self._other = 0
         self._former: collections.deque[int] = collections.deque(maxlen=_FORMER)
-        self._gone: collections.deque[bytes] = collections.deque()
+        self._in_flight: collections.deque[bytes] = collections.deque()
         """Frames on their way, not acknowledged, the oldest numbered `_first`."""
-        self._waiting: collections.deque[bytes] = collections.deque()
+        self._queued: collections.deque[bytes] = collections.deque()
         """Frames without credit."""
         self._first = 1
         self._next = 1
-        self._gone_bytes = 0
-        self._heard = 0
+        self._in_flight_bytes = 0
+        self._received = 0
         """Number of the last frame taken."""
         self._early: dict[int, tuple[int, list[memoryview]]] = {}
         """By frame's number, size and messages of those that came before one that is missing."""
         self._early_bytes = 0
-        self._unsaid_bytes = 0
+        self._ack_due_bytes = 0
         """Of messages taken since the other end was last told."""
-        self._missed = -1
-        """What `_heard` was when a gap was last told."""
-        self._first_at_reminder = 0
+        self._reported_gap = -1
+        """What `_received` was when a gap was last told."""
+        self._first_at_probe = 0
 
     @property
     def has_met(self) -> bool:
@@ -86,48 +86,48 @@ class Conversation:
         if not messages:
             return
         size = sum(map(len, messages)) + HEADER_BYTES
-        if self.kept_bytes + size > LIMIT_BYTES and self.kept_bytes:
+        if self.unacked_bytes + size > LIMIT_BYTES and self.unacked_bytes:
             raise PeerFull(
-                f"{self.name} has not taken the last {self.kept_bytes} bytes sent to it, and {size} more would exceed the bound of"
+                f"{self.name} has not taken the last {self.unacked_bytes} bytes sent to it, and {size} more would exceed the bound of"
                 f" {LIMIT_BYTES}: it stands still, or its connection is gone; see its log"
             )
         for kind, body in join(messages):
             frame = self._header(kind, number=self._next) + body
             self._next += 1
-            self.kept_bytes += len(frame)
-            self._waiting.append(frame)
+            self.unacked_bytes += len(frame)
+            self._queued.append(frame)
         self._spend_credit()
-        if not self._waiting:  # it is on its way, and with it what was heard
-            self._unsaid_bytes = 0
+        if not self._queued:  # it is on its way, and with it what was heard
+            self._ack_due_bytes = 0
 
-    def hear(self, frame: bytes | memoryview) -> Sequence[memoryview]:
+    def receive_frame(self, frame: bytes | memoryview) -> Sequence[memoryview]:
         """Take a frame; return the messages that can be handed over now, mostly those in it. Raises `WireError` for what is no frame."""
         header = unpack(frame)
         if header.receiver not in (0, self.identity):
-            if not self._keeps_for_successor:  # a peer that was told to the process before this one learns of the change
-                self._transmit(self._header(Kind.HEARD, receiver=header.sender))
+            if not self._resends_to_successor:  # a peer that was told to the process before this one learns of the change
+                self._transmit(self._header(Kind.ACK, receiver=header.sender))
             return ()
         if header.sender != self._other and not self.meet(header.sender):
             return ()
-        if header.heard >= self._next:
-            raise WireError(f"{self.name} says it heard frame {header.heard}; {self._next - 1} were sent")
-        self._settle(header.heard)
+        if header.acked >= self._next:
+            raise WireError(f"{self.name} says it received frame {header.acked}; {self._next - 1} were sent")
+        self._acknowledge(header.acked)
         if header.kind is Kind.MESSAGE or header.kind is Kind.MESSAGES:
             return self._take(header.number, frame)
-        if header.kind is Kind.ASK:
-            self._transmit(self._header(Kind.AGAIN if self._heard < header.number else Kind.HEARD))
-        elif header.kind is Kind.AGAIN:
-            for kept in tuple(self._gone):
+        if header.kind is Kind.PROBE:
+            self._transmit(self._header(Kind.RESEND if self._received < header.number else Kind.ACK))
+        elif header.kind is Kind.RESEND:
+            for kept in tuple(self._in_flight):
                 self._transmit(kept)
         elif header.kind is Kind.GOODBYE:
             self.has_left = True
         return ()
 
-    def remind(self) -> None:
+    def probe(self) -> None:
         """Ask for a sign where nothing was acknowledged since the last call, although something is on its way."""
-        if self._gone and self._first == self._first_at_reminder:
-            self._transmit(self._header(Kind.ASK, number=self._first + len(self._gone) - 1))
-        self._first_at_reminder = self._first
+        if self._in_flight and self._first == self._first_at_probe:
+            self._transmit(self._header(Kind.PROBE, number=self._first + len(self._in_flight) - 1))
+        self._first_at_probe = self._first
 
     def meet(self, other: int) -> bool:
         """The other end is `other` from now on. False where that is a predecessor of the one that speaks now."""
@@ -136,7 +136,7 @@ class Conversation:
         is_successor = self._other != 0
         if is_successor:
             self._former.append(self._other)
-        self._other, self._heard, self._unsaid_bytes, self._missed, self.has_left = other, 0, 0, -1, False
+        self._other, self._received, self._ack_due_bytes, self._reported_gap, self.has_left = other, 0, 0, -1, False
         self._early.clear()
         self._early_bytes = 0
         if is_successor:
@@ -147,59 +147,59 @@ class Conversation:
         """Tell the other end that this one closes."""
         self._transmit(self._header(Kind.GOODBYE))
 
-    def show_sign(self) -> None:
+    def send_ack(self) -> None:
         """Send a frame without a message: a sign of life; an end of another schema then says in words what is wrong."""
-        self._transmit(self._header(Kind.HEARD))
+        self._transmit(self._header(Kind.ACK))
 
     def _take(self, number: int, frame: bytes | memoryview) -> Sequence[memoryview]:
-        if number <= self._heard or number in self._early:
+        if number <= self._received or number in self._early:
             self.num_repeated += 1
             return ()
         taken = split(frame)
-        if number > self._heard + 1:
+        if number > self._received + 1:
             if len(self._early) < MAX_EARLY and self._early_bytes + len(frame) <= WINDOW_BYTES:
                 self._early[number] = len(frame), taken
                 self._early_bytes += len(frame)
-            if self._missed != self._heard:
-                self._missed = self._heard
-                self._transmit(self._header(Kind.AGAIN))
+            if self._reported_gap != self._received:
+                self._reported_gap = self._received
+                self._transmit(self._header(Kind.RESEND))
             return ()
-        self._heard = number
-        self._unsaid_bytes += len(frame)
-        while self._early and (early := self._early.pop(self._heard + 1, None)) is not None:
+        self._received = number
+        self._ack_due_bytes += len(frame)
+        while self._early and (early := self._early.pop(self._received + 1, None)) is not None:
             size, messages = early
             taken += messages
-            self._heard += 1
+            self._received += 1
             self._early_bytes -= size
-            self._unsaid_bytes += size
-        if self._unsaid_bytes >= WINDOW_BYTES // 4:
-            self._unsaid_bytes = 0
-            self._transmit(self._header(Kind.HEARD))
+            self._ack_due_bytes += size
+        if self._ack_due_bytes >= WINDOW_BYTES // 4:
+            self._ack_due_bytes = 0
+            self._transmit(self._header(Kind.ACK))
         return taken
 
-    def _settle(self, heard: int) -> None:
+    def _acknowledge(self, acked: int) -> None:
         """Let go of messages that were handed over there; their credit is free again."""
-        while self._gone and self._first <= heard:
-            size = len(self._gone.popleft())
+        while self._in_flight and self._first <= acked:
+            size = len(self._in_flight.popleft())
             self._first += 1
-            self._gone_bytes -= size
-            self.kept_bytes -= size
-        if self._waiting:
+            self._in_flight_bytes -= size
+            self.unacked_bytes -= size
+        if self._queued:
             self._spend_credit()
 
     def _spend_credit(self) -> None:
-        while self._waiting and (not self._gone or self._gone_bytes + len(self._waiting[0]) <= WINDOW_BYTES):
-            frame = self._waiting.popleft()
-            self._gone.append(frame)
-            self._gone_bytes += len(frame)
+        while self._queued and (not self._in_flight or self._in_flight_bytes + len(self._queued[0]) <= WINDOW_BYTES):
+            frame = self._queued.popleft()
+            self._in_flight.append(frame)
+            self._in_flight_bytes += len(frame)
             self._transmit(frame)
 
     def _begin_again(self) -> None:
-        kept = [*self._gone, *self._waiting] if self._keeps_for_successor else []
-        self._gone.clear()
-        self._waiting.clear()
+        kept = [*self._in_flight, *self._queued] if self._resends_to_successor else []
+        self._in_flight.clear()
+        self._queued.clear()
         self._first = self._next = 1
-        self._gone_bytes = self.kept_bytes = self._first_at_reminder = 0
+        self._in_flight_bytes = self.unacked_bytes = self._first_at_probe = 0
         bodies: Iterable[bytes] = [bytes(body) for frame in kept for body in split(frame)]
         if self.introduction is not None:
             bodies = self.introduction(list(bodies))
@@ -209,4 +209,4 @@ class Conversation:
     def _header(self, kind: Kind, *, number: int = 0, receiver: int | None = None) -> bytes:
         if receiver is not None:
             return pack(kind, self.identity, receiver, number, 0)
-        return pack(kind, self.identity, self._other, number, self._heard)
+        return pack(kind, self.identity, self._other, number, self._received)

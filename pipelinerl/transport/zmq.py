@@ -1,7 +1,7 @@
 """ZeroMQ over TCP: a ROUTER in the orchestrator, a DEALER in each peer, CURVE on both.
 
 The hub binds first, to a port the system picks, and then publishes it in `<run>/endpoints/<role>.json`; no port is fixed, none can be
-taken in between. ZeroMQ would drop silently at its own high-water marks, so sending has none: `conversation` bounds what is on its way.
+taken in between. ZeroMQ would drop silently at its own high-water marks, so sending has none: `session` bounds what is on its way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import zmq
@@ -22,17 +22,16 @@ import zmq.auth.thread
 
 from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.messages import Message
-from pipelinerl.runtime.network import address_towards
 from pipelinerl.runtime.process import register
 from pipelinerl.runtime.stage import Signal
-from pipelinerl.runtime.watch import wait_for_file
 from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from pipelinerl.transport.endpoint import Endpoint, publish_endpoint, read_endpoint
 from pipelinerl.transport.frame import HEADER_BYTES
 from pipelinerl.transport.keys import read_allow_list, read_keys
-from pipelinerl.transport.rejected import Strangers
-from pipelinerl.transport.router import Exchange
-from pipelinerl.transport.session import REMIND_EVERY_S, Conversation
+from pipelinerl.transport.rejected import RejectedConnections
+from pipelinerl.transport.router import Router
+from pipelinerl.transport.session import PROBE_EVERY_S, Session
 
 _NOBLOCK, _NOBLOCK_MORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 _SRCFD = int(zmq.SRCFD)
@@ -74,7 +73,7 @@ class ZmqHub:
     """
 
     def __init__(self, run_folder: Path, role: str, *, accepts: Any, interface: str = "127.0.0.1") -> None:
-        self._exchange = Exchange(accepts=accepts, carry=self._carry, clock=time.monotonic)
+        self._router = Router(accepts=accepts, carry=self._carry, clock=time.monotonic)
         self._routes: dict[str, bytes] = {}
         """By peer: the newest connection it was heard on."""
         self._former: dict[bytes, None] = {}
@@ -91,7 +90,7 @@ class ZmqHub:
         """The loop that watches the descriptor, from the first `receive` on."""
         self._is_looking = False
         """A look is due, because something was sent."""
-        self._reminder: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         _configure(self._socket)
@@ -99,17 +98,17 @@ class ZmqHub:
         self._socket.router_mandatory = True
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
-        self._strangers = Strangers(self._socket, refused=self._exchange.refused, num_peers=len(self.allow_list.names))
+        self._rejected = RejectedConnections(self._socket, refused=self._router.refused, num_peers=len(self.allow_list.names))
         self._socket.bind(f"tcp://{interface}:0")
         self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
-        self._endpoint = _Endpoint(address=self.address, server_key=keys.public.decode())
+        self._endpoint = Endpoint(address=self.address, server_key=keys.public.decode())
         self._endpoint_file = run_folder / "endpoints" / f"{role}.json"
-        _publish(self._endpoint_file, self._endpoint)
+        publish_endpoint(self._endpoint_file, self._endpoint)
 
     @property
     def refused(self) -> collections.Counter[str]:
-        self._strangers.count()
-        return self._exchange.refused
+        self._rejected.count()
+        return self._router.refused
 
     async def receive(self) -> list[tuple[str, Message]]:
         self._watch()
@@ -120,26 +119,26 @@ class ZmqHub:
 
     def send(self, peer: str, message: Message) -> None:
         try:
-            self._exchange.send(peer, message)
+            self._router.send(peer, message)
         finally:
             if self._loop is not None and not self._is_looking:  # one look behind any number of sends
                 self._is_looking = True
                 self._loop.call_soon(self._wake_if_readable)
 
     def dismiss(self, message: Message) -> None:
-        self._exchange.send_all(message)
-        _publish(self._endpoint_file, msgspec.structs.replace(self._endpoint, last_word=encode(message)))
+        self._router.send_all(message)
+        publish_endpoint(self._endpoint_file, msgspec.structs.replace(self._endpoint, closing_message=encode(message)))
 
     def close(self) -> None:
         if self._socket.closed:
             return
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
-            self._loop.remove_reader(self._strangers.descriptor)
-        if self._reminder is not None:
-            self._reminder.cancel()
-        self._exchange.say_goodbye()
-        self._strangers.close()
+            self._loop.remove_reader(self._rejected.descriptor)
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        self._router.say_goodbye()
+        self._rejected.close()
         self._socket.close(linger=LINGER_MS)
         self._authenticator.stop()
         self._context.term()
@@ -149,16 +148,16 @@ class ZmqHub:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._descriptor, self._wake_if_readable)
-            self._loop.add_reader(self._strangers.descriptor, self._strangers.count)
-            self._strangers.count()
-            self._reminder = self._loop.call_later(REMIND_EVERY_S, self._remind)
+            self._loop.add_reader(self._rejected.descriptor, self._rejected.count)
+            self._rejected.count()
+            self._probe_timer = self._loop.call_later(PROBE_EVERY_S, self._probe)
 
-    def _remind(self) -> None:
+    def _probe(self) -> None:
         assert self._loop is not None
-        self._exchange.remind()
-        self._strangers.count()
+        self._router.probe()
+        self._rejected.count()
         self._wake_if_readable()
-        self._reminder = self._loop.call_later(REMIND_EVERY_S, self._remind)
+        self._probe_timer = self._loop.call_later(PROBE_EVERY_S, self._probe)
 
     def _wake_if_readable(self) -> None:
         self._is_looking = False
@@ -175,14 +174,14 @@ class ZmqHub:
                 return arrived
             frame = self._socket.recv(copy=False)
             if frame.more:
-                self._exchange.refused["malformed"] += 1
+                self._router.refused["malformed"] += 1
                 self._drop_rest(frame)
                 continue
             name = self.allow_list.names[frame.get("User-Id").encode()]  # pyright: ignore[reportAttributeAccessIssue]
             if self._routes.get(name) != routing_id:
                 self._note_route(name, routing_id)
-                self._strangers.heard(int(frame.get(_SRCFD)))
-            arrived += self._exchange.hear(name, frame.buffer)
+                self._rejected.heard(int(frame.get(_SRCFD)))
+            arrived += self._router.receive_frame(name, frame.buffer)
         self._readable.set()
         return arrived
 
@@ -220,7 +219,7 @@ class ZmqLink:
         self.name = f"{role}-{index}"
         self._decoder: Decoder[Message] = Decoder(accepts)
         self._endpoint_file = run_folder / "endpoints" / f"{role}.json"
-        self._endpoint = endpoint = _read_endpoint(self._endpoint_file, deadline_s=deadline_s)
+        self._endpoint = endpoint = read_endpoint(self._endpoint_file, deadline_s=deadline_s)
         keys = read_keys(run_folder, self.name)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -241,44 +240,44 @@ class ZmqLink:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
-        self._conversation = Conversation("the orchestrator", transmit=self._transmit, keeps_for_successor=True)
+        self._session = Session("the orchestrator", transmit=self._transmit, resends_to_successor=True)
         self._bodies: collections.deque[memoryview] = collections.deque()
         """Messages to be handed over, still encoded."""
         self._is_dismissed = False
         """The orchestrator's last word was read where it was published."""
         self._heard_at = time.monotonic()
         self._silent_looks = 0
-        self._next_reminder = self._heard_at + REMIND_EVERY_S
+        self._next_probe = self._heard_at + PROBE_EVERY_S
 
     @property
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
     @property
-    def kept_bytes(self) -> int:
+    def unacked_bytes(self) -> int:
         """Bytes of messages that the orchestrator has not acknowledged."""
-        return self._conversation.kept_bytes
+        return self._session.unacked_bytes
 
     def introduce(self, make: Introduction) -> None:
-        self._conversation.introduction = lambda kept: map(encode, make(kept))
+        self._session.introduction = lambda kept: map(encode, make(kept))
         for message in make(()):
             self.send(message)
 
     def send(self, *messages: Message) -> None:
-        self._conversation.send(*map(encode, messages))
+        self._session.send(*map(encode, messages))
 
     def receive(self, timeout_s: float) -> Message | None:
         until = time.monotonic() + timeout_s
         while True:
             now = time.monotonic()
-            if now >= self._next_reminder:
-                self._next_reminder = now + REMIND_EVERY_S
-                self._conversation.remind()
+            if now >= self._next_probe:
+                self._next_probe = now + PROBE_EVERY_S
+                self._session.probe()
                 self._look_for_successor()
             # Taking comes last before the wait: sending uses up the signal of what has arrived meanwhile.
             if (message := self._take()) is not None:
                 return message
-            left_s = min(until, self._next_reminder) - time.monotonic()
+            left_s = min(until, self._next_probe) - time.monotonic()
             if timeout_s <= 0 or (left_s > 0 and self._is_woken(left_s)) or time.monotonic() >= until:
                 return None
 
@@ -293,7 +292,7 @@ class ZmqLink:
     def close(self) -> None:
         if self._socket.closed:
             return
-        self._conversation.say_goodbye()
+        self._session.say_goodbye()
         self._socket.close(linger=LINGER_MS)
         self._context.term()
         with self._bell_lock:
@@ -304,26 +303,26 @@ class ZmqLink:
         if self.silent_s < SILENT_S:
             return
         try:
-            endpoint = _read_endpoint(self._endpoint_file, deadline_s=0.0)
-            if endpoint.last_word:
-                self._hear_last_word(endpoint.last_word)
+            endpoint = read_endpoint(self._endpoint_file, deadline_s=0.0)
+            if endpoint.closing_message:
+                self._receive_closing_message(endpoint.closing_message)
             elif endpoint != self._endpoint:
                 self._connect(endpoint)
             else:
                 self._silent_looks += 1
-                if self.kept_bytes and self._silent_looks > RENEW_AFTER:
+                if self.unacked_bytes and self._silent_looks > RENEW_AFTER:
                     self._connect(endpoint)
-                self._conversation.show_sign()  # the connection may be a new one, and only who speaks on it can be answered
+                self._session.send_ack()  # the connection may be a new one, and only who speaks on it can be answered
         except (PeerSilent, ConfigError, zmq.ZMQError):  # between two orchestrators there is none, or a damaged one: look again
             return
 
-    def _hear_last_word(self, body: bytes) -> None:
+    def _receive_closing_message(self, body: bytes) -> None:
         """The orchestrator has ended, and its last word may have been lost on the way, or said before this peer was there."""
         if not self._is_dismissed:
             self._is_dismissed = True
             self._bodies.append(memoryview(body))
 
-    def _connect(self, endpoint: _Endpoint) -> None:
+    def _connect(self, endpoint: Endpoint) -> None:
         """Connect to `endpoint` in place of the present one, which may be the same, and gone."""
         before, self._endpoint, self._silent_looks = self._endpoint, endpoint, 0
         with contextlib.suppress(zmq.ZMQError):  # given up already
@@ -338,7 +337,7 @@ class ZmqLink:
             except zmq.Again:
                 return None
             self._heard_at, self._silent_looks = time.monotonic(), 0
-            self._bodies += self._conversation.hear(frame.buffer)
+            self._bodies += self._session.receive_frame(frame.buffer)
         return self._decoder.decode(self._bodies.popleft())
 
     def _is_woken(self, timeout_s: float) -> bool:
@@ -355,12 +354,6 @@ class ZmqLink:
             pass
 
 
-def own_address(run_folder: Path, role: str, *, deadline_s: float = 60.0) -> str:
-    """This machine's address on the way to the orchestrator, once that has published its own."""
-    endpoint = _read_endpoint(run_folder / "endpoints" / f"{role}.json", deadline_s=deadline_s)
-    return address_towards(endpoint.address.removeprefix("tcp://").rpartition(":")[0])
-
-
 def _configure(socket: zmq.Socket[bytes]) -> None:
     _keep_freed_memory()
     socket.sndhwm = 0
@@ -369,28 +362,6 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.handshake_ivl = HANDSHAKE_MS
     socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30000
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000
-
-
-class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    address: Annotated[str, msgspec.Meta(pattern=r"^tcp://[A-Za-z0-9.:\[\]_-]+:\d{1,5}$", max_length=300)]
-    server_key: Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
-    last_word: Annotated[bytes, msgspec.Meta(max_length=1 << 20)] = b""
-    """An encoded message, once the orchestrator ends: whoever looks for it need not look on."""
-
-
-def _publish(path: Path, endpoint: _Endpoint) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(msgspec.json.encode(endpoint))
-    os.replace(draft, path)
-
-
-def _read_endpoint(path: Path, *, deadline_s: float) -> _Endpoint:
-    text = wait_for_file(path, peer="orchestrator", deadline_s=deadline_s)
-    try:
-        return msgspec.json.decode(text, type=_Endpoint)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no endpoint that an orchestrator has published: {error}") from None
 
 
 def _keep_freed_memory() -> None:

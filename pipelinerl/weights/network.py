@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipelinerl.config import WeightsSection
 from pipelinerl.runtime.network import address_of, device_of
-from pipelinerl.transport.zmq import own_address
+from pipelinerl.transport.endpoint import own_address
 
 VARIABLE = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"

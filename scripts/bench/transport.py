@@ -161,7 +161,7 @@ def _send_ours(folder: Path, count: int, together: int) -> None:
         link.send(*[completion] * together)
         if number * together % TOGETHER == 0:  # as an engine does between two forward passes; its credit comes back that way
             link.receive(0.0)
-        while link.kept_bytes > WINDOW_BYTES:  # an engine has decoding to do meanwhile
+        while link.unacked_bytes > WINDOW_BYTES:  # an engine has decoding to do meanwhile
             link.receive(0.001)
     while not isinstance(link.receive(1.0), Stop):
         pass

@@ -72,10 +72,10 @@ class Liar:
     """What one link says, lies included. It goes on in the deck of lies where the process before it was killed."""
 
     def __init__(self, link: transport.ZmqLink, run_folder: Path, *, seed: int, fraction: float) -> None:
-        self._conversation = conversation = link._conversation
+        self._session = session = link._session
         self._name, self._seed, self._fraction = link.name, seed, 0.0 if link.name == FORGER else fraction
         self._chance = random.Random(f"{seed}/{link.name}/{os.getpid()}")
-        self.known = Known(chance=self._chance, identity=conversation.identity)
+        self.known = Known(chance=self._chance, identity=session.identity)
         self._decoder: Decoder[Message] = Decoder(_SAYS[link.name.partition("-")[0]])
         path = run_folder / "lies" / f"{link.name}.log"
         self._num_told = _num_told(path)
@@ -84,8 +84,8 @@ class Liar:
         """By digest: what was said once, and is said again where an orchestrator died."""
         self._forged: set[str] = set()
         """The same of answers with forged log-probabilities."""
-        self._say, self._transmit = conversation.send, link._transmit  # frames pass by the storm, too
-        conversation.send = self.send
+        self._say, self._transmit = session.send, link._transmit  # frames pass by the storm, too
+        session.send = self.send
 
     def send(self, *bodies: bytes) -> None:
         """Say messages, and what comes to mind on these occasions."""
@@ -132,7 +132,7 @@ class Liar:
             yield deck[order[number % len(deck)]]
 
     def _tell(self, lie: Message | bytes, forgery: Forgery) -> Iterator[bytes]:
-        if forgery.is_frame and not self._conversation.has_met:  # it would die with a connection that there is not yet
+        if forgery.is_frame and not self._session.has_met:  # it would die with a connection that there is not yet
             return
         body = lie if isinstance(lie, bytes) else encode(lie)
         self._note(body, forgery)

@@ -57,7 +57,7 @@ class Known:
 
     chance: random.Random
     identity: int
-    """Of its end of the conversation."""
+    """Of its end of the session."""
     asked: dict[str, Generate] = dataclasses.field(default_factory=dict)
     """What an engine's process was asked, by rollout id."""
     said: dict[type[Message], Any] = dataclasses.field(default_factory=dict)
@@ -79,7 +79,7 @@ class Forgery:
     is_answer: bool = False
     """It is about an attempt: where that was given up meanwhile, it is fenced in place of being refused."""
     is_frame: bool = False
-    """Bytes for the wire itself, outside of the conversation: they die with their connection."""
+    """Bytes for the wire itself, outside of the session: they die with their connection."""
     replaces: bool = False
     """It is said in place of the truth."""
 
@@ -332,7 +332,7 @@ FRAMES = (
     Forgery(
         kind=MALFORMED,
         name="an acknowledgement of what was never sent",
-        make=lambda _, known: frame.pack(frame.Kind.HEARD, known.identity, 0, 0, 2**62 + known.number()),
+        make=lambda _, known: frame.pack(frame.Kind.ACK, known.identity, 0, 0, 2**62 + known.number()),
         is_frame=True,
     ),
     Forgery(

@@ -1,6 +1,6 @@
 """`python -m scripts.chaos.storm MODULE ...`: a process of the run whose messages get lost, doubled, delayed and reordered.
 
-The faults happen between the product's conversation and its real socket, to whole frames; `<run>/storm.json` says how often. What happens
+The faults happen between the product's session and its real socket, to whole frames; `<run>/storm.json` says how often. What happens
 to bytes on the wire itself (cuts, changed bytes, delays) is `detours`. Each fault leaves one letter in `<run>/storm.log`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.transport import zmq as transport
-from pipelinerl.transport.session import Conversation
+from pipelinerl.transport.session import Session
 from scripts.chaos import liar
 from scripts.chaos.detours import detour_of
 from scripts.chaos.witness import Witness
@@ -82,8 +82,8 @@ def main() -> None:
     run_folder = Path(arguments[arguments.index("--run-folder") + 1])
     _on_hubs(run_folder)
     _on_links(run_folder)
-    read = transport._read_endpoint
-    transport._read_endpoint = lambda path, *, deadline_s: msgspec.structs.replace(
+    read = transport.read_endpoint
+    transport.read_endpoint = lambda path, *, deadline_s: msgspec.structs.replace(
         read(path, deadline_s=deadline_s), address=detour_of(run_folder, path.stem)
     )
     if json.loads((run_folder / "storm.json").read_text())["liars"]:
@@ -124,8 +124,8 @@ def _on_links(run_folder: Path) -> None:
         storm = Storm(run_folder, name=link.name)
         transmit = link._transmit
         link.storm = storm  # pyright: ignore[reportAttributeAccessIssue]
-        conversation: Conversation = link._conversation
-        conversation._transmit = lambda frame: storm.carry(lambda: None if link._socket.closed else transmit(frame))
+        session: Session = link._session
+        session._transmit = lambda frame: storm.carry(lambda: None if link._socket.closed else transmit(frame))
 
     def receive_in_storm(link: transport.ZmqLink, timeout_s: float) -> Any:
         storm: Storm = link.storm  # pyright: ignore[reportAttributeAccessIssue]

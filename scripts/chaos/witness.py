@@ -21,7 +21,7 @@ from orchestrator.peers.scorers import Scorers
 from orchestrator.rules import lies
 from orchestrator.stages.training import Delivery
 from pipelinerl.messages import Message
-from pipelinerl.transport.router import Exchange
+from pipelinerl.transport.router import Router
 from pipelinerl.transport.zmq import ZmqHub
 from scripts.chaos.liar import digest_of
 
@@ -63,13 +63,13 @@ class Witness:
         self._see_verdicts()
 
     def _see_bodies(self) -> None:
-        decode, hear = Exchange._decode, Exchange.hear
+        decode, hear = Router._decode, Router.hear
 
-        def see_body(exchange: Exchange, body: memoryview) -> Message:
+        def see_body(exchange: Router, body: memoryview) -> Message:
             self._digests.append(digest_of(body))
             return decode(exchange, body)
 
-        def see_frame(exchange: Exchange, name: str, frame: bytes | memoryview) -> list[tuple[str, Message]]:
+        def see_frame(exchange: Router, name: str, frame: bytes | memoryview) -> list[tuple[str, Message]]:
             self._digests.clear()
             before = exchange.refused.copy()
             arrived = hear(exchange, name, frame)
@@ -82,7 +82,7 @@ class Witness:
                 self._write(name, connection, digest_of(frame), "", [reason], is_fenced=False)
             return arrived
 
-        Exchange._decode, Exchange.hear = see_body, see_frame
+        Router._decode, Router.hear = see_body, see_frame
 
     def _see_messages(self) -> None:
         receive = ZmqHub.receive

@@ -17,7 +17,7 @@ from pipelinerl.messages import FromEngine, Message, StageWeights, Stop, ToEngin
 from pipelinerl.transport import router, session
 from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.base import Link
-from pipelinerl.transport.memory import MemoryHub, Weather
+from pipelinerl.transport.memory import MemoryHub, NetworkFaults
 from pipelinerl.transport.zmq import ZmqHub
 from tests.contract.wires import (
     PATIENCE_S,
@@ -38,18 +38,18 @@ from tests.sim.clock import simulate
 
 pytestmark = pytest.mark.process
 
-WEATHERS = {
-    "lost": Weather(delay_s=0.01, drop_fraction=0.3, seed=1),
-    "doubled": Weather(delay_s=0.01, repeat_fraction=0.5, seed=2),
-    "reordered": Weather(jitter_s=0.5, reorders=True, seed=3),
-    "everything": Weather(delay_s=0.05, jitter_s=1.0, drop_fraction=0.2, repeat_fraction=0.3, reorders=True, seed=4),
+NETWORKS = {
+    "lost": NetworkFaults(delay_s=0.01, drop_fraction=0.3, seed=1),
+    "doubled": NetworkFaults(delay_s=0.01, repeat_fraction=0.5, seed=2),
+    "reordered": NetworkFaults(jitter_s=0.5, reorders=True, seed=3),
+    "everything": NetworkFaults(delay_s=0.05, jitter_s=1.0, drop_fraction=0.2, repeat_fraction=0.3, reorders=True, seed=4),
 }
 
 
-@pytest.mark.parametrize("weather", WEATHERS)
-def test_in_any_weather_every_message_arrives_once_and_in_order(weather: str):
+@pytest.mark.parametrize("network", NETWORKS)
+def test_over_any_network_every_message_arrives_once_and_in_order(network: str):
     async def program() -> None:
-        hub = MemoryHub(accepts=FromEngine, weather=WEATHERS[weather])
+        hub = MemoryHub(accepts=FromEngine, network=NETWORKS[network])
         link = hub.connect("engine-0", accepts=ToEngine)
         orders: list[int] = []
 
@@ -207,7 +207,7 @@ def test_what_a_broken_connection_lost_comes_again_once_it_is_back(
 def test_the_last_word_comes_also_where_the_connection_is_cut_and_then_the_hub_closed(
     on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch
 ):
-    for name, seconds in (("SILENT_S", 0.5), ("REMIND_EVERY_S", 0.1)):
+    for name, seconds in (("SILENT_S", 0.5), ("PROBE_EVERY_S", 0.1)):
         monkeypatch.setattr(zmq_transport, name, seconds)
 
     async def program(wire: ZmqWire) -> None:
@@ -226,7 +226,7 @@ def test_the_last_word_comes_also_where_the_connection_is_cut_and_then_the_hub_c
 @pytest.mark.parametrize("is_towards_hub", [True, False])
 def test_what_a_changed_byte_lost_comes_again(on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch, is_towards_hub: bool):
     """It cannot be decrypted, and ZeroMQ closes the connection: a peer's own for good, so the link connects anew."""
-    for name, seconds in (("SILENT_S", 0.5), ("REMIND_EVERY_S", 0.5)):
+    for name, seconds in (("SILENT_S", 0.5), ("PROBE_EVERY_S", 0.5)):
         monkeypatch.setattr(zmq_transport, name, seconds)
 
     async def program(wire: ZmqWire) -> None:
@@ -329,7 +329,7 @@ def test_a_link_hears_signs_of_life_from_an_orchestrator_that_has_nothing_to_say
     on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch
 ):
     """What it says itself is acknowledged."""
-    monkeypatch.setattr(zmq_transport, "REMIND_EVERY_S", 0.1)
+    monkeypatch.setattr(zmq_transport, "PROBE_EVERY_S", 0.1)
 
     async def program(wire: ZmqWire) -> None:
         (link,) = await connected(wire, 0)
@@ -415,7 +415,7 @@ def test_a_link_finds_the_orchestrator_that_takes_a_dead_ones_place_and_introduc
     on_zmq: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(zmq_transport, "SILENT_S", 0.2)
-    monkeypatch.setattr(zmq_transport, "REMIND_EVERY_S", 0.1)
+    monkeypatch.setattr(zmq_transport, "PROBE_EVERY_S", 0.1)
 
     async def program(wire: ZmqWire) -> None:
         link, kept = wire.link(0), list[int]()
@@ -428,7 +428,7 @@ def test_a_link_finds_the_orchestrator_that_takes_a_dead_ones_place_and_introduc
         assert numbers(await arrivals(wire.hub, 1)) == [1001]
         wire.hub.send("engine-0", Stop(reason="met"))
         await payload(link)
-        wire.hub._exchange._conversations.clear()  # killed: it says no goodbye
+        wire.hub._router._sessions.clear()  # killed: it says no goodbye
         wire.hub.close()
         link.send(load(1))
         wire.hub = ZmqHub(wire.folder, "engine", accepts=FromEngine)

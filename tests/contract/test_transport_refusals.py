@@ -35,7 +35,7 @@ NO_FRAME = {
     "no magic": b"XX" + GOOD_FRAME[2:],
     "an unknown kind": GOOD_FRAME[:3] + b"\x09" + GOOD_FRAME[4:],
     "nobody's": GOOD_FRAME[:8] + bytes(8) + GOOD_FRAME[16:],
-    "an acknowledgement of what was never sent": frame.pack(Kind.HEARD, sender=7, receiver=0, number=0, heard=1),
+    "an acknowledgement of what was never sent": frame.pack(Kind.ACK, sender=7, receiver=0, number=0, acked=1),
     "a pickle": pickle.dumps({"type": "EngineLoad"}),
     "text": b"GET / HTTP/1.1\r\n\r\n" * 5,
 }

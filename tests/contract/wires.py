@@ -14,8 +14,8 @@ import zmq
 from pipelinerl.messages import EngineLoad, FromEngine, Message, Stop, ToEngine, Unread
 from pipelinerl.transport.base import Hub, Link
 from pipelinerl.transport.keys import KeyPair, make_keys, read_keys
-from pipelinerl.transport.memory import MemoryHub, Weather
-from pipelinerl.transport.session import Conversation
+from pipelinerl.transport.memory import MemoryHub, NetworkFaults
+from pipelinerl.transport.session import Session
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
 
@@ -41,8 +41,8 @@ class Wire(Protocol):
 
 
 class MemoryWire:
-    def __init__(self, folder: Path, *, weather: Weather | None = None) -> None:
-        self.hub = MemoryHub(accepts=FromEngine, **({} if weather is None else {"weather": weather}))
+    def __init__(self, folder: Path, *, network: NetworkFaults | None = None) -> None:
+        self.hub = MemoryHub(accepts=FromEngine, **({} if network is None else {"network": network}))
 
     def link(self, number: int) -> Link:
         return self.hub.connect(f"engine-{number}", accepts=ToEngine)
@@ -123,9 +123,9 @@ def numbers(arrived: list[tuple[str, Message]], *, peer: str | None = None) -> l
 def framed(*bodies: bytes) -> list[bytes]:
     """Messages as an end sends them that has not heard from anybody yet: each behind its header, numbered from 1."""
     frames: list[bytes] = []
-    conversation = Conversation("the orchestrator", transmit=frames.append, keeps_for_successor=True)
+    session = Session("the orchestrator", transmit=frames.append, resends_to_successor=True)
     for body in bodies:
-        conversation.send(body)
+        session.send(body)
     return frames
 
 

@@ -49,7 +49,7 @@ from pipelinerl.messages import (
 from pipelinerl.observe.journal import Journal
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, set_aside, set_aside_before, write_manifest
 from pipelinerl.transport.base import Introduction
-from pipelinerl.transport.memory import CALM, MemoryHub, MemoryLink, Weather
+from pipelinerl.transport.memory import NO_FAULTS, MemoryHub, MemoryLink, NetworkFaults
 from tests.sim import peers
 from tests.sim.clock import simulate
 from tests.sim.run import Prompts, mean_baseline
@@ -147,14 +147,14 @@ def survive(
     folder: Path,
     faults: Faults,
     world: peers.World | None = None,
-    weather: Weather = CALM,
+    network: NetworkFaults = NO_FAULTS,
     checkpoint_every: int = 3,
     limit_s: float = 1e5,
     credit: Credit = mean_baseline,
     step_rules: StepRules | None = None,
 ) -> Survived:
     """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs."""
-    chaos = _Chaos(settings, folder, faults, world or peers.World(), weather, checkpoint_every)
+    chaos = _Chaos(settings, folder, faults, world or peers.World(), network, checkpoint_every)
     chaos.credit, chaos.step_rules = credit, step_rules
 
     async def program() -> Survived:
@@ -165,12 +165,14 @@ def survive(
 
 
 class _Chaos:
-    def __init__(self, settings: Config, folder: Path, faults: Faults, world: peers.World, weather: Weather, checkpoint_every: int) -> None:
+    def __init__(
+        self, settings: Config, folder: Path, faults: Faults, world: peers.World, network: NetworkFaults, checkpoint_every: int
+    ) -> None:
         self.settings = settings
         self.folder = folder
         self.faults = faults
         self.world = world
-        self.weather = weather
+        self.network = network
         self.checkpoint_every = checkpoint_every
         self.credit: Credit = mean_baseline
         self.step_rules: StepRules | None = None
@@ -202,7 +204,7 @@ class _Chaos:
         return Survived(ending=ending, checker=checker, disk=self.disk, kills=self.kills, seconds=loop.time(), rows=rows)
 
     def _make_hubs(self) -> list[MemoryHub]:
-        return [MemoryHub(accepts=accepts, weather=self.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
+        return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer)]
 
     async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[Ending, list[tuple[Any, ...]]] | None:
         """One life of the orchestrator, which its peers outlive; None where it was killed."""

@@ -22,7 +22,7 @@ from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
 from pipelinerl.observe.journal import Journal, read_journals
-from pipelinerl.transport.memory import CALM, MemoryHub, Weather
+from pipelinerl.transport.memory import NO_FAULTS, MemoryHub, NetworkFaults
 from tests.sim import checker, peers
 from tests.sim.clock import simulate
 
@@ -118,7 +118,7 @@ class Circumstances:
     """All of a run but its settings."""
 
     world: peers.World = peers.World()  # noqa: RUF009 frozen
-    weather: Weather = CALM
+    network: NetworkFaults = NO_FAULTS
     cast: Cast = Cast()
     credit: Credit = mean_baseline
     step_rules: StepRules | None = None
@@ -142,7 +142,7 @@ def run(settings: Config, *, folder: Path, **circumstances: Any) -> Simulated:
 
 
 async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simulated:
-    hubs = [MemoryHub(accepts=accepts, weather=given.weather) for accepts in (FromEngine, FromScorer, FromTrainer)]
+    hubs = [MemoryHub(accepts=accepts, network=given.network) for accepts in (FromEngine, FromScorer, FromTrainer)]
     record = peers.TrainerRecord()
     loop = asyncio.get_running_loop()
     path = folder / "ledger.sqlite" if given.is_recorded else None

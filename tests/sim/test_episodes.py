@@ -15,7 +15,7 @@ from orchestrator.rules.batch import Survivors
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Finish, Replied
-from pipelinerl.transport.memory import MemoryLink, Weather
+from pipelinerl.transport.memory import MemoryLink, NetworkFaults
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
 from tests.sim.peers import World
@@ -168,6 +168,8 @@ def test_answers_that_come_twice_and_late_are_to_their_own_turn(tmp_path: Path) 
         await peers.scorer(twice(link), **options)
 
     cast = Cast(engine=engine, scorer=scorer)
-    simulated = run(episodes(), folder=tmp_path, world=WORLD, credit=credit, cast=cast, weather=Weather(delay_s=0.02, jitter_s=0.1, seed=1))
+    simulated = run(
+        episodes(), folder=tmp_path, world=WORLD, credit=credit, cast=cast, network=NetworkFaults(delay_s=0.02, jitter_s=0.1, seed=1)
+    )
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"

@@ -1,4 +1,4 @@
-"""The whole orchestrator on simulated time, among simulated peers: its promises hold in calm and in bad weather, and it never hangs."""
+"""The whole orchestrator on simulated time, among simulated peers: its promises hold in calm and over a bad network, and it never hangs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from pipelinerl.messages import (
     TakeMicroBatch,
     TrainerReady,
 )
-from pipelinerl.transport.memory import MemoryLink, Weather
+from pipelinerl.transport.memory import MemoryLink, NetworkFaults
 from tests.sim import peers
 from tests.sim.peers import World
 from tests.sim.run import Cast, Prompts, Simulated, config, mean_baseline, run
 
 MODES = ["streaming", "one_step_off", "sync"]
-STORM = Weather(delay_s=0.05, jitter_s=0.2, seed=3)
+STORM = NetworkFaults(delay_s=0.05, jitter_s=0.2, seed=3)
 """Up to a quarter of a second for each message, against 10 ms for a forward pass."""
 
 
@@ -85,12 +85,12 @@ def test_generation_hides_behind_training_only_where_the_mode_lets_it(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("weather", ["calm", "storm"])
-def test_no_token_is_older_than_the_bound_and_the_bound_is_used(tmp_path: Path, max_staleness: int, weather: str):
+@pytest.mark.parametrize("network", ["calm", "storm"])
+def test_no_token_is_older_than_the_bound_and_the_bound_is_used(tmp_path: Path, max_staleness: int, network: str):
     simulated = run(
         config(pipeline={"max_staleness": max_staleness}, trainer={"steps": 12}),
         folder=tmp_path,
-        weather=STORM if weather == "storm" else Weather(),
+        network=STORM if network == "storm" else NetworkFaults(),
         world=World(token_s=2e-3),
     )
     assert simulated.problems() == []
@@ -124,11 +124,11 @@ def test_an_engine_that_swaps_late_is_given_only_what_its_own_version_may_genera
 FAULTS: dict[str, dict[str, Any]] = {
     "engine": {"world": World(engine_error_fraction=0.02)},
     "scorer": {"world": World(bad_score_fraction=0.2)},
-    "weather": {"weather": STORM},
+    "network": {"network": STORM},
     "slow scorer": {"world": World(score_s=2.0)},
     "slow trainer": {"world": World(token_s=2e-3)},
     "slow staging": {"world": World(stage_s=3.0)},
-    "everything": {"world": World(engine_error_fraction=0.02, bad_score_fraction=0.2, score_s=0.3, stage_s=0.7), "weather": STORM},
+    "everything": {"world": World(engine_error_fraction=0.02, bad_score_fraction=0.2, score_s=0.3, stage_s=0.7), "network": STORM},
 }
 
 
@@ -307,7 +307,7 @@ def test_a_rule_over_the_whole_step_breaks_no_promise_and_holds_rows_until_their
         step_rules=StepRules(step_credit=over_step),
         cast=Cast(trainer=listening_trainer),
         world=World(bad_score_fraction=0.1),
-        weather=STORM,
+        network=STORM,
     )
     assert simulated.problems() == []
     assert seen == [8] * 6
@@ -346,7 +346,7 @@ def test_withholding_trains_groups_that_would_be_dropped_for_their_oldest_token(
 def test_the_same_seed_gives_the_same_run_to_the_last_column_and_another_does_not(tmp_path: Path):
     def once(number: int, seed: int) -> list[tuple[Any, ...]]:
         world = World(engine_error_fraction=0.02, bad_score_fraction=0.2, seed=seed)
-        return run(config(), folder=tmp_path / str(number), world=world, weather=STORM).rows
+        return run(config(), folder=tmp_path / str(number), world=world, network=STORM).rows
 
     first = once(0, seed=5)
     assert len(first) >= 320
@@ -361,7 +361,7 @@ def test_the_same_seed_gives_the_same_run_to_the_last_column_and_another_does_no
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Simulated:
     """A run of every fate but `cancelled`."""
     world = World(engine_error_fraction=0.01, bad_score_fraction=0.2, token_s=2e-4, stage_s=0.5)
-    return run(config(pipeline={"max_staleness": 1}), folder=tmp_path_factory.mktemp("eventful"), world=world, weather=STORM)
+    return run(config(pipeline={"max_staleness": 1}), folder=tmp_path_factory.mktemp("eventful"), world=world, network=STORM)
 
 
 def test_the_identity_holds_at_every_status_line(eventful: Simulated):
@@ -485,14 +485,14 @@ def test_a_trainer_that_does_not_answer_a_stop_is_waited_for_and_then_left(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weather", ["calm", "storm"])
+@pytest.mark.parametrize("network", ["calm", "storm"])
 @pytest.mark.parametrize("every", [0, 1, 3])
-def test_evaluations_cover_the_first_and_the_last_policy_and_stay_out_of_the_accounts(tmp_path: Path, every: int, weather: str):
+def test_evaluations_cover_the_first_and_the_last_policy_and_stay_out_of_the_accounts(tmp_path: Path, every: int, network: str):
     simulated = run(
         config(evaluation={"every": every}),
         folder=tmp_path,
         held_out=HELD_OUT,
-        weather=STORM if weather == "storm" else Weather(),
+        network=STORM if network == "storm" else NetworkFaults(),
     )
     assert simulated.problems() == []
     versions = [version for version, _ in simulated.ending.evaluations]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.transport.memory import Weather
+from pipelinerl.transport.memory import NetworkFaults
 from tests.sim.chaos import Faults, Survived, survive
 from tests.sim.peers import World
 from tests.sim.run import Prompts, config
@@ -48,10 +48,10 @@ def test_nothing_is_lost_or_trained_twice_whoever_is_killed(tmp_path: Path, who:
     assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 4, survived.kills
 
 
-def test_kills_in_bad_weather_break_no_promise(tmp_path: Path):
-    weather = Weather(delay_s=0.02, jitter_s=0.1, seed=1)
+def test_kills_over_a_bad_network_break_no_promise(tmp_path: Path):
+    network = NetworkFaults(delay_s=0.02, jitter_s=0.1, seed=1)
     faults = Faults(seed=1, until_s=60.0, **KILLS["everything"])
-    check(survive(config(trainer={"steps": 30}), folder=tmp_path, faults=faults, world=WORLD, weather=weather), num_steps=30)
+    check(survive(config(trainer={"steps": 30}), folder=tmp_path, faults=faults, world=WORLD, network=network), num_steps=30)
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "sync"])

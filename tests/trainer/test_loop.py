@@ -224,7 +224,7 @@ def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_pa
     A second feed, whose hub reads nothing, shows when the limit is over.
     """
     monkeypatch.setattr("trainer.orchestrator_client.ALIVE_EVERY_S", 0.1)
-    monkeypatch.setattr("pipelinerl.transport.zmq.REMIND_EVERY_S", 0.1)
+    monkeypatch.setattr("pipelinerl.transport.zmq.PROBE_EVERY_S", 0.1)
     ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
 
     def hub_and_feed(run_folder: Path) -> tuple[ZmqHub, Feed]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import PeerFull, WireError
 from pipelinerl.transport import session
-from pipelinerl.transport.frame import HEADER_BYTES, TOGETHER_BYTES, Kind, pack, unpack
-from pipelinerl.transport.session import Conversation
+from pipelinerl.transport.frame import HEADER_BYTES, MAX_BATCH_FRAME_BYTES, Kind, pack, unpack
+from pipelinerl.transport.session import Session
 
 
 class Pair:
@@ -27,26 +27,26 @@ class Pair:
         self.at_hub: list[int] = []
         self.at_link: list[int] = []
 
-    def new_link(self) -> Conversation:
-        return Conversation("the orchestrator", transmit=self.to_hub.append, keeps_for_successor=True)
+    def new_link(self) -> Session:
+        return Session("the orchestrator", transmit=self.to_hub.append, resends_to_successor=True)
 
-    def new_hub(self) -> Conversation:
-        return Conversation("engine-0", transmit=self.to_link.append, keeps_for_successor=False)
+    def new_hub(self) -> Session:
+        return Session("engine-0", transmit=self.to_link.append, resends_to_successor=False)
 
     def deliver(self) -> None:
         """Carry everything, and what is answered, until nothing is on its way."""
         while self.to_hub or self.to_link:
             if self.to_hub:
-                note(self.hub.hear(self.to_hub.popleft()), self.at_hub)
+                note(self.hub.receive_frame(self.to_hub.popleft()), self.at_hub)
             if self.to_link:
-                note(self.link.hear(self.to_link.popleft()), self.at_link)
+                note(self.link.receive_frame(self.to_link.popleft()), self.at_link)
 
     def settle(self) -> None:
         """As `deliver`, with reminders until nobody owes anything."""
         for _ in range(20):
             self.deliver()
-            self.link.remind()
-            self.hub.remind()
+            self.link.probe()
+            self.hub.probe()
         assert not self.to_hub
         assert not self.to_link
 
@@ -71,20 +71,20 @@ def test_messages_pass_in_order_in_both_directions_without_any_other_frame():
         pair.hub.send(number(100 + value))
         pair.deliver()
     assert (pair.at_hub, pair.at_link) == ([0, 1, 2, 3, 4], [100, 101, 102, 103, 104])
-    assert pair.link.kept_bytes == 0, "an answer acknowledges what it follows"
-    assert pair.hub.kept_bytes == HEADER_BYTES + 2
+    assert pair.link.unacked_bytes == 0, "an answer acknowledges what it follows"
+    assert pair.hub.unacked_bytes == HEADER_BYTES + 2
 
 
 def test_small_messages_sent_at_once_share_frames_and_large_ones_do_not():
     pair = Pair()
-    small, half = 100, TOGETHER_BYTES // 2
+    small, half = 100, MAX_BATCH_FRAME_BYTES // 2
     pair.link.send(*(number(value, size=size) for value, size in enumerate([small, small, half, half, 2 * half, small])))
     assert kinds(pair.to_hub) == [Kind.MESSAGES, Kind.MESSAGE, Kind.MESSAGE, Kind.MESSAGE]
     assert len(pair.to_hub[0]) == HEADER_BYTES + 3 * 4 + 2 * small + half
-    assert pair.link.kept_bytes == sum(map(len, pair.to_hub))
+    assert pair.link.unacked_bytes == sum(map(len, pair.to_hub))
     pair.settle()
     assert pair.at_hub == [0, 1, 2, 3, 4, 5]
-    assert pair.link.kept_bytes == 0
+    assert pair.link.unacked_bytes == 0
     pair.link.send()
     assert not pair.to_hub
 
@@ -98,7 +98,7 @@ def test_a_frame_that_ends_within_a_message_is_refused_and_comes_again():
         (4, "ends after 2 bytes, within its message 1"),
     ):
         with pytest.raises(WireError, match=complaint):
-            pair.hub.hear(whole[:-cut])
+            pair.hub.receive_frame(whole[:-cut])
     pair.settle()
     assert pair.at_hub == [1, 2]
 
@@ -107,8 +107,8 @@ def test_many_messages_in_a_large_frame_are_refused_before_they_are_taken_apart(
     pair = Pair()
     pair.link.send(number(1), number(2))
     frame = pair.to_hub.popleft()
-    with pytest.raises(WireError, match=f"several messages in {TOGETHER_BYTES + 1} bytes, expected {TOGETHER_BYTES} at most"):
-        pair.hub.hear(frame + bytes(TOGETHER_BYTES + 1 - (len(frame) - HEADER_BYTES)))
+    with pytest.raises(WireError, match=f"several messages in {MAX_BATCH_FRAME_BYTES + 1} bytes, expected {MAX_BATCH_FRAME_BYTES} at most"):
+        pair.hub.receive_frame(frame + bytes(MAX_BATCH_FRAME_BYTES + 1 - (len(frame) - HEADER_BYTES)))
     pair.settle()
     assert pair.at_hub == [1, 2]
 
@@ -117,16 +117,16 @@ def test_who_is_owed_an_acknowledgement_asks_and_is_answered():
     pair = Pair()
     pair.link.send(number(7))
     pair.deliver()
-    pair.link.remind()
+    pair.link.probe()
     assert not pair.to_hub, "not yet: an answer may be on its way"
-    pair.link.remind()
-    assert kinds(pair.to_hub) == [Kind.ASK]
-    pair.hub.hear(pair.to_hub.popleft())
-    assert kinds(pair.to_link) == [Kind.HEARD]
+    pair.link.probe()
+    assert kinds(pair.to_hub) == [Kind.PROBE]
+    pair.hub.receive_frame(pair.to_hub.popleft())
+    assert kinds(pair.to_link) == [Kind.ACK]
     pair.deliver()
-    assert pair.link.kept_bytes == 0
-    pair.link.remind()
-    pair.link.remind()
+    assert pair.link.unacked_bytes == 0
+    pair.link.probe()
+    pair.link.probe()
     assert not pair.to_hub, "nothing is owed any more"
 
 
@@ -147,8 +147,8 @@ def test_a_gap_is_told_once_and_what_came_early_is_handed_over_behind_what_was_m
         pair.link.send(number(value))
     pair.to_hub.popleft()
     for _ in range(4):
-        pair.hub.hear(pair.to_hub.popleft())
-    assert kinds(pair.to_link) == [Kind.AGAIN]
+        pair.hub.receive_frame(pair.to_hub.popleft())
+    assert kinds(pair.to_link) == [Kind.RESEND]
     pair.deliver()
     assert pair.at_hub == [0, 1, 2, 3, 4, 5]
 
@@ -161,7 +161,7 @@ def test_no_more_is_held_than_the_bound_and_the_rest_comes_again(monkeypatch: py
     monkeypatch.setattr(session, name, bound)
     pair.to_hub.popleft()
     while pair.to_hub:
-        assert not pair.hub.hear(pair.to_hub.popleft())
+        assert not pair.hub.receive_frame(pair.to_hub.popleft())
         assert len(pair.hub._early) <= 2
     assert pair.hub._early_bytes == 2 * (HEADER_BYTES + 2)
     pair.settle()
@@ -177,7 +177,7 @@ def test_what_was_lost_last_comes_again_after_a_reminder():
     pair.to_hub.clear()
     pair.settle()
     assert pair.at_hub == [1, 2]
-    assert pair.link.kept_bytes == 0
+    assert pair.link.unacked_bytes == 0
 
 
 def test_a_lost_reminder_or_answer_is_made_up_for_by_the_next():
@@ -185,16 +185,16 @@ def test_a_lost_reminder_or_answer_is_made_up_for_by_the_next():
     pair.link.send(number(1))
     for _ in range(3):
         pair.to_hub.clear()
-        pair.link.remind()
+        pair.link.probe()
     pair.settle()
     pair.link.send(number(2))
-    pair.hub.hear(pair.to_hub.popleft())
+    pair.hub.receive_frame(pair.to_hub.popleft())
     for _ in range(3):
-        pair.link.remind()
-        pair.hub.hear(pair.to_hub.popleft()) if pair.to_hub else None
+        pair.link.probe()
+        pair.hub.receive_frame(pair.to_hub.popleft()) if pair.to_hub else None
         pair.to_link.clear()
     pair.settle()
-    assert pair.link.kept_bytes == 0
+    assert pair.link.unacked_bytes == 0
 
 
 def test_on_its_way_is_no_more_than_the_credit(monkeypatch: pytest.MonkeyPatch):
@@ -203,17 +203,17 @@ def test_on_its_way_is_no_more_than_the_credit(monkeypatch: pytest.MonkeyPatch):
     for value in range(20):
         pair.link.send(number(value, size=200 - HEADER_BYTES))
     assert len(pair.to_hub) == 5, "5 times 200 bytes"
-    assert pair.link.kept_bytes == 4000
+    assert pair.link.unacked_bytes == 4000
     most = 0
     while len(pair.at_hub) < 20:
         most = max(most, len(pair.to_hub))
-        note(pair.hub.hear(pair.to_hub.popleft()), pair.at_hub)
+        note(pair.hub.receive_frame(pair.to_hub.popleft()), pair.at_hub)
         while pair.to_link:
-            pair.link.hear(pair.to_link.popleft())
+            pair.link.receive_frame(pair.to_link.popleft())
     assert pair.at_hub == list(range(20))
     assert most == 5
     pair.settle()
-    assert pair.link.kept_bytes == 0
+    assert pair.link.unacked_bytes == 0
 
 
 def test_an_end_without_credit_still_says_what_it_heard(monkeypatch: pytest.MonkeyPatch):
@@ -229,9 +229,9 @@ def test_an_end_without_credit_still_says_what_it_heard(monkeypatch: pytest.Monk
         pair.hub.send(number(100 + value))
     pair.to_link.clear()
     for _ in range(4):
-        pair.hub.hear(pair.to_hub.popleft())
+        pair.hub.receive_frame(pair.to_hub.popleft())
         pair.hub.send(number(0))  # waits
-    assert kinds(pair.to_link) == [Kind.HEARD, Kind.HEARD], "after every second message, a quarter of the credit"
+    assert kinds(pair.to_link) == [Kind.ACK, Kind.ACK], "after every second message, a quarter of the credit"
 
 
 def test_a_message_larger_than_the_credit_goes_alone(monkeypatch: pytest.MonkeyPatch):
@@ -252,7 +252,7 @@ def test_a_peer_that_takes_nothing_costs_the_bound_and_then_an_error_that_names_
         pair.hub.send(number(value, size=200 - HEADER_BYTES))
     with pytest.raises(PeerFull, match=r"engine-0 has not taken the last 1000 bytes sent to it, and 200 more would exceed .* 1000"):
         pair.hub.send(number(5, size=200 - HEADER_BYTES))
-    assert pair.hub.kept_bytes == 1000
+    assert pair.hub.unacked_bytes == 1000
     assert sum(map(len, pair.to_link)) == 400
     pair.settle()
     assert pair.at_link == [0, 1, 2, 3, 4]
@@ -268,8 +268,8 @@ def test_a_restarted_peer_gets_nothing_that_was_meant_for_its_predecessor():
     old, pair.link = pair.link, pair.new_link()
     pair.link.send(number(2))
     pair.deliver()
-    assert not pair.link.hear(late)
-    assert pair.hub.kept_bytes == 0
+    assert not pair.link.receive_frame(late)
+    assert pair.hub.unacked_bytes == 0
     pair.hub.send(number(101))
     pair.settle()
     assert (pair.at_hub, pair.at_link) == ([1, 2], [101])
@@ -341,9 +341,9 @@ def test_an_acknowledgement_of_what_was_never_sent_is_refused():
     pair = Pair()
     pair.link.send(number(1))
     pair.deliver()
-    forged = pack(Kind.HEARD, sender=pair.link.identity, receiver=pair.hub.identity, number=0, heard=1)
+    forged = pack(Kind.ACK, sender=pair.link.identity, receiver=pair.hub.identity, number=0, acked=1)
     with pytest.raises(WireError, match="engine-0 says it heard frame 1; 0 were sent"):
-        pair.hub.hear(forged)
+        pair.hub.receive_frame(forged)
 
 
 @given(seed=st.integers(0, 2**32), drop=st.floats(0, 0.6), repeat=st.floats(0, 0.5), shuffle=st.booleans())
@@ -355,16 +355,16 @@ def test_whatever_is_lost_doubled_and_reordered_everything_arrives_once_and_in_o
             pair.hub.send(number(1000 + value)) if pair.hub.has_met else None
         carry(pair, chance, drop=drop, repeat=repeat, shuffle=shuffle)
         if value % 4 == 0:
-            pair.link.remind()
-            pair.hub.remind()
+            pair.link.probe()
+            pair.hub.probe()
     sent = [1000 + value for value in range(0, 40, 6)]
     pair.settle()
     assert pair.at_hub == list(range(40))
     assert pair.at_link == sent[len(sent) - len(pair.at_link) :]
-    assert pair.link.kept_bytes == pair.hub.kept_bytes == 0
+    assert pair.link.unacked_bytes == pair.hub.unacked_bytes == 0
 
 
-def send_apart(link: Conversation, *values: int) -> None:
+def send_apart(link: Session, *values: int) -> None:
     for value in values:
         link.send(number(value))
 
@@ -381,6 +381,6 @@ def carry(pair: Pair, chance: random.Random, *, drop: float, repeat: float, shuf
             frame = frames.popleft()
             if chance.random() < drop:
                 continue
-            note(end.hear(frame), into)
+            note(end.receive_frame(frame), into)
             if chance.random() < repeat:
-                note(end.hear(frame), into)
+                note(end.receive_frame(frame), into)

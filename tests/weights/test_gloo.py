@@ -121,7 +121,7 @@ def test_the_store_keeps_nothing_of_calls_that_went_well():
     for _ in range(3):
         guest.fetch(buffer.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
     pool.close()  # waits for those who answer
-    assert host._server._table.values == {}
+    assert host._server._store.values == {}
 
 
 def test_the_token_stays_out_of_error_messages(trainer: Trainer):

@@ -21,8 +21,8 @@ from pathlib import Path
 from pipelinerl.runtime.network import address_towards
 from pipelinerl.runtime.process import die_with_parent, last_words, read_config
 from pipelinerl.runtime.watch import wait_for_file
+from pipelinerl.transport.endpoint import own_address
 from pipelinerl.transport.rendezvous import RendezvousServer
-from pipelinerl.transport.zmq import own_address
 from pipelinerl.weights.network import nccl_settings
 from trainer.parallel.ranks import SCHEME, STORE, end_alike, listening_on, meeting_in_memory, run_ranks, token_of
 
