@@ -342,7 +342,7 @@ def test_an_acknowledgement_of_what_was_never_sent_is_refused():
     pair.link.send(number(1))
     pair.deliver()
     forged = pack(Kind.ACK, sender=pair.link.identity, receiver=pair.hub.identity, number=0, acked=1)
-    with pytest.raises(WireError, match="engine-0 says it heard frame 1; 0 were sent"):
+    with pytest.raises(WireError, match="engine-0 says it received frame 1; 0 were sent"):
         pair.hub.receive_frame(forged)
 
 
