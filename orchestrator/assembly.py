@@ -326,7 +326,7 @@ class Assembly:
             ledger=self._world.ledger,
             watch=self.watch,
             grouping=self._grouping(),
-            min_survivors=config.batch.min_survivors,
+            min_group_size=config.batch.min_group_size,
             queue_bytes=config.pipeline.queue_bytes,
             restored=self._restored_for("group_rewards"),
         )
@@ -401,7 +401,7 @@ class Assembly:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
-        if config.pipeline.adaptive_running:
+        if config.pipeline.adaptive_concurrency:
             self._adapt(admission)
         return admission
 
@@ -464,7 +464,7 @@ class Assembly:
         cut = BatchCut(
             groups_per_step=batch.groups_per_step,
             max_staleness=self._pace.max_staleness,
-            min_survivors=batch.min_survivors,
+            min_group_size=batch.min_group_size,
             credit=self._world.credit,
             rules=self._world.step_rules,
             first_step=past.open_step,

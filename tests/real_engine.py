@@ -32,7 +32,7 @@ def vllm_engine(
     weights: WeightsSection | None = None,
     policies: Path = Path("weights"),
     adapters: AdapterShape | None = None,
-    replay_routes: bool = False,
+    replay_routing: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself. `options`: as `engine.options`."""
@@ -51,7 +51,7 @@ def vllm_engine(
         # compiles is forked from the threads of all tests before it, and may wait for a lock that one of them held.
         with torch._dynamo.config.patch(disable=True):
             yield VllmEngine(
-                model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routes=replay_routes),
+                model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routing=replay_routing),
                 engine=section,
                 rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
                 seed=0,

@@ -1,7 +1,7 @@
 """The coefficients that follow a measurement, as state of a run: in every checkpoint, the same on every rank.
 
 The rules are in `pipelinerl.algorithms.controllers`. A step is trained with the method as it is for that step, coefficients filled in; once
-it is finished, they follow what was measured in its first pass, which saw the policy that the step began with.
+it is finished, they follow what was measured in its first epoch, which saw the policy that the step began with.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing is normalised per row or per rank, so how samples are split into rows, and rows over replicas, changes nothing but rounding.
 
-A method that compares all tokens of a step (`Need.WHOLE_STEP`), and a step that is trained in several passes, need two phases: `add` then
+A method that compares all tokens of a step (`Need.WHOLE_STEP`), and a step that is trained for several epochs, need two phases: `add` then
 only computes what the trainer's models say of a row, without a gradient, and holds the row; `train_held` makes the advantages that are
 the trainer's to make, finds what the method must know of the whole step, over all replicas, and trains the rows. That costs one more
 forward pass of every row, which still hides inside generation; the training itself no longer does.
@@ -50,8 +50,8 @@ from trainer.rows.packed_row import Row
 
 _SHORT_NAMES = {"ess": "ess_fraction", "kl": "mismatch_kl_k3"}
 """Meters that a live view shows in a narrow column."""
-_OF_LAST_PASS = ("ratio_mean", "ratio_min", "ratio_max", "ppo_kl", "clip_fraction", "value_clipped")
-"""Meters of how far a step moves; all others are of its first pass, which sees the policy that the engines know."""
+_OF_LAST_EPOCH = ("ratio_mean", "ratio_min", "ratio_max", "ppo_kl", "clip_fraction", "value_clipped")
+"""Meters of how far a step moves; all others are of its first epoch, which sees the policy that the engines know."""
 
 
 class Step:
@@ -68,20 +68,20 @@ class Step:
         max_mismatch_kl: float = float("inf"),
         correct_reward: float = 1.0,
         first_step: int = 0,
-        passes: int = 1,
+        epochs: int = 1,
         reference: Reference | Teachers | None = None,
         critic: Critic | None = None,
         critic_alone_until: int = 0,
-        replays_routes: bool = False,
+        replay_routing: bool = False,
         num_engines: int = 0,
         controllers: Controllers | None = None,
         sft_stream: SftStream | None = None,
     ) -> None:
         """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl`
-        that of every step; a sample with at least `correct_reward` is correct. A step makes `passes` updates, each over all its rows. Steps
-        before `critic_alone_until` leave the policy as it is. `replays_routes` counts the tokens that have none to replay.
+        that of every step; a sample with at least `correct_reward` is correct. A step makes `epochs` updates, each over all its rows. Steps
+        before `critic_alone_until` leave the policy as it is. `replay_routing` counts the tokens that have none to replay.
         `num_engines` are compared with each other. `controllers` hold the coefficients that follow a measurement; by default, from the
-        method's own on. `sft_stream` has demonstrations that every pass trains beside the rows."""
+        method's own on. `sft_stream` has demonstrations that every epoch trains beside the rows."""
         self._engine = engine
         self._controllers = controllers or Controllers(method)
         self._replicas = replicas
@@ -90,13 +90,13 @@ class Step:
         self._max_mismatch_kl = max_mismatch_kl
         self._correct_reward = correct_reward
         self._first_step = first_step
-        self._passes = passes
+        self._epochs = epochs
         self._reference = reference
         self._critic = critic
         self._critic_alone_until = critic_alone_until
         self._sft_stream = sft_stream
-        self._replays_routes = replays_routes
-        self._holds = Need.WHOLE_STEP in method.needs or passes > 1
+        self._replay_routing = replay_routing
+        self._holds = Need.WHOLE_STEP in method.needs or epochs > 1
         # A pipeline computes several rows in one pass, and a row by itself would cost it as much as the backward pass that it saves.
         self._needs_advantage = gradient_needs_advantage(method) and replicas.layout.pipeline == 1
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
@@ -116,8 +116,8 @@ class Step:
         self._num_unrouted = 0
         """Tokens that were not sent where their engine sent them, because that is not known."""
         self._held: list[Held] = []
-        self._first_pass: dict[str, float] = {}
-        """Numbers of the first of several passes, once it is over."""
+        self._first_epoch: dict[str, float] = {}
+        """Numbers of the first of several epochs, once it is over."""
         self._of_step: dict[str, float] = {}
         """Numbers of the whole step that are no sums over its rows."""
 
@@ -151,7 +151,7 @@ class Step:
         row = row or self.lay_out(batch)
         self._num_tokens += len(batch.token_ids)
         self._num_tokens_without_gradient += 0 if has_gradient else len(batch.token_ids)
-        self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self._replays_routes else 0
+        self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self._replay_routing else 0
         if row is not None and batch.teachers is not None:
             row = dataclasses.replace(row, judges=_judges(batch, device=self._replicas.device))
         reference_logprobs = None
@@ -184,7 +184,7 @@ class Step:
         self._held.append(Held(batch=batch, row=row, columns=found, values=values, has_gradient=has_gradient))
 
     def train_held(self, sealed: StepSealed) -> None:
-        """Train what waits for the seal: rows held for the whole step, pass after pass, or put off by the engine, and demonstrations.
+        """Train what waits for the seal: rows held for the whole step, epoch after epoch, or put off by the engine, and demonstrations.
 
         Comes before `finish`, on every rank.
         """
@@ -196,10 +196,10 @@ class Step:
         if statistics is not None and self._method.weight.options.get("batch_normalize"):
             self._of_step["weight_batch_mean"] = statistics.mean_weight
         rests = sealed.step < self._critic_alone_until
-        for number in range(self._passes):
+        for number in range(self._epochs):
             if number:
                 numbers = self._update(sealed)
-                self._first_pass = self._first_pass or numbers
+                self._first_epoch = self._first_epoch or numbers
             for one in held:
                 self._train(one, statistics=statistics, rests=rests)
             if self._sft_stream is not None and not rests:
@@ -213,8 +213,8 @@ class Step:
         """
         assert not self._held, "rows are held for a measure of the whole step: train_held comes before finish"
         numbers = self._update(sealed)
-        if self._first_pass:
-            numbers = self._first_pass | {name: numbers[name] for name in _OF_LAST_PASS if name in numbers}
+        if self._first_epoch:
+            numbers = self._first_epoch | {name: numbers[name] for name in _OF_LAST_EPOCH if name in numbers}
         self.drop()
         numbers |= self._of_step | self._controllers.in_force()
         self._of_step = {}
@@ -232,7 +232,7 @@ class Step:
         self._num_tokens = self._num_tokens_without_gradient = self._num_unrouted = 0
         self._by_engine.drop()
         self._held.clear()
-        self._first_pass = {}
+        self._first_epoch = {}
 
     def _train(self, held: Held, *, statistics: StepStatistics | None, rests: bool) -> None:
         """Add the gradients of a held row; where the policy `rests`, only the critic's."""
@@ -272,13 +272,13 @@ class Step:
         self._meters = merge_meters((self._meters, meters))
 
     def _update(self, sealed: StepSealed) -> dict[str, float]:
-        """End a pass: its numbers, over all replicas, and the update of every model that is trained."""
+        """End an epoch: its numbers, over all replicas, and the update of every model that is trained."""
         divisor = self._divisor(sealed)
         totals = self._reduced(sealed.step)
         numbers = {"num_tokens": totals.pop("row_tokens_sum"), "num_tokens_without_gradient": totals.pop("row_without_gradient_sum")}
-        numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self._replays_routes else {}
+        numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self._replay_routing else {}
         numbers |= finish_critic_meters(finish_meters(totals, denominator=divisor))
-        if not self._first_pass:  # later passes have moved away from what the engines know, on purpose
+        if not self._first_epoch:  # later epochs have moved away from what the engines know, on purpose
             self.engines = self._by_engine.take(self._summed)
             apart = engines_apart(self.engines, limit=self._max_mismatch_kl)
             if sealed.step == self._first_step:
@@ -317,7 +317,7 @@ class Step:
     def _reduced(self, step: int) -> dict[str, float]:
         """The step's meters over all replicas."""
         counts = {"row_tokens_sum": self._num_tokens, "row_without_gradient_sum": self._num_tokens_without_gradient}
-        counts |= {"row_unrouted_sum": self._num_unrouted} if self._replays_routes else {}
+        counts |= {"row_unrouted_sum": self._num_unrouted} if self._replay_routing else {}
         meters = self._meters | {name: torch.tensor(float(count)) for name, count in counts.items()}
         totals: dict[str, float] = {}
         for is_maximum, reduce in ((False, self._replicas.sum), (True, self._replicas.maximum)):

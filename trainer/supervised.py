@@ -107,7 +107,7 @@ def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
         temperature=1.0,
         device=replicas.device,
         replicas=replicas,
-        recomputes=config.trainer.recompute,
+        activation_checkpointing=config.trainer.activation_checkpointing,
         has_float32_head=config.trainer.float32_head,
         is_offloaded=config.trainer.offload is Offload.WEIGHTS,
         adapters=adapters_of(config),

@@ -22,7 +22,7 @@ def vocabulary_of(config: Config) -> int | None:
 
 def experts_of(config: Config) -> Experts | None:
     """Of a mixture whose routes travel; None where none do. What the folder does not say bounds nothing."""
-    if not config.model.replay_routes:
+    if not config.model.replay_routing:
         return None
     model = _model(config)
     num_experts = model.get("num_experts") or model.get("num_local_experts")

@@ -65,7 +65,7 @@ def _stage(
         cut=BatchCut(
             groups_per_step=batch.groups_per_step,
             max_staleness=pace.max_staleness,
-            min_survivors=batch.min_survivors,
+            min_group_size=batch.min_group_size,
             credit=credit,
             rules=credit.step_rules(),
             first_step=groups[0].step if groups else 0,

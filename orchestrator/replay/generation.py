@@ -180,7 +180,7 @@ class _Steps:
 
 def _limit(side: RecordedEngines, event: Event) -> None:
     """What adaptive concurrency came to."""
-    if side.config.pipeline.adaptive_running:
+    if side.config.pipeline.adaptive_concurrency:
         side.admission.max_running = event.fields["max_running"]
         side.credits.set()
 

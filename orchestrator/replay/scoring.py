@@ -110,7 +110,7 @@ def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Sco
                 ledger=ledger,
                 watch=watch,
                 grouping=Grouping(group_size=group_size),
-                min_survivors=config.batch.min_survivors,
+                min_group_size=config.batch.min_group_size,
                 queue_bytes=config.pipeline.queue_bytes,
             )
         )

@@ -164,7 +164,7 @@ class Rescoring:
         if not self._config.compares_siblings or not members:
             return members, CallReport(), set()
         plan = plan_comparison(
-            Group(group_id=members[0].trajectory.group_id, members=tuple(members)), min_survivors=self._config.batch.min_survivors
+            Group(group_id=members[0].trajectory.group_id, members=tuple(members)), min_group_size=self._config.batch.min_group_size
         )
         if not plan.compared:
             done = {member.trajectory.rollout_id: member for member in plan.done}
@@ -180,7 +180,7 @@ class Rescoring:
     def _credit(self, members: list[ScoredTrajectory]) -> None:
         """Say what the method makes of a group, where enough of it has a reward."""
         survivors = tuple(member for member in members if member.score.outcome is Outcome.OK)
-        least = max(2, self._config.batch.min_survivors)
+        least = max(2, self._config.batch.min_group_size)
         if self._method is None or len(members) < 2:
             return
         if len(survivors) < least:

@@ -110,7 +110,7 @@ class BatchCut:
         *,
         groups_per_step: int,
         max_staleness: int,
-        min_survivors: int,
+        min_group_size: int,
         credit: Credit,
         rules: StepRules | None = None,
         first_step: int = 0,
@@ -123,7 +123,7 @@ class BatchCut:
         """Groups set aside for it so far."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._min_survivors = min_survivors
+        self._min_group_size = min_group_size
         self._credit = credit
         self._rules = rules or StepRules()
         self._held: list[Survivors] = []
@@ -146,8 +146,8 @@ class BatchCut:
         """Place a group in the step being filled, or give it up."""
         survivors = tuple(member for member in group.members if member.score.outcome in _NO_FAILURE)
         ended = [_failed(member) for member in group.members if member.score.outcome not in _NO_FAILURE]
-        if len(sampled_of(survivors)) < min(self._min_survivors, len(sampled_of(group.members))):
-            return self._give_up(group, ended, survivors, Fate.FAILED, f"fewer than {self._min_survivors} siblings scored")
+        if len(sampled_of(survivors)) < min(self._min_group_size, len(sampled_of(group.members))):
+            return self._give_up(group, ended, survivors, Fate.FAILED, f"fewer than {self._min_group_size} siblings scored")
         if self._rules.adds_greedy and greedy_of(survivors) is None:
             return self._give_up(group, ended, survivors, Fate.FAILED, "its greedy sibling has no reward")
         if self._is_stale(survivors):

@@ -1,6 +1,6 @@
 """What becomes of a group whose rewards compare siblings, before they are asked for and after. A rule: no loop, no clock.
 
-The policy: wait until every sibling has an outcome of its own; ask with those that are ok, where at least two and `min_survivors` are; else
+The policy: wait until every sibling has an outcome of its own; ask with those that are ok, if at least two and `min_group_size` are; else
 drop: nobody is left to compare with, so the ok ones become invalid, counted by that reason. A comparison that fails fails them all.
 """
 
@@ -23,13 +23,13 @@ class Plan:
     """Members to ask for; empty, or at least two."""
 
 
-def plan_comparison(group: Group, *, min_survivors: int) -> Plan:
+def plan_comparison(group: Group, *, min_group_size: int) -> Plan:
     """Split a group, all of whose members have an outcome, into those to compare and the others."""
     survivors = tuple(member for member in group.members if member.score.outcome is Outcome.OK)
     failed = tuple(member for member in group.members if member.score.outcome is not Outcome.OK)
-    if len(survivors) >= max(2, min_survivors):
+    if len(survivors) >= max(2, min_group_size):
         return Plan(done=failed, compared=survivors)
-    error = f"{len(survivors)} of {len(group.members)} siblings have a score; a comparison needs {max(2, min_survivors)}"
+    error = f"{len(survivors)} of {len(group.members)} siblings have a score; a comparison needs {max(2, min_group_size)}"
     return Plan(done=(*failed, *(_fail(member, Outcome.INVALID, error) for member in survivors)), compared=())
 
 

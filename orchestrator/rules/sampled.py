@@ -90,7 +90,7 @@ class SampledRule:
         if said.routes is None:
             return None
         if self._experts is None:
-            return Lie(kind=Kind.ROUTES, words=f"{_about(said)}: routes, expected none: model.replay_routes is false")
+            return Lie(kind=Kind.ROUTES, words=f"{_about(said)}: routes, expected none: model.replay_routing is false")
         wrong = _wrong_routes(said.routes, self._experts, num_rows=asked.num_prompt + len(said.token_ids) - 1)
         return Lie(kind=Kind.ROUTES, words=f"{_about(said)}: {wrong}") if wrong else None
 

@@ -39,7 +39,7 @@ class GroupRewards:
         ledger: Ledger,
         watch: Watch,
         grouping: Grouping,
-        min_survivors: int,
+        min_group_size: int,
         queue_bytes: int,
         restored: tuple[ScoredTrajectory, ...] = (),
     ) -> None:
@@ -49,7 +49,7 @@ class GroupRewards:
         self._asking = asking
         self._ledger = ledger
         self._grouping = grouping
-        self._min_survivors = min_survivors
+        self._min_group_size = min_group_size
         self._restored = restored
         self._answers: Channel[tuple[ScoredTrajectory, ...]] = Channel(
             "comparisons",
@@ -76,7 +76,7 @@ class GroupRewards:
         group = self._grouping.add(scored)
         if group is None:
             return
-        plan = plan_comparison(group, min_survivors=self._min_survivors)
+        plan = plan_comparison(group, min_group_size=self._min_group_size)
         await self._answers.claim(_num_bytes(group.members))
         if not plan.compared:
             self._answer(plan.done)

@@ -10,12 +10,12 @@ from pipelinerl.algorithms.controllers import control_lines
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, REFERENCE_OFFERS, TRAINER_OFFERS, Aggregation, Method
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.own import CARRIED
-from pipelinerl.algorithms.refusals import needs_several_passes
+from pipelinerl.algorithms.refusals import needs_several_epochs
 from pipelinerl.algorithms.rules import COLUMNS
 from pipelinerl.algorithms.unused import inert_parts
 from pipelinerl.config import Config
 
-SEVERAL_PASSES = "needs trainer.passes of 2 or more"
+SEVERAL_EPOCHS = "needs trainer.epochs of 2 or more"
 
 
 def describe_run(config: Config) -> str:
@@ -74,5 +74,5 @@ def _own_lines() -> list[str]:
 def _cost(method: Method) -> str:
     missing = sorted(need.value for need in method.needs - ALWAYS_OFFERED - TRAINER_OFFERS - REFERENCE_OFFERS)
     costs = sorted(need.value for need in method.needs if need in COSTS)
-    passes = [SEVERAL_PASSES] if needs_several_passes(method) else []
-    return "; ".join([*costs, *(f"needs {need}" for need in missing), *passes])
+    epochs = [SEVERAL_EPOCHS] if needs_several_epochs(method) else []
+    return "; ".join([*costs, *(f"needs {need}" for need in missing), *epochs])

@@ -77,7 +77,7 @@ COSTS: dict[Need, str] = {
     Need.ENTROPY: "the entropy's gradient keeps one more table of logits",
     Need.WHOLE_BATCH: "rows leave only when all groups of their step are in: training hides only inside the generation of later steps",
     Need.WHOLE_STEP: "the trainer holds a step's rows until the seal, and computes forward and backward only then",
-    Need.OLD_LOGPROBS: "with whole_step or trainer.passes above 1, one more forward pass of every row, as it arrives; else nothing",
+    Need.OLD_LOGPROBS: "with whole_step or trainer.epochs above 1, one more forward pass of every row, as it arrives; else nothing",
     Need.CRITIC: "a second model of the policy's size, with gradients and optimizer state, and two more passes of every row",
     Need.IMPLICIT_PRM: "likewise",
     Need.REFERENCE_LOGPROBS: "a third model, frozen (reference.path), and one more forward pass of every row",

@@ -5,7 +5,7 @@ function under a decorator of `declare`, in `credit` where it reads rewards, in 
 
 A trust region acts only where its ratio moves, so rows that have one draw it around the engine's own probabilities mu, which are those of
 the policy that sampled: the old policy of the published formula. TRL's AsyncGRPO, verl's bypass mode and prime-rl do the same. It costs no
-forward pass, holds through several passes over a step, and over tokens of mixed versions it learns as well as the decoupled form
+forward pass, holds through several epochs of a step, and over tokens of mixed versions it learns as well as the decoupled form
 (`scripts/bench/staleness.py`). Rows whose point is an importance weight from rho = prox / mu have no trust region (objective gpg, whose
 prox is the current policy): with one update per batch a clip around it would be a clip around a point.
 """
@@ -209,7 +209,7 @@ _row("reinforce_is", "-sg[min(pi/mu, 5)] A log pi", "PipelineRL arXiv:2509.19128
 
 _row(
     "decoupled_ppo",
-    "clip around the policy before the first of several passes, times min(prox/mu, 5)",
+    "clip around the policy before the first of several epochs, times min(prox/mu, 5)",
     "AReaL arXiv:2505.24298",
     proximal="recomputed",
     weight=_TIS_5,
@@ -246,7 +246,7 @@ def facts_of(config: Config) -> RunFacts:
         group_size=config.rollout.group_size,
         samples_per_step=config.batch.groups_per_step * config.rollout.group_size,
         max_staleness=bound,
-        updates_per_batch=config.trainer.passes,
+        epochs=config.trainer.epochs,
         stops_early=config.prm.early_stop.threshold is not None,
         compares_siblings=config.compares_siblings,
         offers=offers,

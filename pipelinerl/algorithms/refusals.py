@@ -26,7 +26,7 @@ class RunFacts:
     """Sequences of one step; None where that is not known."""
     max_staleness: int | None = None
     """K of the run; None where none bounds it."""
-    updates_per_batch: int = 1
+    epochs: int = 1
     stops_early: bool = False
     """Rollouts may be stopped early, by a coin."""
     compares_siblings: bool = False
@@ -57,8 +57,8 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
     return found + [problem for check in of_methods for problem in check(method, run)]
 
 
-def needs_several_passes(method: Method) -> bool:
-    """Whether the method compares the policy with itself, until a second pass over the same step."""
+def needs_several_epochs(method: Method) -> bool:
+    """Whether the method compares the policy with itself, until a second epoch of the same step."""
     return method.proximal.name == "recomputed" and any(spec.compares_proximal for _, _, spec in specs_of(method))
 
 
@@ -100,11 +100,11 @@ def _wrong_proximal(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[s
 
 
 def _first_pass_only(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
-    """The policy at the start of a step is the one being trained until its first update, so in a single pass nothing has moved."""
-    if method.proximal.name == "recomputed" and run.updates_per_batch == 1 and chosen.spec.compares_proximal:
+    """The policy at the start of a step is the one being trained until its first update, so in a single epoch nothing has moved."""
+    if method.proximal.name == "recomputed" and run.epochs == 1 and chosen.spec.compares_proximal:
         yield (
-            f"{chosen} compares pi with the policy at the start of the step, and in a single pass over a step the two are one: it would"
-            " never act. Set trainer.passes to 2 or more, or algorithm.overrides.proximal to 'engine' (weight none) or 'loglinear'."
+            f"{chosen} compares pi with the policy at the start of the step, and in a single epoch of a step the two are one: it would"
+            " never act. Set trainer.epochs to 2 or more, or algorithm.overrides.proximal to 'engine' (weight none) or 'loglinear'."
         )
 
 

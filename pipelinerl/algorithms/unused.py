@@ -34,7 +34,7 @@ def inert_parts(method: Method, *, run: RunFacts) -> list[str]:
 
 def _fresh(method: Method, run: RunFacts) -> Iterator[str]:
     """With K = 0 and one pass, a step is trained by the very policy that sampled it: pi / mu is 1 but for rounding."""
-    if run.max_staleness != 0 or run.updates_per_batch > 1:
+    if run.max_staleness != 0 or run.epochs > 1:
         return
     for column, rule, spec in specs_of(method):
         if spec.compares_proximal or spec.proximal == {"engine"} or spec.reads_mu:

@@ -18,6 +18,11 @@ KEYS: dict[str, str] = {
     "prm.stop.keep": "prm.early_stop.keep_probability",
     "prm.stop.min_steps": "prm.early_stop.min_steps",
     "prm.stop.max_right": "prm.early_stop.max_false_stop_fraction",
+    "trainer.passes": "trainer.epochs",
+    "trainer.recompute": "trainer.activation_checkpointing",
+    "model.replay_routes": "model.replay_routing",
+    "batch.min_survivors": "batch.min_group_size",
+    "pipeline.adaptive_running": "pipeline.adaptive_concurrency",
 }
 """Old dotted key -> new dotted key. A key of an entry of a list, such as `reward.retries`, keeps its section."""
 

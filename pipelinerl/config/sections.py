@@ -49,7 +49,7 @@ class ModelSection(Section):
     path: Path = Field(description="Hugging Face folder: config.json, *.safetensors, tokenizer files; or a Hub name: Qwen/Qwen3-0.6B")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of engines and trainer")
     max_tokens: PositiveInt | None = Field(None, description="longest prompt plus completion; default: the model's own context length")
-    replay_routes: bool = Field(False, description="mixtures of experts: the trainer sends each token to the experts its engine chose")
+    replay_routing: bool = Field(False, description="mixtures of experts: the trainer sends each token to the experts its engine chose")
 
 
 class DataSection(Section):
@@ -128,14 +128,14 @@ class AlgorithmSection(Section):
 class BatchSection(Section):
     groups_per_step: PositiveInt = Field(32, description="groups trained per optimizer step")
     max_tokens: PositiveInt = Field(8192, description="tokens of one packed row, one row per replica and micro-batch")
-    min_survivors: PositiveInt = Field(2, description="fewest scored siblings a group is trained with when others failed")
+    min_group_size: PositiveInt = Field(2, description="fewest scored siblings a group is trained with when others failed")
 
 
 class PipelineSection(Section):
     mode: Mode = Field(Mode.STREAMING, description="streaming, one_step_off or sync")
     max_staleness: Annotated[int, Field(ge=0)] = Field(4, description="K: versions between the oldest token and the policy it trains")
     max_running: PositiveInt | None = Field(None, description="rollouts in engines at once; default: 1.25 times what they decode at once")
-    adaptive_running: bool = Field(
+    adaptive_concurrency: bool = Field(
         False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
     )
     queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue: whoever fills one waits for room in it")
@@ -165,7 +165,7 @@ class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
-    passes: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
+    epochs: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
     learning_rate: PositiveFloat | None = Field(None, description="peak; default: 1e-6, and 1e-5 for adapters (lora.rank)")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="linear from 0")
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="linear decay to this part at the last step")
@@ -180,7 +180,9 @@ class TrainerSection(Section):
     max_mismatch_kl: PositiveFloat = Field(
         0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"
     )
-    recompute: bool = Field(False, description="compute every layer again in the backward pass: less memory, a third more work")
+    activation_checkpointing: bool = Field(
+        False, description="compute every layer again in the backward pass: less memory, a third more work"
+    )
     offload: Offload = Field(Offload.NOTHING, description="what the trainer keeps on the host: nothing, optimizer or weights")
     float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")

@@ -49,10 +49,10 @@ def _row_holds_a_trajectory(rollout: RolloutSection, batch: BatchSection) -> Ite
 
 
 def _group_can_survive(rollout: RolloutSection, batch: BatchSection) -> Iterator[str]:
-    if batch.min_survivors > rollout.group_size:
+    if batch.min_group_size > rollout.group_size:
         yield (
-            f"batch.min_survivors is {batch.min_survivors} but rollout.group_size is {rollout.group_size}: every group would fail."
-            " Lower batch.min_survivors."
+            f"batch.min_group_size is {batch.min_group_size} but rollout.group_size is {rollout.group_size}: every group would fail."
+            " Lower batch.min_group_size."
         )
 
 
@@ -149,8 +149,8 @@ def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights
             f'{ranks}, and weights.transport is "{weights.transport}": what fetches policies for all of them has no device. Use'
             " shared_memory, files or gloo."
         )
-    if engine.num_ranks > 1 and model.replay_routes:
-        yield f"{ranks}, which record no routes, and model.replay_routes is true. Leave one of them out."
+    if engine.num_ranks > 1 and model.replay_routing:
+        yield f"{ranks}, which record no routes, and model.replay_routing is true. Leave one of them out."
     if engine.num_stages > 1 and weights.adapters == "separate":
         yield (
             f'engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.adapters is "separate": a forward pass under way'
@@ -201,18 +201,18 @@ def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: M
             "environment.function makes episodes of several turns, and a process reward model (prm) follows one completion while it is"
             " being written. Leave one of them out."
         )
-    if model.replay_routes:
+    if model.replay_routing:
         yield (
-            "environment.function makes episodes of several turns, and model.replay_routes = true needs the experts of every token: an"
+            "environment.function makes episodes of several turns, and model.replay_routing = true needs the experts of every token: an"
             " engine tells those of one turn. Leave one of them out."
         )
 
 
 def _stop_strings_go_with(rollout: RolloutSection, model: ModelSection) -> Iterator[str]:
-    if rollout.stop and model.replay_routes:
+    if rollout.stop and model.replay_routing:
         yield (
-            "rollout.stop ends completions in the middle of vLLM's own account of them, and model.replay_routes = true needs the experts of"
-            " every token, which vLLM tells at its own end. Use rollout.stop_token_ids, or leave one of them out."
+            "rollout.stop ends completions in the middle of vLLM's own account of them, and model.replay_routing = true needs the experts"
+            " of every token, which vLLM tells at its own end. Use rollout.stop_token_ids, or leave one of them out."
         )
 
 

@@ -133,7 +133,7 @@ def _row_bytes(config: Config, weights: Weights) -> int:
     tree: dict[str, Any] = json.loads((config.model.path / "config.json").read_text())
     tree |= tree.get("text_config") or {}
     units = int(tree.get("num_hidden_layers") or 0) * int(tree.get("hidden_size") or 0)
-    per_unit = 1 if config.trainer.recompute else _KEPT_PER_UNIT // 2
+    per_unit = 1 if config.trainer.activation_checkpointing else _KEPT_PER_UNIT // 2
     tokens = config.batch.max_tokens // (config.trainer.layout.context * config.trainer.layout.tensor * config.trainer.layout.pipeline)
     return tokens * units * per_unit * _DTYPE_BYTES[config.model.dtype]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Does it pay to give engines only as many rollouts as their KV caches hold (`pipeline.adaptive_running`)?
+"""Does it pay to give engines only as many rollouts as their KV caches hold (`pipeline.adaptive_concurrency`)?
 
 On simulated time: the orchestrator as it is, among engines whose caches hold a part of the sequences they have slots for, and push the
 youngest out where all grow, as vLLM does; what was pushed out is computed again, at a price per token that differs from machine to machine.
@@ -75,7 +75,7 @@ def _run(world: peers.World, *, adapts: bool, steps: int) -> tuple[float, int, i
         rollout={"group_size": 8, "max_tokens": 1000},
         engine={"count": 2, "max_running": 64},
         batch={"groups_per_step": 16, "max_tokens": 2048},
-        pipeline={"adaptive_running": adapts},
+        pipeline={"adaptive_concurrency": adapts},
         trainer={"steps": steps},
     )
     peers.SimulatedEngine, kept = Counted, peers.SimulatedEngine

@@ -100,7 +100,7 @@ def pack(sequences: Sequence[Seq], *, dtype: torch.dtype = torch.float64, traine
 
 def method_of(name: str, /, **overrides: Any) -> Method:
     """A resolved method in a run that offers everything, and trains a step twice, so that every proximal policy is another than pi."""
-    return resolve(name, overrides, group_size=8, offers=EVERYTHING, has_critic=True, updates_per_batch=2)
+    return resolve(name, overrides, group_size=8, offers=EVERYTHING, has_critic=True, epochs=2)
 
 
 def loss_and_gradient(

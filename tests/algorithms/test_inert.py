@@ -13,7 +13,7 @@ from pipelinerl.algorithms.loss import measure_step
 from pipelinerl.algorithms.loss.correction import terms_of
 from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.methods import METHODS
-from pipelinerl.algorithms.refusals import RunFacts, needs_several_passes
+from pipelinerl.algorithms.refusals import RunFacts, needs_several_epochs
 from pipelinerl.algorithms.rules import COLUMNS, with_columns
 from pipelinerl.algorithms.unused import inert_parts
 from pipelinerl.config.file import parse
@@ -21,16 +21,16 @@ from tests.algorithms.every_method import filled, sample
 from tests.algorithms.rows import EVERYTHING, changed, method_of, pack
 
 
-def lines_of(name: str, overrides: dict[str, Any] | None = None, *, max_staleness: int = 4, updates_per_batch: int = 1) -> list[str]:
+def lines_of(name: str, overrides: dict[str, Any] | None = None, *, max_staleness: int = 4, epochs: int = 1) -> list[str]:
     method = with_columns(METHODS[name], overrides or {})
-    run = RunFacts(group_size=8, offers=EVERYTHING, max_staleness=max_staleness, updates_per_batch=updates_per_batch)
+    run = RunFacts(group_size=8, offers=EVERYTHING, max_staleness=max_staleness, epochs=epochs)
     return inert_parts(method, run=run)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_row_prints_what_does_not_act(name: str) -> None:
-    passes = 2 if needs_several_passes(METHODS[name]) else 1
-    lines = lines_of(name, filled(METHODS[name]), updates_per_batch=passes)
+    epochs = 2 if needs_several_epochs(METHODS[name]) else 1
+    lines = lines_of(name, filled(METHODS[name]), epochs=epochs)
     expected = ["clip_low of cispo inert: no ratio is below 0"] if name == "cispo" else []
     assert lines == expected, "cispo's published form has an upper bound alone, and its formula says so"
 
@@ -81,7 +81,7 @@ def test_without_staleness_and_with_one_pass_corrections_see_rounding_alone(name
     told = f"{what} inert: with a staleness bound of 0 and one pass, pi is the policy that sampled"
     assert any(line.startswith(told) for line in lines_of(name, max_staleness=0))
     assert not any(line.startswith(told) for line in lines_of(name, max_staleness=1))
-    assert not any(line.startswith(told) for line in lines_of(name, max_staleness=0, updates_per_batch=2))
+    assert not any(line.startswith(told) for line in lines_of(name, max_staleness=0, epochs=2))
 
 
 @pytest.mark.parametrize("name", COLUMNS["masks"])

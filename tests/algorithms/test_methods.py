@@ -29,8 +29,8 @@ def stated_options(method: Method) -> list[Any]:
     return [value for _, rule, _ in specs_of(method) for value in rule.options.values()]
 
 
-def run_with(name: str, *, reference: str | None = None, passes: int = 1, overrides: dict[str, Any] | None = None) -> Config:
-    sections = {"model": {"path": "m"}, "data": {"source": "s"}, "reward": [{"function": "a:b"}], "trainer": {"passes": passes}}
+def run_with(name: str, *, reference: str | None = None, epochs: int = 1, overrides: dict[str, Any] | None = None) -> Config:
+    sections = {"model": {"path": "m"}, "data": {"source": "s"}, "reward": [{"function": "a:b"}], "trainer": {"epochs": epochs}}
     algorithm = {"name": name, "overrides": overrides or {}}
     return Config.model_validate(sections | {"algorithm": algorithm, "reference": {"path": reference}})
 
@@ -177,9 +177,9 @@ def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> 
 
 
 def test_several_passes_over_a_step_want_a_policy_that_stays() -> None:
-    assert supplied_method_of(run_with("grpo", passes=2)).proximal.name == "engine"
-    assert supplied_method_of(run_with("decoupled_ppo", passes=2)).proximal.name == "recomputed"
-    with pytest.raises(ConfigError, match=r"single pass over a step the two are one: it would never act\. Set trainer\.passes to 2"):
+    assert supplied_method_of(run_with("grpo", epochs=2)).proximal.name == "engine"
+    assert supplied_method_of(run_with("decoupled_ppo", epochs=2)).proximal.name == "recomputed"
+    with pytest.raises(ConfigError, match=r"single epoch of a step the two are one: it would never act\. Set trainer\.epochs to 2"):
         supplied_method_of(run_with("decoupled_ppo"))
 
 
@@ -333,9 +333,9 @@ def test_a_critic_makes_ppo_possible() -> None:
 @pytest.mark.parametrize("objective", [name for name, spec in COLUMNS["objective"].items() if spec.compares_proximal])
 def test_refuses_a_trust_region_around_the_policy_itself(objective: str) -> None:
     columns = {"objective": {"name": objective} | ({"tau": 0.1} if objective == "kimi" else {"beta": 0.1} if objective == "dro" else {})}
-    refused("grpo", "'current' makes them equal: it would never act", overrides={**columns, "proximal": "current"}, updates_per_batch=2)
-    refused("grpo", "in a single pass over a step the two are one", overrides={**columns, "proximal": "recomputed"})
-    assert resolve("grpo", {**columns, "proximal": "recomputed"}, group_size=8, offers=EVERYTHING, updates_per_batch=2)
+    refused("grpo", "'current' makes them equal: it would never act", overrides={**columns, "proximal": "current"}, epochs=2)
+    refused("grpo", "in a single epoch of a step the two are one", overrides={**columns, "proximal": "recomputed"})
+    assert resolve("grpo", {**columns, "proximal": "recomputed"}, group_size=8, offers=EVERYTHING, epochs=2)
 
 
 def test_refuses_a_mask_that_would_never_act() -> None:
@@ -389,7 +389,7 @@ def test_refuses_the_nll_of_correct_answers_under_another_unit_than_tokens() -> 
 def test_all_problems_are_shown_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("decoupled_ppo", {"kl": "k3"}, group_size=1)
-    for part in ("old_logprobs", "reference_logprobs", "group size 1", "single pass"):
+    for part in ("old_logprobs", "reference_logprobs", "group size 1", "single epoch"):
         assert part in str(caught.value)
 
 

@@ -77,11 +77,11 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_known_one(setting
 
 
 def test_contradictions_are_told_beside_wrong_keys_as_far_as_their_sections_are_right():
-    settings = tree(batch={"max_tokens": 10, "min_survivors": 9}, trainer={"setps": 3, "ranks": 2, "cores": [0]})
+    settings = tree(batch={"max_tokens": 10, "min_group_size": 9}, trainer={"setps": 3, "ranks": 2, "cores": [0]})
     assert problems_of(settings) == [
         "trainer.setps is not a known key; did you mean trainer.steps?",
         "batch.max_tokens is 10 but rollout.max_tokens is 1024: a trajectory could never be packed. Raise batch.max_tokens.",
-        "batch.min_survivors is 9 but rollout.group_size is 8: every group would fail. Lower batch.min_survivors.",
+        "batch.min_group_size is 9 but rollout.group_size is 8: every group would fail. Lower batch.min_group_size.",
     ]
 
 
@@ -141,7 +141,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
     found = problems_of(
         tree(
             rollout={"max_tokens": 8192, "group_size": 4},
-            batch={"max_tokens": 4096, "min_survivors": 5},
+            batch={"max_tokens": 4096, "min_group_size": 5},
             engine={"count": 2, "cores": [0, 1, 2]},
             trainer={"ranks": 2, "cores": [0], "parallel": {"tensor": 4}},
             weights={"adapters": "separate", "swap_mode": "copy"},
@@ -149,7 +149,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
     )
     assert found == [
         "batch.max_tokens is 4096 but rollout.max_tokens is 8192: a trajectory could never be packed. Raise batch.max_tokens.",
-        "batch.min_survivors is 5 but rollout.group_size is 4: every group would fail. Lower batch.min_survivors.",
+        "batch.min_group_size is 5 but rollout.group_size is 4: every group would fail. Lower batch.min_group_size.",
         "engine.cores names 3 cores for 2 processes. Name one core for each, or none.",
         "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
         "trainer.ranks = 2, parallel.tensor = 4: one replica takes 4 ranks (context x tensor x pipeline), which do not divide 2."
@@ -177,23 +177,23 @@ def test_an_early_stop_needs_a_model_and_no_comparison():
 
 
 def test_what_does_not_go_with_episodes_is_told_before_anything_runs():
-    settings = tree(environment={"function": "game.py:reply"}, prm={"path": "models/prm"}, model={"path": "m", "replay_routes": True})
+    settings = tree(environment={"function": "game.py:reply"}, prm={"path": "models/prm"}, model={"path": "m", "replay_routing": True})
     process, routes = problems_of(settings)
     assert process.startswith(
         "environment.function makes episodes of several turns, and a process reward model (prm) follows one completion"
     )
-    assert routes.startswith("environment.function makes episodes of several turns, and model.replay_routes = true needs the experts")
+    assert routes.startswith("environment.function makes episodes of several turns, and model.replay_routing = true needs the experts")
 
 
 def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
     engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}}
     weights = {"transport": "nccl", "delta": True, "kv_max_staleness": 2, "adapters": "separate"}
-    model = {"path": "models/small", "replay_routes": True}
+    model = {"path": "models/small", "replay_routing": True}
     found = problems_of(tree(engine=engine, weights=weights, model=model, lora={"rank": 4}))
     assert [line.partition(":")[0] for line in found] == [
         "engine.options.data_parallel_size is 2",
         'engine.options spread an engine over 4 ranks, and weights.transport is "nccl"',
-        "engine.options spread an engine over 4 ranks, which record no routes, and model.replay_routes is true. Leave one of them out.",
+        "engine.options spread an engine over 4 ranks, which record no routes, and model.replay_routing is true. Leave one of them out.",
         'engine.options.pipeline_parallel_size is 2, and weights.adapters is "separate"',
         "engine.options.pipeline_parallel_size is 2, and weights.kv_max_staleness or weights.kv_max_kl is set",
     ]
@@ -305,7 +305,7 @@ def test_arguments_of_the_chat_template_that_are_passed_anyway_are_refused():
 
 
 def test_stop_strings_and_the_experts_of_every_token_do_not_go_together():
-    (problem,) = problems_of(tree(model={"path": "m", "replay_routes": True}, rollout={"stop": ["x"]}))
+    (problem,) = problems_of(tree(model={"path": "m", "replay_routing": True}, rollout={"stop": ["x"]}))
     assert problem.startswith("rollout.stop ends completions in the middle of vLLM's own account of them")
 
 
@@ -329,7 +329,7 @@ def test_a_resolved_config_survives_the_journey_to_another_process():
 def test_every_key_says_what_it_is_for():
     """Those whose name says it all are listed here."""
     obvious = {
-        "trainer.passes",
+        "trainer.epochs",
         "trainer.learning_rate",
         "trainer.weight_decay",
         "trainer.max_grad_norm",
@@ -360,7 +360,7 @@ KEYS = [
     "model.path",
     "model.dtype",
     "model.max_tokens",
-    "model.replay_routes",
+    "model.replay_routing",
     "data.source",
     "data.prompt_column",
     "data.chat",
@@ -426,11 +426,11 @@ KEYS = [
     "algorithm.correct_reward",
     "batch.groups_per_step",
     "batch.max_tokens",
-    "batch.min_survivors",
+    "batch.min_group_size",
     "pipeline.mode",
     "pipeline.max_staleness",
     "pipeline.max_running",
-    "pipeline.adaptive_running",
+    "pipeline.adaptive_concurrency",
     "pipeline.queue_bytes",
     "pipeline.stall_limit_s",
     "trainer.steps",
@@ -441,7 +441,7 @@ KEYS = [
     "trainer.parallel.pipeline",
     "trainer.parallel.schedule",
     "trainer.parallel.expert",
-    "trainer.passes",
+    "trainer.epochs",
     "trainer.learning_rate",
     "trainer.warmup_steps",
     "trainer.final_learning_rate_fraction",
@@ -450,7 +450,7 @@ KEYS = [
     "trainer.max_grad_norm",
     "trainer.max_logprob_gap",
     "trainer.max_mismatch_kl",
-    "trainer.recompute",
+    "trainer.activation_checkpointing",
     "trainer.offload",
     "trainer.float32_head",
     "trainer.cores",

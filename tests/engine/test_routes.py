@@ -43,7 +43,7 @@ def _sample(folder: Path, *, next_policy: Path) -> list[MicroBatch]:
     from safetensors.torch import load_file
 
     rows: list[MicroBatch] = []
-    with vllm_engine(folder, dtype="bfloat16", max_tokens=128, replay_routes=True) as engine:
+    with vllm_engine(folder, dtype="bfloat16", max_tokens=128, replay_routing=True) as engine:
         loop, publisher = EngineLoop(engine, engine_id=0, stager=StagingThread(engine)), Publisher(engine)
         for version in (0, 1):
             if version:
@@ -124,8 +124,8 @@ def _gaps(folder: Path, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     gaps: list[torch.Tensor] = []
     theirs = torch.from_numpy(batch.logprobs[batch.loss_mask])
     for row in (batch, msgspec.structs.replace(batch, routes=None)):
-        model = make_model(folder, dtype="bfloat16", replays_routes=True)
-        step, _ = make_step(model, replays_routes=True)
+        model = make_model(folder, dtype="bfloat16", replay_routing=True)
+        step, _ = make_step(model, replay_routing=True)
         laid_out = step.lay_out(row)
         assert laid_out is not None
         with torch.no_grad():

@@ -43,7 +43,7 @@ def stage(
     scored = Channel[ScoredTrajectory]("scored", giver="scoring", taker="batching", watch=watch, bound_bytes=1000)
     rows = Channel[Row | Seal]("rows", giver="batching", taker="delivery", watch=watch, bound_bytes=1)
     admission = Admission(pace=pace_of(Mode.STREAMING, max_staleness=4), groups_per_step=GROUPS_PER_STEP, num_steps=9, max_running=99)
-    cut = BatchCut(groups_per_step=GROUPS_PER_STEP, max_staleness=4, min_survivors=1, credit=handmade.centred)
+    cut = BatchCut(groups_per_step=GROUPS_PER_STEP, max_staleness=4, min_group_size=1, credit=handmade.centred)
     if open_step is not None:
         cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=())
     batching = Batching(

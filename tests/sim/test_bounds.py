@@ -206,7 +206,7 @@ async def mixture(link: MemoryLink, **options: Any) -> None:
 def test_routes_count_and_under_a_slow_trainer_no_more_of_them_are_held_than_the_bounds_say(tmp_path: Path, levels: Levels) -> None:
     """Of a mixture with 48 layers of 8 experts they are 30 times the rest."""
     bound = 100_000
-    settings = bounded(queue_bytes=bound, model={"path": "unused", "replay_routes": True})
+    settings = bounded(queue_bytes=bound, model={"path": "unused", "replay_routing": True})
     simulated = run(
         settings,
         folder=tmp_path,

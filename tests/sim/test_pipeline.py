@@ -788,7 +788,7 @@ def test_a_source_that_goes_on_knows_what_rested(tmp_path: Path, was_kept: bool)
 @pytest.mark.parametrize("adapts", [False, True])
 def test_with_full_kv_caches_promises_hold_and_fewer_rollouts_push_each_other_out(tmp_path: Path, adapts: bool):
     """Caches hold about 12 of the 32 sequences that an engine has slots for."""
-    settings = config(pipeline={"adaptive_running": adapts}, engine={"kind": "fake", "count": 2, "max_running": 32})
+    settings = config(pipeline={"adaptive_concurrency": adapts}, engine={"kind": "fake", "count": 2, "max_running": 32})
     simulated = run(settings, folder=tmp_path, world=World(kv_tokens=400, token_s=1e-5, prefill_s=2e-4))
     assert simulated.problems() == []
     limits = {line["max_running"] for line in simulated.lines if line["kind"] == "status"}

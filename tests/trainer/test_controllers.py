@@ -35,7 +35,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def method_of(overrides: dict[str, Any] = OVERRIDES) -> Method:
-    return resolve("grpo", overrides, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS, updates_per_batch=2)
+    return resolve("grpo", overrides, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS, epochs=2)
 
 
 def rows_of(number: int) -> list[dict[str, np.ndarray]]:

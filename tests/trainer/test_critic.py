@@ -164,7 +164,7 @@ def test_a_value_is_held_near_the_one_at_the_start_of_its_step_by_the_second_pas
     samples = [sample | {"reward": np.array(50.0, np.float32)} for sample in _samples()]
     overrides = {"batch": "none", "proximal": "recomputed"}
     step, _ = make_step(
-        make_model(folders["llama"]), method="ppo", overrides=overrides, critic=_critic(folders["llama"]), learning_rate=0.2, passes=2
+        make_model(folders["llama"]), method="ppo", overrides=overrides, critic=_critic(folders["llama"]), learning_rate=0.2, epochs=2
     )
     assert _train(step, [samples])["value_clipped"] > 0.5
 

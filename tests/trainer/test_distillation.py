@@ -78,16 +78,16 @@ def test_a_step_has_the_gradient_of_the_definition(folders: dict[str, Path], tea
 
 
 def test_a_whole_kl_beside_a_reward_adds_its_gradient(folders: dict[str, Path], teacher: Path) -> None:
-    """Advantages of 0 leave the penalty alone; held rows keep their teacher's states for a second pass."""
+    """Advantages of 0 leave the penalty alone; held rows keep their teacher's states for a second epoch."""
     samples = _samples()
     for sample in samples:
         sample["advantages"][:] = 0
     total, expected = _by_definition(folders["qwen3"], teacher, samples, mix=1.0)
     overrides = {"kl": {"name": "full", "beta": 0.25, "target": 0.01, "horizon": 50}}
-    for passes in (1, 2):
+    for epochs in (1, 2):
         model = make_model(folders["qwen3"], temperature=TEMPERATURE, divergence_mix=1.0)
         reference = make_model(teacher, temperature=TEMPERATURE, is_frozen=True)
-        step, optimizer = make_step(model, overrides=overrides, reference=reference, passes=passes, learning_rate=1e-9)
+        step, optimizer = make_step(model, overrides=overrides, reference=reference, epochs=epochs, learning_rate=1e-9)
         step.add(make_batch(samples))
         step.train_held(make_seal(samples))
         flat = torch.cat([(0.25 * expected[name]).flatten() for name in model.named_parameters()])

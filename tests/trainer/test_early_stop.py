@@ -82,7 +82,7 @@ def rollouts(epsilon: float, sibling: int) -> Iterator[tuple[ScoredTrajectory, f
 def gradient(group: Group, *, divides_by_survivors: bool = False) -> torch.Tensor:
     """[3] of the step that the group makes."""
     credit = MethodCredit(METHOD, (RewardSection.model_validate({"function": "rewards.py:right"}),))
-    verdict = BatchCut(groups_per_step=1, max_staleness=0, min_survivors=2, credit=credit).take(group)
+    verdict = BatchCut(groups_per_step=1, max_staleness=0, min_group_size=2, credit=credit).take(group)
     assert verdict.closes_step
     if not verdict.samples:
         return torch.zeros(3, dtype=torch.float64)

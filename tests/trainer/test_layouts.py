@@ -209,7 +209,7 @@ def test_recomputed_layers_weights_on_the_host_and_logits_in_pieces_change_no_gr
     job = functools.partial(train, folder=folders["qwen3_moe"], method="grpo")
     expected = job(Replicas(ranks=1, deadline_s=60))
     pieces = functools.partial(job, max_logits=3 * VOCABULARY)
-    job = functools.partial(job, recomputes=True)
+    job = functools.partial(job, activation_checkpointing=True)
     layouts = [
         Layout(ranks=2, shard=2),
         Layout(ranks=2, tensor=2),

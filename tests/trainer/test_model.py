@@ -19,8 +19,8 @@ def _samples() -> list[dict[str, np.ndarray]]:
 def test_recomputing_changes_what_is_kept_and_nothing_else(folders: dict[str, Path], family: str) -> None:
     gradients: list[list[torch.Tensor]] = []
     num_passes: list[int] = []
-    for recomputes in (False, True):
-        model = make_model(folders[family], recomputes=recomputes)
+    for activation_checkpointing in (False, True):
+        model = make_model(folders[family], activation_checkpointing=activation_checkpointing)
         passes: list[str] = []
         model.module.get_submodule("model.layers.0.input_layernorm").register_forward_hook(lambda *_, seen=passes: seen.append("pass"))
         packed_logprobs(model, _samples()).sum().backward()

@@ -81,7 +81,7 @@ def test_a_second_pass_over_a_step_clips_around_the_policy_it_is_told(folders: d
         optimizer.step(STEP, denominator=48)
 
     model = make_model(folders["llama"])
-    step, _ = make_step(model, method=name, overrides={}, passes=2)
+    step, _ = make_step(model, method=name, overrides={}, epochs=2)
     step.add(make_batch(samples[:3], step=STEP))
     step.add(make_batch(samples[3:], step=STEP, index=1))
     step.train_held(make_seal(samples, step=STEP))

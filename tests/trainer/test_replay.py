@@ -62,14 +62,14 @@ def test_indices_are_the_record_and_probabilities_the_gates(folders: dict[str, P
 
 def test_a_model_without_experts_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM is no mixture of experts"):
-        make_model(folders["qwen3"], replays_routes=True)
+        make_model(folders["qwen3"], replay_routing=True)
 
 
 def _train(
-    replicas: Replicas, *, folder: Path, split: tuple[int, ...] = (3, 5), replays: bool = True, recomputes: bool = False
+    replicas: Replicas, *, folder: Path, split: tuple[int, ...] = (3, 5), replays: bool = True, activation_checkpointing: bool = False
 ) -> dict[str, Any]:
-    model = make_model(folder, replicas=replicas, replays_routes=replays, recomputes=recomputes)
-    step, _ = make_step(model, replicas=replicas, replays_routes=replays, max_grad_norm=0.5)
+    model = make_model(folder, replicas=replicas, replay_routing=replays, activation_checkpointing=activation_checkpointing)
+    step, _ = make_step(model, replicas=replicas, replay_routing=replays, max_grad_norm=0.5)
     rows = np.split(np.arange(8), np.cumsum(split)[:-1])
     samples = _samples()
     for index in range(replicas.number, len(rows), replicas.layout.replicas):
@@ -106,7 +106,7 @@ def test_every_layout_replays_alike(folders: dict[str, Path], tmp_path: Path) ->
     expected = job(Replicas(ranks=1, deadline_s=60))
     kinds: list[dict[str, Any]] = [{kind: 2} for kind in ("shard", "tensor", "context", "expert", "pipeline")]
     layouts = [Layout(ranks=2), *(Layout(ranks=2, **kind) for kind in kinds)]
-    jobs = [(layout, job) for layout in layouts] + [(layouts[-1], functools.partial(job, recomputes=True))]
+    jobs = [(layout, job) for layout in layouts] + [(layouts[-1], functools.partial(job, activation_checkpointing=True))]
     for ranks in run_jobs(jobs, tmp_path):
         for rank in ranks:
             assert rank["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-4)

@@ -87,13 +87,13 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("method", "passes", "divisor"),
+    ("method", "epochs", "divisor"),
     [("grpo", 1, "tokens"), ("dr_grpo", 1, "constant"), ("grpo", 2, "tokens"), ("gkd", 1, "tokens")],
 )
-def test_the_gradient_is_that_of_rl_plus_coef_times_that_of_the_mean_loss(folder: Path, method: str, passes: int, divisor: str) -> None:
+def test_the_gradient_is_that_of_rl_plus_coef_times_that_of_the_mean_loss(folder: Path, method: str, epochs: int, divisor: str) -> None:
     """Whatever the method divides by, and in every pass: the rate is 0, so that the second sees the same weights."""
     samples = _samples()
-    options: dict[str, Any] = {"method": method, "passes": passes, "learning_rate": 0.0}
+    options: dict[str, Any] = {"method": method, "epochs": epochs, "learning_rate": 0.0}
     options |= {"reference": make_model(folder, is_frozen=True), "overrides": {}} if method == "gkd" else {}
     gradients: list[torch.Tensor] = []
     numbers: list[dict[str, float]] = []

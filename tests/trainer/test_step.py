@@ -383,7 +383,7 @@ def test_a_step_says_how_far_each_engine_is_from_the_trainer_however_its_samples
 
 def test_several_passes_compare_engines_with_the_policy_that_they_knew(folders: dict[str, Path]) -> None:
     samples = _of_two_engines(folders["qwen3"], forged=0.4)
-    step, _ = make_step(make_model(folders["qwen3"]), num_engines=2, passes=2, learning_rate=0.1)
+    step, _ = make_step(make_model(folders["qwen3"]), num_engines=2, epochs=2, learning_rate=0.1)
     step.add(make_batch(samples))
     step.train_held(seal := make_seal(samples))
     step.finish(seal)

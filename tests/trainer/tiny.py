@@ -133,7 +133,7 @@ def make_step(
         if trained is not None
     ]
     chosen = {"proximal": "engine", "weight": "none"} if overrides is None else overrides
-    resolved = resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS, updates_per_batch=2)
+    resolved = resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS, epochs=2)
     trained = None if critic is None else Trained(model=critic, optimizer=of_critic[0])
     step = Step(
         TorchEngine(model, optimizer=optimizer, replicas=replicas, read=functools.partial(Outputs.of, extras=model.extras)),

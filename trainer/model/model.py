@@ -45,23 +45,23 @@ class Model:
         temperature: float,
         device: torch.device,
         replicas: Replicas | None = None,
-        recomputes: bool = False,
+        activation_checkpointing: bool = False,
         has_float32_head: bool = False,
         is_offloaded: bool = False,
         gives_values: bool = False,
         is_frozen: bool = False,
         adapters: Adapters | None = None,
-        replays_routes: bool = False,
+        replay_routing: bool = False,
         gives_square_sums: bool = False,
         divergence_mix: float | None = None,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
-        `recomputes` keeps nothing of a layer but its input for the backward pass, and computes it again there. With `is_offloaded`, weights
-        that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value model, of values 0 where the
-        folder holds a language model only. With `adapters` those are trained, and nothing else. `replays_routes` sends tokens to the
-        experts that their row names. `gives_square_sums` adds up squared probabilities over all words, too; with
-        `divergence_mix` rows with teachers have divergences from them.
+        `activation_checkpointing` keeps nothing of a layer but its input for the backward pass, and computes it again there. With
+        `is_offloaded`, weights that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value
+        model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
+        `replay_routing` sends tokens to the experts that their row names. `gives_square_sums` adds up squared probabilities over all
+        words, too; with `divergence_mix` rows with teachers have divergences from them.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -88,7 +88,7 @@ class Model:
                 check_head(module)
             # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
             module.eval()
-            if recomputes:
+            if activation_checkpointing:
                 _recompute_layers(module)
             self._tied_names = _tied_names(module)
             self._stage_of = stage_of_weights(module, layout=layout) if layout.pipeline > 1 else {}
@@ -99,7 +99,7 @@ class Model:
             """Of all weights of the model, by the name transformers' module has for them."""
             stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
             stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
-            if replays_routes:
+            if replay_routing:
                 Replay(module)
             self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
             if is_offloaded:

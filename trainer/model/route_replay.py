@@ -36,9 +36,9 @@ class Replay:
         routers = [part for part in module.modules() if type(part).__name__.endswith("TopKRouter")]
         for part in routers:
             if not all(hasattr(part, name) for name in _READ):
-                raise ConfigError(f"model.replay_routes: {type(part).__name__} chooses experts by a rule not known here. Set it to false")
+                raise ConfigError(f"model.replay_routing: {type(part).__name__} chooses experts by a rule not known here. Set it to false")
         if not routers:
-            raise ConfigError(f"model.replay_routes: {type(module).__name__} is no mixture of experts. Set it to false")
+            raise ConfigError(f"model.replay_routing: {type(module).__name__} is no mixture of experts. Set it to false")
         for layer, router in enumerate(routers):
             router.forward = self._replayed(router, router.forward, layer=layer)
 

@@ -87,7 +87,7 @@ class VllmEngine:
         commit, layout, choice = self._taker(Path(model.path), adapters, weights)
         verify = manifest.verify if self._ranks is None else self._ranks.verify
         self._weights = WeightReceiver(commit, layout=layout, receiver=AutoReceiver(folder=policies), verify=verify)
-        self._routes = self._recorder() if model.replay_routes else None
+        self._routes = self._recorder() if model.replay_routing else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}

@@ -23,10 +23,10 @@ class RouteRecorder:
         """`runner` is vLLM's model runner. Raises `ConfigError` for a model without routers, and where passes are replayed from graphs."""
         routers = [module.router for module in model.modules() if hasattr(getattr(module, "router", None), "set_capture_fn")]
         if not routers:
-            raise ConfigError(f"model.replay_routes: {type(model).__name__} has no routers that tell their choice. Set it to false")
+            raise ConfigError(f"model.replay_routing: {type(model).__name__} has no routers that tell their choice. Set it to false")
         if not is_eager:
             raise ConfigError(
-                "model.replay_routes reads every router's choice, which captured graphs hide: set engine.options.enforce_eager"
+                "model.replay_routing reads every router's choice, which captured graphs hide: set engine.options.enforce_eager"
             )
         self._num_layers = len(routers)
         self._dtype = dtype_for(num_experts)

@@ -65,8 +65,8 @@ CHANGE = {
     Name.LENGTH_DRIFT: "See whether the loss is averaged per sequence, which favours long wrong answers, and whether a reward pays for"
     " length.",
     Name.REPETITION: "Read samples: a loop ends at rollout.max_tokens. Lower trainer.learning_rate, or give no reward to loops.",
-    Name.OFF_POLICY: "Lower pipeline.max_staleness, trainer.learning_rate or trainer.passes, or take a method that caps its weights.",
-    Name.MISMATCH: "See that engine and trainer compute alike: model.dtype, trainer.float32_head, model.replay_routes for mixtures.",
+    Name.OFF_POLICY: "Lower pipeline.max_staleness, trainer.learning_rate or trainer.epochs, or take a method that caps its weights.",
+    Name.MISMATCH: "See that engine and trainer compute alike: model.dtype, trainer.float32_head, model.replay_routing for mixtures.",
     Name.ENGINE_MISMATCH: "See that engine's log and what it runs on: it computes something else than the others, or does not report what"
     " it sampled. Replace it.",
     Name.KV_LAG: "Have swaps recompute older caches: weights.kv_max_staleness, or weights.kv_max_kl.",

@@ -249,7 +249,7 @@ def _room_of_caches(measures: Measures) -> str:
     if measures.kv_used >= CACHE_IS_FULL:
         return (
             f"more KV cache for each (engine.kv_cache_bytes): it is {used} full, so that more sequences would push each other out"
-            " (pipeline.adaptive_running keeps to what fits)"
+            " (pipeline.adaptive_concurrency keeps to what fits)"
         )
     if measures.kv_used <= CACHE_HAS_ROOM:
         more = math.floor(slots * CACHE_IS_FULL / measures.kv_used + 0.05)

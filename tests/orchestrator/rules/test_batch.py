@@ -17,7 +17,7 @@ def cut(
     *,
     groups_per_step: int = 2,
     max_staleness: int = 2,
-    min_survivors: int = 2,
+    min_group_size: int = 2,
     credit: Credit = handmade.centred,
     first_step: int = 0,
     **rules: Any,
@@ -25,7 +25,7 @@ def cut(
     return BatchCut(
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
-        min_survivors=min_survivors,
+        min_group_size=min_group_size,
         credit=credit,
         rules=StepRules(**rules),
         first_step=first_step,
@@ -68,7 +68,7 @@ def test_survivors_train_and_failed_siblings_fail_by_their_outcome():
 
 
 def test_too_few_survivors_fail_with_their_group():
-    verdict = cut(min_survivors=3).take(handmade.plain_group(7, [1.0, Outcome.TIMEOUT, 0.0, Outcome.TIMEOUT]))
+    verdict = cut(min_group_size=3).take(handmade.plain_group(7, [1.0, Outcome.TIMEOUT, 0.0, Outcome.TIMEOUT]))
     assert not verdict.is_placed
     assert endings(verdict) == {
         "7/0": (Fate.FAILED, "fewer than 3 siblings scored"),
@@ -80,7 +80,7 @@ def test_too_few_survivors_fail_with_their_group():
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_group_with_no_survivor_fails(size: int):
-    verdict = cut(min_survivors=1).take(handmade.plain_group(7, [Outcome.ERROR] * size))
+    verdict = cut(min_group_size=1).take(handmade.plain_group(7, [Outcome.ERROR] * size))
     assert not verdict.is_placed
     assert [ending for ending, _ in endings(verdict).values()] == [Fate.FAILED] * size
 

@@ -20,7 +20,7 @@ ONE_REWARD = (RewardSection.model_validate({"function": "rewards.py:right", "wei
 def remax(*, group_size: int = 2, max_staleness: int = 2, **overrides: str) -> BatchCut:
     """Steps of two groups."""
     credit = MethodCredit(resolve("remax", overrides, group_size=group_size), ONE_REWARD)
-    return BatchCut(groups_per_step=2, max_staleness=max_staleness, min_survivors=2, credit=credit, rules=credit.step_rules())
+    return BatchCut(groups_per_step=2, max_staleness=max_staleness, min_group_size=2, credit=credit, rules=credit.step_rules())
 
 
 def group_of(

@@ -30,15 +30,15 @@ def group(*members: ScoredTrajectory) -> Group:
 
 
 def test_survivors_are_compared_and_the_others_keep_their_outcome() -> None:
-    plan = plan_comparison(group(member(0), member(1, outcome=Outcome.TIMEOUT), member(2)), min_survivors=2)
+    plan = plan_comparison(group(member(0), member(1, outcome=Outcome.TIMEOUT), member(2)), min_group_size=2)
     assert [one.trajectory.sibling for one in plan.compared] == [0, 2]
     assert [(one.trajectory.sibling, one.score.outcome) for one in plan.done] == [(1, Outcome.TIMEOUT)]
 
 
-@pytest.mark.parametrize(("num_ok", "min_survivors"), [(1, 1), (1, 2), (2, 3), (0, 2)])
-def test_too_few_survivors_are_dropped_as_invalid_and_not_asked_for(num_ok: int, min_survivors: int) -> None:
+@pytest.mark.parametrize(("num_ok", "min_group_size"), [(1, 1), (1, 2), (2, 3), (0, 2)])
+def test_too_few_survivors_are_dropped_as_invalid_and_not_asked_for(num_ok: int, min_group_size: int) -> None:
     members = [member(index, outcome=Outcome.OK if index < num_ok else Outcome.ERROR) for index in range(4)]
-    plan = plan_comparison(group(*members), min_survivors=min_survivors)
+    plan = plan_comparison(group(*members), min_group_size=min_group_size)
     assert plan.compared == ()
     assert sorted(one.score.outcome for one in plan.done) == [Outcome.ERROR] * (4 - num_ok) + [Outcome.INVALID] * num_ok
     assert all(one.score.reward is None for one in plan.done)
