@@ -17,6 +17,7 @@ from orchestrator.peers.bounds import experts_of, vocabulary_of
 from orchestrator.pipeline import Ending, Pipeline
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.config.file import load_run
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer
@@ -24,7 +25,7 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.lease import fence_of
 from pipelinerl.runtime.machine import cores_and_devices
 from pipelinerl.runtime.network import address_of
-from pipelinerl.runtime.process import ask_to_replace, end_stuck, last_words, read_config
+from pipelinerl.runtime.process import ask_to_replace, end_stuck, last_words
 from pipelinerl.runtime.watch import guarded
 from pipelinerl.transport.zmq import ZmqHub
 
@@ -36,7 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run_folder = arguments.run_folder
     with last_words(run_folder, "orchestrator"):
-        config = read_config(run_folder)
+        config = load_run(run_folder)
         ending = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
         print(f"{ending.reason}: {ending.identity}", flush=True)
 

@@ -21,12 +21,11 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import read_snapshot
 from pipelinerl import messages
 from pipelinerl.checker.history import _checkpoints
-from pipelinerl.config.file import load, parse
+from pipelinerl.config.file import load, load_run, parse
 from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
 from pipelinerl.observe.journal import read_journals
 from pipelinerl.observe.report.reading import JournalTail, read_spans
 from pipelinerl.rewards.pool import calls
-from pipelinerl.runtime.process import read_config
 from pipelinerl.storage.checkpoint_folder import read_manifest
 from pipelinerl.transport.codec import Decoder, encode
 from pipelinerl.transport.keys import make_keys, read_keys
@@ -149,7 +148,7 @@ ENDPOINT = json.dumps({"address": "tcp://127.0.0.1:1", "server_key": "a" * 40}).
 def test_config_json(tmp_path: Path, content: bytes):
     (tmp_path / "config.json").write_bytes(content)
     with contextlib.suppress(ConfigError):
-        read_config(tmp_path)
+        load_run(tmp_path)
 
 
 @FOLDER

@@ -8,8 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
+from pipelinerl.config.file import load_run
 from pipelinerl.runtime.lease import fence_of
-from pipelinerl.runtime.process import die_with_parent, last_words, read_config
+from pipelinerl.runtime.process import die_with_parent, last_words
 from pipelinerl.weights.network import nccl_settings
 from trainer.parallel.threads import set_threads
 
@@ -22,7 +23,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of every `with`, which removes the shared buffers
     with last_words(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
-        config = read_config(run_folder)
+        config = load_run(run_folder)
         set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         if "RANK" not in os.environ:  # else who started the ranks has said it
             deadline_s = config.trainer.ready_deadline_s

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pipelinerl.config import Config
+from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError, PipelineError
-from pipelinerl.runtime.process import read_config
 from pipelinerl.storage.checkpoint_folder import newest_whole
 from trainer.build import adapters_of
 from trainer.checkpoint.model_folder import refuse_to_replace, save_adapter, save_model
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter by itself, not merged")
     arguments = parser.parse_args()
     try:
-        version = export(read_config(arguments.run_folder), arguments.run_folder, arguments.output, adapter_only=arguments.adapter)
+        version = export(load_run(arguments.run_folder), arguments.run_folder, arguments.output, adapter_only=arguments.adapter)
     except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"version {version}: {arguments.output}")

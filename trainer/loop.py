@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.config.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
@@ -26,9 +27,8 @@ from pipelinerl.messages import (
     TrainingEnded,
 )
 from pipelinerl.observe.journal import Journal
-from pipelinerl.planning.layout import check_layout
+from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.zmq import ZmqLink
-from pipelinerl.weights.shared_names import machine
 from pipelinerl.weights.transports import device_transports
 from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
@@ -112,7 +112,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
                 suspects=left_behind(run_folder) if replicas.rank == 0 else (),
                 oldest=checkpoints.oldest,
                 damaged=tuple(one for one in checkpoints.damaged if one.version > first),
-                machine=machine(),
+                machine=machine_id(),
                 transports=device_transports(),
             )
             feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))

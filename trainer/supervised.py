@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config, Offload
+from pipelinerl.config.layout import check_layout
 from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.messages import CheckpointFailed
-from pipelinerl.planning.layout import check_layout
 from pipelinerl.storage.checkpoint_folder import Manifest, complete, read_manifest
 from trainer.build import adapters_of
 from trainer.checkpoint.checkpoints import Checkpoints

@@ -68,10 +68,10 @@ def track(
     to: Annotated[list[str] | None, typer.Option(help="wandb, tensorboard; default: what the run's config names")] = None,
 ) -> None:
     """Send a run's numbers to its trackers, or what they missed of it, from the run's journal."""
+    from pipelinerl.config.file import load_run
     from pipelinerl.observe.tracking.beside import missing_packages, track
-    from pipelinerl.runtime.process import read_config
 
-    to = to or [name for name in read_config(run_folder).tracking.to if name != "prometheus"]
+    to = to or [name for name in load_run(run_folder).tracking.to if name != "prometheus"]
     missing_packages(to)
     raise typer.Exit(0 if track(run_folder, to) else 1)
 

@@ -10,8 +10,8 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.config.base import PositiveFloat, PositiveInt, Section, Unit
+from pipelinerl.config.layout import Layout, Schedule
 from pipelinerl.observe.alarms.names import Name
-from pipelinerl.planning.layout import Layout, Schedule
 
 SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 """Minutes, hours:minutes:seconds or days-hours. TOML reads the first as a number and the second as a time of day; both are meant."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipelinerl.config.layout import Schedule, nearest, problems_of
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
 from pipelinerl.config.sections import (
     AlgorithmSection,
@@ -24,7 +25,6 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
-from pipelinerl.planning.layout import Schedule, nearest, problems_of
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
 """Last words of settings that must not be settings."""

@@ -20,9 +20,10 @@ import time
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.launch.restarts import REJOIN_AFTER_S, Restarts
+from pipelinerl.config.file import load_run
 from pipelinerl.runtime.network import device_of
-from pipelinerl.runtime.process import die_with_parent, last_words, read_config, record_failure
+from pipelinerl.runtime.process import die_with_parent, last_words, record_failure
+from pipelinerl.runtime.restarts import REJOIN_AFTER_S, Restarts
 
 LOOK_EVERY_S = 0.05
 """Between two looks for engines that ended. Longer delays those that are forked again."""
@@ -35,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run_folder = arguments.run_folder
     with last_words(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
-        config = read_config(run_folder)
+        config = load_run(run_folder)
         set_environment(num_ranks=config.engine.num_ranks, is_of_run=True)
         if config.engine.kind == "vllm":
             from pipelinerl.engine.vllm.engine import import_everything

@@ -40,8 +40,8 @@ from pipelinerl.messages import (
     WeightsRefused,
     WeightsStaged,
 )
+from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.codec import Decoder
-from pipelinerl.weights.shared_names import machine
 
 Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
 """Starts `Engine.stage` somewhere that does not hold up the loop."""
@@ -153,7 +153,7 @@ class EngineLoop:
             max_model_tokens=limits.max_model_tokens,
             max_running=limits.max_running,
             tensors=limits.tensors,
-            machine=machine(),
+            machine=machine_id(),
             transports=limits.transports,
             version=self.version,
             rollback_epoch=self.rollback_epoch,

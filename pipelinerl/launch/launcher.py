@@ -24,11 +24,11 @@ from pipelinerl.config import Config
 from pipelinerl.errors import LeaseError, PeerGone
 from pipelinerl.launch import processes
 from pipelinerl.launch.processes import Processes
-from pipelinerl.launch.restarts import REJOIN_AFTER_S, Restarts
 from pipelinerl.launch.roles import Role
 from pipelinerl.launch.run_folder import forget_endpoints
 from pipelinerl.runtime.lease import EPOCH, Lease
 from pipelinerl.runtime.process import asked_to_replace, stopped_processes
+from pipelinerl.runtime.restarts import REJOIN_AFTER_S, Restarts
 from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
 
 SAVE_GRACE_S = 60.0

@@ -22,13 +22,13 @@ from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.unused import inert_parts
 from pipelinerl.config import Config
-from pipelinerl.config.unused import inert, refused
+from pipelinerl.config.layout import check_layout
 from pipelinerl.engine.kv import SHARE_OF_MEMORY, KvPlan, context_of, plan_kv
 from pipelinerl.engine.options import problems_of_options
 from pipelinerl.launch import doctor
+from pipelinerl.launch.unused_keys import inert, refused
 from pipelinerl.observe.tracking.beside import missing_packages
 from pipelinerl.planning import memory
-from pipelinerl.planning.layout import check_layout
 from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok
 from pipelinerl.runtime.machine import has_gpu, memory_bytes, say_bytes
 

@@ -17,11 +17,10 @@ from typer.core import TyperCommand
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.config.file import write_run
+from pipelinerl.config.file import load_run, write_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import peers_of
 from pipelinerl.launch.run_folder import forget_endpoints
-from pipelinerl.runtime.process import read_config
 from pipelinerl.storage.schema import refusal
 from pipelinerl.transport.keys import make_keys
 
@@ -120,7 +119,7 @@ def make_ready(config: Config, run_folder: Path) -> None:
     Raises `ConfigError` for settings that a run cannot change: its ledger would not fit them; and for a folder of another schema.
     """
     _check_schema(run_folder / "ledger.sqlite")
-    before = read_config(run_folder)
+    before = load_run(run_folder)
     changed = [key for key in FIXED_KEYS if _value_of(before, key) != _value_of(config, key)]
     if method_of(before).adds_greedy != method_of(config).adds_greedy:  # its groups have one sibling more
         changed.append("algorithm.name")

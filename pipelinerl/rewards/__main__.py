@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pipelinerl.config.file import load_run
 from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.server import Server
-from pipelinerl.runtime.process import last_words, read_config
+from pipelinerl.runtime.process import last_words
 from pipelinerl.transport.zmq import ZmqLink
 
 
@@ -20,7 +21,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
     with last_words(arguments.run_folder, name):
-        config = read_config(arguments.run_folder)
+        config = load_run(arguments.run_folder)
         journal = Journal(arguments.run_folder, name)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
         try:

@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from pipelinerl.config import Config
-from pipelinerl.config.file import load_run
 from pipelinerl.errors import PeerGone, PeerSilent, PipelineError
-from pipelinerl.weights.shared_names import machine
+from pipelinerl.runtime.machine import machine_id
 
 _PR_SET_PDEATHSIG = 1
 UNWRITTEN = 74
@@ -81,7 +79,7 @@ def register(run_folder: Path, peer: str) -> None:
     folder = run_folder / "processes"
     folder.mkdir(exist_ok=True)
     draft = folder / f".{peer}.{os.getpid()}"
-    draft.write_text(f"{machine()} {os.getpid()}")
+    draft.write_text(f"{machine_id()} {os.getpid()}")
     draft.replace(folder / peer)
 
 
@@ -102,7 +100,7 @@ def asked_to_replace(run_folder: Path) -> Iterator[tuple[Path, str, int]]:
         registered = run_folder / "processes" / path.name
         with contextlib.suppress(OSError, ValueError):
             where, process_id = registered.read_text().rsplit(" ", 1)
-            if where != machine():
+            if where != machine_id():
                 continue
             if registered.stat().st_mtime_ns > path.stat().st_mtime_ns:
                 path.unlink()
@@ -142,11 +140,6 @@ def record_failure(run_folder: Path, process: str, *, error: str, trace: str = "
     with contextlib.suppress(FileExistsError), open(folder / f"{process}.json", "x") as file:
         record = {"t": time.time(), "process": process, "role": process.partition("-")[0], "error": error, "traceback": trace}
         json.dump(record | {"is_consequence": is_consequence}, file)
-
-
-def read_config(run_folder: Path) -> Config:
-    """The run's resolved settings, as the launcher wrote them. Raises `ConfigError` where the file is missing or damaged."""
-    return load_run(run_folder)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

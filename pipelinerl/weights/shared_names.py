@@ -18,7 +18,9 @@ from pathlib import Path
 
 import xxhash
 
-FOLDER = Path("/dev/shm")
+from pipelinerl.runtime.machine import SHARED_MEMORY
+
+FOLDER = SHARED_MEMORY
 """Where weight buffers live: memory that is also a file, so that a name is all an engine needs to find it."""
 
 
@@ -33,11 +35,6 @@ show, too. Its name is then of no use to anybody. Shorter could part ranks of a 
 def run_token(run_folder: Path) -> str:
     """A name for the run that its weight buffers carry: the same after a restart, different for every run folder of the machine."""
     return xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
-
-
-def machine() -> str:
-    """What tells machines apart for shared memory: equal where two processes see the same `/dev/shm`, also among containers."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{FOLDER.stat().st_dev}"
 
 
 def unlink_buffers(token: str, *, folder: Path = FOLDER) -> None:

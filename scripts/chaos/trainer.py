@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.peers.bounds import FAKE_VOCABULARY
+from pipelinerl.config.file import load_run
 from pipelinerl.errors import CheckpointDamaged
 from pipelinerl.messages import (
     Alive,
@@ -39,7 +40,7 @@ from pipelinerl.messages import (
     TrainingEnded,
     WeightBufferReleased,
 )
-from pipelinerl.runtime.process import die_with_parent, last_words, read_config
+from pipelinerl.runtime.process import die_with_parent, last_words
 from pipelinerl.storage import checkpoint_folder, checksum
 from pipelinerl.transport.zmq import ZmqLink
 from trainer.session import Standing
@@ -53,7 +54,7 @@ class Rehearsal:
     """One life of the trainer."""
 
     def __init__(self, run_folder: Path) -> None:
-        self._config = read_config(run_folder)
+        self._config = load_run(run_folder)
         self._folder = run_folder / "checkpoints"
         self._folder.mkdir(exist_ok=True)
         for draft in self._folder.glob("*.draft"):

@@ -10,8 +10,8 @@ import pytest
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config, Mode, renamed
 from pipelinerl.config.file import described_keys, known_keys, load, parse
-from pipelinerl.config.unused import inert
 from pipelinerl.errors import ConfigError
+from pipelinerl.launch.unused_keys import inert
 
 MINIMAL = """\
 [model]

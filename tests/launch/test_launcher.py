@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config import Config, TrainerSection
-from pipelinerl.config.file import parse
+from pipelinerl.config.file import load_run, parse
 from pipelinerl.errors import LeaseError, PeerGone
 from pipelinerl.launch import launcher as launching
 from pipelinerl.launch import processes as started
@@ -23,7 +23,6 @@ from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.lease import held
-from pipelinerl.runtime.process import read_config
 from pipelinerl.transport.keys import read_keys
 from tests import processes
 
@@ -40,6 +39,7 @@ FAILS = """
     import pathlib, time
     from pipelinerl.errors import WeightsError
     from pipelinerl.runtime.process import last_words
+
     with last_words(pathlib.Path(folder), "trainer-1"):
         while not pathlib.Path(folder, "orchestrator").exists():
             time.sleep(0.01)
@@ -106,6 +106,7 @@ def test_what_others_say_when_they_are_ended_is_not_the_reason(folder: Path):
         import pathlib, signal, time
         from pipelinerl.errors import LeaseError, PeerGone
         from pipelinerl.runtime.process import last_words
+
         def complain(*_): raise PeerGone("I was interrupted")
         signal.signal(signal.SIGTERM, complain)
         with last_words(pathlib.Path(folder), name):
@@ -128,6 +129,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
         import pathlib, time
         from pipelinerl.errors import MismatchError
         from pipelinerl.runtime.process import last_words
+
         with last_words(pathlib.Path(folder), "trainer-0"):
             try:
                 raise MismatchError("3.5 apart")
@@ -138,6 +140,7 @@ def test_the_first_of_several_errors_is_told(folder: Path):
         import pathlib, time
         from pipelinerl.errors import LeaseError, PeerGone
         from pipelinerl.runtime.process import last_words
+
         while not pathlib.Path(folder, "failures", "trainer-0.json").exists(): time.sleep(0.01)
         with last_words(pathlib.Path(folder), name):
             raise PeerGone("trainer-0 is gone")
@@ -263,13 +266,14 @@ def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(fo
 STANDS_STILL_ONCE = """
     import os, pathlib, signal, time
     from pipelinerl.runtime.process import ask_to_replace, register
-    from pipelinerl.weights.shared_names import machine
+
+    from pipelinerl.runtime.machine import machine_id
     lives = pathlib.Path(folder, name + ".lives")
     with open(lives, "a") as file: file.write("x")
     if len(lives.read_text()) == 1:
         for peer, process_id in (("engine-0", os.getpid()), ("engine-1", os.getppid()), ("engine-2", 1), ("trainer-0", os.getpid())):
             register(pathlib.Path(folder), peer)
-            pathlib.Path(folder, "processes", peer).write_text(f"{machine()} {process_id}")
+            pathlib.Path(folder, "processes", peer).write_text(f"{machine_id()} {process_id}")
             ask_to_replace(pathlib.Path(folder), peer)
         os.kill(os.getpid(), signal.SIGSTOP)
     pathlib.Path(folder, name + ".done").touch()
@@ -302,6 +306,7 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
         import pathlib
         from pipelinerl.errors import WeightsError
         from pipelinerl.runtime.process import last_words
+
         with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
         with last_words(pathlib.Path(folder), "trainer-0"):
             raise WeightsError("slot 3")
@@ -316,6 +321,7 @@ def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
         import pathlib
         from pipelinerl.errors import PeerGone
         from pipelinerl.runtime.process import last_words
+
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
         with last_words(pathlib.Path(folder), name):
@@ -330,6 +336,7 @@ def test_what_a_process_says_of_its_end_stands_when_another_is_started_again_mea
     says = """
         import pathlib, sys, time
         from pipelinerl.runtime.process import record_failure
+
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
         if len(lives.read_text()) == 1:
@@ -369,6 +376,7 @@ def test_who_cannot_write_why_it_ends_is_told_of_with_what_to_do(folder: Path):
         import pathlib, resource
         from pipelinerl.errors import LedgerError
         from pipelinerl.runtime.process import last_words
+
         with last_words(pathlib.Path(folder), "orchestrator"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
             raise LedgerError("cannot write")
@@ -388,6 +396,7 @@ def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, first: s
     dies_once = f"""
         import os, pathlib, sys, time
         from pipelinerl.runtime.process import UNWRITTEN, record_failure
+
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
         if len(lives.read_text()) == 1: {ends}
@@ -562,7 +571,7 @@ def test_a_run_folder_is_its_owners_alone_and_holds_settings_and_keys(tmp_path: 
     for folder in (first, second):
         assert folder.name.startswith("demo-")
         assert folder.stat().st_mode & 0o777 == 0o700
-        assert read_config(folder) == config
+        assert load_run(folder) == config
     assert read_keys(first, "engine-0") != read_keys(second, "engine-0")
 
 

@@ -17,9 +17,9 @@ from orchestrator.preflight import look
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
-from pipelinerl.config.unused import inert, refused
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.preflight import check
+from pipelinerl.launch.unused_keys import inert, refused
 from pipelinerl.planning import memory
 from pipelinerl.runtime.findings import Finding, Level, collect, sentences
 from tests.tiny_models import make_qwen2

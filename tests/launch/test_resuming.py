@@ -13,11 +13,10 @@ import pytest
 
 from orchestrator.ledger.ledger import Ledger
 from pipelinerl.config import Config
-from pipelinerl.config.file import parse
+from pipelinerl.config.file import load_run, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.resuming import find_run, has_begun, make_ready
 from pipelinerl.launch.run_folder import make_run_folder
-from pipelinerl.runtime.process import read_config
 
 
 def settings(folder: Path) -> Config:
@@ -99,7 +98,7 @@ def test_a_run_is_made_ready_with_the_present_settings(tmp_path: Path):
     (folder / "endpoints" / "engine.json").touch()
     longer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 777})})
     make_ready(longer, folder)
-    assert read_config(folder).trainer.steps == 777
+    assert load_run(folder).trainer.steps == 777
     assert not list((folder / "endpoints").iterdir())
 
 
@@ -141,7 +140,7 @@ def test_what_a_prompt_and_the_end_of_a_completion_are_cannot_change(tmp_path: P
     other = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
     with pytest.raises(ConfigError, match=re.escape(says)):
         make_ready(other, folder)
-    assert read_config(folder) == config, "nothing was written"
+    assert load_run(folder) == config, "nothing was written"
     make_ready(config, folder)
 
 
@@ -156,7 +155,7 @@ def test_what_may_change_is_taken_over(tmp_path: Path):
         }
     )
     make_ready(other, folder)
-    assert (read_config(folder).data.difficulty, read_config(folder).rollout.max_tokens) == ((0.1, 0.9), 77)
+    assert (load_run(folder).data.difficulty, load_run(folder).rollout.max_tokens) == ((0.1, 0.9), 77)
 
 
 def test_of_long_values_the_place_where_they_differ_is_shown(tmp_path: Path):

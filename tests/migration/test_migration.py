@@ -18,8 +18,8 @@ from orchestrator.ledger.snapshot import read_snapshot, read_steps
 from orchestrator.replay.recorded import read_drawn, read_recording
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import Checker, check_history
+from pipelinerl.config.file import load_run
 from pipelinerl.errors import CheckpointDamaged, ConfigError, LedgerError
-from pipelinerl.runtime.process import read_config
 from pipelinerl.storage.checkpoint_folder import check_files, complete, read_manifest
 
 FIXTURE = Path(__file__).with_name("runs_of_schema_2.tar.xz")
@@ -54,9 +54,9 @@ def test_a_migrated_run_is_checked_and_goes_on(runs: Path, name: str, num_steps:
     folder = runs / name
     with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
         before = {table: database.execute(f"SELECT * FROM {table}").fetchall() for table in ("events", "fates", "settled")}
-    config = read_config(folder)
+    config = load_run(folder)
     assert migrate(folder, say=lambda line: None)
-    assert read_config(folder) == config
+    assert load_run(folder) == config
     checker = checked(folder)
     assert checker.problems == []
     assert (checker.num_done, checker.counts()["trained"]) == (num_steps, num_trained)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.file import parse
-from pipelinerl.runtime.process import ask_to_replace, asked_to_replace, read_config, register
+from pipelinerl.config.file import load_run, parse
+from pipelinerl.runtime.process import ask_to_replace, asked_to_replace, register
 from tests import processes
 
 
@@ -72,6 +72,7 @@ CHILD = """
     import os, sys, time
     from pathlib import Path
     from pipelinerl.runtime.process import die_with_parent
+
     die_with_parent(parent_id)
     Path(path).write_text(f"{os.getpid()}\\n")
     time.sleep(100)
@@ -115,7 +116,7 @@ def test_every_process_reads_the_same_settings(tmp_path: Path):
         {"model": {"path": "m"}, "data": {"source": "d"}, "reward": [{"function": "f:g"}], "trainer": {"steps": 7}}, origin="here"
     )
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    assert read_config(tmp_path) == config
+    assert load_run(tmp_path) == config
 
 
 def test_a_process_of_a_run_may_open_as_many_files_as_the_system_allows(tmp_path: Path):
@@ -132,6 +133,7 @@ def test_a_process_of_a_run_may_open_as_many_files_as_the_system_allows(tmp_path
 WHOLE = """
 from pathlib import Path
 from pipelinerl.runtime.process import last_words
+
 with last_words(Path({folder!r}), 'trainer-1'):
     {code}
 """

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import Config
-from pipelinerl.config.file import load, parse
+from pipelinerl.config.file import load, load_run, parse
 from pipelinerl.engine.__main__ import engines_of_part
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.slurm.placement import nodes_of, roles_on
 from pipelinerl.launch.slurm.script import OWNED, render
 from pipelinerl.launch.slurm.submit import prepare
-from pipelinerl.runtime.process import read_config
 
 pytestmark = pytest.mark.process
 
@@ -116,7 +115,7 @@ def test_over_several_nodes_engines_and_ranks_are_split_and_each_node_starts_its
     tree |= {"engine": {"count": 5}, "trainer": {"ranks": 4}, "slurm": {"trainer_nodes": 2, "engine_nodes": 2}}
     run_folder = prepare(parse(tree, origin="test")).parent
     roles = {role["name"]: role["command"] for role in json.loads((run_folder / "roles.json").read_text())}
-    nodes = nodes_of(read_config(run_folder).slurm)
+    nodes = nodes_of(load_run(run_folder).slurm)
     assert [roles_on(node, list(roles), nodes) for node in range(nodes.count)] == [
         ["orchestrator", "scorer-0", "trainer-0"],
         ["trainer-1"],

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-from pipelinerl.planning.layout import Layout
+from pipelinerl.config.layout import Layout
 from trainer.parallel.replicas import Replicas
 
 Job = Callable[[Replicas], Any]

@@ -13,8 +13,8 @@ import torch
 
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Method
 from pipelinerl.algorithms.methods import resolve
+from pipelinerl.config.layout import Layout
 from pipelinerl.messages import MicroBatch, StepSealed
-from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.checkpoints import Checkpoints

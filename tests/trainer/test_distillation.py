@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError
-from pipelinerl.planning.layout import Layout
 from tests.trainer.conductor import make_config
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step

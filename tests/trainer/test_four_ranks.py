@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError
-from pipelinerl.planning.layout import Layout
 from tests.trainer import test_critic, test_lora, test_replay
 from tests.trainer.ranks import run_jobs
 from trainer.parallel.replicas import Replicas

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from pipelinerl.planning.layout import Layout, Schedule
+from pipelinerl.config.layout import Layout, Schedule
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import FAMILIES, VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer import torch_engine

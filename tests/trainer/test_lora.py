@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError
-from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.build import Trained, state_of

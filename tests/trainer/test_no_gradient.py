@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.data.expert_routes import routes_of, table_of
 from pipelinerl.messages import MicroBatch
-from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.data.split import split_by_gradient

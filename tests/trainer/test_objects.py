@@ -17,8 +17,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import WireError
-from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from trainer.parallel.objects import PlainUnpickler
 from trainer.parallel.replicas import Replicas

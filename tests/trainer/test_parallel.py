@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import FromTrainer
-from pipelinerl.runtime.process import read_config
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests.keys import PEERS
@@ -81,7 +81,7 @@ def test_two_replicas_train_as_one(folders: dict[str, Path], method: str) -> Non
 
 
 def _run_trainer_rank(rank: int, run_folder: Path) -> None:
-    train(read_config(run_folder), run_folder)
+    train(load_run(run_folder), run_folder)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.data.expert_routes import dtype_for, joined, num_unrouted, routes_of, table_of, unknown
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import MicroBatch, Routes
-from pipelinerl.planning.layout import Layout
 from pipelinerl.transport.codec import Decoder, encode
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from pipelinerl.config.layout import Layout, Schedule
 from pipelinerl.messages import CheckpointSaved
-from pipelinerl.planning.layout import Layout, Schedule
 from pipelinerl.storage.checkpoint_folder import complete
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step

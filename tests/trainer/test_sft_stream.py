@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import Config
+from pipelinerl.config.layout import Layout
 from pipelinerl.demo.sort_digits import make_model as make_demo_model
 from pipelinerl.messages import StepSealed
-from pipelinerl.planning.layout import Layout
 from pipelinerl.runtime.findings import Level, collect, ok, sentences
 from tests.trainer.conductor import make_config
 from tests.trainer.ranks import run_jobs

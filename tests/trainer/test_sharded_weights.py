@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import NoRoom
 from pipelinerl.messages import Failed, PolicyPublished
-from pipelinerl.planning.layout import Layout
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.manifest import check, verify

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.messages import MicroBatch
-from pipelinerl.planning.layout import Layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.test_distillation import TEMPERATURE, _by_definition, _config, _samples
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_seal, make_step, packed_logprobs

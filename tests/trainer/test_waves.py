@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import DataError
 from pipelinerl.messages import FromTrainer, MicroBatch, StepSealed, Stop, TakeMicroBatch, ToTrainer, TrainerReady
-from pipelinerl.planning.layout import Layout
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from pipelinerl.config.layout import Schedule
 from pipelinerl.errors import PipelineError
-from pipelinerl.planning.layout import Schedule
 from trainer.parallel.replicas import Replicas
 from trainer.rows.packed_row import Row
 

@@ -18,8 +18,9 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipelinerl.config.file import load_run
 from pipelinerl.runtime.network import address_towards
-from pipelinerl.runtime.process import die_with_parent, last_words, read_config
+from pipelinerl.runtime.process import die_with_parent, last_words
 from pipelinerl.runtime.watch import wait_for_file
 from pipelinerl.transport.endpoint import own_address
 from pipelinerl.transport.rendezvous import RendezvousServer
@@ -38,7 +39,7 @@ def main() -> None:
     run_folder: Path = arguments.run_folder
     die_with_parent()
     with last_words(run_folder, f"trainer-node-{number}"):
-        config = read_config(run_folder)
+        config = load_run(run_folder)
         world_size = config.trainer.ranks
         mine = range(world_size * number // num_nodes, world_size * (number + 1) // num_nodes)
         deadline_s = config.trainer.ready_deadline_s

@@ -1,6 +1,6 @@
 """The trainer's processes, arranged: replicas that take rows of their own, and within a replica the ranks that share a row.
 
-One rank needs no process group and makes none. Ranks are numbered as `pipelinerl.planning.layout` says; the mesh has the same order.
+One rank needs no process group and makes none. Ranks are numbered as `pipelinerl.config.layout` says; the mesh has the same order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError, PeerSilent
-from pipelinerl.planning.layout import Layout
 from pipelinerl.transport.rendezvous import RendezvousClient
 from pipelinerl.weights.rendezvous_store import RendezvousStore
 from trainer.parallel.objects import refuse_foreign_objects

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError
-from pipelinerl.planning.layout import Layout
 
 
 class Elsewhere(torch.nn.Module):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import Config, RunSection
+from pipelinerl.config.file import load_run
 from pipelinerl.errors import LeaseError, PipelineError
 from pipelinerl.launch.launcher import Launcher, limits_of
 from pipelinerl.launch.roles import Role
@@ -27,7 +28,7 @@ from pipelinerl.launch.slurm.address import address_towards_others
 from pipelinerl.launch.slurm.placement import nodes_of, roles_on
 from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.lease import LEASE_S, RENEW_EVERY_S, Lease, held
-from pipelinerl.runtime.process import read_config, record_failure
+from pipelinerl.runtime.process import record_failure
 
 LEAVE_S = 15.0
 """Left of the allocation for the script to requeue the job. Slurm's own kill beats a later exit, and a job it killed is not requeued."""
@@ -51,7 +52,7 @@ class Supervisor:
 
     def __init__(self, run_folder: Path, *, attempt: int, node: int) -> None:
         self._run_folder = run_folder
-        self._config: Config = read_config(run_folder)
+        self._config: Config = load_run(run_folder)
         nodes = nodes_of(self._config.slurm)
         self._node, self._num_nodes = node, nodes.count
         self._attempt_folder = run_folder / "logs" / f"attempt-{attempt}"

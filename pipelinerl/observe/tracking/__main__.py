@@ -15,9 +15,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.observe.tracking.follow import Open, follow
-from pipelinerl.runtime.process import die_with_parent, read_config
+from pipelinerl.runtime.process import die_with_parent
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
 
 def opener(run_folder: Path, to: str) -> Open:
     """How the tracker named `to` is opened. Raises `ConfigError` where its package is not installed."""
-    tracking = read_config(run_folder).tracking
+    tracking = load_run(run_folder).tracking
 
     def wandb(line: dict[str, Any]) -> Any:
         from pipelinerl.observe.tracking.to_wandb import WandbRun

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.config import PrmSection
+from pipelinerl.config.file import load_run
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.engine.__main__ import set_environment
@@ -20,7 +21,7 @@ from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.prm.scorer import PrmScorer, StepScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
-from pipelinerl.runtime.process import last_words, read_config
+from pipelinerl.runtime.process import last_words
 from pipelinerl.transport.zmq import ZmqLink
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
     with last_words(arguments.run_folder, name):
-        config = read_config(arguments.run_folder)
+        config = load_run(arguments.run_folder)
         set_environment()
         scorer = load_scorer(config.prm)
         tokenizer = load_tokenizer(config.model.path)

@@ -9,12 +9,13 @@ import argparse
 import time
 from pathlib import Path
 
+from pipelinerl.config.file import load_run
 from pipelinerl.engine.base import Chunk
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.server import serve
 from pipelinerl.messages import ToEngine
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.process import last_words, read_config
+from pipelinerl.runtime.process import last_words
 from pipelinerl.transport.zmq import ZmqLink
 
 MEAN_TOKENS = 24
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--hold-s", type=float, default=0.0)
     given = parser.parse_args()
     with last_words(given.run_folder, "engines"):
-        config = read_config(given.run_folder)
+        config = load_run(given.run_folder)
         engine = PacedEngine(pass_s=given.pass_s, hold_s=given.hold_s, max_model_tokens=4096, max_running=config.engine.max_running)
         link = ZmqLink(given.run_folder, "engine", 0, accepts=ToEngine)
         serve(engine, engine_id=0, link=link, journal=Journal(given.run_folder, "engine-0"))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.layout import Layout, ModelShape, Schedule, check_layout, nearest, problems_of
 from pipelinerl.errors import ConfigError
-from pipelinerl.planning.layout import Layout, ModelShape, Schedule, check_layout, nearest, problems_of
 
 SHAPE = ModelShape(model_type="qwen3_moe", num_heads=8, num_key_heads=2, intermediate_size=48, num_layers=6, num_experts=6, expert_size=30)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.launch.restarts import HEALTHY_S, MAX_WAIT_S, WINDOW_S, Restarts
+from pipelinerl.runtime.restarts import HEALTHY_S, MAX_WAIT_S, WINDOW_S, Restarts
 
 
 def test_the_wait_doubles_while_deaths_follow_quickly_up_to_a_minute():
