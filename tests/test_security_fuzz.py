@@ -23,8 +23,7 @@ from pipelinerl import messages
 from pipelinerl.checker.history import _checkpoints
 from pipelinerl.config.file import load, load_run, parse
 from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
-from pipelinerl.observe.journal import read_journals
-from pipelinerl.observe.report.reading import JournalTail, read_spans
+from pipelinerl.observe.lines import JournalTail, read_journals, read_spans
 from pipelinerl.rewards.pool import calls
 from pipelinerl.storage.checkpoint_folder import read_manifest
 from pipelinerl.transport.codec import Decoder, encode

@@ -135,7 +135,7 @@ def check_mismatch(numbers: dict[str, float], *, step: int, limit: float, engine
     A step may hold no such sequence; all its tokens together may then differ by staleness, too, and only `DRIFT` times as much is too much.
     """
     for name, bound, whose in (
-        ("mismatch_kl_fresh", limit, "sequences that version {0} sampled whole"),
+        ("mismatch_kl_on_policy", limit, "sequences that version {0} sampled whole"),
         ("mismatch_kl_k3", DRIFT * limit, "all tokens, whatever their version"),
     ):
         found = numbers.get(name, 0.0)

@@ -48,8 +48,6 @@ from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
 from trainer.rows.packed_row import Row
 
-_SHORT_NAMES = {"ess": "ess_fraction", "kl": "mismatch_kl_k3"}
-"""Meters that a live view shows in a narrow column."""
 _OF_LAST_EPOCH = ("ratio_mean", "ratio_min", "ratio_max", "ppo_kl", "clip_fraction", "value_clipped")
 """Meters of how far a step moves; all others are of its first epoch, which sees the policy that the engines know."""
 
@@ -220,7 +218,6 @@ class Step:
         self._of_step = {}
         if sealed.step >= self._critic_alone_until:  # a policy that rests moves no measurement
             self._controllers.follow(numbers, agree=self._agreed)
-        numbers |= {short: numbers[name] for short, name in _SHORT_NAMES.items() if name in numbers}
         return numbers | {"num_trained_tokens": float(sealed.num_tokens), "num_micro_batches": float(sealed.num_micro_batches)}
 
     def drop(self) -> None:

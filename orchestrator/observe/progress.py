@@ -98,7 +98,7 @@ class Progress:
     def trained(self, done: StepDone, *, now_s: float, engines: Sequence[str] = ()) -> None:
         """A step is in the policy: write its line; `engines`: what is to be said of those whose log-probabilities differ."""
         step = self._steps.pop(done.step, _Step())
-        fields = self._fields(done, step, now_s=now_s) | ({"engines_differ": list(engines)} if engines else {})
+        fields = self._fields(done, step, now_s=now_s) | ({"engine_mismatch": list(engines)} if engines else {})
         self.last_step = fields
         self._num_recomputed = 0
         self.num_trained_tokens += sum(sample.trajectory.num_trained_tokens for sample, _ in step.samples)
@@ -159,8 +159,8 @@ class Progress:
             "staleness_in_queue_mean": float(in_queue.mean()) if len(ages) else 0.0,
             "staleness_in_queue_max": int(in_queue.max()) if len(ages) else 0,
             "kv_recomputed_tokens": self._num_recomputed,
-            "set_aside_groups": step.num_set_aside,
-            "let_through_groups": step.num_let_through,
+            "filtered_groups": step.num_set_aside,
+            "unfiltered_groups": step.num_let_through,
             "stale_groups": step.num_stale_groups,
             "in_flight_s_mean": _mean([trajectory.finished_at - trajectory.admitted_at for trajectory in trajectories]),
             "in_queue_s_mean": _mean([placed_s - sample.trajectory.finished_at for sample, placed_s in step.samples]),

@@ -50,7 +50,7 @@ class SampleLog:
             advantage = float(trained.mean()) if len(trained) else 0.0
             said = {} if (member := members.get(trajectory.rollout_id)) is None else _said(member)
             fields = {**_fields(trajectory), **said, "reward": sample.reward, "advantage": advantage}
-            self._journal.write("sample", step=step, fate=str(Fate.TRAINED), **fields)
+            self._journal.write("sample", step=step, status=str(Fate.TRAINED), **fields)
 
     def ended(self, ended: Sequence[Ended], *, step: int, now_s: float) -> None:
         """These rollouts will not be trained: show one of each reason, if it is time to. `step`: the one that was being filled."""
@@ -61,7 +61,7 @@ class SampleLog:
                 continue
             self._reasons_due_s[key] = now_s + EVERY_S
             fields = {**_fields(one.scored.trajectory), **_said(one.scored)}
-            self._journal.write("sample", step=step, fate=str(one.fate), reason=one.reason, **fields)
+            self._journal.write("sample", step=step, status=str(one.fate), reason=one.reason, **fields)
 
 
 def worth_showing(samples: list[Sample]) -> list[Sample]:
@@ -95,7 +95,7 @@ def _said(member: ScoredTrajectory) -> dict[str, object]:
     return {
         "reward": score.reward,
         "components": dict(score.components),
-        "steps": [] if trace is None else [[int(at), float(score)] for at, score in zip(trace.ends, trace.scores, strict=True)],
+        "step_scores": [] if trace is None else [[int(at), float(score)] for at, score in zip(trace.ends, trace.scores, strict=True)],
         "error": (score.error or member.trajectory.error)[:MAX_ERROR_CHARACTERS],
     }
 

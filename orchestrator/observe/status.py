@@ -91,7 +91,7 @@ class Status:
                     "items": len(channel),
                     "bytes": channel.num_bytes,
                     "bound_bytes": channel.bound_bytes,
-                    "ever": channel.num_items_ever,
+                    "num_items_total": channel.num_items_ever,
                 }
                 for channel in self._channels
             },

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.replay.recorded import open_ledger
 from pipelinerl.errors import LedgerError
-from pipelinerl.observe.journal import read_journal
+from pipelinerl.observe.lines import read_journal
 
 TURN_S = 0.002
 """What a stage hears within so short a time, without an answer in between, it hears at once, as from one turn of the orchestrator's loop.

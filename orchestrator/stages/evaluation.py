@@ -141,7 +141,7 @@ class Evaluation:
         finally:
             work.cancel()
             stuck.cancel()
-        self._journal.write("evaluation_given_up", version=version, error=why)
+        self._journal.write("evaluation_dropped", version=version, error=why)
         return None
 
     async def _until_nothing_moves(self) -> None:

@@ -471,8 +471,8 @@ class Delivery:
             return
         metrics = done.metrics
         lags = [_squared_lags(sample.trajectory, trained=done.step) for sample in self._steps[done.step].samples]
-        excess = metrics.get("mismatch_kl_kept", 0.0) - metrics.get("mismatch_kl_fresh", 0.0)  # without what arithmetic does
-        kl = max(0.0, excess) * metrics.get("tokens_kept", 0.0)
+        excess = metrics.get("mismatch_kl_stale_kv", 0.0) - metrics.get("mismatch_kl_on_policy", 0.0)  # without what arithmetic does
+        kl = max(0.0, excess) * metrics.get("tokens_stale_kv", 0.0)
         self._kv_policy.measured(kl=kl, square=sum(square for square, _ in lags), num_tokens=sum(num for _, num in lags))
 
     def _book(self, step: int, *, now_s: float) -> None:

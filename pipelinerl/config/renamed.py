@@ -30,8 +30,9 @@ KEYS: dict[str, str] = {
 VALUES: dict[str, dict[str, str]] = {
     "weights.swap_mode": {"flip": "pointer", "scatter": "sparse"},
     "weights.adapters": {"apart": "separate"},
+    "run.fatal_alarms": {"kv_lag": "stale_kv"},
 }
-"""Key, under its present name -> old value -> new value."""
+"""Key, under its present name -> old value, or entry of a list -> new value."""
 
 
 def renamed(key: str) -> str | None:
@@ -62,10 +63,16 @@ def translate(tree: dict[str, Any]) -> dict[str, Any]:
         *sections, name = key.split(".")
         section: Any = translated
         for part in sections:
-            section = section.get(part, {})
-        if section.get(name) in new_values:
-            section[name] = new_values[section[name]]
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section:
+            section[name] = _with_new_values(section[name], new_values)
     return translated
+
+
+def _with_new_values(value: Any, new_values: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_with_new_values(one, new_values) for one in value]
+    return new_values.get(value, value) if isinstance(value, str) else value
 
 
 def _move(tree: dict[str, Any], old: list[str], new: list[str]) -> None:

@@ -25,15 +25,14 @@ A journal that has grown to `SEGMENT_BYTES` is closed and begun anew; closed one
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.observe.segments import SegmentReader, closed_numbers, closed_path, journals_of
+from pipelinerl.observe.segments import closed_numbers, closed_path
 from pipelinerl.observe.thinning import compact_closed
 
 SEGMENT_BYTES = 16 << 20
@@ -136,29 +135,3 @@ class Journal:
 
     def _write_span(self, key: tuple[str, str], span: list[float]) -> None:
         self.write("span", lane=key[0], name=key[1], start=span[0], end=span[1], count=int(span[2]))
-
-
-def read_journals(run_folder: Path) -> list[dict[str, Any]]:
-    """All lines of all journals of a run, in order of time. A half-written last line is left out."""
-    lines = [line for path in journals_of(run_folder / "journal") for line in read_journal(path)]
-    return sorted(lines, key=lambda line: line["t"])
-
-
-def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of one journal, all its segments. In place of one that is damaged, as after a crash of the machine, comes a line of
-    kind `unreadable`, with its number: whoever looks for anything else passes over it, and nobody loses the rest of a journal to it.
-    """
-    time_s, reader = 0.0, SegmentReader(path)
-    for raw in reader.new_lines():
-        line = _decode(raw) or {"t": time_s, "kind": "unreadable", "process": path.stem, "line": reader.number}
-        time_s = line["t"]
-        yield line
-
-
-def _decode(raw: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    is_line = isinstance(line, dict) and type(line.get("t")) in (int, float) and isinstance(line.get("kind"), str)
-    return line if is_line and math.isfinite(line["t"]) else None

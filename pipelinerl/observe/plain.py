@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows, units
-from pipelinerl.observe.report.rows import EXITS, EvaluationRow, Line
+from pipelinerl.observe.report.rows import EXITS, EvaluationRow
 from pipelinerl.observe.report.state import RunState, alarm_words
 
 PLAIN_LINES = 50
@@ -76,7 +77,7 @@ class PlainLines:
                 return self._first_of(rows.status_row(line))
             case "evaluation":
                 return held_out_words(rows.evaluation_row(line))
-            case "evaluation_given_up":
+            case "evaluation_dropped":
                 return f"the evaluation of version {line.get('version')} was given up: {line.get('error')}"
             case "alarm" if line.get("is_over"):
                 return f"alarm over: {line.get('name')}"
@@ -93,7 +94,7 @@ class PlainLines:
         first = [
             words
             for queue, words in (("trajectories", "the first completion is there"), ("scored", "the first score is there"))
-            if queue in status.queues and status.queues[queue].ever and self._is_first(words)
+            if queue in status.queues and status.queues[queue].num_items_total and self._is_first(words)
         ]
         return "; ".join(first) or None
 
@@ -120,7 +121,7 @@ def waiting_words(state: RunState, *, now: float, began: float) -> str:
 
 
 def wait_words(name: str) -> str:
-    """`dispatch: a free engine slot` as `a free engine slot (dispatch)`."""
+    """`generation: a free engine slot` as `a free engine slot (generation)`."""
     stage, _, what = name.partition(": ")
     return f"{what} ({stage})"
 

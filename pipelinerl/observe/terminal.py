@@ -20,10 +20,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipelinerl.observe.lines import JournalTail
 from pipelinerl.observe.plain import STUCK_S, PlainLines, end_lines, error_words, identity_words, waiting_words
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows, units
-from pipelinerl.observe.report.reading import JournalTail, read_failures
-from pipelinerl.observe.report.rows import Line
+from pipelinerl.observe.report.reading import read_failures
 from pipelinerl.observe.report.state import RunState
 
 LOOK_EVERY_S = 0.5

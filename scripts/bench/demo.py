@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.bench import harness
 
 FOLDER = Path("runs/bench-demo")

@@ -24,14 +24,15 @@ _TRAINER = {
     "importance_mean": 0.9995, "mismatch_kl_k1": 0.00119, "mismatch_kl_k3": 0.00067, "ppo_kl": 0.00119, "ratio_mean": 0.9995,
     "weight_mean": 1.0, "weight_zero_fraction": 0.0, "loss_objective": -0.00186, "loss": -0.00186, "tokens": 1793.0, "sequences": 256.0,
     "ratio_max": 1.52, "weight_max": 1.0, "importance_max": 1.52, "ratio_min": 0.45, "ess_fraction": 0.9988, "staleness_mean": 1.102,
-    "staleness_max": 2.0, "mismatch_kl_kept": 0.000139, "tokens_kept": 113.0, "grad_norm": 1.99, "learning_rate": 0.000141, "ess": 0.9988,
-    "kl": 0.00067, "num_trained_tokens": 1793.0, "num_micro_batches": 4.0, "publish_s": 5.4e-05, "wait_s": 0.0389,
+    "staleness_max": 2.0, "mismatch_kl_stale_kv": 0.000139, "tokens_stale_kv": 113.0, "grad_norm": 1.99, "learning_rate": 0.000141,
+    "num_trained_tokens": 1793.0, "num_micro_batches": 4.0, "publish_s": 5.4e-05, "wait_s": 0.0389,
     "forward_backward_s": 0.348, "optimizer_s": 0.0026, "tokens_per_s": 10215.6, "publish_async_s": 0.0064,
 }  # fmt: skip
 _WAITS = (
-    "evaluation: completions", "evaluation: scores", "prompts: room in prompts", "dispatch: a free engine slot", "dispatch: completions",
-    "scoring: trajectories", "scoring: scores", "batching: scored", "scoring: room in a scorer", "ledger: packed", "delivery: rows",
-    "refresh: policies", "delivery: starts", "trainer: a micro-batch",
+    "evaluation: completions", "evaluation: scores", "prompts: room in prompts", "generation: a free engine slot",
+    "generation: completions",
+    "scoring: trajectories", "scoring: scores", "batching: scored", "scoring: room in a scorer", "ledger: packed", "training: rows",
+    "weight_sync: policies", "training: starts", "trainer: a micro-batch",
 )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ class DemoJournals:
             truncated_fraction=self._chance.randrange(4) / 256, zero_variance_fraction=self._chance.randrange(6, 12) / 32, staleness=ages,
             staleness_mean=self._near(1.1), staleness_max=2, staleness_min=0, staleness_in_flight_mean=self._near(0.31),
             staleness_in_flight_max=1, staleness_in_queue_mean=self._near(0.79), staleness_in_queue_max=1, kv_recomputed_tokens=0,
-            set_aside_groups=0, let_through_groups=0, stale_groups=0, in_flight_s_mean=self._near(0.246), in_queue_s_mean=self._near(0.024),
+            filtered_groups=0, unfiltered_groups=0, stale_groups=0, in_flight_s_mean=self._near(0.246), in_queue_s_mean=self._near(0.024),
             trainer={name: self._near(value) if value % 1 else value for name, value in _TRAINER.items()}, elapsed_s=self._t - BEGAN,
         )  # fmt: skip
         digest = f"{self._chance.getrandbits(128):032x}"
@@ -145,7 +146,7 @@ class DemoJournals:
     def _status(self, step: int) -> dict[str, Any]:
         elapsed_s = self._t - BEGAN
         queues = {
-            name: {"items": self._chance.randrange(5), "bytes": 0, "bound_bytes": 268435456, "ever": 256 * step}
+            name: {"items": self._chance.randrange(5), "bytes": 0, "bound_bytes": 268435456, "num_items_total": 256 * step}
             for name in ("prompts", "trajectories", "scored", "rows")
         }
         waits = [dict(zip(("stage", "what"), name.split(": "), strict=True)) | {"seconds": self._near(0.01)} for name in _WAITS[2:12]]

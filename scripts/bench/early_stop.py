@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.bench import harness
 from scripts.bench.stopped import prm
 from scripts.bench.stopped.digits import SEPARATOR

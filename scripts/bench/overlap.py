@@ -29,7 +29,7 @@ import numpy as np
 
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.bench import harness, warm
 
 

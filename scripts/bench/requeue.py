@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.launch.slurm.submit import prepare
-from pipelinerl.observe.journal import read_journal
+from pipelinerl.observe.lines import read_journal
 from pipelinerl.observe.tracking.identity import id_in_checkpoint
 from scripts.bench import harness
 from tests.observe.tracking.wandb_file import history

@@ -23,7 +23,7 @@ import numpy as np
 
 from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.bench import harness
 from scripts.bench.figure import write_lines
 

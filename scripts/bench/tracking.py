@@ -32,8 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.observe.journal import read_journal
-from pipelinerl.observe.report.reading import JournalTail
+from pipelinerl.observe.lines import JournalTail, read_journal
 from pipelinerl.observe.tracking.beside import command, track
 from scripts.bench import harness
 from tests.observe.tracking.wandb_file import history

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.algorithms.mismatch import MIN_TOKENS
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.chaos.liar import PLAUSIBLE, TRUTH, forger_id
 from scripts.chaos.witness import FENCED, TAKEN
 

@@ -63,7 +63,7 @@ def test_the_logprob_gap_looks_only_at_tokens_of_the_version_being_trained() -> 
     fresh = Seq(logprobs=[-1.0], behaviour=[-1.01], advantages=[1.0], versions=[5])
     got = numbers([old, fresh])
     assert got["logprob_gap_max"] == pytest.approx(0.01)
-    assert got["mismatch_kl_fresh"] == pytest.approx(math.exp(0.01) - 1 - 0.01)
+    assert got["mismatch_kl_on_policy"] == pytest.approx(math.exp(0.01) - 1 - 0.01)
 
 
 def test_the_high_quantile_is_that_of_the_worst_row_with_enough_tokens() -> None:
@@ -84,18 +84,18 @@ def test_the_high_quantile_is_that_of_the_worst_row_with_enough_tokens() -> None
 def test_a_token_that_saw_keys_and_values_of_an_older_policy_is_no_measure_of_arithmetic() -> None:
     """Its sequence lived through a swap, and the engine kept what it had computed before."""
     through_a_swap = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.4], advantages=[1.0, 1.0], versions=[4, 5])
-    assert "mismatch_kl_fresh" not in numbers([through_a_swap])
+    assert "mismatch_kl_on_policy" not in numbers([through_a_swap])
     whole = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.0, -1.0], advantages=[1.0, 1.0], versions=[5, 5])
-    assert numbers([through_a_swap, whole])["mismatch_kl_fresh"] == 0.0
+    assert numbers([through_a_swap, whole])["mismatch_kl_on_policy"] == 0.0
 
 
 def test_what_kept_keys_and_values_do_is_measured_on_tokens_of_the_trained_version_alone() -> None:
     through_a_swap = Seq(logprobs=[-1.0, -1.0], behaviour=[-9.0, -1.4], advantages=[1.0, 1.0], versions=[4, 5])
     whole = Seq(logprobs=[-1.0, -1.0], behaviour=[-1.7, -1.0], advantages=[1.0, 1.0], versions=[5, 5])
     got = numbers([through_a_swap, whole])
-    assert got["mismatch_kl_kept"] == pytest.approx(math.exp(0.4) - 1 - 0.4)
-    assert got["tokens_kept"] == 1
-    assert "mismatch_kl_kept" not in numbers([whole]), "absent, not 0.0"
+    assert got["mismatch_kl_stale_kv"] == pytest.approx(math.exp(0.4) - 1 - 0.4)
+    assert got["tokens_stale_kv"] == 1
+    assert "mismatch_kl_stale_kv" not in numbers([whole]), "absent, not 0.0"
 
 
 def test_at_the_first_step_ratio_is_one_and_kl_zero() -> None:

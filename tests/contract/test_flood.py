@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.messages import Cancel, Stop, ToEngine
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.process import allow_open_files
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqLink

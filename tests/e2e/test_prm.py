@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.chaos import victims
 from tests.tiny_models import make_prm
 

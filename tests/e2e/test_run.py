@@ -18,7 +18,7 @@ from orchestrator.replay.__main__ import replay
 from orchestrator.replay.recorded import read_recording
 from pipelinerl.errors import ConfigError
 from pipelinerl.observe.history import story_of
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.chaos import victims
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]

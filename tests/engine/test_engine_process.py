@@ -33,7 +33,7 @@ from pipelinerl.messages import (
     WeightsCommitted,
     WeightsRefused,
 )
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests import processes

@@ -37,7 +37,8 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainingEnded,
 )
-from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.stage import Channel
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink

@@ -34,7 +34,8 @@ from pipelinerl.messages import (
     ToEngine,
     ToScorer,
 )
-from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink
@@ -352,7 +353,7 @@ def test_an_evaluation_that_gets_no_answers_is_given_up_with_the_reason_and_is_n
             assert it.ledger.store.read("SELECT count(*) FROM events WHERE kind = 'evaluated'") == [(0,)]
 
     simulate(program())
-    (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "evaluation_given_up"]
+    (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "evaluation_dropped"]
     assert (line["version"], line["error"]) == (0, why)
 
 
@@ -365,7 +366,7 @@ def test_what_goes_wrong_in_an_evaluation_costs_the_run_nothing_else(tmp_path: P
             assert await it.evaluation.evaluate(0) is None
 
     simulate(program())
-    (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "evaluation_given_up"]
+    (line,) = [line for line in read_journals(tmp_path) if line["kind"] == "evaluation_dropped"]
     assert "Error" in str(line["error"])
 
 

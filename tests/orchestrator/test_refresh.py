@@ -34,7 +34,8 @@ from pipelinerl.messages import (
     WeightsCommitted,
     WeightsRefused,
 )
-from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.memory import MemoryHub, MemoryLink

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.messages import Cancel, Failed, FunctionFailed, FunctionKind, Outcome, Replied, Reply, Scored, ScorerReady, Turns
-from pipelinerl.observe.journal import read_journal
+from pipelinerl.observe.lines import read_journal
 from tests.rewards.conftest import (
     PATIENCE_S,
     REPOSITORY,

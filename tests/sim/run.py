@@ -21,7 +21,8 @@ from orchestrator.rules.sampled import Experts
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
-from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.transport.memory import NO_FAULTS, MemoryHub, NetworkFaults
 from tests.sim import checker, peers
 from tests.sim.clock import simulate

@@ -252,8 +252,8 @@ def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path,
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
     lines = [line for line in simulated.lines if line["kind"] == "step"]
-    assert max(line["set_aside_groups"] for line in lines) == 80, "ten batches of eight groups"
-    assert any(line["let_through_groups"] for line in lines)
+    assert max(line["filtered_groups"] for line in lines) == 80, "ten batches of eight groups"
+    assert any(line["unfiltered_groups"] for line in lines)
     fates: dict[str, set[str]] = collections.defaultdict(set)
     for row in simulated.rows:
         if row[3] != "failed":
@@ -267,8 +267,8 @@ def test_a_step_with_signal_enough_lets_nothing_through(tmp_path: Path):
     simulated = run(config(), folder=tmp_path, credit=credit, step_rules=credit.step_rules())
     assert simulated.problems() == []
     lines = [line for line in simulated.lines if line["kind"] == "step"]
-    assert sum(line["set_aside_groups"] for line in lines) == identity(simulated)["filtered"] // 4 > 0
-    assert not any(line["let_through_groups"] for line in lines)
+    assert sum(line["filtered_groups"] for line in lines) == identity(simulated)["filtered"] // 4 > 0
+    assert not any(line["unfiltered_groups"] for line in lines)
     assert not any(line["zero_variance_fraction"] for line in lines)
 
 

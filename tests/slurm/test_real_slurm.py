@@ -24,7 +24,7 @@ import pytest
 from pipelinerl.config.file import load, load_run, parse, write_run
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.launch.slurm.submit import prepare
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.chaos import victims
 from tests.observe.tracking.wandb_file import history
 from tests.processes import wait_until

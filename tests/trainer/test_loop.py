@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config import Config
 from pipelinerl.errors import MismatchError, PeerSilent, WeightsError
 from pipelinerl.messages import FromTrainer, Stop, Tensor, ToTrainer, TrainerReady, TrainingEnded
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from pipelinerl.weights.shared_names import FOLDER, run_token

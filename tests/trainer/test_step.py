@@ -212,7 +212,16 @@ def test_metrics_are_those_of_the_step_alone(folders: dict[str, Path]) -> None:
     assert metrics["staleness_mean"] == pytest.approx(1 + old / total)
     assert metrics["num_tokens"] == sum(len(sample["token_ids"]) for sample in samples)
     assert metrics["num_micro_batches"] == 1
-    assert {"loss", "grad_norm", "learning_rate", "entropy", "clip_fraction", "ess", "kl", "ratio_mean"} <= metrics.keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "entropy",
+        "clip_fraction",
+        "ess_fraction",
+        "mismatch_kl_k3",
+        "ratio_mean",
+    } <= metrics.keys()
 
 
 def _agreeing(folder: Path, *, error: float) -> Samples:
@@ -331,7 +340,7 @@ def test_agreement_at_a_later_step_passes_and_its_kl_is_reported(folders: dict[s
     samples = _agreeing(folders["qwen3"], error=0.1)
     step, _ = make_step(make_model(folders["qwen3"]), max_mismatch_kl=0.03)
     step.add(_later(samples, versions=(7, 7), step=7))
-    found = step.finish(make_seal(samples, step=7))["mismatch_kl_fresh"]
+    found = step.finish(make_seal(samples, step=7))["mismatch_kl_on_policy"]
     total = make_seal(samples).num_tokens
     assert found == pytest.approx((np.exp(-0.1) - 1 + 0.1) / total, rel=0.01)
 
@@ -345,7 +354,7 @@ def test_sequences_that_lived_through_a_swap_trip_no_alarm(folders: dict[str, Pa
         sample["logprobs"][sample["loss_mask"]] = logprobs - 0.4
     step, _ = make_step(make_model(folders["qwen3"]), max_mismatch_kl=0.03, learning_rate=1e-9)
     step.add(_later(samples, versions=(6, 7), step=7))
-    assert "mismatch_kl_fresh" not in step.finish(make_seal(samples, step=7))
+    assert "mismatch_kl_on_policy" not in step.finish(make_seal(samples, step=7))
     step.add(_later(samples, versions=(8, 8), step=8))
     with pytest.raises(MismatchError, match=r"got 0\.0918"):  # e^0.4 - 1 - 0.4
         step.finish(make_seal(samples, step=8))
@@ -415,7 +424,7 @@ def test_at_learning_rate_zero_the_mismatch_stays_flat(folders: dict[str, Path])
     for number in range(50):
         step.add(_later(samples, versions=(number, number), step=number))
         metrics = step.finish(make_seal(samples, step=number))
-        found.add((metrics["mismatch_kl_fresh"], metrics["logprob_gap_max"], metrics["grad_norm"]))
+        found.add((metrics["mismatch_kl_on_policy"], metrics["logprob_gap_max"], metrics["grad_norm"]))
     assert len(found) == 1
     assert next(iter(found))[2] > 0, "a loss without a gradient would leave the weights alone too"
 

@@ -92,10 +92,10 @@ def finish_meters(totals: Mapping[str, Tensor | float], *, denominator: float = 
         numbers |= {"staleness_mean": raw["staleness_sum"] / raw["versioned_sum"], "staleness_max": raw["staleness_max"]}
     if raw.get("fresh_sum"):
         numbers |= {"logprob_gap_mean": raw["logprob_gap_sum"] / raw["fresh_sum"], "logprob_gap_max": raw["logprob_gap_max"]}
-        numbers |= {"mismatch_kl_fresh": raw["fresh_k3_sum"] / raw["fresh_sum"]}
+        numbers |= {"mismatch_kl_on_policy": raw["fresh_k3_sum"] / raw["fresh_sum"]}
         numbers |= {"logprob_gap_p99": raw["logprob_gap_p99_max"]} if math.isfinite(raw["logprob_gap_p99_max"]) else {}
     if raw.get("kept_sum"):
-        numbers |= {"mismatch_kl_kept": raw["kept_k3_sum"] / raw["kept_sum"], "tokens_kept": raw["kept_sum"]}
+        numbers |= {"mismatch_kl_stale_kv": raw["kept_k3_sum"] / raw["kept_sum"], "tokens_stale_kv": raw["kept_sum"]}
     return numbers
 
 

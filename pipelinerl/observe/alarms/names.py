@@ -27,7 +27,7 @@ class Name(enum.StrEnum):
     """Engine and trainer disagree about the probability of the same tokens under the same weights."""
     ENGINE_MISMATCH = "engine_mismatch"
     """One engine's log-probabilities differ from the trainer's far more than the others' do."""
-    KV_LAG = "kv_lag"
+    STALE_KV = "stale_kv"
     """What is sampled over an older KV cache is far from the policy."""
     STALE = "stale"
     """Many groups are given up because they are too old when trained."""
@@ -69,7 +69,7 @@ CHANGE = {
     Name.MISMATCH: "See that engine and trainer compute alike: model.dtype, trainer.float32_head, model.replay_routing for mixtures.",
     Name.ENGINE_MISMATCH: "See that engine's log and what it runs on: it computes something else than the others, or does not report what"
     " it sampled. Replace it.",
-    Name.KV_LAG: "Have swaps recompute older caches: weights.kv_max_staleness, or weights.kv_max_kl.",
+    Name.STALE_KV: "Have swaps recompute older caches: weights.kv_max_staleness, or weights.kv_max_kl.",
     Name.STALE: "Raise pipeline.max_staleness, or keep fewer rollouts in engines at once (pipeline.max_running).",
     Name.FLAT_REWARD: "See in samples that the reward tells better from worse, that the prompts are within reach, and that"
     " trainer.learning_rate is not too small.",

@@ -78,7 +78,7 @@ class Alarms:
         self._steps.append(step)
         if len(self._first) < WINDOW:
             self._first.append(step)
-        words = line.get("engines_differ")  # `pipelinerl.algorithms.mismatch`
+        words = line.get("engine_mismatch")  # `pipelinerl.algorithms.mismatch`
         of_engines = self._judge(Name.ENGINE_MISMATCH, (step.step, "; ".join(map(str, words))) if isinstance(words, list) else None)
         if len(self._steps) < WINDOW:
             return of_engines
@@ -115,7 +115,7 @@ class Alarms:
             (Name.REPETITION, self._repetition),
             (Name.OFF_POLICY, self._off_policy),
             (Name.MISMATCH, lambda: self._kl("mismatch", MISMATCH * self._max_kl, "engine and trainer differ by a KL of")),
-            (Name.KV_LAG, lambda: self._kl("kv_lag", self._max_kl, "what is sampled over an older KV cache differs by a KL of")),
+            (Name.STALE_KV, lambda: self._kl("stale_kv", self._max_kl, "what is sampled over an older KV cache differs by a KL of")),
             (Name.STALE, self._stale),
             (Name.FLAT_REWARD, self._flat),
         )
@@ -244,7 +244,7 @@ def _step_of(line: Mapping[str, Any]) -> _Step:
     trainer = line.get("trainer")
     trainer = trainer if isinstance(trainer, dict) else {}
     groups, flat = _number(line.get("num_groups")), _number(line.get("zero_variance_fraction"))
-    aside, stale = _number(line.get("set_aside_groups")) or 0.0, _number(line.get("stale_groups"))
+    aside, stale = _number(line.get("filtered_groups")) or 0.0, _number(line.get("stale_groups"))
     components = line.get("components")
     return _Step(
         step=int(line["step"]),
@@ -256,9 +256,9 @@ def _step_of(line: Mapping[str, Any]) -> _Step:
             "no_signal": None if flat is None else (flat * (groups or 0.0) + aside) / (groups + aside) if groups else flat,
             "stale": None if stale is None or not groups else stale / (stale + groups),
             "entropy": _number(trainer.get("entropy")),
-            "ess": _number(trainer.get("ess")),
-            "mismatch": _number(trainer.get("mismatch_kl_fresh")),
-            "kv_lag": _number(trainer.get("mismatch_kl_kept")),
+            "ess": _number(trainer.get("ess_fraction")),
+            "mismatch": _number(trainer.get("mismatch_kl_on_policy")),
+            "stale_kv": _number(trainer.get("mismatch_kl_stale_kv")),
         },
         components={str(name): value for name, told in components.items() if (value := _number(told)) is not None}
         if isinstance(components, dict)

@@ -32,7 +32,7 @@ def findings_of(measures: Measures) -> tuple[Finding, ...]:
         ("engines: paused by swaps", measures.engine_pause_s, f"/ {engines}", engine_time),
         ("engines: between passes (scheduling, messages)", measures.engine_rest_s, f"/ {engines}", engine_time),
         ("scoring: slots inside reward calls", measures.scorer_busy_s, f"/ {slots}", (measures.num_scoring_slots or 0) * window),
-        ("dispatch: held back (engines full, or the staleness bound)", measures.admission_wait_s, f"/ {seconds(window)}", window),
+        ("generation: held back (engines full, or the staleness bound)", measures.admission_wait_s, f"/ {seconds(window)}", window),
     )
     until = f"steps {measures.first_step} to {measures.last_step}, " + (
         "start-up included" if measures.has_start_up else "the pipeline full"

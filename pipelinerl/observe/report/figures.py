@@ -27,10 +27,10 @@ MAX_DOTS = 600
 """Swaps drawn. More would hide each other; fewer would hide a rare long one."""
 
 METERS = (
-    ("mismatch_kl_fresh", "KL between engine and trainer, same version", "nats"),
+    ("mismatch_kl_on_policy", "KL between engine and trainer, same version", "nats"),
     ("logprob_gap_mean", "|engine − trainer| log-probability, mean", "nats"),
-    ("ess", "effective sample size", "part of one"),
-    ("kl", "KL to the sampling policy", "nats"),
+    ("ess_fraction", "effective sample size", "part of one"),
+    ("mismatch_kl_k3", "KL to the sampling policy", "nats"),
     ("clip_fraction", "tokens clipped", "part of one"),
     ("weight_zero_fraction", "tokens of importance weight 0", "part of one"),
     ("entropy", "entropy per token", "nats"),
@@ -187,7 +187,7 @@ def meters(tables: Tables) -> list[Figure]:
     for name, title, unit in (*METERS, *dropped):
         points = [(float(step.step), step.trainer[name]) for step in tables.steps if name in step.trainer]
         if points:
-            alarm = f"; above {limit:g} the run ends" if name == "mismatch_kl_fresh" and isinstance(limit, float) else ""
+            alarm = f"; above {limit:g} the run ends" if name == "mismatch_kl_on_policy" and isinstance(limit, float) else ""
             note = f"last {quantity(points[-1][1])}{alarm}"
             found.append(Figure(title=title, lines=[Line(name="", colour="train", points=points)], y_label=unit, note=note))
     return found

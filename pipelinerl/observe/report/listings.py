@@ -34,12 +34,12 @@ LEARNING: tuple[tuple[str, Callable[[StepRow], float | None]], ...] = (
     ("samples cut off, part of one", lambda step: step.truncated_fraction),
     ("groups of equal reward, part of one", lambda step: step.zero_variance_fraction),
     ("entropy, nats per token", lambda step: step.trainer.get("entropy")),
-    ("effective sample size, part of one", lambda step: step.trainer.get("ess")),
+    ("effective sample size, part of one", lambda step: step.trainer.get("ess_fraction")),
     ("age of tokens, versions", lambda step: step.staleness_mean),
     ("length, tokens", lambda step: step.length_mean),
     ("4-grams said before, part of one", lambda step: step.repeated_fraction),
-    ("KL between engine and trainer, same version", lambda step: step.trainer.get("mismatch_kl_fresh")),
-    ("the same over older KV caches", lambda step: step.trainer.get("mismatch_kl_kept")),
+    ("KL between engine and trainer, same version", lambda step: step.trainer.get("mismatch_kl_on_policy")),
+    ("the same over older KV caches", lambda step: step.trainer.get("mismatch_kl_stale_kv")),
 )
 
 Cell = str | float | tuple[str, str]

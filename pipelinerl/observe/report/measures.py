@@ -113,7 +113,7 @@ def measure(tables: Tables) -> Measures | None:
         trainer_wait_s=_trainer_wait_s(steps, statuses, scale),
         trainer_compute_s=_of_trainer(steps, "forward_backward_s", "optimizer_s"),
         trainer_publish_s=_of_trainer(steps, "publish_s"),
-        trainer_publish_async_s=_of_trainer(steps, "publish_async_s", "publish_beside_s"),
+        trainer_publish_async_s=_of_trainer(steps, "publish_async_s"),
         num_ranks=int(tables.setting("trainer", "ranks") or 1),
         admission_wait_s=grown(counters.growth(row.waited_s.get(ADMISSION_WAIT) for row in statuses)),
         empty_fraction=counters.empty_fraction(statuses, slots_per_engine=slots if isinstance(slots, int) else None),

@@ -8,61 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-
-import msgspec
 
 from pipelinerl.errors import DataError
 from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.alarms.rules import Alarms
+from pipelinerl.observe.lines import JournalTail, json_object
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.rows import EndRow, EvaluationRow, Failure, FunctionErrorRow, Line, Span, StatusRow, StepRow, SwapRow
-from pipelinerl.observe.segments import SegmentReader, journals_of
+from pipelinerl.observe.report.rows import EndRow, EvaluationRow, Failure, FunctionErrorRow, StatusRow, StepRow, SwapRow
+from pipelinerl.observe.segments import journals_of
 
 _T = TypeVar("_T")
 
 STATUS_ROWS = 4000
 """Gauges kept at most. More would draw nothing finer than a pixel; fewer would blur a diagnosis of few minutes."""
-
-_SPAN, _WORK = b'"kind": "span"', b'"kind": "work"'
-_KIND_WITHIN = 80
-"""A line begins with its time and its kind. Spans outnumber everything else, so they are told apart before anything is decoded."""
-
-
-class JournalTail:
-    """Reads the whole lines that a run's journals have gained since the last look."""
-
-    def __init__(self, run_folder: Path) -> None:
-        self.folder = run_folder / "journal"
-        self.num_unreadable = 0
-        """Lines that are not a JSON object with `t` and `kind`."""
-        self._readers: dict[Path, SegmentReader] = {}
-
-    def new_lines(self) -> Iterator[Line]:
-        """Lines gained since the last call that are not spans, journal by journal. A half-written last line waits for the next call."""
-        for raw in self._new():
-            if _SPAN in raw[:_KIND_WITHIN]:
-                continue
-            line = _decode(raw)
-            if line is None:
-                self.num_unreadable += 1
-            else:
-                yield line
-
-    def new_spans(self) -> Iterator[Span]:
-        """Spans gained since the last call; a tail that gives spans does not give the lines between them."""
-        for raw in self._new():
-            head = raw[:_KIND_WITHIN]
-            if (_SPAN in head or _WORK in head) and (span := rows.span_of(raw)) is not None:
-                yield span
-
-    def _new(self) -> Iterator[bytes]:
-        for path in journals_of(self.folder):
-            yield from self._readers.setdefault(path, SegmentReader(path)).new_lines()
 
 
 class Thinned(Generic[_T]):
@@ -269,33 +231,12 @@ def has_journal(run_folder: Path) -> Path:
 
 def read_failures(run_folder: Path) -> tuple[Failure, ...]:
     """What `process.last_words` left behind, in order of time."""
-    found = [record for path in (run_folder / "failures").glob("*.json") if (record := _json_object(path.read_bytes())) is not None]
+    found = [record for path in (run_folder / "failures").glob("*.json") if (record := json_object(path.read_bytes())) is not None]
     failures = [
         Failure(t=rows.number(record.get("t")) or 0.0, process=str(record.get("process", "?")), error=str(record.get("error", "")))
         for record in found
     ]
     return tuple(sorted(failures, key=lambda failure: failure.t))
-
-
-def read_spans(run_folder: Path) -> Iterator[Span]:
-    """Every span of a run, journal by journal, as a stream."""
-    return JournalTail(run_folder).new_spans()
-
-
-def _decode(raw: bytes) -> Line | None:
-    line = _json_object(raw)
-    return line if line is not None and rows.number(line.get("t")) is not None and "kind" in line else None
-
-
-def _json_object(raw: bytes) -> dict[str, Any] | None:
-    try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError):  # NaN, which Python writes and JSON does not know, among them
-        try:
-            value = json.loads(raw)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, dict) else None
 
 
 def _object(value: Any) -> dict[str, Any]:

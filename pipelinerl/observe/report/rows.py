@@ -11,12 +11,9 @@ import functools
 import math
 from typing import Any
 
-import msgspec
+from pipelinerl.observe.renamed import Line
 
-Line = dict[str, Any]
-"""One journal line, decoded."""
-
-ADMISSION_WAIT = "dispatch: an admission credit"
+ADMISSION_WAIT = "generation: an admission credit"
 """Key of `waited_s`: groups could not be admitted, so engines are not refilled."""
 BATCH_WAIT = "trainer: a micro-batch"
 """Key of `waited_s`: the trainer asked for a micro-batch that was not there yet."""
@@ -58,7 +55,7 @@ class QueueGauge:
     items: float | None = None
     bytes: float | None = None
     bound_bytes: float | None = None
-    ever: float | None = None
+    num_items_total: float | None = None
     """Items put into it since the orchestrator started."""
 
     @property
@@ -211,19 +208,6 @@ class Failure:
     error: str
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Work on a lane. Of a long run there are more spans than of anything else, so lines are decoded into this at once."""
-
-    lane: str
-    name: str
-    start: float
-    """Unix seconds."""
-    end: float
-    """Unix seconds."""
-    busy_s: float | None = None
-    """Of many spans summed up: seconds of work between start and end. None for one span, which is work from start to end."""
-
-
 def number(value: Any) -> float | None:
     """A finite number as it is, anything else None."""
     kind = type(value)
@@ -288,7 +272,7 @@ def is_idle(wait: str) -> bool:
     return wait.partition(": ")[2] in _IDLE
 
 
-_FOR_INPUT = ("trajectories", "written", "scored", "compared", "followed", "rows", "policies", "completions", "scores", "turns")
+_FOR_INPUT = ("trajectories", "generated", "scored", "group_scored", "prm_scored", "rows", "policies", "completions", "scores", "turns")
 _IDLE = frozenset((*_FOR_INPUT, "starts", "comparisons", "step scores", "packed", "room in prompts"))
 
 
@@ -297,18 +281,6 @@ def end_row(line: Line) -> EndRow:
     return EndRow(
         t=line["t"], reason=str(line.get("reason", "")), identity=numbers(line.get("identity")), elapsed_s=number(line.get("elapsed_s"))
     )
-
-
-_SPANS = msgspec.json.Decoder(Span)
-
-
-def span_of(raw: bytes) -> Span | None:
-    """A line of kind `span`, or of kind `work`, which sums up many; None where it is damaged or its times are missing."""
-    try:
-        span = _SPANS.decode(raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    return span if span.end >= span.start else None
 
 
 def imbalance(identity: dict[str, float]) -> int | None:

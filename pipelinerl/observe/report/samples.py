@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.rows import Line
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class ShownSample:
     reward: float | None
     advantage: float | None
     finish: str
-    fate: str = "trained"
+    status: str = "trained"
     """Of `messages.Fate`."""
     reason: str = ""
     """Why it was not trained; empty where it was."""
@@ -36,7 +36,7 @@ class ShownSample:
     """Of the prompt's row, as text, cut: an expected answer stands there. Empty in journals from before they were recorded."""
     components: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward of each function that applied, before weighting."""
-    steps: tuple[tuple[int, float], ...] = ()
+    step_scores: tuple[tuple[int, float], ...] = ()
     """(position of its last token in the completion, score) of each step, where a process reward model gave them."""
 
     @property
@@ -49,9 +49,9 @@ class ShownSample:
         return ", ".join(f"v{version} × {len(texts)}" for version, texts in self.pieces)
 
     @property
-    def step_scores(self) -> str:
+    def step_scores_text(self) -> str:
         """The scores in order, as text."""
-        return ", ".join(f"{score:.3f}" for _, score in self.steps)
+        return ", ".join(f"{score:.3f}" for _, score in self.step_scores)
 
 
 class Decoder:
@@ -123,10 +123,10 @@ def shown_sample(line: Line, decoder: Decoder) -> ShownSample:
         reward=rows.number(line.get("reward")),
         advantage=rows.number(line.get("advantage")),
         finish=str(line.get("finish", "")),
-        fate=str(line.get("fate", "trained")),
+        status=str(line.get("status", "trained")),
         reason=str(line.get("reason", "")),
         error=str(line.get("error", "")),
         columns={str(name): str(text) for name, text in (line.get("columns") or {}).items()},
         components=rows.numbers(line.get("components")),
-        steps=tuple((int(end), float(score)) for end, score in line.get("steps", [])),
+        step_scores=tuple((int(end), float(score)) for end, score in line.get("step_scores", [])),
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows
 from pipelinerl.observe.report.counters import empty_fraction, growth, growth_of_all
-from pipelinerl.observe.report.rows import BATCH_WAIT, EvaluationRow, Failure, FunctionErrorRow, Line, StatusRow, StepRow
+from pipelinerl.observe.report.rows import BATCH_WAIT, EvaluationRow, Failure, FunctionErrorRow, StatusRow, StepRow
 
 WINDOW_S = 10.0
 """Gauges are averaged over the last so many seconds. Shorter flickers with every step; longer hides a change."""

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pipelinerl.observe.lines import Span, read_spans
 from pipelinerl.observe.report.plots import time_unit
-from pipelinerl.observe.report.reading import Tables, read_spans
-from pipelinerl.observe.report.rows import Span
+from pipelinerl.observe.report.reading import Tables
 from pipelinerl.observe.report.units import percent
 
 SHORTEST_S = 10.0

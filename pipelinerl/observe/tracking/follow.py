@@ -7,14 +7,14 @@ whoever was killed in between. A destination that raises is closed and opened ag
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pipelinerl.observe.report.rows import Line
+from pipelinerl.observe.lines import decode
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report.samples import Decoder, ShownSample, shown_sample
 from pipelinerl.observe.segments import SegmentReader
 from pipelinerl.observe.tracking.names import Namer, Point
@@ -87,7 +87,7 @@ class _Feed:
         while True:
             is_last = until.is_set()
             for raw in self._reader.new_lines():
-                if (line := _decode(raw)) is not None:
+                if (line := decode(raw)) is not None:
                     self._take(self._reader.number - 1, line)
             if is_last:
                 self._hand_over_samples()
@@ -108,7 +108,7 @@ class _Feed:
             self._destination = self._open(line)
             self._decoder = Decoder(self._run_folder, (line.get("config") or {}).get("model", {}).get("path"))
         is_new = number >= self._destination.first_line
-        if line["kind"] == "sample" and self._decoder is not None and line.get("fate", "trained") == "trained":
+        if line["kind"] == "sample" and self._decoder is not None and line.get("status", "trained") == "trained":
             if is_new:
                 self._samples.append(shown_sample(line, self._decoder))
                 self._samples_line = number
@@ -123,11 +123,3 @@ class _Feed:
         if self._samples and self._destination is not None:
             self._destination.take_samples(self._samples_line, self._samples)
             self._samples = []
-
-
-def _decode(raw: bytes) -> Line | None:
-    with contextlib.suppress(ValueError):
-        line = json.loads(raw)
-        if isinstance(line, dict) and "t" in line and "kind" in line:
-            return line
-    return None

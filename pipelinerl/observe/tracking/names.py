@@ -14,8 +14,9 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.rows import Line, StatusRow, StepRow
+from pipelinerl.observe.report.rows import StatusRow, StepRow
 from pipelinerl.observe.report.state import RunState
 
 GAUGES_EVERY_S = 10.0
@@ -36,7 +37,8 @@ _TRAINER_NAMES = {
     "sft_loss": "loss/sft",
     "entropy": "entropy/all/mean",
     "mismatch_kl_k3": "mismatch_kl/all/mean",
-    "mismatch_kl_fresh": "mismatch_kl/fresh/mean",
+    "mismatch_kl_on_policy": "mismatch_kl/on_policy/mean",
+    "mismatch_kl_stale_kv": "mismatch_kl/stale_kv/mean",
     "logprob_gap_mean": "mismatch_kl/logprob_gap/mean",
     "logprob_gap_p99": "mismatch_kl/logprob_gap/p99",
     "logprob_gap_max": "mismatch_kl/logprob_gap/max",
@@ -50,6 +52,7 @@ _TRAINER_NAMES = {
     "forward_backward_s": "time/forward_backward",
     "optimizer_s": "time/optimizer",
     "publish_s": "time/broadcast_weights",
+    "publish_async_s": "time/broadcast_weights_async",
     "tokens_per_s": "perf/throughput_computed",
 }
 """The trainer's own metrics under the names people look for; the others are `trainer/<name>`."""

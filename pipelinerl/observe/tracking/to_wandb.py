@@ -20,7 +20,7 @@ from urllib.parse import urlparse
 
 import wandb
 
-from pipelinerl.observe.report.rows import Line
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report.samples import ShownSample
 from pipelinerl.observe.tracking.identity import id_in_checkpoint
 from pipelinerl.observe.tracking.names import AXES, Point
@@ -129,5 +129,5 @@ def _row(sample: ShownSample) -> list[Any]:
         sample.num_tokens,
         sample.versions,
         sample.finish,
-        sample.step_scores[:CELL_CHARACTERS],
+        sample.step_scores_text[:CELL_CHARACTERS],
     ]

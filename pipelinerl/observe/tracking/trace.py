@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import DataError
+from pipelinerl.observe.lines import JournalTail, read_spans
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.reading import JournalTail, read_spans
-from pipelinerl.observe.report.rows import Line
 
 Event = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The samples a run shows, to be looked through: by fate, reward, step and text, a page at a time.
+"""The samples a run shows, to be looked through: by status, reward, step and text, a page at a time.
 
 Memory is bounded: the newest are all held, of the older ones ever fewer, so that some are left from every part of a long run.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import DataError
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.rows import Line
 from pipelinerl.observe.report.samples import Decoder, ShownSample, shown_sample
 
 HELD = 2000
@@ -37,7 +37,7 @@ Json = dict[str, Any]
 class Query:
     """Which samples are asked for; None and the empty text ask for all."""
 
-    fate: str | None = None
+    status: str | None = None
     """Of `messages.Fate`, or `untrained` for all but the trained."""
     reason: str | None = None
     min_reward: float | None = None
@@ -60,7 +60,7 @@ class Query:
         for name, (low, high) in _WHOLE.items():
             if name in given:
                 numbers[name] = _whole(name, given[name], low=low, high=high)
-        texts = {name: given[name] for name in ("fate", "reason", "text") if name in given}
+        texts = {name: given[name] for name in ("status", "reason", "text") if name in given}
         for name, text in texts.items():
             if len(text) > MAX_TEXT:
                 raise DataError(f"{name} has {len(text)} characters; samples are searched for at most {MAX_TEXT}")
@@ -76,7 +76,7 @@ class _Held:
 
     step: int
     reward: float | None
-    fate: str
+    status: str
     reason: str
     raw: bytes
     searched: str | None = None
@@ -103,8 +103,8 @@ class Samples:
         if rows.number(line.get("step")) is None:
             return
         raw = msgspec.json.encode(line)
-        fate, reason = str(line.get("fate", "trained")), str(line.get("reason", ""))
-        self._held.append(_Held(step=int(line["step"]), reward=rows.number(line.get("reward")), fate=fate, reason=reason, raw=raw))
+        status, reason = str(line.get("status", "trained")), str(line.get("reason", ""))
+        self._held.append(_Held(step=int(line["step"]), reward=rows.number(line.get("reward")), status=status, reason=reason, raw=raw))
         self.num_seen += 1
         self._num_bytes += len(raw)
         while len(self._held) > 1 and (len(self._held) > HELD or self._num_bytes > HELD_BYTES):
@@ -112,8 +112,8 @@ class Samples:
 
     def as_json(self) -> Json:
         """How many there are, and by what reasons they ended."""
-        reasons = collections.Counter((one.fate, one.reason) for one in self._held if one.fate != "trained")
-        told = [[fate, reason, count] for (fate, reason), count in reasons.most_common(REASONS)]
+        reasons = collections.Counter((one.status, one.reason) for one in self._held if one.status != "trained")
+        told = [[status, reason, count] for (status, reason), count in reasons.most_common(REASONS)]
         return {"seen": self.num_seen, "held": len(self._held), "reasons": told}
 
     def page(self, query: Query) -> Json:
@@ -124,7 +124,7 @@ class Samples:
         return {**self.as_json(), "found": len(found), "offset": query.offset, "limit": query.limit, "samples": samples}
 
     def _is_asked_for(self, one: _Held, query: Query) -> bool:
-        if query.fate is not None and one.fate != query.fate and not (query.fate == "untrained" and one.fate != "trained"):
+        if query.status is not None and one.status != query.status and not (query.status == "untrained" and one.status != "trained"):
             return False
         if query.reason is not None and one.reason != query.reason:
             return False
@@ -175,7 +175,7 @@ def _told(sample: ShownSample) -> Json:
     return {
         "step": sample.step,
         "id": sample.rollout_id,
-        "fate": sample.fate,
+        "status": sample.status,
         "reason": sample.reason,
         "error": sample.error,
         "prompt": sample.prompt,
@@ -186,5 +186,5 @@ def _told(sample: ShownSample) -> Json:
         "components": sample.components,
         "advantage": sample.advantage,
         "finish": sample.finish,
-        "steps": [list(step) for step in sample.steps],
+        "step_scores": [list(score) for score in sample.step_scores],
     }

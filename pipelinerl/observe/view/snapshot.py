@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.observe.lines import JournalTail
+from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import rows
 from pipelinerl.observe.report.counters import growth, growth_of_all
-from pipelinerl.observe.report.reading import JournalTail, Thinned, read_failures
-from pipelinerl.observe.report.rows import EvaluationRow, Line, StatusRow, StepRow, SwapRow
+from pipelinerl.observe.report.reading import Thinned, read_failures
+from pipelinerl.observe.report.rows import EvaluationRow, StatusRow, StepRow, SwapRow
 from pipelinerl.observe.report.state import RunState
 from pipelinerl.observe.view.samples import Samples
 
@@ -145,10 +147,10 @@ class Snapshot:
     def _rate(self, status: StatusRow, name: str) -> float | None:
         """Items that pass a queue per second: of the last seconds, or, once the run has ended, of all of it."""
         if self._state.end_reason is not None:
-            ever = status.queues[name].ever
-            return ever / status.elapsed_s if ever is not None and status.elapsed_s else None
+            total = status.queues[name].num_items_total
+            return total / status.elapsed_s if total is not None and status.elapsed_s else None
         recent = list(self._state.recent)
-        grown = growth(row.queues[name].ever for row in recent if name in row.queues)
+        grown = growth(row.queues[name].num_items_total for row in recent if name in row.queues)
         return None if grown is None or recent[-1].t <= recent[0].t else grown / (recent[-1].t - recent[0].t)
 
     def _waited(self, status: StatusRow, *, is_idle: bool) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 from scripts.bench import harness
 from scripts.bench.paced.engine import MEAN_TOKENS
 from scripts.chaos import victims

@@ -21,9 +21,11 @@ DEMO = Path(__file__).parent / "demo.jsonl"
 
 def step(number: int, **changes: Any) -> Line:
     """A step of a healthy run that learns slowly: reward 0.3 + 0.002 a step."""
-    trainer = {"entropy": 0.9, "ess": 0.95, "mismatch_kl_fresh": 1e-4, "mismatch_kl_kept": 1e-3} | changes.pop("trainer", {})
+    trainer = {"entropy": 0.9, "ess_fraction": 0.95, "mismatch_kl_on_policy": 1e-4, "mismatch_kl_stale_kv": 1e-3} | changes.pop(
+        "trainer", {}
+    )
     figures = {"reward_mean": 0.3 + 0.002 * number, "length_mean": 200.0, "truncated_fraction": 0.05, "zero_variance_fraction": 0.3}
-    return {"step": number, "num_groups": 32, "set_aside_groups": 0, "stale_groups": 0, "trainer": trainer} | figures | changes
+    return {"step": number, "num_groups": 32, "filtered_groups": 0, "stale_groups": 0, "trainer": trainer} | figures | changes
 
 
 def raised(curve: Callable[[int], Line], *, num_steps: int, rules: Alarms | None = None) -> list[Alarm]:
@@ -84,7 +86,7 @@ def test_groups_without_a_gradient_are_told_those_set_aside_among_them_unless_th
     assert alarm.name is Name.NO_SIGNAL
     assert "85% of groups" in alarm.figure
     # 32 placed, 0.3 of them flat, and 150 set aside: (9.6 + 150) / 182 = 88 %.
-    assert "88%" in only(raised(lambda n: step(n, set_aside_groups=150), num_steps=20)).figure
+    assert "88%" in only(raised(lambda n: step(n, filtered_groups=150), num_steps=20)).figure
     assert raised(lambda n: step(n, reward_mean=0.95, zero_variance_fraction=0.95), num_steps=90) == []
 
 
@@ -156,9 +158,9 @@ def test_samples_that_repeat_themselves_are_told_but_not_those_that_always_did()
 @pytest.mark.parametrize(
     ("changes", "name", "figure"),
     [
-        ({"trainer": {"ess": 0.43}}, Name.OFF_POLICY, "0.43"),
-        ({"trainer": {"mismatch_kl_fresh": 0.012}}, Name.MISMATCH, "0.012"),
-        ({"trainer": {"mismatch_kl_kept": 0.05}}, Name.KV_LAG, "0.05"),
+        ({"trainer": {"ess_fraction": 0.43}}, Name.OFF_POLICY, "0.43"),
+        ({"trainer": {"mismatch_kl_on_policy": 0.012}}, Name.MISMATCH, "0.012"),
+        ({"trainer": {"mismatch_kl_stale_kv": 0.05}}, Name.STALE_KV, "0.05"),
         ({"stale_groups": 16}, Name.STALE, "33%"),
     ],
 )
@@ -171,13 +173,13 @@ def test_levels_are_told_with_their_figure(changes: Line, name: Name, figure: st
 
 def test_an_engine_that_stands_out_is_told_in_that_step_and_let_go_when_it_has_not_for_a_while():
     rules, words = Alarms(), "engine 1's log-probabilities differ: KL 0.4 over 12 sequences"
-    told = raised(lambda n: step(n, **({"engines_differ": [words]} if n in (3, 4) else {})), num_steps=30, rules=rules)
+    told = raised(lambda n: step(n, **({"engine_mismatch": [words]} if n in (3, 4) else {})), num_steps=30, rules=rules)
     assert [(alarm.name, alarm.began, alarm.step, alarm.is_over) for alarm in told] == [
         (Name.ENGINE_MISMATCH, 3, 3, False),
         (Name.ENGINE_MISMATCH, 3, 4 + WINDOW, True),
     ]
     assert told[0].figure == words
-    assert raised(lambda n: step(n, engines_differ="no list"), num_steps=30) == []
+    assert raised(lambda n: step(n, engine_mismatch="no list"), num_steps=30) == []
 
 
 def test_a_reward_that_never_moves_is_told_and_one_that_begins_to_is_let_go():

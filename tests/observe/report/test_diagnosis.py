@@ -185,7 +185,9 @@ def _changed(folder: Path, plan: Plan, *, run: dict[str, object] | None = None, 
 
 
 def test_what_stops_learning_is_named_with_its_figure_and_what_to_change(tmp_path: Path) -> None:
-    found = _changed(tmp_path / "run", Plan(), step={"truncated_fraction": 0.86, "trainer": {"ess": 0.43, "entropy": 0.5}}).learning
+    found = _changed(
+        tmp_path / "run", Plan(), step={"truncated_fraction": 0.86, "trainer": {"ess_fraction": 0.43, "entropy": 0.5}}
+    ).learning
     assert [(alarm.name, alarm.began) for alarm in found] == [("truncation", 0), ("off_policy", 0)]
     assert found[0].figure == "86% of samples are cut off at rollout.max_tokens"
     assert "Raise rollout.max_tokens" in found[0].change

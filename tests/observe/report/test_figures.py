@@ -94,7 +94,7 @@ def test_staleness_is_drawn_with_its_parts_and_its_extremes() -> None:
 
 
 def test_every_mask_has_a_meter_and_the_mismatch_says_when_it_ends_the_run() -> None:
-    trainer = {"geo_rs_dropped_fraction": 0.2, "mismatch_kl_fresh": 0.001, "ratio_min": 0.5, "weight_zero_fraction": 0.1}
+    trainer = {"geo_rs_dropped_fraction": 0.2, "mismatch_kl_on_policy": 0.001, "ratio_min": 0.5, "weight_zero_fraction": 0.1}
     tables = Tables(folder=Path(), config={"trainer": {"max_mismatch_kl": 0.03}}, steps=(StepRow(t=1.0, step=0, trainer=trainer),))
     notes = {figure.title: figure.note for figure in figures.meters(tables)}
     assert notes["KL between engine and trainer, same version"] == "last 0.00100; above 0.03 the run ends"

@@ -315,7 +315,7 @@ def test_alarms_failures_of_functions_and_held_out_by_component_are_on_the_page(
 def test_stages_that_had_nothing_to_do_are_not_among_what_held_the_run_up(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     page = _report(tmp_path / "run")
-    assert {row[0] for row in page.rows["waits-table"][1:]} == {"trainer: a micro-batch", "dispatch: an admission credit"}
+    assert {row[0] for row in page.rows["waits-table"][1:]} == {"trainer: a micro-batch", "generation: an admission credit"}
     assert {row[0] for row in page.rows["idle-table"][1:]} == {"scoring: trajectories", "scoring: scores"}
 
 

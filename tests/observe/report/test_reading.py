@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import JournalTail, Span, read_spans
 from pipelinerl.observe.report import rows
 from pipelinerl.observe.report.counters import growth, growth_of_all, rate_points
-from pipelinerl.observe.report.reading import JournalTail, Thinned, read_spans, read_tables
+from pipelinerl.observe.report.reading import Thinned, read_tables
 from tests.observe.report.synthetic import BEGAN, START_UP_S, Plan, write_run
 
 
@@ -30,7 +31,7 @@ def test_journals_written_by_the_journal_class_are_told_apart_by_kind(tmp_path: 
     journal.span("engine-0", "forward", start=1.0, end=2.0)
     journal.close()
     assert [line["kind"] for line in JournalTail(tmp_path).new_lines()] == ["load"]
-    assert list(read_spans(tmp_path)) == [rows.Span(lane="engine-0", name="forward", start=1.0, end=2.0)]
+    assert list(read_spans(tmp_path)) == [Span(lane="engine-0", name="forward", start=1.0, end=2.0)]
 
 
 def test_thinning_keeps_the_first_and_the_last_and_equal_distances() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.observe.report.reading import Tables, read_spans, read_tables
+from pipelinerl.observe.lines import read_spans
+from pipelinerl.observe.report.reading import Tables, read_tables
 from pipelinerl.observe.report.timeline import choose_stretch, common_s, read_activity, round_values, timeline, union
 from tests.observe.report.synthetic import BEGAN, Plan, write_run
 

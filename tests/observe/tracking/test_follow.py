@@ -145,8 +145,8 @@ def test_samples_of_a_step_stand_in_one_table(journal: Journal, tmp_path: Path) 
 
 def test_what_failed_is_no_row_of_the_table_of_trained_samples(journal: Journal, tmp_path: Path) -> None:
     memory = Memory()
-    for fate in ("trained", "failed"):
-        journal.write("sample", step=0, fate=fate, prompt="2+2=", token_ids=[7], versions=[[3, 1]])
+    for status in ("trained", "failed"):
+        journal.write("sample", step=0, status=status, prompt="2+2=", token_ids=[7], versions=[[3, 1]])
     write_steps(journal, 0, 0)
     follow(tmp_path, memory.open, until=at_once())
-    assert [[sample.fate for sample in table] for table in memory.tables] == [["trained"]]
+    assert [[sample.status for sample in table] for table in memory.tables] == [["trained"]]

@@ -32,7 +32,7 @@ def status(t: float, **fields: Any) -> Line:
 
 def test_a_step_stands_over_its_number_under_the_names_people_know() -> None:
     trainer = {"grad_norm": 0.7, "learning_rate": 1e-5, "wait_s": 0.25, "odd": 2.0}
-    trainer |= {"ess_fraction": 0.9, "ratio_min": 0.1, "ratio_max": 7.0, "clip_fraction": 0.02, "mismatch_kl_fresh": 1e-6}
+    trainer |= {"ess_fraction": 0.9, "ratio_min": 0.1, "ratio_max": 7.0, "clip_fraction": 0.02, "mismatch_kl_on_policy": 1e-6}
     trainer |= {"weight_zero_fraction": 0.03, "geo_rs_dropped_fraction": 0.04}
     ages = {"mean": 1.5, "min": 0, "max": 3, "in_flight_mean": 1.2, "in_flight_max": 2, "in_queue_mean": 0.3, "in_queue_max": 1}
     stale = {f"staleness_{name}": age for name, age in ages.items()}
@@ -66,7 +66,7 @@ def test_a_step_stands_over_its_number_under_the_names_people_know() -> None:
         "off_policy/clip_fraction": 0.02,
         "off_policy/weight_zero_fraction": 0.03,
         "off_policy/dropped/geo_rs": 0.04,
-        "mismatch_kl/fresh/mean": 1e-6,
+        "mismatch_kl/on_policy/mean": 1e-6,
         "optim/grad_norm": 0.7,
         "optim/lr": 1e-5,
         "time/wait_for_batch": 0.25,

@@ -38,10 +38,10 @@ def shown(tmp_path: Path) -> Samples:
     """Steps 0 to 9 trained with rewards 0.0 to 0.9, and in step 5 two that failed and a flat group's."""
     held = Samples(tmp_path)
     for step in range(10):
-        held.add(line(step, fate="trained", reward=step / 10, components={"right": step / 10}))
-    held.add(line(5, fate="failed", reason="error", reward=None, error="rewards.py:7: ValueError: my verifier broke"))
-    held.add(line(5, fate="failed", reason="timeout", reward=None))
-    held.add(line(5, fate="filtered", reason="rewards all equal", reward=1.0))
+        held.add(line(step, status="trained", reward=step / 10, components={"right": step / 10}))
+    held.add(line(5, status="failed", reason="error", reward=None, error="rewards.py:7: ValueError: my verifier broke"))
+    held.add(line(5, status="failed", reason="timeout", reward=None))
+    held.add(line(5, status="filtered", reason="rewards all equal", reward=1.0))
     return held
 
 
@@ -55,7 +55,7 @@ def test_a_sample_is_told_with_answer_components_and_the_version_of_each_token(s
     assert told["columns"] == {"answer": "10"}
     assert told["components"] == {"right": 0.9}
     assert told["pieces"] == [[9, ["5 ", "6 "]], [10, ["7 "]]]
-    assert (told["finish"], told["num_tokens"], told["fate"]) == ("stop", 3, "trained")
+    assert (told["finish"], told["num_tokens"], told["status"]) == ("stop", 3, "trained")
 
 
 def test_a_range_of_rewards_leaves_out_what_has_none(shown: Samples) -> None:
@@ -65,9 +65,9 @@ def test_a_range_of_rewards_leaves_out_what_has_none(shown: Samples) -> None:
 
 
 def test_failures_are_found_by_fate_and_by_reason(shown: Samples) -> None:
-    assert found(shown, fate="failed") == [(5, "timeout"), (5, "error")]
-    assert found(shown, fate="failed", reason="error") == [(5, "error")]
-    assert [reason for _, reason in found(shown, fate="untrained")] == ["rewards all equal", "timeout", "error"]
+    assert found(shown, status="failed") == [(5, "timeout"), (5, "error")]
+    assert found(shown, status="failed", reason="error") == [(5, "error")]
+    assert [reason for _, reason in found(shown, status="untrained")] == ["rewards all equal", "timeout", "error"]
     assert shown.as_json()["reasons"] == [["failed", "error", 1], ["failed", "timeout", 1], ["filtered", "rewards all equal", 1]]
 
 
@@ -144,7 +144,7 @@ def test_what_a_run_writes_of_its_rollouts_is_what_the_browser_finds(tmp_path: P
     journal.close()
     with served(tmp_path) as view:
         address = urlsplit(view.address).query
-        status, body, headers = ask(view, f"/samples.json?{address}&" + urlencode({"fate": "failed", "text": "<B>41"}))
+        status, body, headers = ask(view, f"/samples.json?{address}&" + urlencode({"status": "failed", "text": "<B>41"}))
         refused = ask(view, f"/samples.json?{address}&limit=1000")
         state = json.loads(ask(view, f"/state.json?{address}")[1])
         stranger = ask(view, "/samples.json")

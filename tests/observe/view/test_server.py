@@ -120,7 +120,7 @@ def test_a_real_browser_draws_the_run_and_runs_nothing_that_a_sample_says(run_fo
         drawn = browser(view.address)
     assert 'data-drawn="8"' in drawn
     assert "<title>synthetic: pipelinerl</title>" in drawn
-    for stage in ("prompts", "dispatch", "scoring", "batching", "delivery", "trainer"):
+    for stage in ("prompts", "generation", "scoring", "batching", "training", "trainer"):
         assert f">{stage}</text>" in drawn
     assert ">following</text>" not in drawn
     assert ">replying</text>" not in drawn
@@ -142,13 +142,13 @@ def test_a_real_browser_shows_the_samples_that_the_filters_in_its_address_find_a
     with open(run_folder / "journal" / "orchestrator.jsonl", "a") as file:
         for step in range(40):
             line = {"t": 2e9 + step, "kind": "sample", "step": step, "prompt": f"task {step}", "token_ids": [step], "num_tokens": 1}
-            failed = {"fate": "failed", "reason": f"error {taken}", "error": taken, "columns": {taken: f"answer {step} {taken}"}}
+            failed = {"status": "failed", "reason": f"error {taken}", "error": taken, "columns": {taken: f"answer {step} {taken}"}}
             file.write(
                 json.dumps(line | {"versions": [[0, 1]]} | (failed if step % 2 else {"reward": 0.5, "components": {taken: 0.25}})) + "\n"
             )
     failed = json.dumps(["failed", f"error {taken}"], separators=(",", ":"))
     with served(run_folder) as view:
-        drawn = browser(f"{view.address}#{urlencode({'fate': failed, 'from_step': 10, 'to_step': 20, 'text': 'ANSWER 1'})}")
+        drawn = browser(f"{view.address}#{urlencode({'status': failed, 'from_step': 10, 'to_step': 20, 'text': 'ANSWER 1'})}")
         every = browser(view.address)
     assert "<title>synthetic: pipelinerl</title>" in drawn
     assert re.findall(r'class="prompt">task (\d+)<', drawn) == ["19", "17", "15", "13", "11"]
@@ -191,12 +191,12 @@ def test_a_real_browser_shows_what_goes_wrong_with_the_step_where_it_began(run_f
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Path) -> None:
-    queue = {"items": 7, "bytes": 70, "bound_bytes": 100, "ever": 99}
+    queue = {"items": 7, "bytes": 70, "bound_bytes": 100, "num_items_total": 99}
     status = {
-        "queues": dict.fromkeys(("prompts", "written", "trajectories", "scored", "followed", "compared", "rows"), queue),
+        "queues": dict.fromkeys(("prompts", "generated", "trajectories", "scored", "prm_scored", "group_scored", "rows"), queue),
         "waits": [
             {"stage": "prm", "what": "room in step scores", "seconds": 1.5},
-            {"stage": "group_rewards", "what": "followed", "seconds": 2.5},
+            {"stage": "group_rewards", "what": "prm_scored", "seconds": 2.5},
         ],
         "prm": {"num_steps": 321, "num_waiting_tokens": 45, "num_stopped": 6},
         "environment": {"num_between": 17, "num_replies": 1234},
@@ -207,14 +207,14 @@ def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Pa
     with served(run_folder) as view:
         drawn = browser(view.address)
     names = (
-        "dispatch",
-        "7 written",
+        "generation",
+        "7 generated",
         "7 trajectories",
         "scoring",
         "7 scored",
-        "7 followed",
+        "7 prm_scored",
         "group_rewards",
-        "7 compared",
+        "7 group_scored",
         "batching",
         "7 rows",
     )
@@ -249,14 +249,14 @@ look().then(() => {
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 def test_no_label_is_cut_idle_stages_are_marked_and_the_page_is_whole_on_a_phone(run_folder: Path) -> None:
-    queue = {"items": 1234, "bytes": 70, "bound_bytes": 100, "ever": 99}
+    queue = {"items": 1234, "bytes": 70, "bound_bytes": 100, "num_items_total": 99}
     engine = {"engine_id": 0, "version": 1234, "num_running": 12345, "num_waiting": 4, "kv_used": 0.875}
     long = "an engine that may go on with what another one has begun"
     status = {
         "elapsed_s": 100.0,
-        "queues": dict.fromkeys(("prompts", "written", "trajectories", "scored", "followed", "compared", "rows"), queue),
-        "waits": [{"stage": "dispatch", "what": long, "seconds": 12.5}, {"stage": "scoring", "what": "trajectories", "seconds": 1.5}],
-        "waited_s": {"scoring: trajectories": 75.0, "dispatch: " + long: 10.0},
+        "queues": dict.fromkeys(("prompts", "generated", "trajectories", "scored", "prm_scored", "group_scored", "rows"), queue),
+        "waits": [{"stage": "generation", "what": long, "seconds": 12.5}, {"stage": "scoring", "what": "trajectories", "seconds": 1.5}],
+        "waited_s": {"scoring: trajectories": 75.0, "generation: " + long: 10.0},
         "engines": [engine, {**engine, "engine_id": 1, "version": 1240}],
         "prm": {"num_steps": 321456, "num_waiting_tokens": 45123, "num_stopped": 61234},
         "environment": {"num_between": 1234},
@@ -276,7 +276,7 @@ def test_no_label_is_cut_idle_stages_are_marked_and_the_page_is_whole_on_a_phone
     for drawn in (wide, phone):
         assert 'data-wide="0"' in drawn, "nothing is wider than the window"
         assert 'data-spilt="0"' in drawn, "no text is wider than its box"
-    assert f"<b>dispatch</b><span>waits for {long} 12.5 s</span>" in phone
+    assert f"<b>generation</b><span>waits for {long} 12.5 s</span>" in phone
 
 
 def browser(address: str, *options: str) -> str:

@@ -30,7 +30,7 @@ def test_a_finished_run_is_told_whole(tmp_path: Path) -> None:
 def test_who_waits_and_how_full_queues_are_is_what_the_last_gauges_say(tmp_path: Path) -> None:
     write_run(tmp_path, Plan(num_steps=13, is_held=True))
     state = told(tmp_path)
-    assert state["waits"][0] == ["dispatch: an admission credit", 0.9]
+    assert state["waits"][0] == ["generation: an admission credit", 0.9]
     assert state["queues"]["micro-batches"]["fill"] == pytest.approx(state["queues"]["micro-batches"]["items"] * 65536 / (1 << 20))
     assert [engine["id"] for engine in state["engines"]] == [0, 1]
     assert state["engines"][0]["slots"] == 64

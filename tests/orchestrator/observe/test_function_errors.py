@@ -10,7 +10,8 @@ import pytest
 
 from orchestrator.observe.function_errors import AGAIN_AFTER_S, MAX_CAUSES, FunctionErrors
 from pipelinerl.messages import FunctionFailed, FunctionKind, Outcome
-from pipelinerl.observe.journal import Journal, read_journal
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journal
 
 
 def failed(cause: str = 'ValueError("broke")', *, num_new: int = 1, traceback: str = "") -> FunctionFailed:

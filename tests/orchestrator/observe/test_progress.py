@@ -12,7 +12,8 @@ import pytest
 from orchestrator.observe.progress import Progress
 from orchestrator.rules.batch import BatchCut, SetAside, StepRules, Survivors
 from pipelinerl.messages import Finish, Group, Outcome, StepDone, TraceScores, WeightsCommitted
-from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journals
 from tests.orchestrator import handmade
 
 
@@ -104,7 +105,7 @@ def test_groups_set_aside_let_through_and_too_old_are_counted_in_the_step_they_w
     progress.trained(StepDone(step=1, metrics={}), now_s=2.0)
     journal.close()
     last = progress.last_step
-    assert (last["set_aside_groups"], last["let_through_groups"], last["stale_groups"]) == (2, 1, 1)
+    assert (last["filtered_groups"], last["unfiltered_groups"], last["stale_groups"]) == (2, 1, 1)
 
 
 def test_times_are_means_over_samples(line: dict[str, object]):
@@ -125,7 +126,7 @@ def test_a_group_given_up_leaves_no_trace_in_the_step(tmp_path: Path):
     assert progress.last_step["num_groups"] == 1
     assert progress.last_step["zero_variance_fraction"] == 0.0
     assert progress.last_step["reward_mean"] == 0.5
-    shown = [(line["fate"], line.get("reason")) for line in read_journals(tmp_path) if line["kind"] == "sample"]
+    shown = [(line["status"], line.get("reason")) for line in read_journals(tmp_path) if line["kind"] == "sample"]
     assert ("failed", "error") in shown, "the journal shows what failed, too"
     assert shown[-2:] == [("trained", None)] * 2
 
@@ -162,7 +163,7 @@ def test_step_scores_stand_with_the_samples_that_have_them(tmp_path: Path) -> No
     progress.settled(cut.take(handmade.group(0, members)), now_s=1.0)
     progress.trained(StepDone(step=0, metrics={}), now_s=2.0)
     journal.close()
-    told = {line["rollout_id"]: line["steps"] for line in read_journals(tmp_path) if line["kind"] == "sample"}
+    told = {line["rollout_id"]: line["step_scores"] for line in read_journals(tmp_path) if line["kind"] == "sample"}
     assert told == {"0/0": [], "0/1": [[1, 0.5]]}
 
 

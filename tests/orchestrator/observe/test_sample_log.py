@@ -13,7 +13,8 @@ import pytest
 from orchestrator.observe.sample_log import EVERY_S, MAX_COLUMN_CHARACTERS, MAX_COLUMNS, MAX_REASONS, MAX_TOKENS, SampleLog, worth_showing
 from orchestrator.rules.batch import Ended
 from pipelinerl.messages import Fate, Outcome, Sample, TraceScores
-from pipelinerl.observe.journal import Journal, read_journals
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journals
 from tests.orchestrator import handmade
 
 
@@ -48,7 +49,7 @@ def test_step_scores_stand_beside_the_tokens_they_end_at(tmp_path: Path, journal
     trace = TraceScores(ends=np.array([1, 2], np.int32), scores=np.array([0.5, 0.25], np.float32), version="prm")
     member = msgspec.structs.replace(handmade.scored(one.trajectory), steps=trace)
     SampleLog(journal).trained(4, [one], now_s=0.0, members={one.trajectory.rollout_id: member})
-    assert [line["steps"] for line in read_journals(tmp_path)] == [[[1, 0.5], [2, 0.25]]]
+    assert [line["step_scores"] for line in read_journals(tmp_path)] == [[[1, 0.5], [2, 0.25]]]
 
 
 def test_steps_in_quick_succession_are_not_all_sample_log(tmp_path: Path, journal: Journal) -> None:
@@ -68,9 +69,9 @@ def test_a_long_sample_is_cut_and_its_true_length_told(tmp_path: Path, journal: 
 def test_a_sample_is_told_with_its_answer_and_what_each_reward_said(tmp_path: Path, journal: Journal) -> None:
     handmade.show(SampleLog(journal))
     failed, trained = read_journals(tmp_path)
-    assert (trained["fate"], trained["columns"], trained["components"]) == ("trained", {"answer": "<b>41"}, {"right": 1.0})
+    assert (trained["status"], trained["columns"], trained["components"]) == ("trained", {"answer": "<b>41"}, {"right": 1.0})
     assert (trained["reward"], trained["advantage"]) == (1.0, 0.5)
-    assert (failed["fate"], failed["reason"], failed["error"]) == ("failed", "timeout", "slow.py took 3 s")
+    assert (failed["status"], failed["reason"], failed["error"]) == ("failed", "timeout", "slow.py took 3 s")
     assert (failed["step"], failed["reward"], failed["columns"]) == (3, None, {"answer": "<b>41"})
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from pipelinerl.observe import thinning
-from pipelinerl.observe.journal import Journal, read_journal, read_journals
-from pipelinerl.observe.report.reading import JournalTail, read_spans, read_tables
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import JournalTail, read_journal, read_journals, read_spans
+from pipelinerl.observe.report.reading import read_tables
 from pipelinerl.observe.segments import SegmentReader, closed_path, compressed_path, has_lines, journals_of
 from pipelinerl.observe.thinning import GAUGES_EVERY_S, compact, thinned
 from scripts.bench.demo_journal import STEPS_PER_S, DemoJournals

@@ -31,10 +31,10 @@ def _status(t: float, **fields: Any) -> Line:
         "version": 7,
         "num_steps": 100,
         "generated_tokens": 500 * t,
-        "waited_s": {"trainer: a micro-batch": 0.25 * t, "dispatch: an admission credit": 0.5 * t},
+        "waited_s": {"trainer: a micro-batch": 0.25 * t, "generation: an admission credit": 0.5 * t},
         "engines": engines,
         "identity": identity,
-        "waits": [{"stage": "dispatch", "what": "an admission credit", "seconds": 3.0}] if t >= 10 else [],
+        "waits": [{"stage": "generation", "what": "an admission credit", "seconds": 3.0}] if t >= 10 else [],
         "queues": {"trajectories": {"items": 3, "bytes": 50, "bound_bytes": 100}},
         "last_pause_s": 0.00025,
         **fields,
@@ -315,12 +315,12 @@ def test_alarms_errors_and_what_is_waited_for_are_drawn_while_they_hold() -> Non
         alarm,
         error | {"count": 1},
         error | {"count": 640},
-        _status(10.0, waits=[_wait("dispatch", "a free engine slot", 9.0)]),
+        _status(10.0, waits=[_wait("generation", "a free engine slot", 9.0)]),
     ]
     drawn = _drawn(lines, width=160)
     assert "truncation since step 20: 54% of samples are cut off" in drawn
     assert '640 × right (reward): ValueError("no") at r.py:3' in drawn
-    assert "waiting for a free engine slot (dispatch) for 9 s" in drawn
+    assert "waiting for a free engine slot (generation) for 9 s" in drawn
     assert "truncation" not in _drawn([*lines, alarm | {"is_over": True}], width=160)
 
 

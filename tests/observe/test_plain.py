@@ -35,7 +35,7 @@ def wait(stage: str, what: str, seconds: float) -> Line:
 
 
 def queues(**ever: int) -> Line:
-    return {name: {"items": 0, "ever": count} for name, count in ever.items()}
+    return {name: {"items": 0, "num_items_total": count} for name, count in ever.items()}
 
 
 RUN = {"kind": "run", "config": {"trainer": {"steps": 10}, "reward": [{"function": "rewards.py:slow"}]}}
@@ -67,11 +67,11 @@ def test_a_reward_that_hangs_is_named_within_ten_seconds_and_ever_less_often():
     log.at(1, RUN)
     for second in range(2, 200):
         scorers = [{"scorer_id": 0, "num_running": 4, "num_scored": 0}]
-        waits = [wait("scoring", "scores", second - 2.0), wait("dispatch", "a free engine slot", second - 2.0)]
+        waits = [wait("scoring", "scores", second - 2.0), wait("generation", "a free engine slot", second - 2.0)]
         hanging += [(second, line) for line in log.at(second, status(scorers=scorers, waits=waits))]
     assert hanging[0] == (
         9,
-        "9 s: waiting for a free engine slot (dispatch) for 7 s; 4 reward calls under way, none has ended for 7 s (rewards.py:slow)",
+        "9 s: waiting for a free engine slot (generation) for 7 s; 4 reward calls under way, none has ended for 7 s (rewards.py:slow)",
     )
     assert [second for second, _ in hanging] == [9, 25, 57, 121, 185]
     assert LONGEST_QUIET_S == 64

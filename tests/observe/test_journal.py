@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.observe.journal import Journal, read_journal, read_journals
+from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journal, read_journals
 
 
 def spans(folder: Path) -> list[tuple[str, str, float, float, int]]:
