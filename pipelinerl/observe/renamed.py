@@ -6,6 +6,7 @@ runs of before as they read runs of now.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from pipelinerl.config.renamed import translate
@@ -46,12 +47,13 @@ ALARMS = {"kv_lag": "stale_kv"}
 
 def current(line: Line) -> Line:
     """Return a line under today's names. Changes the line that it is given; fields of a wrong type stay as they are."""
-    kind: str = KINDS.get(line["kind"], line["kind"])
-    line["kind"] = kind
+    kind = str(line["kind"])
+    kind = line["kind"] = KINDS.get(kind, kind)
     _rename(line, FIELDS.get(kind, {}))
     match kind:
         case "run" if isinstance(line.get("config"), dict):
-            line["config"] = translate(line["config"])
+            with contextlib.suppress(AttributeError, TypeError):  # damaged settings are shown as they are
+                line["config"] = translate(line["config"])
         case "step":
             _rename(line.get("trainer"), TRAINER_METRICS)
         case "alarm":
