@@ -14,7 +14,7 @@ import torch
 
 from pipelinerl.errors import NoRoom, PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
-from pipelinerl.transport.zmq import own_address
+from pipelinerl.transport.endpoint import own_address
 from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import check_layout, num_bytes, views
