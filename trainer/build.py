@@ -120,7 +120,7 @@ def build_step(
         epochs=config.trainer.epochs,
         reference=_reference(config, policy=policy.model, method=method, replicas=replicas),
         critic=None if critic is None else critic_of(critic, method=method, replicas=replicas),
-        critic_alone_until=config.critic.warmup_steps if critic is not None else 0,
+        critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
         replay_routing=config.model.replay_routing,
         num_engines=config.engine.count,
         controllers=controllers,
@@ -158,7 +158,7 @@ def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rat
         betas=section.betas,
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
-        holdings=model.holdings,
+        shardings=model.shardings,
         replicas=replicas,
         is_offloaded=section.offload is Offload.OPTIMIZER,
     )

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from trainer.optimizer import Update
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ Loss = Callable[[Outputs], torch.Tensor]
 class Engine(Protocol):
     """A model and its optimizer, spread over ranks. Every rank calls the same methods in the same order."""
 
-    def train(self, row: Row | None, loss: Loss) -> None:
+    def train(self, row: PackedRow | None, loss: Loss) -> None:
         """Add the gradient of `loss` over one row, not divided; None is the zero-loss row, whose loss is never asked for.
 
         The row may be computed later, together with others, but before `complete` returns. `loss` is called with the same outputs on every
@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Compute the rows that were put off."""
         ...
 
-    def outputs(self, row: Row | None) -> Outputs | None:
+    def outputs(self, row: PackedRow | None) -> Outputs | None:
         """Compute the outputs of a row without gradient; None for a zero-loss row, which has none."""
         ...
 

@@ -37,7 +37,7 @@ class WorstToken:
     words: str
 
 
-class ByEngine:
+class MismatchByEngine:
     """How far each engine's log-probabilities are from the trainer's, summed over the rows of a step; nothing is copied to the host."""
 
     def __init__(self, num_engines: int, *, device: torch.device) -> None:
@@ -96,11 +96,11 @@ def worst_token(columns: TokenColumns, *, batch: MicroBatch) -> WorstToken | Non
     )
 
 
-def check_agreement(numbers: dict[str, float], *, step: int, limit: float, worst: WorstToken | None, engines: Sequence[str] = ()) -> None:
+def check_logprob_gap(numbers: dict[str, float], *, step: int, limit: float, worst: WorstToken | None, engines: Sequence[str] = ()) -> None:
     """Raise `MismatchError` where engine and trainer do not mean the same by a log-probability, before the first update.
 
     `numbers` are the step's meters: the mean gap over the tokens of sequences that one version sampled whole, the one being trained, and
-    its 0.99 quantile in the worst row. Their KL is bounded at every step, see `check_mismatch`. `worst` is this rank's; `engines` says
+    its 0.99 quantile in the worst row. Their KL is bounded at every step, see `check_mismatch_kl`. `worst` is this rank's; `engines` says
     which engine stands out, if one does.
     """
     for name, bound, what in (("logprob_gap_mean", limit, "mean"), ("logprob_gap_p99", QUANTILE_FACTOR * limit, "0.99 quantile")):
@@ -121,12 +121,12 @@ def check_agreement(numbers: dict[str, float], *, step: int, limit: float, worst
         )
 
 
-def engines_apart(engines: Sequence[EngineMismatch], *, limit: float) -> list[str]:
+def outlying_engines(engines: Sequence[EngineMismatch], *, limit: float) -> list[str]:
     """A sentence for each engine that differs from the trainer as no other does."""
     return MismatchRule(limit=limit).words(engines)
 
 
-def check_mismatch(numbers: dict[str, float], *, step: int, limit: float, engines: Sequence[str] = ()) -> None:
+def check_mismatch_kl(numbers: dict[str, float], *, step: int, limit: float, engines: Sequence[str] = ()) -> None:
     """Raise `MismatchError` where engine and trainer drift apart, before the step's update; `numbers` are the step's meters, `engines` says
     which engine stands out, if one does.
 

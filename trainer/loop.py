@@ -34,14 +34,14 @@ from trainer.build import adapters_of, build_critic, build_policy, build_step, s
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import save_adapter, save_model
 from trainer.controllers import Controllers
-from trainer.data.in_hand import InHand, left_behind
-from trainer.data.loader import Wave, Waves
-from trainer.data.sample_digest import Lineage
-from trainer.orchestrator_client import Feed
+from trainer.data.loader import LoadedRow, RowLoader
+from trainer.data.rows_in_progress import RowsInProgress, interrupted_rows
+from trainer.data.sample_digest import SampleDigest
+from trainer.orchestrator_client import OrchestratorClient
 from trainer.parallel.replicas import Replicas
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 from trainer.step import Step
-from trainer.step_timer import Phases
+from trainer.step_timer import StepTimer
 from trainer.weights.async_publisher import AsyncPublisher
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights
@@ -65,12 +65,12 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         keep=config.checkpoint.keep,
         fence=fence,
     )
-    restored, lineage = checkpoints.restore(), Lineage()
+    restored, sample_digest = checkpoints.restore(), SampleDigest()
     if restored is not None:
         for trained in (policy, critic):
             if trained is not None:
                 trained.optimizer.round()
-        lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
+        sample_digest.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first, controllers=controllers)
     sharded = ShardedWeights(policy.model, replicas=replicas) if policy.model.is_sharded else None
@@ -89,7 +89,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         )
 
     def checkpoint(version: int, commit: str) -> None:
-        num_samples, samples = lineage.whole(
+        num_samples, samples = sample_digest.whole(
             lambda sums: replicas.sum(sums, what=f"to count the samples of version {version}"), device=replicas.device
         )
         checkpoints.begin(version, commit=commit, num_samples=num_samples, samples=samples)
@@ -99,7 +99,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         journal = at_end.enter_context(contextlib.closing(Journal(run_folder, f"trainer-{replicas.rank}")))
         if publisher is not None:
             at_end.callback(publisher.close)
-        feed = None
+        client = None
         if replicas.is_leader:
             ready = TrainerReady(
                 replica=replicas.number,
@@ -109,29 +109,29 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
                 commit=commit,
                 saved=first,
                 saved_commit=commit,
-                suspects=left_behind(run_folder) if replicas.rank == 0 else (),
+                suspects=interrupted_rows(run_folder) if replicas.rank == 0 else (),
                 oldest=checkpoints.oldest,
                 damaged=tuple(one for one in checkpoints.damaged if one.version > first),
                 machine=machine_id(),
                 transports=device_transports(),
             )
-            feed = at_end.enter_context(_make_feed(config, run_folder, ready=ready, publisher=publisher))
-        in_hand = InHand(run_folder, rank=replicas.rank, replica=replicas.number, num_replicas=layout.replicas)
+            client = at_end.enter_context(_make_client(config, run_folder, ready=ready, publisher=publisher))
+        in_progress = RowsInProgress(run_folder, rank=replicas.rank, replica=replicas.number, num_replicas=layout.replicas)
 
-        def lay_out(batch: MicroBatch) -> Row | None:
-            with in_hand(batch):
+        def lay_out(batch: MicroBatch) -> PackedRow | None:
+            with in_progress(batch):
                 return step.lay_out(batch)
 
-        waves = at_end.enter_context(Waves(feed, replicas=replicas, lay_out=lay_out, split=step.split))
-        send = feed.send if feed is not None and publisher is not None else lambda message: None
+        loader = at_end.enter_context(RowLoader(client, replicas=replicas, lay_out=lay_out, split=step.split))
+        send = client.send if client is not None and publisher is not None else lambda message: None
         loop = Loop(
-            waves=waves,
+            loader=loader,
             step=step,
             async_publisher=at_end.enter_context(AsyncPublisher(publisher, sharded=sharded, send=send)),
             send=send,
-            phases=Phases(journal, waves=waves),
-            lineage=lineage,
-            in_hand=in_hand,
+            timer=StepTimer(journal, loader=loader),
+            sample_digest=sample_digest,
+            in_progress=in_progress,
             checkpoint=checkpoint,
             take_news=checkpoints.take_news,
             checkpoint_every=config.checkpoint.every,
@@ -147,21 +147,21 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         loop.tell_news()
         send(TrainingEnded(version=version))
         # Engines may still have to attach the last policy: its buffer stays until the orchestrator says that the run is over.
-        waves.wait_for_stop(config.trainer.silent_after_s)
+        loader.wait_for_stop(config.trainer.silent_after_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """The training loop and what it drives."""
 
-    waves: Waves
+    loader: RowLoader
     step: Step
     async_publisher: AsyncPublisher
     send: Callable[[StepDone | CheckpointSaved | CheckpointFailed | TrainingEnded], None]
     """To the orchestrator, where this rank publishes; elsewhere it does nothing."""
-    phases: Phases
-    lineage: Lineage
-    in_hand: InHand
+    timer: StepTimer
+    sample_digest: SampleDigest
+    in_progress: RowsInProgress
     checkpoint: Callable[[int, str], None]
     """Begins to write a version, which the ledger knows by its commit."""
     take_news: Callable[[], Sequence[CheckpointSaved | CheckpointFailed]]
@@ -182,13 +182,13 @@ class Loop:
                 if commit and number % self.checkpoint_every:
                     self.checkpoint(number, commit)
                 break
-            with self.phases("publish"):
+            with self.timer("publish"):
                 self.async_publisher.wait()
-            with self.phases("forward_backward"):
+            with self.timer("forward_backward"):
                 self.step.train_held(sealed)
-            with self.phases("optimizer"):
+            with self.timer("optimizer"):
                 metrics = self.step.finish(sealed)
-            self.lineage.finish_step()
+            self.sample_digest.finish_step()
             commit = sealed.commit
             version = number + 1
             self._finish_step(number, metrics, is_due=(number + 1) % self.checkpoint_every == 0 or number + 1 == num_steps, commit=commit)
@@ -205,34 +205,34 @@ class Loop:
 
     def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:
         """Publish before a checkpoint: engines wait for the one, and nobody for the other. Both count among the next step's seconds."""
-        seconds = self.phases.finish_step(num_tokens=metrics["num_tokens"]) | self.async_publisher.take_metrics()
+        seconds = self.timer.finish_step(num_tokens=metrics["num_tokens"]) | self.async_publisher.take_metrics()
         self.send(StepDone(step=number, metrics=metrics | seconds, engines=self.step.engines))
-        with self.phases("publish"):
+        with self.timer("publish"):
             self.async_publisher.begin(number + 1)
         if is_due:
-            with self.phases("checkpoint"):
+            with self.timer("checkpoint"):
                 self.checkpoint(number + 1, commit)
         self.tell_news()
 
     def _add_rows(self) -> StepSealed | None:
         """Train on rows as they come until the step is sealed; None where told to stop before."""
         while True:
-            with self.phases("wait"):
-                wave = self.waves.take()
-            match wave:
-                case Wave():
-                    with self.phases("forward_backward"), self.in_hand(wave.batch):
-                        for part in wave.parts:
+            with self.timer("wait"):
+                loaded = self.loader.take()
+            match loaded:
+                case LoadedRow():
+                    with self.timer("forward_backward"), self.in_progress(loaded.batch):
+                        for part in loaded.parts:
                             self.step.add(part.batch, part.row, has_gradient=part.has_gradient)
-                    self.lineage.add(wave.batch)
+                    self.sample_digest.add(loaded.batch)
                 case StepSealed():
-                    return wave
+                    return loaded
                 case Stop():
                     return None
 
 
-def _make_feed(config: Config, run_folder: Path, *, ready: TrainerReady, publisher: Publisher | None) -> Feed:
-    return Feed(
+def _make_client(config: Config, run_folder: Path, *, ready: TrainerReady, publisher: Publisher | None) -> OrchestratorClient:
+    return OrchestratorClient(
         lambda: ZmqLink(run_folder, "trainer", ready.replica, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
         ready=ready,
         num_steps=config.trainer.steps,

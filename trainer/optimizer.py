@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import PipelineError
 from trainer.parallel.replicas import Replicas
-from trainer.parallel.sharding import Holding, local, whole_of
+from trainer.parallel.sharding import ParameterSharding, local, whole_of
 
 _Key = TypeVar("_Key")
 
@@ -62,11 +62,11 @@ class Optimizer:
         betas: tuple[float, float],
         weight_decay: float,
         max_grad_norm: float,
-        holdings: Sequence[Holding] | None = None,
+        shardings: Sequence[ParameterSharding] | None = None,
         replicas: Replicas | None = None,
         is_offloaded: bool = False,
     ) -> None:
-        """`holdings` say how each parameter is spread over the ranks of `replicas`; by default each is this process's own.
+        """`shardings` say how each parameter is spread over the ranks of `replicas`; by default each is this process's own.
 
         With `is_offloaded`, the weights that take the updates and their moments are on the host, and updates are computed there: of 16
         bytes a weight, the device keeps the 4 of its gradient and those that the model computes with.
@@ -78,12 +78,12 @@ class Optimizer:
         """Pieces of parameters that are a rounded copy of their master."""
         self._in_place: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         """Parameters whose gradient autograd adds up in a part of `gradient` by itself."""
-        holdings = [Holding()] * len(parameters) if holdings is None else holdings
+        shardings = [ParameterSharding()] * len(parameters) if shardings is None else shardings
         # Pieces that are summed over the same ranks lie side by side, so that each sum is one collective; the order of the sums is that of
         # the parameters, so that all ranks keep to the same.
-        pairs = list(zip(parameters, holdings, strict=True))
+        pairs = list(zip(parameters, shardings, strict=True))
         kinds: dict[tuple[dist.ProcessGroup, ...], int] = {}
-        places = [kinds.setdefault(holding.sums, len(kinds)) for holding in holdings]
+        places = [kinds.setdefault(holding.sums, len(kinds)) for holding in shardings]
         self._order = sorted(range(len(pairs)), key=places.__getitem__)
         """Which parameter is the first of the buffer, which the next."""
         held = [pairs[index] for index in self._order]
@@ -99,7 +99,7 @@ class Optimizer:
             for (parameter, _), part, update_from in zip(held, parts, updates_from.split(sizes), strict=True)
         ]
         self._sums = _alike(parts, [holding.sums for _, holding in held])
-        self._holders = _alike(parts, [holding.num_holders for _, holding in held])
+        self._holders = _alike(parts, [holding.num_copies for _, holding in held])
         # Decay acts on matrices only: pulling norms and biases towards 0 does not regularise, it changes the function.
         groups = [
             {"params": [master for master in masters if master.ndim >= 2], "weight_decay": weight_decay},
@@ -165,7 +165,7 @@ class Optimizer:
             for group in groups:
                 assert self._replicas is not None
                 self._replicas.reduce(part, dist.ReduceOp.SUM, group=group, what=what)
-        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() / num_holders for num_holders, part in self._holders]
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() / num_copies for num_copies, part in self._holders]
         square = torch.stack(squares).sum()
         if self._replicas is not None:
             self._replicas.reduce(square, dist.ReduceOp.SUM, what=what)

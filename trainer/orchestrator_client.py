@@ -34,7 +34,7 @@ from pipelinerl.messages import (
     WeightBufferReleased,
 )
 from pipelinerl.transport.base import Link
-from trainer.session import Standing
+from trainer.session import TrainerSession
 from trainer.weights.publisher import Publisher
 
 PULLS_AHEAD = 2
@@ -42,7 +42,7 @@ PULLS_AHEAD = 2
 ALIVE_EVERY_S = 2.0
 """Between two signs of life. Must stay well below `trainer.silent_after_s`."""
 CLOSE_S = 5.0
-"""How long a closing feed may take to hand its last messages to the connection."""
+"""How long a closing client may take to hand its last messages to the connection."""
 
 
 class Pulls:
@@ -102,7 +102,7 @@ class Pulls:
         return given
 
 
-class Feed:
+class OrchestratorClient:
     """What the training loop sees of the orchestrator. Use as a context: an error that leaves it reaches the orchestrator as `Failed`."""
 
     def __init__(
@@ -114,11 +114,11 @@ class Feed:
         silent_after_s: float,
         publisher: Publisher | None = None,
     ) -> None:
-        """`connect` is called in the feed's thread, which owns the link. Layout and buffers go to `publisher`, where there is one."""
+        """`connect` is called in the client's thread, which owns the link. Layout and buffers go to `publisher`, where there is one."""
         self.busy_with = "starting"
         """What the training loop is doing; told to the orchestrator."""
         self._connect = connect
-        self._standing = Standing(ready)
+        self._session = TrainerSession(ready)
         self._silent_after_s = silent_after_s
         self._publisher = publisher
         self._pulls = Pulls(replica=ready.replica, first_step=ready.version, num_steps=num_steps)
@@ -135,9 +135,9 @@ class Feed:
         self._is_closing = threading.Event()
         self._link: Link | None = None
         """None until connected."""
-        self._thread = threading.Thread(target=self._serve, name="feed", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="client", daemon=True)
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> OrchestratorClient:
         self._thread.start()
         return self
 
@@ -156,7 +156,7 @@ class Feed:
         send, `WeightsError` for a layout that does not fit.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._rows or self._end or self._end_of_training)  # the feed's thread sees to the deadline
+            self._changed.wait_for(lambda: self._rows or self._end or self._end_of_training)  # the client's thread sees to the deadline
             if isinstance(self._end, Exception):
                 raise self._end
             if self._end_of_training is not None:
@@ -185,7 +185,7 @@ class Feed:
         self._wake()
 
     def _wake(self) -> None:
-        """Have the feed's thread look at what the loop has done."""
+        """Have the client's thread look at what the loop has done."""
         if self._link is not None:
             self._link.wake()
 
@@ -206,7 +206,7 @@ class Feed:
 
     def _introduce(self, kept: Sequence[bytes]) -> Iterator[Message]:
         """Who we are, to the first orchestrator, and to one that takes another's place: whatever that one was told is in here."""
-        yield from self._standing.introduction()
+        yield from self._session.introduction()
         yield from self._pulls.unanswered()
 
     def _listen(self, link: Link) -> None:
@@ -232,7 +232,7 @@ class Feed:
                 )
 
     def _handle(self, message: Message, link: Link) -> None:
-        self._standing.heard(message)
+        self._session.record_received(message)
         match message:
             case MicroBatch() | StepSealed():
                 given = self._pulls.take(message)
@@ -244,7 +244,7 @@ class Feed:
                     message.tensors, num_engines=message.num_engines, transport=message.transport, rollback_epoch=message.rollback_epoch
                 )
                 self._knows_layout = True
-                for published in self._standing.published():  # to another orchestrator: the one before has heard of them
+                for published in self._session.published():  # to another orchestrator: the one before has heard of them
                     link.send(published)
             case WeightBufferReleased() if self._publisher is not None and self._knows_layout:
                 self._publisher.release(message.buffer)
@@ -260,7 +260,7 @@ class Feed:
     def _send_all(self, link: Link) -> None:
         while not self._outbox.empty():
             message = self._outbox.get()
-            self._standing.said(message)
+            self._session.record_sent(message)
             link.send(message)
 
     def _end_with(self, end: Stop | Exception) -> None:

@@ -23,7 +23,7 @@ from pipelinerl.messages import (
 )
 
 
-class Standing:
+class TrainerSession:
     """Where a trainer stands, as far as it was said."""
 
     def __init__(self, ready: TrainerReady) -> None:
@@ -38,7 +38,7 @@ class Standing:
         self._ended: TrainingEnded | None = None
         """Once it trains no further."""
 
-    def said(self, message: Message) -> None:
+    def record_sent(self, message: Message) -> None:
         """Note what is being sent."""
         replace = msgspec.structs.replace
         match message:
@@ -55,7 +55,7 @@ class Standing:
             case TrainingEnded():
                 self._ended = message
 
-    def heard(self, message: Message | None) -> None:
+    def record_received(self, message: Message | None) -> None:
         """Note what has come."""
         match message:
             case MicroBatch() | StepSealed():  # an answer: the suspects are booked

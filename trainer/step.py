@@ -34,19 +34,19 @@ from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.algorithms.signal import gradient_needs_advantage
 from pipelinerl.data.expert_routes import num_unrouted, table_of
 from pipelinerl.messages import EngineMismatch, MicroBatch, StepSealed
+from trainer.advantages import HeldRow, with_advantages
 from trainer.controllers import Controllers
-from trainer.credit import Held, credited
 from trainer.critic.critic import Critic, finish_critic_meters
-from trainer.data.columns import columns_of, no_columns
 from trainer.data.sft_stream import SftStream
 from trainer.data.split import split_by_gradient, without_samples
+from trainer.data.token_columns import columns_of, no_columns
 from trainer.engine import Engine, Outputs
-from trainer.logprob_mismatch import ByEngine, WorstToken, check_agreement, check_mismatch, engines_apart, worst_token
+from trainer.logprob_mismatch import MismatchByEngine, WorstToken, check_logprob_gap, check_mismatch_kl, outlying_engines, worst_token
 from trainer.model.reference import Reference
 from trainer.model.teachers import Teachers
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 _OF_LAST_EPOCH = ("ratio_mean", "ratio_min", "ratio_max", "ppo_kl", "clip_fraction", "value_clipped")
 """Meters of how far a step moves; all others are of its first epoch, which sees the policy that the engines know."""
@@ -69,7 +69,7 @@ class Step:
         epochs: int = 1,
         reference: Reference | Teachers | None = None,
         critic: Critic | None = None,
-        critic_alone_until: int = 0,
+        critic_warmup_steps: int = 0,
         replay_routing: bool = False,
         num_engines: int = 0,
         controllers: Controllers | None = None,
@@ -77,7 +77,7 @@ class Step:
     ) -> None:
         """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl`
         that of every step; a sample with at least `correct_reward` is correct. A step makes `epochs` updates, each over all its rows. Steps
-        before `critic_alone_until` leave the policy as it is. `replay_routing` counts the tokens that have none to replay.
+        before `critic_warmup_steps` leave the policy as it is. `replay_routing` counts the tokens that have none to replay.
         `num_engines` are compared with each other. `controllers` hold the coefficients that follow a measurement; by default, from the
         method's own on. `sft_stream` has demonstrations that every epoch trains beside the rows."""
         self._engine = engine
@@ -91,7 +91,7 @@ class Step:
         self._epochs = epochs
         self._reference = reference
         self._critic = critic
-        self._critic_alone_until = critic_alone_until
+        self._critic_warmup_steps = critic_warmup_steps
         self._sft_stream = sft_stream
         self._replay_routing = replay_routing
         self._holds = Need.WHOLE_STEP in method.needs or epochs > 1
@@ -110,10 +110,10 @@ class Step:
         """Tokens of rows for which no backward pass was computed."""
         self.engines: tuple[EngineMismatch, ...] = ()
         """How far each engine was from the trainer in the step that was finished last."""
-        self._by_engine = ByEngine(num_engines, device=replicas.device)
+        self._by_engine = MismatchByEngine(num_engines, device=replicas.device)
         self._num_unrouted = 0
         """Tokens that were not sent where their engine sent them, because that is not known."""
-        self._held: list[Held] = []
+        self._held: list[HeldRow] = []
         self._first_epoch: dict[str, float] = {}
         """Numbers of the first of several epochs, once it is over."""
         self._of_step: dict[str, float] = {}
@@ -124,7 +124,7 @@ class Step:
         """As it is for the step under way."""
         return self._controllers.method()
 
-    def lay_out(self, batch: MicroBatch) -> Row | None:
+    def lay_out(self, batch: MicroBatch) -> PackedRow | None:
         """Bring a row to the device, laid out for the model; None for a zero-loss row. May run beside `add`. Raises `DataError`."""
         return arrange(
             batch.token_ids,
@@ -132,7 +132,7 @@ class Step:
             lengths=batch.lengths,
             names=batch.rollout_ids,
             device=self._replicas.device,
-            part=self._replicas.part,
+            context_shard=self._replicas.context_shard,
             routes=None if batch.routes is None else table_of(batch.routes),
         )
 
@@ -140,7 +140,7 @@ class Step:
         """What of a row has a gradient, and what has none, whatever the model says of it; see `pipelinerl.algorithms.signal`."""
         return split_by_gradient(batch) if self._needs_advantage else (batch, without_samples(batch))
 
-    def add(self, batch: MicroBatch, row: Row | None = None, *, has_gradient: bool = True) -> None:
+    def add(self, batch: MicroBatch, row: PackedRow | None = None, *, has_gradient: bool = True) -> None:
         """Compute a row's loss sum and add its gradient, or hold it where the method needs the whole step first.
 
         A zero-loss row adds nothing. `row` is what `lay_out` gave for it, where that was done before. Without `has_gradient`, which all
@@ -150,8 +150,8 @@ class Step:
         self._num_tokens += len(batch.token_ids)
         self._num_tokens_without_gradient += 0 if has_gradient else len(batch.token_ids)
         self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self._replay_routing else 0
-        if row is not None and batch.teachers is not None:
-            row = dataclasses.replace(row, judges=_judges(batch, device=self._replicas.device))
+        if row is not None and batch.teacher_ids is not None:
+            row = dataclasses.replace(row, teacher_ids=_teacher_ids(batch, device=self._replicas.device))
         reference_logprobs = None
         if self._reference is not None and Need.DIVERGENCE in self._method.needs:
             reference_logprobs, row = self._reference.states(row)
@@ -179,7 +179,7 @@ class Step:
         outputs = self._engine.outputs(row)
         values = self._critic.values(row) if self._critic is not None else outputs.square_sums if outputs is not None else None
         found = None if outputs is None else columns(outputs)
-        self._held.append(Held(batch=batch, row=row, columns=found, values=values, has_gradient=has_gradient))
+        self._held.append(HeldRow(batch=batch, row=row, columns=found, values=values, has_gradient=has_gradient))
 
     def train_held(self, sealed: StepSealed) -> None:
         """Train what waits for the seal: rows held for the whole step, epoch after epoch, or put off by the engine, and demonstrations.
@@ -188,12 +188,12 @@ class Step:
         """
         held, self._held = self._held, []
         if makes_advantages_in_trainer(self._method):
-            held = credited(held, method=self._method, replicas=self._replicas, correct_reward=self._correct_reward)
+            held = with_advantages(held, method=self._method, replicas=self._replicas, correct_reward=self._correct_reward)
         measured = [one.columns for one in held if one.columns is not None]
         statistics = measure_step(measured, method=self._method, reduce=self._summed)
         if statistics is not None and self._method.weight.options.get("batch_normalize"):
             self._of_step["weight_batch_mean"] = statistics.mean_weight
-        rests = sealed.step < self._critic_alone_until
+        rests = sealed.step < self._critic_warmup_steps
         for number in range(self._epochs):
             if number:
                 numbers = self._update(sealed)
@@ -216,7 +216,7 @@ class Step:
         self.drop()
         numbers |= self._of_step | self._controllers.in_force()
         self._of_step = {}
-        if sealed.step >= self._critic_alone_until:  # a policy that rests moves no measurement
+        if sealed.step >= self._critic_warmup_steps:  # a policy that rests moves no measurement
             self._controllers.follow(numbers, agree=self._agreed)
         return numbers | {"num_trained_tokens": float(sealed.num_tokens), "num_micro_batches": float(sealed.num_micro_batches)}
 
@@ -231,7 +231,7 @@ class Step:
         self._held.clear()
         self._first_epoch = {}
 
-    def _train(self, held: Held, *, statistics: StepStatistics | None, rests: bool) -> None:
+    def _train(self, held: HeldRow, *, statistics: StepStatistics | None, rests: bool) -> None:
         """Add the gradients of a held row; where the policy `rests`, only the critic's."""
 
         def loss(outputs: Outputs) -> torch.Tensor:
@@ -243,7 +243,7 @@ class Step:
         if self._critic is not None:
             self._critic.train(held, report=self._merge)
 
-    def _compute(self, row: Row | None, loss: Callable[[Outputs], torch.Tensor], *, has_gradient: bool) -> None:
+    def _compute(self, row: PackedRow | None, loss: Callable[[Outputs], torch.Tensor], *, has_gradient: bool) -> None:
         """Add a row's gradient; where it has none, only what `loss` measures."""
         if has_gradient:
             self._engine.train(row, loss)
@@ -277,11 +277,11 @@ class Step:
         numbers |= finish_critic_meters(finish_meters(totals, denominator=divisor))
         if not self._first_epoch:  # later epochs have moved away from what the engines know, on purpose
             self.engines = self._by_engine.take(self._summed)
-            apart = engines_apart(self.engines, limit=self._max_mismatch_kl)
+            apart = outlying_engines(self.engines, limit=self._max_mismatch_kl)
             if sealed.step == self._first_step:
-                check_agreement(numbers, step=sealed.step, limit=self._max_logprob_gap, worst=self._worst, engines=apart)
-            check_mismatch(numbers, step=sealed.step, limit=self._max_mismatch_kl, engines=apart)
-        if sealed.step >= self._critic_alone_until:
+                check_logprob_gap(numbers, step=sealed.step, limit=self._max_logprob_gap, worst=self._worst, engines=apart)
+            check_mismatch_kl(numbers, step=sealed.step, limit=self._max_mismatch_kl, engines=apart)
+        if sealed.step >= self._critic_warmup_steps:
             update = self._engine.update(sealed.step, denominator=divisor)
             numbers |= {"grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
         if self._critic is not None:
@@ -325,7 +325,7 @@ class Step:
         return totals
 
 
-def _judges(batch: MicroBatch, *, device: torch.device) -> torch.Tensor:
+def _teacher_ids(batch: MicroBatch, *, device: torch.device) -> torch.Tensor:
     """[K] int64, the teacher of each trained token."""
-    assert batch.teachers is not None
-    return torch.from_numpy(np.repeat(batch.teachers, batch.lengths)[batch.loss_mask].astype(np.int64)).to(device, non_blocking=True)
+    assert batch.teacher_ids is not None
+    return torch.from_numpy(np.repeat(batch.teacher_ids, batch.lengths)[batch.loss_mask].astype(np.int64)).to(device, non_blocking=True)

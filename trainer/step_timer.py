@@ -8,21 +8,21 @@ import time
 from collections.abc import Iterator
 
 from pipelinerl.observe.journal import Journal
-from trainer.data.loader import Waves
+from trainer.data.loader import RowLoader
 
 
-class Phases:
+class StepTimer:
     """The phases of the training loop. Entering one also tells the orchestrator what this process is doing."""
 
-    def __init__(self, journal: Journal, *, waves: Waves) -> None:
+    def __init__(self, journal: Journal, *, loader: RowLoader) -> None:
         self._journal = journal
-        self._waves = waves
+        self._loader = loader
         self._seconds: dict[str, float] = collections.defaultdict(float)
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the block's duration, and record it as a span, under `name`."""
-        self._waves.busy_with = name
+        self._loader.busy_with = name
         start = time.time()
         try:
             yield

@@ -123,7 +123,7 @@ def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
         betas=config.trainer.betas,
         weight_decay=config.trainer.weight_decay,
         max_grad_norm=config.trainer.max_grad_norm,
-        holdings=model.holdings,
+        shardings=model.shardings,
         replicas=replicas,
         is_offloaded=config.trainer.offload is Offload.OPTIMIZER,
     )

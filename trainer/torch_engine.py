@@ -15,7 +15,7 @@ from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Update
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import empty_row
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 ROWS_PER_RANK = 4
 """Rows of one pass through a pipeline, for each of its p ranks: of m p rows, the plain schedule waits for (p - 1) / (m p + p - 1) of the
@@ -24,25 +24,25 @@ pass, which is 1/9 with p = 2. More would wait longer for rows to come; activati
 
 Columns = Sequence[torch.Tensor]
 """What `trainer.model.Model.outputs` gives."""
-Said = TypeVar("Said")
+Output = TypeVar("Output")
 """What those columns are to whoever trains the model."""
 
 
-class TorchEngine(Generic[Said]):
+class TorchEngine(Generic[Output]):
     """A `Model` and an `Optimizer` on the ranks of `Replicas`. Of a policy it is a `trainer.engine.Engine`; a critic has one, too."""
 
-    def __init__(self, model: Model, *, optimizer: Optimizer, replicas: Replicas, read: Callable[[Columns], Said]) -> None:
+    def __init__(self, model: Model, *, optimizer: Optimizer, replicas: Replicas, read: Callable[[Columns], Output]) -> None:
         """`read` names the model's columns: `Outputs.of` for a language model."""
         self._model = model
         self._optimizer = optimizer
         self._read = read
         self._shares_passes = replicas.shares_passes
-        self._part = replicas.part
+        self._context_shard = replicas.context_shard
         self._num_ranks = replicas.layout.pipeline
-        self._put_off: list[tuple[Row, Callable[[Columns], torch.Tensor]]] = []
+        self._put_off: list[tuple[PackedRow, Callable[[Columns], torch.Tensor]]] = []
         """Rows that wait for others to go through the pipeline with."""
 
-    def train(self, row: Row | None, loss: Callable[[Said], torch.Tensor]) -> None:
+    def train(self, row: PackedRow | None, loss: Callable[[Output], torch.Tensor]) -> None:
         """See `trainer.engine`: computed at once, but in a pipeline."""
         if row is None and not self._shares_passes:
             return
@@ -63,7 +63,7 @@ class TorchEngine(Generic[Said]):
             self._model.pipeline.train([row for row, _ in held], [loss for _, loss in held])
             self._optimizer.collect()
 
-    def outputs(self, row: Row | None) -> Said | None:
+    def outputs(self, row: PackedRow | None) -> Output | None:
         """See `trainer.engine`."""
         with torch.no_grad():
             if row is not None:
@@ -82,11 +82,11 @@ class TorchEngine(Generic[Said]):
         self._put_off.clear()
         self._optimizer.drop()
 
-    def _of_columns(self, loss: Callable[[Said], torch.Tensor]) -> Callable[[Columns], torch.Tensor]:
+    def _of_columns(self, loss: Callable[[Output], torch.Tensor]) -> Callable[[Columns], torch.Tensor]:
         return lambda columns: loss(self._read(columns))
 
-    def _empty_row(self) -> Row:
-        return empty_row(self._model.device, part=self._part)
+    def _empty_row(self) -> PackedRow:
+        return empty_row(self._model.device, context_shard=self._context_shard)
 
 
 def _nothing(columns: Columns) -> torch.Tensor:

@@ -564,7 +564,7 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teache
         group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int32),
         engine_ids=np.array([trajectory.engine_id for trajectory in trajectories], np.int32),
         weights=np.array([sample.weight for sample in samples], np.float32) if any(sample.weight != 1.0 for sample in samples) else None,
-        teachers=np.array([teacher_of(trajectory.prompt, teachers) for trajectory in trajectories], np.int32) if teachers else None,
+        teacher_ids=np.array([teacher_of(trajectory.prompt, teachers) for trajectory in trajectories], np.int32) if teachers else None,
         routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
     )
 

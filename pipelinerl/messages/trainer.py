@@ -93,7 +93,7 @@ class MicroBatch(Message, frozen=True):
     """[N] float32, `Sample.weight`; None: all 1."""
     engine_ids: Int32 | None = None
     """[N] int32, which engine sampled it, in an episode its last turn; -1 where that is not known. None: of none."""
-    teachers: Int32 | None = None
+    teacher_ids: Int32 | None = None
     """[N] int32, which of `reference.teachers`, in their order, judges it; None in a run without them."""
     routes: Routes | None = None
     """[R] rows; None where nothing is known of any token."""
@@ -107,7 +107,7 @@ class MicroBatch(Message, frozen=True):
             )
         if self.routes is not None and self.routes.num_rows != len(self.token_ids):
             raise ValueError(f"{name}: routes of {self.routes.num_rows} tokens, expected {len(self.token_ids)}")
-        for column in (self.rewards, self.truncated, self.group_ids, self.weights, self.engine_ids, self.teachers):
+        for column in (self.rewards, self.truncated, self.group_ids, self.weights, self.engine_ids, self.teacher_ids):
             if column is not None and len(column) != len(self.lengths):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 

@@ -48,19 +48,19 @@ from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import harness
-from trainer.data.in_hand import InHand
-from trainer.data.loader import Waves
-from trainer.data.sample_digest import Lineage
+from trainer.data.loader import RowLoader
+from trainer.data.rows_in_progress import RowsInProgress
+from trainer.data.sample_digest import SampleDigest
 from trainer.engine import Outputs
 from trainer.loop import Loop
 from trainer.model.head import linear_logprobs
 from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule
-from trainer.orchestrator_client import Feed
+from trainer.orchestrator_client import OrchestratorClient
 from trainer.parallel.replicas import Replicas
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 from trainer.step import Step
-from trainer.step_timer import Phases
+from trainer.step_timer import StepTimer
 from trainer.torch_engine import TorchEngine
 from trainer.weights.async_publisher import AsyncPublisher
 
@@ -156,36 +156,36 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
     """(seconds the training loop takes for the work, from its first row on; seconds of them it waited)."""
     step, _ = _make_step()
     replicas = Replicas(ranks=1, deadline_s=60)
-    in_hand = InHand(run_folder, rank=0, replica=0, num_replicas=1)
+    in_progress = RowsInProgress(run_folder, rank=0, replica=0, num_replicas=1)
 
-    def lay_out(batch: MicroBatch) -> Row | None:
-        with in_hand(batch):
+    def lay_out(batch: MicroBatch) -> PackedRow | None:
+        with in_progress(batch):
             return step.lay_out(batch)
 
     ready = TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=0)
     seen: list[Any] = []
     with (
-        Feed(
+        OrchestratorClient(
             lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer, deadline_s=60),
             ready=ready,
             num_steps=len(work.steps),
             silent_after_s=60,
-        ) as feed,
-        Waves(feed, replicas=replicas, lay_out=lay_out, split=step.split) as waves,
+        ) as client,
+        RowLoader(client, replicas=replicas, lay_out=lay_out, split=step.split) as loader,
         AsyncPublisher(None, sharded=None, send=lambda policy: None) as async_publisher,
     ):
-        phases = Phases(Journal(run_folder, "trainer-0"), waves=waves)
-        while waves._ready.empty():  # the first row has to be made and sent; every later one could be there
+        timer = StepTimer(Journal(run_folder, "trainer-0"), loader=loader)
+        while loader._ready.empty():  # the first row has to be made and sent; every later one could be there
             time.sleep(0.001)
         start = time.perf_counter()
         loop = Loop(
-            waves=waves,
+            loader=loader,
             step=step,
             async_publisher=async_publisher,
             send=seen.append,
-            phases=phases,
-            lineage=Lineage(),
-            in_hand=in_hand,
+            timer=timer,
+            sample_digest=SampleDigest(),
+            in_progress=in_progress,
             checkpoint=lambda version, commit: None,
             take_news=lambda: (),
             checkpoint_every=len(work.steps),
@@ -193,7 +193,7 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
         loop.run(0, len(work.steps))
         seconds = time.perf_counter() - start
         for done in seen:
-            feed.send(done)
+            client.send(done)
     return seconds, sum(done.metrics["wait_s"] for done in seen)
 
 

@@ -43,7 +43,7 @@ from pipelinerl.messages import (
 from pipelinerl.runtime.process import die_with_parent, last_words
 from pipelinerl.storage import checkpoint_folder, checksum
 from pipelinerl.transport.zmq import ZmqLink
-from trainer.session import Standing
+from trainer.session import TrainerSession
 
 NUM_BUFFERS = 3
 LOGPROB = -math.log(FAKE_VOCABULARY)
@@ -75,7 +75,7 @@ class Rehearsal:
             oldest=checkpoint_folder.oldest_kept(self._folder, keep=self._config.checkpoint.keep),
             damaged=tuple(one for one in checkpoint_folder.set_aside_before(self._folder) if one.version > self._version),
         )
-        self._standing = Standing(ready)
+        self._session = TrainerSession(ready)
         self._asked: TakeMicroBatch | None = None
         """Not answered."""
 
@@ -165,10 +165,10 @@ class Rehearsal:
         time.sleep(0.02)  # long enough to be killed in
 
     def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
-        return [*self._standing.introduction(), *([self._asked] if self._asked else [])]
+        return [*self._session.introduction(), *([self._asked] if self._asked else [])]
 
     def _say(self, message: Message) -> None:
-        self._standing.said(message)
+        self._session.record_sent(message)
         self._link.send(message)
 
     def _receive(self) -> object:
@@ -176,11 +176,11 @@ class Rehearsal:
             self._next_sign = time.monotonic() + 1.0
             self._link.send(Alive())
         message = self._link.receive(0.5)
-        self._standing.heard(message)
+        self._session.record_received(message)
         match message:
             case LayoutFixed():
                 self._knows_layout = True
-                for published in self._standing.published():
+                for published in self._session.published():
                     self._link.send(published)
             case WeightBufferReleased() if self._knows_layout:
                 self._free.append(message.buffer)

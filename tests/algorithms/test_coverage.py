@@ -58,7 +58,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     ),
     "ranks with unequal rows wait for one another, or sum to another loss": (
         "algorithms/test_loss.py::test_any_split_of_whole_sequences_over_ranks_gives_the_same_loss",
-        "trainer/test_waves.py::test_ranks_of_a_replica_get_its_rows_and_all_ranks_end_after_the_same_wave",
+        "trainer/test_loader.py::test_ranks_of_a_replica_get_its_rows_and_all_ranks_end_after_the_same_wave",
     ),
     "packing and padding matter": (
         "algorithms/test_loss.py::test_loss_gradient_and_meters_do_not_depend_on_packing_order_or_number_of_ranks",

@@ -155,9 +155,9 @@ def test_each_sample_of_a_row_says_which_teacher_judges_it():
         return Sample(trajectory=trajectory, reward=0.0, advantages=np.zeros(2, np.float32))
 
     batch = micro_batch_of((sample("code"), sample("math"), sample("code")), step=0, index=0, teachers=("math", "code"))
-    assert batch.teachers is not None
-    assert batch.teachers.tolist() == [1, 0, 1]
-    assert micro_batch_of((sample("code"),), step=0, index=0).teachers is None
+    assert batch.teacher_ids is not None
+    assert batch.teacher_ids.tolist() == [1, 0, 1]
+    assert micro_batch_of((sample("code"),), step=0, index=0).teacher_ids is None
     for wrong in ("maths", None, 1, ["math"]):
         with pytest.raises(DataError, match=r"the row's column teacher is .*, expected one of math, code \(reference\.teachers\)"):
             micro_batch_of((sample(wrong),), step=0, index=0, teachers=("math", "code"))

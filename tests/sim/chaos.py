@@ -53,7 +53,7 @@ from pipelinerl.transport.memory import NO_FAULTS, MemoryHub, MemoryLink, Networ
 from tests.sim import peers
 from tests.sim.clock import simulate
 from tests.sim.run import Prompts, mean_baseline
-from trainer.session import Standing
+from trainer.session import TrainerSession
 
 KEPT = 2
 """Checkpoints that a trainer keeps."""
@@ -93,7 +93,7 @@ class Disk:
     """Rows of every step that any trainer was ever given: what a replay must repeat."""
     changed: list[str] = dataclasses.field(default_factory=list)
     """Replays that did not repeat."""
-    in_hand: str = ""
+    in_progress: str = ""
     """Row that a trainer is computing, as `step/row`; what is left of one that died."""
     deaths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """How many trainers died with a row in hand."""
@@ -328,7 +328,7 @@ class _Chaos:
         trained = dict(before)
         damaged = tuple(one for one in set_aside_before(self.folder / "checkpoints") if one.version > first)
         ready = TrainerReady(replica=0, num_replicas=1, process_id=next(peers.process_ids), version=first, commit=commit)
-        suspects, disk.in_hand = (disk.in_hand,) if disk.in_hand else (), ""
+        suspects, disk.in_progress = (disk.in_progress,) if disk.in_progress else (), ""
         disk.deaths.update(suspects)
         link = _Outliving(bare, msgspec.structs.replace(ready, oldest=disk.oldest, damaged=damaged, suspects=suspects))
         while not isinstance(await link.wait(), LayoutFixed):
@@ -367,7 +367,7 @@ class _Chaos:
             if isinstance(answer, StepSealed):
                 return rows, answer
             assert isinstance(answer, MicroBatch)
-            self.disk.in_hand = f"{step}/{len(rows)}" if answer.rollout_ids else ""
+            self.disk.in_progress = f"{step}/{len(rows)}" if answer.rollout_ids else ""
             if not self.faults.killer_rollouts.isdisjoint(answer.rollout_ids):
                 seen += [answer.rollout_ids] * (len(rows) == len(seen))
                 raise _KilledByPrompt
@@ -380,7 +380,7 @@ class _Chaos:
                 peers.note(answer, self.disk.record)
             rows.append(answer.rollout_ids)
             await asyncio.sleep(self.world.token_s * len(answer.token_ids))
-            self.disk.in_hand = ""
+            self.disk.in_progress = ""
 
     async def _save(self, link: _Outliving, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:
         await asyncio.sleep(0.2)
@@ -394,28 +394,28 @@ class _Outliving:
 
     def __init__(self, link: MemoryLink, ready: TrainerReady) -> None:
         self._link = link
-        self._standing = Standing(ready)
+        self._session = TrainerSession(ready)
         self._asked: TakeMicroBatch | None = None
         link.introduce(self._introduce)
 
     def send(self, message: Message) -> None:
         if isinstance(message, TakeMicroBatch):
             self._asked = message
-        self._standing.said(message)
+        self._session.record_sent(message)
         self._link.send(message)
 
     async def wait(self) -> Message:
         message = await self._link.wait()
-        self._standing.heard(message)
+        self._session.record_received(message)
         if isinstance(message, LayoutFixed):
-            for published in self._standing.published():
+            for published in self._session.published():
                 self._link.send(published)
         elif isinstance(message, MicroBatch | StepSealed):
             self._asked = None
         return message
 
     def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
-        return [*self._standing.introduction(), *([self._asked] if self._asked else [])]
+        return [*self._session.introduction(), *([self._asked] if self._asked else [])]
 
 
 class _KilledByPrompt(Exception):

@@ -21,17 +21,17 @@ from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
-from trainer.data.in_hand import InHand
-from trainer.data.loader import Wave, WavePart
-from trainer.data.sample_digest import Lineage
+from trainer.data.loader import LoadedPart, LoadedRow
+from trainer.data.rows_in_progress import RowsInProgress
+from trainer.data.sample_digest import SampleDigest
 from trainer.loop import Loop
-from trainer.step_timer import Phases
+from trainer.step_timer import StepTimer
 from trainer.weights.async_publisher import AsyncPublisher
 from trainer.weights.publisher import Publisher
 
 
-def _wave(batch: MicroBatch) -> Wave:
-    return Wave(batch=batch, parts=(WavePart(batch=batch, row=None, has_gradient=True),))
+def _wave(batch: MicroBatch) -> LoadedRow:
+    return LoadedRow(batch=batch, parts=(LoadedPart(batch=batch, row=None, has_gradient=True),))
 
 
 def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
             taken[len(after)].set()
         return item
 
-    waves: Any = SimpleNamespace(take=take, busy_with="")
+    loader: Any = SimpleNamespace(take=take, busy_with="")
     published: list[Any] = []
     try:
         with (
@@ -74,16 +74,16 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
             AsyncPublisher(publisher, sharded=None, send=published.append) as async_publisher,
         ):
             loop = Loop(
-                waves=waves,
+                loader=loader,
                 step=step,
                 async_publisher=async_publisher,
                 send=told,
-                phases=Phases(journal, waves=waves),
-                lineage=Lineage(),
+                timer=StepTimer(journal, loader=loader),
+                sample_digest=SampleDigest(),
                 checkpoint=lambda version, commit: None,
                 take_news=lambda: (),
                 checkpoint_every=100,
-                in_hand=InHand(tmp_path, rank=0, replica=0, num_replicas=1),
+                in_progress=RowsInProgress(tmp_path, rank=0, replica=0, num_replicas=1),
             )
             loop.run(0, 10)
         assert [policy.version for policy in published] == [1, 2, 3]
@@ -159,23 +159,23 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
             threading.Timer(0.3, filler.unlink).start()
             yield Stop(reason="the test is over")
 
-        waves: Any = SimpleNamespace(take=functools.partial(next, items()), busy_with="")
+        loader: Any = SimpleNamespace(take=functools.partial(next, items()), busy_with="")
         with (
             contextlib.closing(Journal(tmp_path, "trainer-0")) as journal,
             contextlib.closing(publisher),
             AsyncPublisher(publisher, sharded=None, send=published.append) as async_publisher,  # pyright: ignore[reportArgumentType]
         ):
             Loop(
-                waves=waves,
+                loader=loader,
                 step=step,
                 async_publisher=async_publisher,
                 send=told,
-                phases=Phases(journal, waves=waves),
-                lineage=Lineage(),
+                timer=StepTimer(journal, loader=loader),
+                sample_digest=SampleDigest(),
                 checkpoint=lambda version, commit: None,
                 take_news=lambda: (),
                 checkpoint_every=100,
-                in_hand=InHand(tmp_path, rank=0, replica=0, num_replicas=1),
+                in_progress=RowsInProgress(tmp_path, rank=0, replica=0, num_replicas=1),
             ).run(0, 10)
     assert [policy.version for policy in published] == [1, 3, 4, 5]
     assert [message.metrics.get("policies_skipped") for message in done] == [None, None, 1.0, None, None]

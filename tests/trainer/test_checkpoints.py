@@ -30,7 +30,7 @@ from tests.trainer.conductor import make_config
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.portable import state_of
-from trainer.data.sample_digest import Lineage
+from trainer.data.sample_digest import SampleDigest
 from trainer.export import export
 from trainer.model.model import Model
 from trainer.optimizer import Optimizer
@@ -47,13 +47,13 @@ class Trainer:
         self.model = make_model(model_folder, dtype=dtype)
         self.step, self.optimizer = make_step(self.model, learning_rate=1e-2)
         self.checkpoints = make_checkpoints(self.model, self.optimizer, run_folder, keep=keep, fence=fence)
-        self.lineage = Lineage()
+        self.sample_digest = SampleDigest()
         self.version = 0
         restored = self.checkpoints.restore()
         if restored is not None:
             self.optimizer.round()
             self.version = restored.version
-            self.lineage.restore(num_samples=restored.num_samples, digest=restored.samples)
+            self.sample_digest.restore(num_samples=restored.num_samples, digest=restored.samples)
 
     def train(self, until: int) -> None:
         """The same rows for the same step, whoever trains it."""
@@ -62,13 +62,13 @@ class Trainer:
             samples = [make_sample(generator, prompt=4, completion=int(generator.integers(1, 8))) for _ in range(5)]
             batch = make_batch(samples, step=number)
             self.step.add(batch)
-            self.lineage.add(batch)
+            self.sample_digest.add(batch)
             self.step.finish(make_seal(samples, step=number))
-            self.lineage.finish_step()
+            self.sample_digest.finish_step()
         self.version = until
 
     def save(self) -> list[CheckpointSaved | CheckpointFailed]:
-        num_samples, samples = self.lineage.whole(lambda sums: None, device=torch.device("cpu"))
+        num_samples, samples = self.sample_digest.whole(lambda sums: None, device=torch.device("cpu"))
         self.checkpoints.begin(self.version, commit=f"commit-{self.version}", num_samples=num_samples, samples=samples)
         self.checkpoints.wait()
         return self.checkpoints.take_news()
@@ -104,7 +104,7 @@ def test_steps_after_a_restart_are_those_without_it_bit_by_bit(folders: dict[str
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
     weights = [dict(one.model.tensors()) for one in (straight, resumed)]  # in bfloat16, rounded from those that take the updates
     assert [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])] == []
-    whole = [one.lineage.whole(lambda sums: None, device=torch.device("cpu")) for one in (straight, resumed)]
+    whole = [one.sample_digest.whole(lambda sums: None, device=torch.device("cpu")) for one in (straight, resumed)]
     assert whole[0] == whole[1]
     assert whole[0][0] == 5 * NUM_STEPS
 
@@ -320,13 +320,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_intact_and_says_so(folders: di
 
 def test_the_digest_minds_what_was_trained_and_not_in_which_order() -> None:
     def digest(*rows: tuple[int, list[int]]) -> tuple[int, str]:
-        lineage = Lineage()
+        sample_digest = SampleDigest()
         for step, ids in rows:
             generator = np.random.default_rng(0)
             for first_id in ids:
-                lineage.add(make_batch([make_sample(generator, prompt=1, completion=2)], step=step, first_id=first_id))
-        lineage.finish_step()
-        return lineage.whole(lambda sums: None, device=torch.device("cpu"))
+                sample_digest.add(make_batch([make_sample(generator, prompt=1, completion=2)], step=step, first_id=first_id))
+        sample_digest.finish_step()
+        return sample_digest.whole(lambda sums: None, device=torch.device("cpu"))
 
     assert digest((0, [1, 2])) == digest((0, [2, 1]))
     assert len({digest((0, [1, 2])), digest((0, [1, 3])), digest((1, [1, 2])), digest((0, [1, 2, 2])), digest((0, [1]))}) == 5
@@ -335,13 +335,13 @@ def test_the_digest_minds_what_was_trained_and_not_in_which_order() -> None:
 def test_the_digest_of_replicas_is_that_of_one() -> None:
     generator = np.random.default_rng(0)
     batches = [make_batch([make_sample(generator, prompt=1, completion=2)], first_id=number) for number in range(4)]
-    alone, halves = Lineage(), [Lineage(), Lineage()]
+    alone, halves = SampleDigest(), [SampleDigest(), SampleDigest()]
     for number, batch in enumerate(batches):
         alone.add(batch)
         halves[number % 2].add(batch)
-    for lineage in (alone, *halves):
-        lineage.restore(num_samples=3, digest="ffffffffffffffff")
-        lineage.finish_step()
+    for sample_digest in (alone, *halves):
+        sample_digest.restore(num_samples=3, digest="ffffffffffffffff")
+        sample_digest.finish_step()
     parts: list[torch.Tensor] = []
     for half in halves:
         half.whole(lambda sums: parts.append(sums.clone()), device=torch.device("cpu"))

@@ -132,7 +132,7 @@ def test_a_step_without_a_token_and_a_policy_that_rests_move_nothing(folders: di
     trainer.step.add(make_batch([]))
     trainer.step.finish(StepSealed(step=0, num_micro_batches=1, num_tokens=0, num_samples=0))
     assert trainer.controllers.in_force() == {"kl_coef": 0.3, "entropy_coef": 0.0}
-    trainer.step._critic_alone_until = 2
+    trainer.step._critic_warmup_steps = 2
     trainer.version = 1
     trainer.train(2)
     assert trainer.controllers.in_force() == {"kl_coef": 0.3, "entropy_coef": 0.0}
@@ -148,12 +148,12 @@ def _train(replicas: Replicas, *, folder: Path, teacher: Path) -> dict[str, list
     reference = make_model(teacher, replicas=replicas, is_frozen=True)
     step, _ = make_step(model, replicas=replicas, overrides=OVERRIDES, learning_rate=3e-2, reference=reference)
     found: dict[str, list[float]] = {"kl_coef": [], "entropy_coef": []}
-    num_waves = -(-2 // replicas.layout.replicas)
+    num_rounds = -(-2 // replicas.layout.replicas)
     for number in range(4):
         samples = rows_of(number)
         rows: list[MicroBatch] = [make_batch(samples[:3], step=number), make_batch(samples[3:], step=number, index=1)]
-        for wave in range(num_waves):
-            step.add(rows[wave * replicas.layout.replicas + replicas.number])
+        for round_index in range(num_rounds):
+            step.add(rows[round_index * replicas.layout.replicas + replicas.number])
         numbers = step.finish(make_seal(samples, step=number))
         for name, values in found.items():
             values.append(numbers[name])

@@ -148,7 +148,7 @@ def test_a_critic_alone_at_first_learns_while_the_policy_rests(folders: dict[str
     samples = _samples()
     policy, critic = make_model(folders["llama"]), make_model(folders["llama"], gives_values=True)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    step, _ = make_step(policy, method="ppo", overrides=NO_WHITENING, critic=critic, learning_rate=3e-3, critic_alone_until=8)
+    step, _ = make_step(policy, method="ppo", overrides=NO_WHITENING, critic=critic, learning_rate=3e-3, critic_warmup_steps=8)
     told = [_train(step, [samples], number=number) for number in range(8)]
     assert all(torch.equal(old, new) for old, new in zip(before, policy.parameters(), strict=True))
     assert "grad_norm" not in told[0]
@@ -214,9 +214,9 @@ def _of_layout(replicas: Replicas, *, folder: Path, method: str = "ppo") -> dict
     )
     told: dict[str, float] = {}
     for number in range(2):
-        for wave in range(-(-len(rows) // replicas.layout.replicas)):
-            index = wave * replicas.layout.replicas + replicas.number
-            step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=wave))
+        for round_index in range(-(-len(rows) // replicas.layout.replicas)):
+            index = round_index * replicas.layout.replicas + replicas.number
+            step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=round_index))
         step.train_held(make_seal(samples, step=number))
         told = step.finish(make_seal(samples, step=number))
     weights = {f"{name}.{key}": tensor.clone() for name, model in (("p", policy), ("c", critic)) for key, tensor in model.state()}

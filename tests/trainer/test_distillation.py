@@ -129,9 +129,9 @@ def _train(replicas: Replicas, *, folder: Path, teacher: Path) -> dict[str, Any]
     step, _ = make_step(model, replicas=replicas, method="gkd", overrides={"objective": {"mix": 0.3}}, reference=reference)
     numbers: dict[str, float] = {}
     for number in range(2):
-        for wave in range(-(-len(rows) // replicas.layout.replicas)):
-            index = wave * replicas.layout.replicas + replicas.number
-            step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=wave))
+        for round_index in range(-(-len(rows) // replicas.layout.replicas)):
+            index = round_index * replicas.layout.replicas + replicas.number
+            step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=round_index))
         numbers = step.finish(make_seal(samples, step=number, num_micro_batches=len(rows)))
     chosen = ("divergence", "grad_norm", "loss", "reference_kl_k1")
     return {"numbers": {name: numbers[name] for name in chosen}, "weights": {name: one.clone() for name, one in model.tensors().items()}}

@@ -21,7 +21,7 @@ from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAIN
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import UNSAMPLED, EarlyStopDecision, Finish, Group, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
-from trainer.data.columns import columns_of
+from trainer.data.token_columns import columns_of
 from trainer.engine import Outputs
 from trainer.rows.arrange import arrange
 

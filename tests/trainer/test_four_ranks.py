@@ -13,11 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError
-from tests.trainer import test_critic, test_lora, test_replay
+from tests.trainer import test_critic, test_lora, test_routing_replay
 from tests.trainer.ranks import run_jobs
+from trainer.parallel.pipeline_stages import stage_of_weights
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import _cut_experts, _cut_matrices
-from trainer.parallel.stages import stage_of_weights
 
 pytestmark = pytest.mark.process
 
@@ -27,7 +27,7 @@ def test_four_ranks_train_what_one_trains(folders: dict[str, Path], tmp_path: Pa
     folder = folders["qwen3_moe"]
     critic = functools.partial(test_critic._of_layout, folder=folder)
     adapters = functools.partial(test_lora._of_layout, folder=folder)
-    routes = functools.partial(test_replay._train, folder=folder)
+    routes = functools.partial(test_routing_replay._train, folder=folder)
     cases: list[tuple[Any, Layout]] = [
         (critic, Layout(ranks=4, tensor=2, expert=2)),
         (critic, Layout(ranks=4, shard=2, tensor=2, expert=4)),

@@ -96,7 +96,7 @@ def test_from_the_reference_on_it_comes_to_know_the_outcome(folders: dict[str, P
         critic=make_model(folders["qwen3"]),
         reference=make_model(folders["qwen3"], is_frozen=True),
         learning_rate=3e-3,
-        critic_alone_until=8,
+        critic_warmup_steps=8,
     )
     told = []
     for number in range(8):

@@ -134,12 +134,12 @@ def train(
 
     optimizer._adamw.register_step_pre_hook(keep_gradients)
     metrics: dict[str, float] = {}
-    num_waves = -(-len(rows) // replicas.layout.replicas)
+    num_rounds = -(-len(rows) // replicas.layout.replicas)
     for number in range(NUM_STEPS):
         with mock.patch.object(torch_engine, "ROWS_PER_RANK", 2), mock.patch.object(head, "MAX_LOGITS", max_logits):
-            for wave in range(num_waves):
-                index = wave * replicas.layout.replicas + replicas.number
-                step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=wave))
+            for round_index in range(num_rounds):
+                index = round_index * replicas.layout.replicas + replicas.number
+                step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=round_index))
             seal = make_seal(samples, step=number, num_micro_batches=len(rows))
             step.train_held(seal)
         metrics = step.finish(seal)

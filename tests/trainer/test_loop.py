@@ -27,7 +27,7 @@ from tests.trainer.conductor import ROWS_PER_STEP, Conductor, make_config
 from tests.trainer.tiny import make_model
 from trainer.__main__ import main
 from trainer.loop import train
-from trainer.orchestrator_client import Feed
+from trainer.orchestrator_client import OrchestratorClient
 
 pytestmark = pytest.mark.process
 
@@ -160,17 +160,19 @@ def test_rows_not_taken_are_not_pulled_past_nor_taken_after_stop(folders: dict[s
         conductor = Conductor(hub, folders["llama"], 3)
         counts: list[int] = []
         serving = asyncio.create_task(conductor.run())
-        with Feed(lambda: ZmqLink(tmp_path, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=60) as feed:
+        with OrchestratorClient(
+            lambda: ZmqLink(tmp_path, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=60
+        ) as client:
             for count in (2, 3):
                 async with asyncio.timeout(20):
                     while len(conductor.pulls) < count:  # noqa: ASYNC110  # the conductor tells nobody of a pull
                         await asyncio.sleep(0.01)
                 await asyncio.sleep(0.2)  # long enough for many more pulls
                 counts.append(len(conductor.pulls))
-                await asyncio.to_thread(feed.take)
+                await asyncio.to_thread(client.take)
             hub.send("trainer-0", Stop(reason="the test is over"))
-            assert await asyncio.to_thread(feed.wait_for_stop, 20)
-            assert isinstance(feed.take(), Stop), "told to stop, the loop takes no more of the rows that wait"
+            assert await asyncio.to_thread(client.wait_for_stop, 20)
+            assert isinstance(client.take(), Stop), "told to stop, the loop takes no more of the rows that wait"
         serving.cancel()
         hub.close()
         return counts
@@ -221,19 +223,21 @@ def test_a_silent_orchestrator_is_named_with_what_was_awaited(folders: dict[str,
 def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines and rewards may take longer for a row than any limit on silence: acknowledgements are signs of life.
 
-    A second feed, whose hub reads nothing, shows when the limit is over.
+    A second client, whose hub reads nothing, shows when the limit is over.
     """
     monkeypatch.setattr("trainer.orchestrator_client.ALIVE_EVERY_S", 0.1)
     monkeypatch.setattr("pipelinerl.transport.zmq.PROBE_EVERY_S", 0.1)
     ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
 
-    def hub_and_feed(run_folder: Path) -> tuple[ZmqHub, Feed]:
+    def hub_and_client(run_folder: Path) -> tuple[ZmqHub, OrchestratorClient]:
         make_keys(run_folder, PEERS)
         hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
-        return hub, Feed(lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=3.0)
+        return hub, OrchestratorClient(
+            lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=3, silent_after_s=3.0
+        )
 
     async def wait() -> None:
-        (living, heard), (deaf, unheard) = hub_and_feed(tmp_path / "living"), hub_and_feed(tmp_path / "deaf")
+        (living, heard), (deaf, unheard) = hub_and_client(tmp_path / "living"), hub_and_client(tmp_path / "deaf")
 
         async def listen() -> None:
             while True:

@@ -102,12 +102,12 @@ def test_an_advantage_outside_the_loss_is_none_and_a_few_tokens_are_not_worth_a_
 
 
 def _train(replicas: Replicas, *, folder: Path) -> list[torch.Tensor]:
-    """Three waves, of which the second has no gradient on any rank; whole weights afterwards."""
+    """Three rounds, of which the second has no gradient on any rank; whole weights afterwards."""
     samples, model = _samples(), make_model(folder, replicas=replicas)
     step, _ = make_step(model, replicas=replicas)
-    waves = (samples[:3], samples[6:9]), (samples[9:11], samples[11:]), (samples[3:6], [])
-    for index, wave in enumerate(waves):
-        row = wave[replicas.number] if replicas.size > 1 else wave[0] + wave[1]
+    rounds = (samples[:3], samples[6:9]), (samples[9:11], samples[11:]), (samples[3:6], [])
+    for index, round_ in enumerate(rounds):
+        row = round_[replicas.number] if replicas.size > 1 else round_[0] + round_[1]
         step.add(make_batch(row, index=index), has_gradient=index != 1)
     step.train_held(make_seal(samples))
     step.finish(make_seal(samples))

@@ -115,7 +115,7 @@ def test_attention_that_was_not_told_the_samples_refuses() -> None:
     query = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ConfigError, match="cannot train packed rows"):
         packed_attention(torch.nn.Identity(), query, query, query, None, scaling=1.0)
-    blocks = (Block(start=0, num=1, length=4, trunk_length=0, trunk=None),)
+    blocks = (Block(start=0, num=1, length=4, prefix_length=0, prefix=None),)
     with pytest.raises(ConfigError, match="softcap"):
         packed_attention(torch.nn.Identity(), query, query, query, None, scaling=1.0, blocks=blocks, softcap=30.0)
 

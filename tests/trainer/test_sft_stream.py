@@ -127,7 +127,7 @@ def test_a_step_without_a_token_of_rl_trains_the_demonstrations_alone(folder: Pa
 
 def test_a_policy_that_rests_while_its_critic_warms_up_sees_none(folder: Path) -> None:
     critic = make_model(folder, gives_values=True)
-    step, _, _ = _step(folder, method="ppo", overrides={"proximal": "engine", "weight": "none"}, critic=critic, critic_alone_until=1)
+    step, _, _ = _step(folder, method="ppo", overrides={"proximal": "engine", "weight": "none"}, critic=critic, critic_warmup_steps=1)
     told: list[dict[str, float]] = []
     for number in (0, 1):
         step.add(make_batch(_samples(), step=number))
@@ -193,9 +193,9 @@ def _of_layout(replicas: Replicas, *, folder: Path) -> dict[str, Any]:
     step, _, model = _step(folder, replicas=replicas)
     told: dict[str, float] = {}
     for number in range(2):
-        for wave in range(-(-len(rows) // replicas.layout.replicas)):
-            index = wave * replicas.layout.replicas + replicas.number
-            step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=wave))
+        for round_index in range(-(-len(rows) // replicas.layout.replicas)):
+            index = round_index * replicas.layout.replicas + replicas.number
+            step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=round_index))
         step.train_held(make_seal(samples, step=number))
         told = step.finish(make_seal(samples, step=number))
     return {"metrics": told, "weights": {name: tensor.clone() for name, tensor in model.state()}}

@@ -40,7 +40,7 @@ def samples_of_both() -> Samples:
 def batch_of(samples: Samples, **options: Any) -> MicroBatch:
     teachers = np.array([sample["teacher"] for sample in samples], np.int32)
     plain = make_batch(samples, **options)
-    return msgspec.structs.replace(plain, teachers=teachers)
+    return msgspec.structs.replace(plain, teacher_ids=teachers)
 
 
 def make_teachers(two: tuple[Path, Path], replicas: Replicas) -> Teachers:
@@ -54,9 +54,9 @@ def train(replicas: Replicas, *, folder: Path, two: tuple[Path, Path], method: s
     model = make_model(folder, temperature=TEMPERATURE, replicas=replicas, divergence_mix=0.5 if method == "gkd" else None)
     overrides = {} if method == "gkd" else {"auxiliary": []}
     step, optimizer = make_step(model, replicas=replicas, method=method, overrides=overrides, reference=make_teachers(two, replicas))
-    for wave in range(-(-len(rows) // replicas.layout.replicas)):
-        index = wave * replicas.layout.replicas + replicas.number
-        step.add(batch_of(rows[index] if index < len(rows) else [], index=wave))
+    for round_index in range(-(-len(rows) // replicas.layout.replicas)):
+        index = round_index * replicas.layout.replicas + replicas.number
+        step.add(batch_of(rows[index] if index < len(rows) else [], index=round_index))
     step.train_held(make_seal(samples))  # of a pipeline, what was put off
     gradient = optimizer.gradient.clone()
     numbers = step.finish(make_seal(samples))
@@ -84,8 +84,8 @@ def test_each_sample_is_distilled_from_its_own_teacher(folders: dict[str, Path],
 def test_sampled_tokens_are_judged_by_their_own_teacher(folders: dict[str, Path], two: tuple[Path, Path]) -> None:
     samples = samples_of_both()
     policy = make_model(folders["qwen3"], temperature=TEMPERATURE)
-    judges = [make_model(path, temperature=TEMPERATURE, is_frozen=True) for path in two]
-    gaps = [packed_logprobs(policy, [sample]) - packed_logprobs(judges[int(sample["teacher"])], [sample]) for sample in samples]
+    teacher_ids = [make_model(path, temperature=TEMPERATURE, is_frozen=True) for path in two]
+    gaps = [packed_logprobs(policy, [sample]) - packed_logprobs(teacher_ids[int(sample["teacher"])], [sample]) for sample in samples]
     got = train(Replicas(ranks=1, deadline_s=60), folder=folders["qwen3"], two=two, method="opd")
     assert got["numbers"]["reference_kl_k1"] == pytest.approx(float(torch.cat(gaps).detach().mean()), rel=1e-4)
 
@@ -104,10 +104,10 @@ def test_a_row_that_is_split_keeps_its_teachers() -> None:
     for sample in samples[:3]:
         sample["advantages"][:] = 0
     moving, still = split_by_gradient(batch_of(samples))
-    assert moving.teachers is not None
-    assert still.teachers is not None
-    assert moving.teachers.tolist() == [1, 0, 1, 0, 1, 0]
-    assert still.teachers.tolist() == [0, 1, 0]
+    assert moving.teacher_ids is not None
+    assert still.teacher_ids is not None
+    assert moving.teacher_ids.tolist() == [1, 0, 1, 0, 1, 0]
+    assert still.teacher_ids.tolist() == [0, 1, 0]
 
 
 LAYOUTS = {

@@ -125,7 +125,7 @@ def make_step(
             betas=(0.9, 0.95),
             weight_decay=0.0,
             max_grad_norm=max_grad_norm,
-            holdings=trained.holdings,
+            shardings=trained.shardings,
             replicas=replicas,
             is_offloaded=is_offloaded,
         )

@@ -13,9 +13,9 @@ import torch
 from pipelinerl.algorithms.loss.critic import clipped_value_loss, huber_value_loss
 from pipelinerl.algorithms.loss.meters import Meters
 from pipelinerl.messages import StepSealed
-from trainer.credit import Held
+from trainer.advantages import HeldRow
 from trainer.optimizer import Update
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 from trainer.torch_engine import TorchEngine
 
 Report = Callable[[Meters], None]
@@ -29,11 +29,11 @@ class Critic(Protocol):
         """Raw sums that `train` reports of a row."""
         ...
 
-    def values(self, row: Row | None) -> torch.Tensor | None:
+    def values(self, row: PackedRow | None) -> torch.Tensor | None:
         """[K] float32, what it says of each trained token, without gradient; None for a zero-loss row."""
         ...
 
-    def train(self, held: Held, *, report: Report) -> None:
+    def train(self, held: HeldRow, *, report: Report) -> None:
         """Add the gradient of its loss summed over a row, not divided. The row may be computed later, but before `complete` returns."""
         ...
 
@@ -70,11 +70,11 @@ class ValueCritic:
         self._clip = clip
         self._delta = delta
 
-    def values(self, row: Row | None) -> torch.Tensor | None:
+    def values(self, row: PackedRow | None) -> torch.Tensor | None:
         """See `Critic`."""
         return self._engine.outputs(row)
 
-    def train(self, held: Held, *, report: Report) -> None:
+    def train(self, held: HeldRow, *, report: Report) -> None:
         """See `Critic`: the clipped or the Huber loss, towards the returns."""
 
         def loss(values: torch.Tensor) -> torch.Tensor:

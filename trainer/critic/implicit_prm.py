@@ -11,11 +11,11 @@ import torch
 from pipelinerl.algorithms.loss.columns import sequences_of
 from pipelinerl.algorithms.loss.critic import implicit_prm_loss
 from pipelinerl.messages import StepSealed
-from trainer.credit import Held
+from trainer.advantages import HeldRow
 from trainer.critic.critic import Report
 from trainer.engine import Outputs
 from trainer.optimizer import Update
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 from trainer.torch_engine import TorchEngine
 
 
@@ -28,12 +28,12 @@ class ImplicitPrm:
         self._engine = engine
         self._beta = beta
 
-    def values(self, row: Row | None) -> torch.Tensor | None:
+    def values(self, row: PackedRow | None) -> torch.Tensor | None:
         """See `Critic`."""
         outputs = self._engine.outputs(row)
         return None if outputs is None else outputs.logprobs
 
-    def train(self, held: Held, *, report: Report) -> None:
+    def train(self, held: HeldRow, *, report: Report) -> None:
         """See `Critic`: cross-entropy of each sequence's outcome."""
 
         def loss(outputs: Outputs) -> torch.Tensor:

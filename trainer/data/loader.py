@@ -1,11 +1,11 @@
-"""Rows for every rank, in lock step: one row per replica is a wave, and all ranks see the same waves end at the same place.
+"""Rows for every rank, in lock step: one row per replica is a round, and all ranks see the same rounds end at the same place.
 
-A thread works ahead of the training loop: it takes the replica's next row off the feed where this rank holds the connection, hands it to
+A thread works ahead of the training loop: it takes the replica's next row off the client where this rank holds the connection, hands it to
 the other ranks of the replica, and lays it out on the device. So the loop finds the next row ready, and never waits for a wire, a peer or a
 copy while there is a row. Over the wire a row travels once per replica; ranks pass it on as it came, through a group of their own.
 
-A wave that any replica cannot have, because it was told to stop, is no wave for the others either: all end after the same row. Likewise all
-ranks compute the same parts of a wave: what has a gradient on some rank, and what has none on some rank, see `trainer.data.split`.
+A round that any replica cannot have, because it was told to stop, is none for the others either: all end after the same row. Likewise all
+ranks compute the same parts of a round: what has a gradient on some rank, and what has none on some rank, see `trainer.data.split`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import MicroBatch, StepSealed, Stop
 from pipelinerl.transport.codec import Decoder, encode
 from trainer.data.split import without_samples
-from trainer.orchestrator_client import Feed
+from trainer.orchestrator_client import OrchestratorClient
 from trainer.parallel.replicas import Replicas
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 READY_AHEAD = 1
 """Rows laid out on the device and not yet taken, beside one in the thread's hands. More would hold device memory for nothing."""
@@ -36,62 +36,62 @@ CLOSE_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WavePart:
+class LoadedPart:
     """What is computed in one pass; a row without a sample where only other ranks have something to compute."""
 
     batch: MicroBatch
-    row: Row | None
+    row: PackedRow | None
     has_gradient: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wave:
-    """One rank's row of a wave."""
+class LoadedRow:
+    """One rank's row of a round, laid out on the device."""
 
     batch: MicroBatch
     """As it came."""
-    parts: tuple[WavePart, ...]
+    parts: tuple[LoadedPart, ...]
 
 
-Item = Wave | StepSealed | Stop
+Item = LoadedRow | StepSealed | Stop
 
 
-class Waves:
-    """What the training loop of one rank takes its rows from. Use as a context, inside that of the feed."""
+class RowLoader:
+    """What the training loop of one rank takes its rows from. Use as a context, inside that of the client."""
 
     def __init__(
         self,
-        feed: Feed | None,
+        client: OrchestratorClient | None,
         *,
         replicas: Replicas,
-        lay_out: Callable[[MicroBatch], Row | None],
+        lay_out: Callable[[MicroBatch], PackedRow | None],
         split: Callable[[MicroBatch], tuple[MicroBatch, MicroBatch]] = lambda batch: (batch, without_samples(batch)),
     ) -> None:
-        """`feed` is the connection where this rank is a replica's leader. Every rank calls this at the same time.
+        """`client` is the connection where this rank is a replica's leader. Every rank calls this at the same time.
 
         `split` gives what of a row has a gradient, and what has none.
         """
-        assert (feed is not None) == replicas.is_leader
+        assert (client is not None) == replicas.is_leader
         self._busy_with = "starting"
-        self._feed = feed
+        self._client = client
         self._replicas = replicas
         self._lay_out = lay_out
         self._split = split
         self._ready: queue.Queue[Item | Exception] = queue.Queue(READY_AHEAD)
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="waves", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="loader", daemon=True)
         timeout = datetime.timedelta(seconds=replicas.deadline_s + GRACE_S)
         self._all = dist.new_group(backend="gloo", timeout=timeout) if replicas.size > 1 else None
         self._replica = _group_of_replica(replicas, timeout)
 
-    def __enter__(self) -> Waves:
+    def __enter__(self) -> RowLoader:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_closing.set()
-        if self._feed is not None:
-            self._feed.wake()
+        if self._client is not None:
+            self._client.wake()
         self._thread.join(CLOSE_S)
 
     @property
@@ -102,8 +102,8 @@ class Waves:
     @busy_with.setter
     def busy_with(self, what: str) -> None:
         self._busy_with = what
-        if self._feed is not None:
-            self._feed.busy_with = what
+        if self._client is not None:
+            self._client.busy_with = what
 
     def take(self) -> Item:
         """Wait for this rank's next row with its layout, or the seal after a step's last. Raises as `Feed.take`, and `DataError`."""
@@ -116,8 +116,8 @@ class Waves:
 
     def wait_for_stop(self, deadline_s: float) -> None:
         """Wait until the orchestrator itself has told this replica to stop, at most so long. Raises as `take` does."""
-        if self._feed is not None:
-            self._feed.wait_for_stop(deadline_s)
+        if self._client is not None:
+            self._client.wait_for_stop(deadline_s)
         self._thread.join(deadline_s)
 
     def _serve(self) -> None:
@@ -137,7 +137,7 @@ class Waves:
                 continue
 
     def _next(self) -> Item:
-        item = self._feed.take() if self._feed is not None else None
+        item = self._client.take() if self._client is not None else None
         found = [len(half.token_ids) > 0 for half in self._split(item)] if isinstance(item, MicroBatch) else [False, False]
         stops, *are_there = self._any(isinstance(item, Stop), *found)
         if stops:
@@ -146,8 +146,8 @@ class Waves:
         if isinstance(item, StepSealed):
             return item
         halves = [half for half in zip(self._split(item), (True, False), are_there, strict=True) if half[2]]
-        parts = [WavePart(batch=half, row=self._lay_out(half), has_gradient=has_gradient) for half, has_gradient, _ in halves]
-        return Wave(batch=item, parts=tuple(parts))
+        parts = [LoadedPart(batch=half, row=self._lay_out(half), has_gradient=has_gradient) for half, has_gradient, _ in halves]
+        return LoadedRow(batch=item, parts=tuple(parts))
 
     def _any(self, *claims: bool) -> list[bool]:
         """Whether each claim holds on any rank."""

@@ -14,7 +14,7 @@ import torch
 from pipelinerl.messages import MicroBatch
 
 
-class Lineage:
+class SampleDigest:
     """The samples that this replica has trained, since the run began or since the checkpoint it started from."""
 
     def __init__(self) -> None:

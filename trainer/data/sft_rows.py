@@ -12,7 +12,7 @@ from trainer.data.demonstrations import Demonstration
 from trainer.engine import Engine, Outputs
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 
 class SftRows:
@@ -49,12 +49,12 @@ class SftRows:
         full = [row for one in batch for row in packing.add(one)]
         return full + packing.flush()
 
-    def _lay_out(self, row: Sequence[Demonstration]) -> Row | None:
+    def _lay_out(self, row: Sequence[Demonstration]) -> PackedRow | None:
         return arrange(
             np.concatenate([one.token_ids for one in row]),
             loss_mask=np.concatenate([np.arange(one.num_tokens) >= one.num_prompt for one in row]),
             lengths=np.array([one.num_tokens for one in row], np.int32),
             names=[f"sample {index} of the row" for index in range(len(row))],
             device=self._replicas.device,
-            part=self._replicas.part,
+            context_shard=self._replicas.context_shard,
         )

@@ -32,7 +32,7 @@ def _chosen(batch: MicroBatch, samples: Mask) -> MicroBatch:
     if samples.all():
         return batch
     tokens = np.repeat(samples, batch.lengths)
-    of_samples = {name: getattr(batch, name) for name in ("rewards", "truncated", "group_ids", "weights", "engine_ids", "teachers")}
+    of_samples = {name: getattr(batch, name) for name in ("rewards", "truncated", "group_ids", "weights", "engine_ids", "teacher_ids")}
     return MicroBatch(
         step=batch.step,
         index=batch.index,

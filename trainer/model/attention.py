@@ -3,7 +3,7 @@
 Registered with transformers under `NAME`, so that any of its causal language models runs on it unchanged. transformers' own detection of
 packed rows is not used: it guesses from positions, and with a cache switched on it lets samples see each other without a word.
 
-Shapes: `I` tokens laid out (see `trainer.rows.arrange`), `n` pieces of a block, `L` tokens of a piece, `S` tokens it sees (trunk and own),
+Shapes: `I` tokens laid out (see `trainer.rows.arrange`), `n` pieces of a block, `L` tokens of a piece, `S` tokens it sees (prefix and own),
 `H` heads, `G` heads of keys and values, `D` size of a head.
 """
 
@@ -41,7 +41,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend within the `blocks` of one row. `query` [1, H, I, D], `key` and `value` [1, G, I, D]; returns [1, I, H, D].
 
-    The ranks of `group` share the row; what a trunk names is then on any of them.
+    The ranks of `group` share the row; what a prefix names is then on any of them.
 
     Raises `ConfigError` for a model that needs a kind of attention not written here; computing another one would train wrongly.
     """
@@ -73,9 +73,9 @@ def _pieces(
     """
     own = slice(block.start, block.start + block.num * block.length)
     queries, keys, values = (tensor[own].unflatten(0, (block.num, block.length)) for tensor in (query, key, value))
-    if block.trunk is None:
+    if block.prefix is None:
         return [queries, keys, values]
-    seen = [tensor.index_select(0, block.trunk).unflatten(0, (block.num, block.trunk_length)) for tensor in everywhere]
+    seen = [tensor.index_select(0, block.prefix).unflatten(0, (block.num, block.prefix_length)) for tensor in everywhere]
     return [queries, torch.cat((seen[0], keys), 1), torch.cat((seen[1], values), 1)]
 
 
@@ -111,7 +111,7 @@ def _attend_short(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 
 
 def _refuse_unknown(name: str, blocks: tuple[Block, ...], options: dict[str, Any]) -> None:
-    longest = max(block.trunk_length + block.length for block in blocks)
+    longest = max(block.prefix_length + block.length for block in blocks)
     window = options.get("sliding_window")
     if window is not None and longest > window:
         raise ConfigError(

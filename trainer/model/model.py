@@ -25,13 +25,13 @@ from trainer.model import attention
 from trainer.model.divergence import divergences
 from trainer.model.head import linear_logprobs
 from trainer.model.lora import Adapters, adapted, add_adapters, is_adapter
-from trainer.model.route_replay import Replay
+from trainer.model.routing_replay import RoutingReplay
 from trainer.parallel.context import gather_outputs
 from trainer.parallel.pipeline import Pipeline
+from trainer.parallel.pipeline_stages import stage_of_weights
 from trainer.parallel.replicas import Replicas
-from trainer.parallel.sharding import Holding, check_head, local, spread
-from trainer.parallel.stages import stage_of_weights
-from trainer.rows.packed_row import Row, TeacherStates
+from trainer.parallel.sharding import ParameterSharding, check_head, local, spread
+from trainer.rows.packed_row import PackedRow, TeacherStates
 
 
 class Model:
@@ -74,7 +74,7 @@ class Model:
         """True where no rank holds all the weights."""
         self.writes = replicas.rank == 0
         """True on the rank that writes the model down."""
-        self.holdings: list[Holding] = []
+        self.shardings: list[ParameterSharding] = []
         """How each of `parameters` is spread over the ranks."""
         self._replicas = replicas
         self._stages: list[_Stage] = []
@@ -100,8 +100,8 @@ class Model:
             stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
             stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
             if replay_routing:
-                Replay(module)
-            self.holdings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
+                RoutingReplay(module)
+            self.shardings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
             if is_offloaded:
                 for buffer in module.buffers():
                     buffer.data = buffer.to(device)
@@ -119,7 +119,7 @@ class Model:
             num_columns = 1 if gives_values else 3 if gives_square_sums else 2
             self.pipeline = Pipeline(self._stages, num_columns=num_columns, hidden_size=hidden_size, dtype=self.dtype, replicas=replicas)
 
-    def logprobs(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([K] float32 log-probability of every trained token, [K] float32 entropy in nats), both with gradient.
 
         Where a pipeline shares the layers, only without: gradients are those of `Pipeline.train`.
@@ -127,7 +127,7 @@ class Model:
         logprobs, entropy, *_ = self.outputs(row)
         return logprobs, entropy
 
-    def states(self, row: Row) -> tuple[torch.Tensor, TeacherStates]:
+    def states(self, row: PackedRow) -> tuple[torch.Tensor, TeacherStates]:
         """Return ([K] float32 log-probabilities, what the distributions at `row.sources` are made of), both without gradient.
 
         Of a model whose layers no pipeline shares. The states stay as they are whatever becomes of the model's memory meanwhile.
@@ -147,12 +147,12 @@ class Model:
         """Rows of the output embedding, on all ranks."""
         return self._stages[-1].num_words
 
-    def values(self, row: Row) -> torch.Tensor:
+    def values(self, row: PackedRow) -> torch.Tensor:
         """Return [K] float32, a value model's value of the state before every trained token, with gradient."""
         (values,) = self.outputs(row)
         return values
 
-    def outputs(self, row: Row) -> tuple[torch.Tensor, ...]:
+    def outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
         """Return these as they come: (values,), or (log-probabilities, entropies) and `extras`, divergences of rows with teachers only."""
         if self.pipeline is not None:
             assert not torch.is_grad_enabled(), "a row by itself is no work for a pipeline"
@@ -243,7 +243,7 @@ class _Stage(torch.nn.Module):
 
     def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas, index: int) -> None:
         super().__init__()
-        self.rows: Sequence[Row] = ()
+        self.rows: Sequence[PackedRow] = ()
         self.length = 0
         self.gives_square_sums = False
         self.divergence_mix: float | None = None
@@ -269,9 +269,9 @@ class _Stage(torch.nn.Module):
         head: Any = self.module.get_output_embeddings()  # `check_head` has seen it
         return head.weight
 
-    def forward(self, given: Row | torch.Tensor, number: torch.Tensor | None = None) -> Any:
+    def forward(self, given: PackedRow | torch.Tensor, number: torch.Tensor | None = None) -> Any:
         """Of a whole model, the outputs of the row `given`; of a stage of a pipeline, as `trainer.parallel.pipeline` says."""
-        if isinstance(given, Row):
+        if isinstance(given, PackedRow):
             return self._outputs(given, self._run_layers(given, input_ids=given.token_ids[None]))
         assert number is not None
         row = self.rows[int(number)]
@@ -281,13 +281,13 @@ class _Stage(torch.nn.Module):
             hidden = self._run_layers(row, inputs_embeds=given[:, : len(row.token_ids)])
         return self._outputs(row, hidden) if self._is_last else F.pad(hidden, (0, 0, 0, self.length - hidden.shape[1]))
 
-    def _run_layers(self, row: Row, **given: torch.Tensor) -> torch.Tensor:
+    def _run_layers(self, row: PackedRow, **given: torch.Tensor) -> torch.Tensor:
         """[1, I, H] hidden states."""
         return self.module.base_model(
             **given, position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context, routes=row.routes
         ).last_hidden_state
 
-    def _outputs(self, row: Row, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _outputs(self, row: PackedRow, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = hidden[0, row.sources]
         outputs = (self._values(hidden),) if self._gives_values else self._of_words(hidden, row)
         if self._context is None:
@@ -295,7 +295,7 @@ class _Stage(torch.nn.Module):
         columns = gather_outputs(torch.stack(outputs, 1), self._context)[row.order]
         return tuple(column.clone() for column in columns.unbind(1))  # not views: FSDP hangs the start of the backward pass on them
 
-    def _of_words(self, hidden: torch.Tensor, row: Row) -> tuple[torch.Tensor, ...]:
+    def _of_words(self, hidden: torch.Tensor, row: PackedRow) -> tuple[torch.Tensor, ...]:
         weight = local(self._head_weight())
         if self._has_float32_head:
             hidden, weight = hidden.float(), weight.float()

@@ -12,7 +12,7 @@ from trainer.model.lora import switched_off
 from trainer.model.model import Model
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import empty_row
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 
 class Reference:
@@ -25,7 +25,7 @@ class Reference:
         """`offloads` leaves the weights on the host but while a row is computed; for a model that is not spread."""
         self._model = model
         self._shares_passes = replicas.shares_passes
-        self._part = replicas.part
+        self._context_shard = replicas.context_shard
         self._device = replicas.device
         self._on_host: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         """Parameters that live on the host, with their weights there."""
@@ -34,20 +34,20 @@ class Reference:
             for parameter, weights in self._on_host:
                 parameter.data = weights
 
-    def logprobs(self, row: Row | None) -> torch.Tensor | None:
+    def logprobs(self, row: PackedRow | None) -> torch.Tensor | None:
         """[K] float32 log-probability of every trained token, at the policy's temperature; None for a zero-loss row."""
         if row is None and not self._shares_passes:
             return None
         with torch.no_grad(), self._on_device(), switched_off(self._model.module):
-            logprobs, _ = self._model.logprobs(row or empty_row(self._device, part=self._part))
+            logprobs, _ = self._model.logprobs(row or empty_row(self._device, context_shard=self._context_shard))
         return None if row is None else logprobs
 
-    def states(self, row: Row | None) -> tuple[torch.Tensor | None, Row | None]:
+    def states(self, row: PackedRow | None) -> tuple[torch.Tensor | None, PackedRow | None]:
         """The same, and the row with what the reference's whole distributions over it are made of."""
         if row is None and not self._shares_passes:
             return None, None
         with self._on_device(), switched_off(self._model.module):
-            logprobs, states = self._model.states(row or empty_row(self._device, part=self._part))
+            logprobs, states = self._model.states(row or empty_row(self._device, context_shard=self._context_shard))
         return (None, None) if row is None else (logprobs, dataclasses.replace(row, teachers=(states,)))
 
     @contextlib.contextmanager

@@ -13,25 +13,25 @@ import torch
 
 from trainer.model.reference import Reference
 from trainer.parallel.replicas import Replicas
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 
 class Teachers:
-    """What a `Reference` is to a run of one, by `Row.judges`. Every rank calls it for the same rows."""
+    """What a `Reference` is to a run of one, by `PackedRow.judges`. Every rank calls it for the same rows."""
 
     def __init__(self, references: Sequence[Reference], *, replicas: Replicas) -> None:
         self._references = references
         self._shares_passes = replicas.shares_passes
-        self._part = replicas.part
+        self._context_shard = replicas.context_shard
 
-    def logprobs(self, row: Row | None) -> torch.Tensor | None:
+    def logprobs(self, row: PackedRow | None) -> torch.Tensor | None:
         """[K] float32 log-probability of every trained token to its own teacher; None for a zero-loss row."""
         found = [
             one.logprobs(self._of(row, number)) if self._computes(row, number) else None for number, one in enumerate(self._references)
         ]
         return None if row is None else self._chosen(row, found)
 
-    def states(self, row: Row | None) -> tuple[torch.Tensor | None, Row | None]:
+    def states(self, row: PackedRow | None) -> tuple[torch.Tensor | None, PackedRow | None]:
         """The same, and the row with what its teachers' whole distributions are made of."""
         found = [
             one.states(self._of(row, number)) if self._computes(row, number) else (None, None)
@@ -39,42 +39,42 @@ class Teachers:
         ]
         if row is None:
             return None, None
-        judges = self._judges_of_sources(row)
+        teacher_ids = self._teacher_ids_of_sources(row)
         states = []
         for number, (_, judged) in enumerate(found):
             for one in judged.teachers if judged is not None else ():
-                places = (judges == number).nonzero()[:, 0]
+                places = (teacher_ids == number).nonzero()[:, 0]
                 states.append(dataclasses.replace(one, hidden=one.hidden[places], places=places))
         return self._chosen(row, [logprobs for logprobs, _ in found]), dataclasses.replace(row, teachers=tuple(states))
 
-    def _of(self, row: Row | None, number: int) -> Row | None:
+    def _of(self, row: PackedRow | None, number: int) -> PackedRow | None:
         """The row where it holds a token of this teacher's."""
-        return row if row is not None and bool((_judges(row) == number).any()) else None
+        return row if row is not None and bool((_teacher_ids(row) == number).any()) else None
 
-    def _computes(self, row: Row | None, number: int) -> bool:
+    def _computes(self, row: PackedRow | None, number: int) -> bool:
         """Ranks of other replicas may have tokens for a teacher that this one has none for, and meet it in the middle."""
         return self._shares_passes or self._of(row, number) is not None
 
-    def _chosen(self, row: Row, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        judges = _judges(row)
-        chosen = torch.zeros(len(judges), device=judges.device)
+    def _chosen(self, row: PackedRow, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        teacher_ids = _teacher_ids(row)
+        chosen = torch.zeros(len(teacher_ids), device=teacher_ids.device)
         for number, logprobs in enumerate(found):
             if logprobs is not None:
-                chosen = torch.where(judges == number, logprobs, chosen)
+                chosen = torch.where(teacher_ids == number, logprobs, chosen)
         return chosen
 
-    def _judges_of_sources(self, row: Row) -> torch.Tensor:
+    def _teacher_ids_of_sources(self, row: PackedRow) -> torch.Tensor:
         """[J] teacher of each of this rank's sources, -1 for padding."""
-        judges = _judges(row)
+        teacher_ids = _teacher_ids(row)
         if row.order is None:
-            return judges
+            return teacher_ids
         size = len(row.sources)
-        is_here = row.order // size == self._part.index
-        found = torch.full((size,), -1, dtype=torch.int64, device=judges.device)
-        found[row.order[is_here] - self._part.index * size] = judges[is_here]
+        is_here = row.order // size == self._context_shard.index
+        found = torch.full((size,), -1, dtype=torch.int64, device=teacher_ids.device)
+        found[row.order[is_here] - self._context_shard.index * size] = teacher_ids[is_here]
         return found
 
 
-def _judges(row: Row) -> torch.Tensor:
-    assert row.judges is not None, "a run with several teachers is told of each sample which one judges it"
-    return row.judges
+def _teacher_ids(row: PackedRow) -> torch.Tensor:
+    assert row.teacher_ids is not None, "a run with several teachers is told of each sample which one judges it"
+    return row.teacher_ids

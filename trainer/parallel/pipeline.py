@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from pipelinerl.config.layout import Schedule
 from pipelinerl.errors import PipelineError
 from trainer.parallel.replicas import Replicas
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 _SCHEDULES = {
     Schedule.ONE_FORWARD_ONE_BACKWARD: "1F1B",
@@ -32,7 +32,7 @@ Outputs = tuple[torch.Tensor, ...]
 class Stage(Protocol):
     """A run of layers of the model on this rank, a `torch.nn.Module`."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PackedRow]
     """Those that go together; a stage is given the number of one."""
     length: int
     """Tokens to which hidden states are padded."""
@@ -57,7 +57,7 @@ class Pipeline:
         self._dtype = dtype
         self._is_last = self._place == self._layout.pipeline - 1
 
-    def train(self, rows: Sequence[Row], losses: Sequence[Callable[[Outputs], torch.Tensor]]) -> None:
+    def train(self, rows: Sequence[PackedRow], losses: Sequence[Callable[[Outputs], torch.Tensor]]) -> None:
         """Add the gradient of each row's loss. There are a multiple of as many rows as ranks; every loss is called on every rank."""
         found: dict[int, Outputs] = {}
 
@@ -78,7 +78,7 @@ class Pipeline:
             for outputs, of_row in zip(shared, losses, strict=True):
                 of_row(outputs)
 
-    def outputs(self, row: Row) -> Outputs:
+    def outputs(self, row: PackedRow) -> Outputs:
         """Compute a row's outputs, without gradient, on every rank: stage after stage, while the other ranks wait."""
         self._prepare([row])
         computed: Any = None
@@ -95,7 +95,7 @@ class Pipeline:
         """Have `tensor` on every rank be that of the rank at place `owner`."""
         self._bounded(lambda: dist.broadcast(tensor, group_src=owner, group=self._group))
 
-    def _prepare(self, rows: Sequence[Row]) -> None:
+    def _prepare(self, rows: Sequence[PackedRow]) -> None:
         for stage in self._stages:
             stage.rows, stage.length = rows, max(len(row.token_ids) for row in rows)
 
@@ -128,7 +128,7 @@ class Pipeline:
         self._bounded(lambda: dist.recv(hidden, group_src=(self._place - 1) % self._layout.pipeline, group=self._group))
         return hidden
 
-    def _share(self, rows: Sequence[Row], outputs: Sequence[Outputs]) -> list[Outputs]:
+    def _share(self, rows: Sequence[PackedRow], outputs: Sequence[Outputs]) -> list[Outputs]:
         """The last rank's outputs of all rows, on every rank."""
         lengths = [len(row.trained) for row in rows]
         columns = torch.empty(self._num_columns, sum(lengths), device=self._replicas.device)

@@ -23,7 +23,7 @@ from pipelinerl.transport.rendezvous import RendezvousClient
 from pipelinerl.weights.rendezvous_store import RendezvousStore
 from trainer.parallel.objects import refuse_foreign_objects
 from trainer.parallel.ranks import SCHEME, STORE, token_of
-from trainer.rows.packed_row import Part
+from trainer.rows.packed_row import ContextShard
 
 
 class Replicas:
@@ -83,9 +83,9 @@ class Replicas:
         return ranks.transpose(0, 1).reshape(layout.replicas, -1).tolist()
 
     @property
-    def part(self) -> Part:
+    def context_shard(self) -> ContextShard:
         """Which part of its replica's rows is this rank's."""
-        return Part(index=self.place("context"), num=self.layout.context)
+        return ContextShard(index=self.place("context"), num=self.layout.context)
 
     @property
     def shares_passes(self) -> bool:

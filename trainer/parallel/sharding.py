@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_expert_parallelism, apply_tensor_parallelism
 
 from pipelinerl.errors import ConfigError
+from trainer.parallel.pipeline_stages import MissingLayer, has_tied_embeddings, keep_stage
 from trainer.parallel.replicas import Replicas
-from trainer.parallel.stages import Elsewhere, has_tied_embeddings, keep_stage
 
 _SUMMED_BY_STEP = "replicated_with_grad_allreduce"
 _BY_WORDS = "embedding_rowwise"
@@ -37,12 +37,12 @@ _LOGITS_CHANGED_BY = ("final_logit_softcapping", "logits_scaling", "logit_scale"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class ParameterSharding:
     """How one parameter is spread: what the step has to do about its gradient."""
 
     sums: tuple[dist.ProcessGroup, ...] = ()
     """Groups over which this rank's raw sum is still to be added up."""
-    num_holders: int = 1
+    num_copies: int = 1
     """Ranks that hold this very piece."""
 
 
@@ -56,7 +56,7 @@ def check_head(module: PreTrainedModel) -> None:
 
 def spread(
     module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replicas, dtype: torch.dtype, index: int = 0, is_offloaded: bool = False
-) -> list[Holding]:
+) -> list[ParameterSharding]:
     """Cut `module`, which `stage` runs, down to this rank's share; return how each of its trainable parameters is held.
 
     `index` is the stage's place in the pipeline. Where the weights are sharded, every piece stays in float32 and computes in `dtype`; with
@@ -64,7 +64,7 @@ def spread(
     """
     layout = replicas.layout
     if replicas.size == 1:
-        return [Holding() for parameter in module.parameters() if parameter.requires_grad]
+        return [ParameterSharding() for parameter in module.parameters() if parameter.requires_grad]
     summed_by_step: set[str] = set()
     experts: tuple[str, ...] = ()
     if layout.tensor > 1:
@@ -86,13 +86,13 @@ def spread(
     if experts and layout.shard == 1 and replicas.expert_mesh["rest"].size() > 1:
         expert = (replicas.expert_mesh["rest"].get_group(),)
 
-    def holding(name: str, parameter: torch.Tensor) -> Holding:
+    def holding(name: str, parameter: torch.Tensor) -> ParameterSharding:
         sums = expert if name.startswith(experts) and experts else partial if name in summed_by_step else dense
-        num_holders = _num_holders(parameter, ranks=replicas.size // layout.pipeline)
+        num_copies = _num_copies(parameter, ranks=replicas.size // layout.pipeline)
         if name == at_both_ends:
             assert replicas.ends is not None
-            return Holding(sums=(*sums, replicas.ends), num_holders=2 * num_holders)
-        return Holding(sums=sums, num_holders=num_holders)
+            return ParameterSharding(sums=(*sums, replicas.ends), num_copies=2 * num_copies)
+        return ParameterSharding(sums=sums, num_copies=num_copies)
 
     return [holding(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
@@ -184,7 +184,7 @@ def _shard(
         fully_shard(part, mesh=replicas.expert_mesh["rest"], **part_settings)
     layers: Any = module.base_model.layers
     for layer in layers:
-        if not isinstance(layer, Elsewhere):
+        if not isinstance(layer, MissingLayer):
             fully_shard(layer, mesh=mesh, **part_settings)
     fully_shard(stage, mesh=mesh, **settings, reshard_after_forward=False)
     for part in stage.modules():
@@ -207,7 +207,7 @@ def _group(replicas: Replicas, *names: str) -> tuple[dist.ProcessGroup, ...]:
     return (mesh.get_group(),) if mesh.size() > 1 else ()
 
 
-def _num_holders(parameter: torch.Tensor, *, ranks: int) -> int:
+def _num_copies(parameter: torch.Tensor, *, ranks: int) -> int:
     """Of `ranks`, those that hold the same piece as this one."""
     if not isinstance(parameter, DTensor):
         return ranks

@@ -2,14 +2,14 @@
 
 Samples of a row never see each other, so they may stand in any order; and a causal model computes the same for the same beginning. So:
 
-- Samples of a row that share their prompt share its computation: the prompt becomes one *trunk*, what follows it one *branch* per sample.
+- Samples of a row that share their prompt share its computation: the prompt becomes one *prefix*, what follows it one *branch* per sample.
   With 8 siblings of as many prompt as completion tokens that is 9/16 of the tokens, at exactly the same gradients.
 - A sample ends before its last trained token: nothing is predicted from that one.
-- Pieces of equal length (and equal trunk length) stand together as one `Block`, so that attention runs once per block and not once per
+- Pieces of equal length (and equal prefix length) stand together as one `Block`, so that attention runs once per block and not once per
   sample: a row may hold hundreds of short samples.
 
 Under context parallelism several ranks share a row: each takes as many tokens, cut from both ends towards the middle, because the later a
-token stands in its sample the more it sees. A piece that is cut is two pieces; the second sees the first as it would a trunk.
+token stands in its sample the more it sees. A piece that is cut is two pieces; the second sees the first as it would a prefix.
 
 Legend: `R` tokens of the packed row, `I` tokens the model computes on this rank, `K` tokens with a loss, `J` of them on this rank.
 """
@@ -26,7 +26,7 @@ import torch
 from pipelinerl.data.expert_routes import Table, unknown
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Int32, Mask
-from trainer.rows.packed_row import WHOLE, Block, Part, Row
+from trainer.rows.packed_row import WHOLE_ROW, Block, ContextShard, PackedRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(tokens before, tokens): trunks sort before the branches that need their place."""
+        """(tokens before, tokens): prefixes sort before the branches that need their place."""
         return (sum(end - start for start, end in self.before), self.length)
 
     def cut(self, length: int) -> tuple[_Piece, _Piece]:
@@ -59,9 +59,9 @@ def arrange(
     lengths: Int32,
     names: Sequence[str],
     device: torch.device | str = "cpu",
-    part: Part = WHOLE,
+    context_shard: ContextShard = WHOLE_ROW,
     routes: Table | None = None,
-) -> Row | None:
+) -> PackedRow | None:
     """Lay out a packed row of samples of these `lengths`, or a part of it; None where no token of the whole row has a loss.
 
     A shared prompt is computed by the `routes` ([R, layers, k]) of the first sample that has it.
@@ -80,20 +80,20 @@ def arrange(
             f"{names[int(sample_of[first.argmax()])]}: its first token has a loss, but no token stands before it to predict it from"
         )
     pieces, sources = _cut(token_ids, starts=starts[sample_of], trained=trained)
-    shares = _shares(pieces, num=part.num)
+    shares = _shares(pieces, num=context_shard.num)
     size = max(sum(piece.length for piece in share) for share in shares)
     place = _places(shares, size=size, num_tokens=len(token_ids))
-    columns, positions, blocks = _lay_out(shares[part.index], place=place, size=size)
+    columns, positions, blocks = _lay_out(shares[context_shard.index], place=place, size=size)
     owner, where = np.divmod(place[sources], size)
-    targets, order = _targets(token_ids[trained], where=where, owner=owner, part=part)
+    targets, order = _targets(token_ids[trained], where=where, owner=owner, context_shard=context_shard)
 
     def on_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)
 
-    return Row(
+    return PackedRow(
         token_ids=on_device(np.where(columns < 0, 0, token_ids[columns])),
         positions=on_device(positions),
-        blocks=tuple(dataclasses.replace(block, trunk=None if block.trunk is None else block.trunk.to(device)) for block in blocks),
+        blocks=tuple(dataclasses.replace(block, prefix=None if block.prefix is None else block.prefix.to(device)) for block in blocks),
         targets=on_device(targets[0]),
         sources=on_device(targets[1]),
         trained=on_device(trained),
@@ -102,12 +102,12 @@ def arrange(
     )
 
 
-def empty_row(device: torch.device | str = "cpu", *, part: Part = WHOLE) -> Row:
+def empty_row(device: torch.device | str = "cpu", *, context_shard: ContextShard = WHOLE_ROW) -> PackedRow:
     """One token and nothing to learn from it: the pass of a rank that has no row while others, who meet it in the middle, have one."""
     zero, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
-    block = Block(start=0, num=1, length=1, trunk_length=0, trunk=None)
-    targets, order = (nothing, None) if part.num == 1 else (zero, nothing)
-    return Row(token_ids=zero, positions=zero, blocks=(block,), targets=targets, sources=targets, trained=nothing, order=order)
+    block = Block(start=0, num=1, length=1, prefix_length=0, prefix=None)
+    targets, order = (nothing, None) if context_shard.num == 1 else (zero, nothing)
+    return PackedRow(token_ids=zero, positions=zero, blocks=(block,), targets=targets, sources=targets, trained=nothing, order=order)
 
 
 def _laid_out_routes(routes: Table, columns: np.ndarray) -> np.ndarray:
@@ -135,12 +135,12 @@ def _cut(token_ids: Int32, *, starts: np.ndarray, trained: np.ndarray) -> tuple[
         if len(members) == 1:
             pieces.append(_Piece(start, end))
             continue
-        trunk = _Piece(start, int(trained[first]))
-        pieces.append(trunk)
+        prefix = _Piece(start, int(trained[first]))
+        pieces.append(prefix)
         for _, first, end in members:
-            sources[first] = trunk.end - 1
+            sources[first] = prefix.end - 1
             if end > trained[first]:
-                pieces.append(_Piece(int(trained[first]), end, ((trunk.start, trunk.end),)))
+                pieces.append(_Piece(int(trained[first]), end, ((prefix.start, prefix.end),)))
     return sorted(pieces, key=lambda piece: piece.shape), sources
 
 
@@ -176,14 +176,14 @@ def _lay_out(pieces: list[_Piece], *, place: np.ndarray, size: int) -> tuple[np.
     """One rank's layout: ([I] position in the packed row of each token, -1 for padding; [I] position in its sample; blocks)."""
     blocks: list[Block] = []
     start = 0
-    for (trunk_length, length), group in itertools.groupby(pieces, key=lambda piece: piece.shape):
+    for (prefix_length, length), group in itertools.groupby(pieces, key=lambda piece: piece.shape):
         members = list(group)
-        trunks = [place[begin:end] for piece in members for begin, end in piece.before]
-        trunk = torch.from_numpy(np.concatenate(trunks)) if trunks else None
-        blocks.append(Block(start=start, num=len(members), length=length, trunk_length=trunk_length, trunk=trunk))
+        prefixes = [place[begin:end] for piece in members for begin, end in piece.before]
+        prefix = torch.from_numpy(np.concatenate(prefixes)) if prefixes else None
+        blocks.append(Block(start=start, num=len(members), length=length, prefix_length=prefix_length, prefix=prefix))
         start += length * len(members)
     if start < size:
-        blocks.append(Block(start=start, num=size - start, length=1, trunk_length=0, trunk=None))
+        blocks.append(Block(start=start, num=size - start, length=1, prefix_length=0, prefix=None))
     padding = size - start
     columns = [np.arange(piece.start, piece.end) for piece in pieces] + [np.full(padding, -1)]
     positions = [piece.shape[0] + np.arange(piece.length) for piece in pieces] + [np.zeros(padding, np.int64)]
@@ -191,15 +191,15 @@ def _lay_out(pieces: list[_Piece], *, place: np.ndarray, size: int) -> tuple[np.
 
 
 def _targets(
-    ids: np.ndarray, *, where: np.ndarray, owner: np.ndarray, part: Part
+    ids: np.ndarray, *, where: np.ndarray, owner: np.ndarray, context_shard: ContextShard
 ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray | None]:
-    """(([J] ids, [J] sources) of this part, padded with zeros to as many on every rank; `Row.order`)."""
-    if part.num == 1:
+    """(([J] ids, [J] sources) of this part, padded with zeros to as many on every rank; `PackedRow.order`)."""
+    if context_shard.num == 1:
         return (ids, where), None
-    counts = np.bincount(owner, minlength=part.num)
-    mine, size = owner == part.index, int(counts.max())
-    padding = np.zeros(size - counts[part.index], np.int64)
+    counts = np.bincount(owner, minlength=context_shard.num)
+    mine, size = owner == context_shard.index, int(counts.max())
+    padding = np.zeros(size - counts[context_shard.index], np.int64)
     within = np.zeros(len(ids), np.int64)
-    for rank in range(part.num):
+    for rank in range(context_shard.num):
         within[owner == rank] = np.arange(counts[rank])
     return (np.concatenate((ids[mine], padding)), np.concatenate((where[mine], padding))), owner * size + within

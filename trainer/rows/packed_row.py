@@ -1,4 +1,4 @@
-"""A packed row as the model takes it. `trainer.rows.arrange` lays rows out, and explains blocks and trunks; this module knows no other.
+"""A packed row as the model takes it. `trainer.rows.arrange` lays rows out, and explains blocks and prefixes; this module knows no other.
 
 Legend: `I` tokens the model computes on this rank, `K` tokens with a loss, `J` of them on this rank, `G` a teacher's hidden size, `V` words
 of the vocabulary on this rank.
@@ -30,14 +30,14 @@ class Block:
     start: int
     num: int
     length: int
-    trunk_length: int
+    prefix_length: int
     """Tokens each piece sees before its own; 0 for a piece that starts a sample."""
-    trunk: torch.Tensor | None
-    """[num * trunk_length] int64, where those tokens are in the layouts of all ranks that share the row, joined; None without a trunk."""
+    prefix: torch.Tensor | None
+    """[num * prefix_length] int64, where those tokens are in the layouts of all ranks that share the row, joined; None without a prefix."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PackedRow:
     """A packed row as the model takes it, or one rank's part of it."""
 
     token_ids: torch.Tensor
@@ -53,7 +53,7 @@ class Row:
     """[K] int64, position of each token with a loss in the packed row, to pick its other columns."""
     routes: torch.Tensor | None = None
     """[I, layers, k] int16, the experts each token was sent to in the engine, -1 where that is not known; None where nothing is."""
-    judges: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
     """[K] int64, which of several teachers judges each token; None where there are not several."""
     teachers: tuple[TeacherStates, ...] = ()
     """What the model's distributions are compared with; none where they are not."""
@@ -62,12 +62,12 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ContextShard:
     """Which part of every row is this rank's."""
 
     index: int = 0
     num: int = 1
 
 
-WHOLE = Part()
+WHOLE_ROW = ContextShard()
 """Every row, all of it."""

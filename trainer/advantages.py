@@ -22,28 +22,28 @@ from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.errors import DataError
 from pipelinerl.messages import MicroBatch
 from trainer.parallel.replicas import Replicas
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldRow:
     """A row that waits for its step to be whole, with what was computed of it meanwhile, without gradient.
 
     A zero-loss row has none of it. Legend: `K` trained tokens.
     """
 
     batch: MicroBatch
-    row: Row | None
+    row: PackedRow | None
     columns: TokenColumns | None
     values: torch.Tensor | None = None
     """[K] float32, what the critic says of each token, where there is one, or the policy's sum of squared probabilities."""
     returns: torch.Tensor | None = None
     """[K] float32, what the critic is trained towards."""
     has_gradient: bool = True
-    """False where no row of its wave has one."""
+    """False where no row of its round has one."""
 
 
-def credited(held: Sequence[Held], *, method: Method, replicas: Replicas, correct_reward: float) -> list[Held]:
+def with_advantages(held: Sequence[HeldRow], *, method: Method, replicas: Replicas, correct_reward: float) -> list[HeldRow]:
     """The rows of this replica with their advantages, and returns where there is a critic. Every rank calls this."""
     samples = np.concatenate([np.zeros((0, 3)), *(_sample_facts(one) for one in held)])
     tokens = np.concatenate([np.zeros((0, 3)), *(_token_facts(one, method=method) for one in held)])
@@ -56,7 +56,7 @@ def credited(held: Sequence[Held], *, method: Method, replicas: Replicas, correc
     return [_with_credit(one, advantages=a, returns=g) for one, a, g in parts]
 
 
-def _sample_facts(held: Held) -> np.ndarray:
+def _sample_facts(held: HeldRow) -> np.ndarray:
     """[N, 3] group, reward and trained tokens of each sample."""
     batch = held.batch
     if not len(batch.lengths):
@@ -68,7 +68,7 @@ def _sample_facts(held: Held) -> np.ndarray:
     return np.stack((batch.group_ids, batch.rewards, counts), 1).astype(np.float64)
 
 
-def _token_facts(held: Held, *, method: Method) -> np.ndarray:
+def _token_facts(held: HeldRow, *, method: Method) -> np.ndarray:
     """[K, 3] log mu - log ref, what the rule reads (`_READS`) and whether a turn ends there; zeros where the run has no such thing."""
     columns = held.columns
     if columns is None:
@@ -146,7 +146,7 @@ def _group(samples: np.ndarray, tokens: np.ndarray, *, starts: np.ndarray, read_
     )
 
 
-def _with_credit(held: Held, *, advantages: Float64, returns: Float64) -> Held:
+def _with_credit(held: HeldRow, *, advantages: Float64, returns: Float64) -> HeldRow:
     if held.columns is None:
         return held
     like = held.columns.advantages

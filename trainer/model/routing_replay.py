@@ -19,7 +19,7 @@ _READ = ("top_k", "norm_topk_prob", "num_experts", "weight")
 """What a router must have for its rule to be the one written here: softmax over all experts, the best `top_k`, scaled to 1 where wanted."""
 
 
-class Replay:
+class RoutingReplay:
     """The routers of a model, and the record that the layer under way is computed by.
 
     A layer is given its row's record with every call, and hands it to its router just before: so a layer that is computed again in the

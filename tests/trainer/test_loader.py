@@ -21,11 +21,11 @@ from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_sample
-from trainer.data.loader import READY_AHEAD, Wave, Waves
+from trainer.data.loader import READY_AHEAD, LoadedRow, RowLoader
 from trainer.data.split import split_by_gradient
-from trainer.orchestrator_client import Feed
+from trainer.orchestrator_client import OrchestratorClient
 from trainer.parallel.replicas import Replicas
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 NUM_ROWS = 6
 
@@ -44,7 +44,9 @@ async def _serve(hub: ZmqHub, *, until: Callable[[], bool], log: list[int]) -> N
                 hub.send(peer, _row(message.index) if message.index < NUM_ROWS else seal)
 
 
-def _with_waves(run_folder: Path, *, lay_out: Callable[[MicroBatch], Row | None], loop: Callable[[Waves], Any]) -> tuple[Any, list[int]]:
+def _with_loader(
+    run_folder: Path, *, lay_out: Callable[[MicroBatch], PackedRow | None], loop: Callable[[RowLoader], Any]
+) -> tuple[Any, list[int]]:
     """What `loop` returns in a thread of its own, fed by a hub in this one; and the rows that were asked for."""
     make_keys(run_folder, PEERS)
     pulls: list[int] = []
@@ -52,9 +54,11 @@ def _with_waves(run_folder: Path, *, lay_out: Callable[[MicroBatch], Row | None]
     def train() -> Any:
         replicas = Replicas(ranks=1, deadline_s=20)
         ready = TrainerReady(replica=0, num_replicas=1, process_id=0, version=0)
-        feed = Feed(lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=1, silent_after_s=20)
-        with feed, Waves(feed, replicas=replicas, lay_out=lay_out) as waves:
-            return loop(waves)
+        client = OrchestratorClient(
+            lambda: ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer), ready=ready, num_steps=1, silent_after_s=20
+        )
+        with client, RowLoader(client, replicas=replicas, lay_out=lay_out) as loader:
+            return loop(loader)
 
     async def both() -> Any:
         hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
@@ -80,23 +84,23 @@ def test_rows_are_laid_out_while_the_loop_computes_and_no_further_than_is_held(t
         if len(laid_out) == 2 + READY_AHEAD:
             all_held.set()
 
-    def loop(waves: Waves) -> list[int]:
-        waves.take()
+    def loop(loader: RowLoader) -> list[int]:
+        loader.take()
         assert all_held.wait(20), "the loop takes nothing meanwhile"
-        waves._thread.join(0.3)  # long enough for many more
+        loader._thread.join(0.3)  # long enough for many more
         return list(laid_out)
 
-    ahead, pulls = _with_waves(tmp_path, lay_out=lay_out, loop=loop)
+    ahead, pulls = _with_loader(tmp_path, lay_out=lay_out, loop=loop)
     assert ahead == [0, 1, 2], "one was taken, one is ready, one waits in the thread's hands"
     assert max(pulls) < NUM_ROWS - 1
 
 
 def test_rows_come_in_order_with_their_layout_and_the_seal_last(tmp_path: Path) -> None:
-    def loop(waves: Waves) -> list[Any]:
-        return [waves.take() for _ in range(NUM_ROWS + 1)]
+    def loop(loader: RowLoader) -> list[Any]:
+        return [loader.take() for _ in range(NUM_ROWS + 1)]
 
-    taken, _ = _with_waves(tmp_path, lay_out=lambda batch: None, loop=loop)
-    assert [wave.batch.index for wave in taken[:-1]] == list(range(NUM_ROWS))
+    taken, _ = _with_loader(tmp_path, lay_out=lambda batch: None, loop=loop)
+    assert [loaded.batch.index for loaded in taken[:-1]] == list(range(NUM_ROWS))
     assert isinstance(taken[-1], StepSealed)
 
 
@@ -104,17 +108,17 @@ def test_a_row_that_cannot_be_laid_out_ends_the_loop_with_its_reason(tmp_path: P
     def lay_out(batch: MicroBatch) -> None:
         raise DataError(f"row {batch.index} is broken")
 
-    def loop(waves: Waves) -> str:
+    def loop(loader: RowLoader) -> str:
         for _ in range(2):  # nothing comes after it
             with pytest.raises(DataError, match="row 0 is broken") as caught:
-                waves.take()
+                loader.take()
         return str(caught.value)
 
-    assert _with_waves(tmp_path, lay_out=lay_out, loop=loop)[0] == "row 0 is broken"
+    assert _with_loader(tmp_path, lay_out=lay_out, loop=loop)[0] == "row 0 is broken"
 
 
-class _HandFed:
-    """A feed that gives what it was made with."""
+class _HandFedClient:
+    """A client that gives what it was made with."""
 
     def __init__(self, items: list[MicroBatch | StepSealed | Stop]) -> None:
         self.busy_with = ""
@@ -129,12 +133,12 @@ class _HandFed:
 def _take_all(replicas: Replicas) -> list[list[int]]:
     """Replica 0 has three rows, replica 1 is told to stop after one: token ids of what each rank got."""
     rows = [_row(replicas.number), _row(2), _row(3), Stop(reason="")]
-    feed = _HandFed(rows if replicas.number == 0 else [rows[0], Stop(reason="told")]) if replicas.is_leader else None
+    client = _HandFedClient(rows if replicas.number == 0 else [rows[0], Stop(reason="told")]) if replicas.is_leader else None
     got: list[list[int]] = []
-    with Waves(feed, replicas=replicas, lay_out=lambda batch: None) as waves:  # pyright: ignore[reportArgumentType]
-        while not isinstance(wave := waves.take(), Stop):
-            assert isinstance(wave, Wave)
-            got.append(wave.batch.token_ids.tolist())
+    with RowLoader(client, replicas=replicas, lay_out=lambda batch: None) as loader:  # pyright: ignore[reportArgumentType]
+        while not isinstance(loaded := loader.take(), Stop):
+            assert isinstance(loaded, LoadedRow)
+            got.append(loaded.batch.token_ids.tolist())
     return got
 
 
@@ -145,17 +149,17 @@ def test_ranks_of_a_replica_get_its_rows_and_all_ranks_end_after_the_same_wave(t
 
 
 def _parts(replicas: Replicas) -> list[list[tuple[int, bool]]]:
-    """Sizes and kinds of what each rank computes of three waves: in the first replica 0 has an advantage, in the second none, then both."""
+    """Sizes and kinds of what each rank computes in three rounds: in one replica 0 has an advantage, in the second none, then both."""
     rows = [_row(number) for number in range(3)]
     for index, row in enumerate(rows):
         if (index, replicas.number) in ((0, 1), (1, 0), (1, 1)):
             row.advantages[:] = 0
-    feed = _HandFed([*rows, Stop(reason="")]) if replicas.is_leader else None
+    client = _HandFedClient([*rows, Stop(reason="")]) if replicas.is_leader else None
     taken: list[list[tuple[int, bool]]] = []
-    with Waves(feed, replicas=replicas, lay_out=lambda batch: None, split=split_by_gradient) as waves:  # pyright: ignore[reportArgumentType]
-        while not isinstance(wave := waves.take(), Stop):
-            assert isinstance(wave, Wave)
-            taken.append([(len(part.batch.token_ids), part.has_gradient) for part in wave.parts])
+    with RowLoader(client, replicas=replicas, lay_out=lambda batch: None, split=split_by_gradient) as loader:  # pyright: ignore[reportArgumentType]
+        while not isinstance(loaded := loader.take(), Stop):
+            assert isinstance(loaded, LoadedRow)
+            taken.append([(len(part.batch.token_ids), part.has_gradient) for part in loaded.parts])
     return taken
 
 

@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.errors import MismatchError, PeerGone, PeerSilent
 from pipelinerl.messages import MicroBatch
 from tests.trainer.tiny import make_batch, make_sample
-from trainer.data.in_hand import InHand, left_behind
+from trainer.data.rows_in_progress import RowsInProgress, interrupted_rows
 
 
 def row(index: int, *, step: int = 12) -> MicroBatch:
@@ -20,16 +20,16 @@ def row(index: int, *, step: int = 12) -> MicroBatch:
 
 
 def test_a_row_whose_rank_is_killed_is_left_behind_and_told_once(tmp_path: Path):
-    in_hand = InHand(tmp_path, rank=1, replica=1, num_replicas=2)
-    with in_hand(row(0)):
+    in_progress = RowsInProgress(tmp_path, rank=1, replica=1, num_replicas=2)
+    with in_progress(row(0)):
         pass
     child = os.fork()
     if not child:
-        with in_hand(row(3)):
+        with in_progress(row(3)):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert left_behind(tmp_path) == ("12/7",), "row 3 of replica 1 of 2"
-    assert left_behind(tmp_path) == ()
+    assert interrupted_rows(tmp_path) == ("12/7",), "row 3 of replica 1 of 2"
+    assert interrupted_rows(tmp_path) == ()
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_a_row_whose_rank_is_killed_is_left_behind_and_told_once(tmp_path: Path)
     ],
 )
 def test_only_an_error_of_its_own_blames_the_row(tmp_path: Path, error: type[BaseException], expected: tuple[str, ...]):
-    with pytest.raises(error), InHand(tmp_path, rank=0, replica=0, num_replicas=1)(row(4)):
+    with pytest.raises(error), RowsInProgress(tmp_path, rank=0, replica=0, num_replicas=1)(row(4)):
         raise error
-    assert left_behind(tmp_path) == expected
+    assert interrupted_rows(tmp_path) == expected
 
 
 def test_the_zero_loss_row_blames_nobody(tmp_path: Path):
-    with pytest.raises(IndexError), InHand(tmp_path, rank=0, replica=0, num_replicas=1)(make_batch([], step=1)):
+    with pytest.raises(IndexError), RowsInProgress(tmp_path, rank=0, replica=0, num_replicas=1)(make_batch([], step=1)):
         raise IndexError
-    assert left_behind(tmp_path) == ()
+    assert interrupted_rows(tmp_path) == ()

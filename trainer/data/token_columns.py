@@ -8,12 +8,12 @@ import torch
 from pipelinerl.algorithms.loss import TokenColumns
 from pipelinerl.messages import MicroBatch
 from trainer.engine import Outputs
-from trainer.rows.packed_row import Row
+from trainer.rows.packed_row import PackedRow
 
 
 def columns_of(
     batch: MicroBatch,
-    row: Row,
+    row: PackedRow,
     outputs: Outputs,
     *,
     correct_reward: float,

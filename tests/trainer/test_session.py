@@ -12,7 +12,7 @@ from pipelinerl.messages import (
     TrainingEnded,
     WeightBufferReleased,
 )
-from trainer.session import Standing
+from trainer.session import TrainerSession
 
 
 def published(version: int) -> PolicyPublished:
@@ -25,34 +25,34 @@ def seal(step: int) -> StepSealed:
 
 def test_it_tells_the_steps_done_the_newest_checkpoint_and_what_lies_in_buffers():
     ready = TrainerReady(replica=0, num_replicas=1, process_id=1, version=4, commit="c3")
-    standing = Standing(ready)
-    (first,) = standing.introduction()
+    session = TrainerSession(ready)
+    (first,) = session.introduction()
     assert isinstance(first, TrainerReady)
     assert (first.version, first.commit, first.saved, first.saved_commit) == (4, "c3", 4, "c3")
     for step in (4, 5, 6):
-        standing.heard(seal(step))
+        session.record_received(seal(step))
         if step < 6:
-            standing.said(StepDone(step=step, metrics={}))
-            standing.said(published(step + 1))
-    standing.said(CheckpointSaved(version=5, commit="c4", num_bytes=1, save_s=0.0))
-    (now,) = standing.introduction()
+            session.record_sent(StepDone(step=step, metrics={}))
+            session.record_sent(published(step + 1))
+    session.record_sent(CheckpointSaved(version=5, commit="c4", num_bytes=1, save_s=0.0))
+    (now,) = session.introduction()
     assert isinstance(now, TrainerReady)
     assert (now.version, now.commit, now.saved, now.saved_commit) == (6, "c5", 5, "c4"), "step 6 is sealed, and not done"
-    assert standing.published() == [published(5), published(6)]
-    standing.heard(WeightBufferReleased(buffer="buffer-1"))
-    assert standing.published() == [published(6)]
+    assert session.published() == [published(5), published(6)]
+    session.record_received(WeightBufferReleased(buffer="buffer-1"))
+    assert session.published() == [published(6)]
 
 
 def test_a_checkpoint_that_failed_is_told_until_one_was_written():
-    standing = Standing(TrainerReady(replica=0, num_replicas=1, process_id=1, version=0))
+    session = TrainerSession(TrainerReady(replica=0, num_replicas=1, process_id=1, version=0))
     failed = CheckpointFailed(version=3, error="no room")
-    standing.said(failed)
-    assert list(standing.introduction())[1:] == [failed]
-    standing.said(CheckpointSaved(version=4, commit="c", num_bytes=1, save_s=0.0))
-    assert len(list(standing.introduction())) == 1
+    session.record_sent(failed)
+    assert list(session.introduction())[1:] == [failed]
+    session.record_sent(CheckpointSaved(version=4, commit="c", num_bytes=1, save_s=0.0))
+    assert len(list(session.introduction())) == 1
 
 
 def test_that_it_trains_no_further_is_told_last():
-    standing = Standing(TrainerReady(replica=0, num_replicas=1, process_id=1, version=3))
-    standing.said(ended := TrainingEnded(version=3))
-    assert list(standing.introduction())[1:] == [ended]
+    session = TrainerSession(TrainerReady(replica=0, num_replicas=1, process_id=1, version=3))
+    session.record_sent(ended := TrainingEnded(version=3))
+    assert list(session.introduction())[1:] == [ended]

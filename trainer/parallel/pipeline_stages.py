@@ -15,7 +15,7 @@ from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError
 
 
-class Elsewhere(torch.nn.Module):
+class MissingLayer(torch.nn.Module):
     """In the place of a module that another rank holds."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -54,15 +54,15 @@ def keep_stage(module: PreTrainedModel, *, stage: int, num_stages: int) -> None:
     mine = layers_of(stage, num_stages=num_stages, num_layers=len(base.layers))
     for number in range(len(base.layers)):
         if number not in mine:
-            base.layers[number] = Elsewhere()
+            base.layers[number] = MissingLayer()
     is_last = stage == num_stages - 1
     if stage and not (is_last and has_tied_embeddings(module)):
-        module.set_input_embeddings(Elsewhere())
+        module.set_input_embeddings(MissingLayer())
     if not is_last:
-        base.norm = Elsewhere()
+        base.norm = MissingLayer()
         for name, child in list(module.named_children()):
             if child is not base:  # the head, of words or of a value
-                setattr(module, name, Elsewhere())
+                setattr(module, name, MissingLayer())
 
 
 def layers_of(stage: int, *, num_stages: int, num_layers: int) -> range:

@@ -13,12 +13,12 @@ from pathlib import Path
 from pipelinerl.errors import MismatchError, PeerError
 from pipelinerl.messages import MicroBatch
 
-_FOLDER = "in_hand"
+_FOLDER = "in_progress"
 _NOT_THE_ROW = (PeerError, MismatchError)
 """Errors whose cause is another process, or the weights: a row would be blamed for what any other meets, too."""
 
 
-class InHand:
+class RowsInProgress:
     """The rows that one rank has in hand. Two threads may hold one each: the one laid out and the one computed."""
 
     def __init__(self, run_folder: Path, *, rank: int, replica: int, num_replicas: int) -> None:
@@ -46,7 +46,7 @@ class InHand:
         path.unlink(missing_ok=True)
 
 
-def left_behind(run_folder: Path) -> tuple[str, ...]:
+def interrupted_rows(run_folder: Path) -> tuple[str, ...]:
     """Rows that ranks had in hand when they died, as `step/row`; told once."""
     paths = list((run_folder / _FOLDER).glob("*-*.*"))
     for path in paths:

@@ -5,10 +5,10 @@ import pytest
 
 from pipelinerl.errors import DataError
 from trainer.rows.arrange import arrange
-from trainer.rows.packed_row import Part, Row
+from trainer.rows.packed_row import ContextShard, PackedRow
 
 
-def _arrange(samples: list[tuple[list[int], list[int]]], *, part: Part | None = None) -> Row | None:
+def _arrange(samples: list[tuple[list[int], list[int]]], *, context_shard: ContextShard | None = None) -> PackedRow | None:
     """Arrange samples given as (prompt, completion)."""
     return arrange(
         np.array([token for prompt, completion in samples for token in prompt + completion], np.int32),
@@ -17,7 +17,7 @@ def _arrange(samples: list[tuple[list[int], list[int]]], *, part: Part | None = 
         ),
         lengths=np.array([len(prompt) + len(completion) for prompt, completion in samples], np.int32),
         names=[f"rollout-{number}" for number in range(len(samples))],
-        part=part or Part(),
+        context_shard=context_shard or ContextShard(),
     )
 
 
@@ -38,9 +38,9 @@ def test_samples_of_one_prompt_compute_it_once() -> None:
     assert row.token_ids.tolist() == [9, 1, 2, 3, 4, 5, 7, 5]
     assert row.positions.tolist() == [0, 0, 1, 2, 3, 4, 3, 4]
     branches = row.blocks[-1]
-    assert (branches.start, branches.num, branches.length, branches.trunk_length) == (4, 2, 2, 3)
-    assert branches.trunk is not None
-    assert row.token_ids[branches.trunk].tolist() == [1, 2, 3, 1, 2, 3]
+    assert (branches.start, branches.num, branches.length, branches.prefix_length) == (4, 2, 2, 3)
+    assert branches.prefix is not None
+    assert row.token_ids[branches.prefix].tolist() == [1, 2, 3, 1, 2, 3]
     assert row.targets.tolist() == [4, 5, 6, 8, 7, 5, 6, 4]
     assert row.sources.tolist() == [3, 4, 5, 0, 3, 6, 7, 3]
 
@@ -64,15 +64,15 @@ def test_a_first_token_with_a_loss_is_refused_by_name() -> None:
 def test_two_ranks_share_a_row_from_both_ends_and_see_what_the_other_has() -> None:
     """Samples 9 8 and 1 2 3 4 5 6: 1 + 5 tokens to compute, in four stretches of 2: [9 1] [2 3] [4 5] [], the first and last to rank 0."""
     samples = [([9], [8]), ([1, 2, 3], [4, 5, 6])]
-    first, second = (_arrange(samples, part=Part(index=index, num=2)) for index in range(2))
+    first, second = (_arrange(samples, context_shard=ContextShard(index=index, num=2)) for index in range(2))
     assert first is not None
     assert second is not None
     assert first.token_ids.tolist() == [9, 1, 0, 0]
     assert second.token_ids.tolist() == [2, 3, 4, 5]
     assert second.positions.tolist() == [1, 2, 3, 4]
-    assert [(block.num, block.length, block.trunk_length) for block in first.blocks] == [(2, 1, 0), (2, 1, 0)]
-    assert [(block.num, block.length, block.trunk_length) for block in second.blocks] == [(1, 2, 1), (1, 2, 3)]
-    seen = [block.trunk.tolist() for block in second.blocks if block.trunk is not None]
+    assert [(block.num, block.length, block.prefix_length) for block in first.blocks] == [(2, 1, 0), (2, 1, 0)]
+    assert [(block.num, block.length, block.prefix_length) for block in second.blocks] == [(1, 2, 1), (1, 2, 3)]
+    seen = [block.prefix.tolist() for block in second.blocks if block.prefix is not None]
     assert seen == [[1], [1, 4, 5]], "token 1 is the other rank's second, tokens 2 and 3 are the first two of this one"
     # Targets 8 | 4 5 6: 8 is predicted by 9, on rank 0, and the others by 3 4 5, on rank 1; padded to three on each.
     assert (first.targets.tolist(), first.sources.tolist()) == ([8, 0, 0], [0, 0, 0])

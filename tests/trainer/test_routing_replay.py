@@ -17,7 +17,7 @@ from pipelinerl.messages import MicroBatch, Routes
 from pipelinerl.transport.codec import Decoder, encode
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
-from trainer.model.route_replay import Replay
+from trainer.model.routing_replay import RoutingReplay
 from trainer.parallel.replicas import Replicas
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
@@ -44,7 +44,7 @@ def _routed(samples: list[dict[str, np.ndarray]], *, step: int = 0, index: int =
 def test_indices_are_the_record_and_probabilities_the_gates(folders: dict[str, Path]) -> None:
     module = make_model(folders["qwen3_moe"]).module
     router: Any = module.get_submodule("model.layers.1.mlp.gate")
-    replay = Replay(module)
+    replay = RoutingReplay(module)
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     logits, scores, native = router(hidden)
     recorded = (native + 1) % EXPERTS
