@@ -98,7 +98,7 @@ class Config(Section):
 
     @property
     def compares_siblings(self) -> bool:
-        """True where a reward function compares the rollouts of a group."""
+        """Return whether a reward function compares the rollouts of a group."""
         return any(reward.per == "group" for reward in self.reward)
 
     def derived(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every section of the settings is, and the bounds that several of them use."""
+"""The base of every section of the settings, and the bounds that several of them use."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def parse(tree: dict[str, Any], *, origin: str, for_run: bool = True) -> Config:
 
 
 def _missing_for_run(tree: dict[str, Any]) -> Iterator[str]:
-    """What RL needs and other commands do not."""
+    """Yield a problem for each setting that RL needs and other commands do not."""
     data = tree.get("data", {})
     if isinstance(data, dict) and data.get("source") is None:
         yield f"data.source is missing: {known_keys()['data.source']}"

@@ -1,4 +1,4 @@
-"""How the trainer's ranks share one model: which layouts there are, which of them fit a model, and which is nearest to one that does not.
+"""Layouts of the trainer: how its ranks share one model, which layouts fit a model, and which is nearest to one that does not.
 
 Ranks are numbered with tensor parallelism fastest, then context, shard, copy, and pipeline slowest, so that those who talk most are
 neighbours. Expert parallelism takes the ranks of one place in the pipeline in another order: neighbours hold different experts, whatever
@@ -22,7 +22,7 @@ from pipelinerl.errors import ConfigError
 
 
 class Schedule(StrEnum):
-    """In which order the ranks of a pipeline compute the rows they hold."""
+    """The order in which the ranks of a pipeline compute the rows they hold."""
 
     ONE_FORWARD_ONE_BACKWARD = "1f1b"
     """One stage per rank, which after a start computes one row forward and one backward in turns (arXiv 1806.03377)."""
@@ -89,7 +89,7 @@ _KINDS = ("shard", "context", "tensor", "pipeline", "expert")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a model decides how it may be cut; `None` where it has no such thing."""
+    """The dimensions of a model that decide how it may be cut; `None` where it has no such thing."""
 
     model_type: str
     num_heads: int

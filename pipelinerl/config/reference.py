@@ -46,5 +46,5 @@ def _code(default: str) -> str:
 
 
 def _plain(key: str) -> str:
-    """What a key without a description is: its name says it."""
+    """Describe a key by its name where it has no description."""
     return key.rpartition(".")[2].replace("_", " ")

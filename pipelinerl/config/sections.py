@@ -18,7 +18,7 @@ SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-
 
 
 class Mode(enum.StrEnum):
-    """How generation and training share time; one row each of `orchestrator.rules.admission.PACES`."""
+    """The ways in which generation and training share time; each is a row of `orchestrator.rules.admission.PACES`."""
 
     STREAMING = "streaming"
     """Generation never waits for training but for the staleness bound; weights are swapped between forward passes."""
@@ -115,7 +115,7 @@ class EngineSection(Section):
 
     @property
     def num_stages(self) -> int:
-        """Of its pipeline."""
+        """Return the number of stages of one engine's pipeline."""
         return int(self.options.get("pipeline_parallel_size", 1))
 
 
@@ -143,7 +143,7 @@ class PipelineSection(Section):
 
 
 class Offload(enum.StrEnum):
-    """What of the trainer's state is on the host and not on the device."""
+    """The part of the trainer's state that is kept on the host and not on the device."""
 
     NOTHING = "nothing"
     OPTIMIZER = "optimizer"
@@ -191,7 +191,7 @@ class TrainerSection(Section):
 
     @property
     def layout(self) -> Layout:
-        """How the ranks share the model."""
+        """Return how the ranks share the model."""
         return Layout(ranks=self.ranks, **self.parallel.model_dump())
 
 
@@ -208,7 +208,7 @@ class ReferenceSection(Section):
 
     @property
     def folders(self) -> dict[str, Path]:
-        """By their keys, the models that are named."""
+        """Return the folders of the models that are named, by their config keys."""
         single = {} if self.path is None else {"reference.path": self.path}
         return single | {f"reference.teachers.{name}": path for name, path in self.teachers.items()}
 

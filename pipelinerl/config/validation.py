@@ -1,4 +1,4 @@
-"""What is right in each section of the settings and wrong between them."""
+"""Problems between sections of the settings that are each right by themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "c
 
 
 def contradictions(sections: Mapping[str, Any]) -> list[str]:
-    """What is right in each section and wrong between them, as far as the sections are there."""
+    """Return the problems between those sections that are there."""
     found = []
     for check in _CHECKS:
         needed = inspect.signature(check).parameters
@@ -71,7 +71,7 @@ def _dtype_can_be_trained(model: ModelSection) -> Iterator[str]:
 
 
 def _free_tables(reward: tuple[RewardSection, ...], environment: EnvironmentSection, prm: PrmSection) -> dict[str, dict[str, Any]]:
-    """What scorers are told in words of their own, by key."""
+    """Yield the tables of options that go to scorers as they are, by key."""
     tables = {f"reward.{number}.options": one.options for number, one in enumerate(reward)}
     return tables | {"environment.options": environment.options, "prm.options": prm.options, "prm.judge.extra": prm.judge.extra}
 

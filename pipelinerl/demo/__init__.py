@@ -1,1 +1,1 @@
-"""What `pipelinerl demo` trains: a task that a laptop can learn, and its settings."""
+"""The task of `pipelinerl demo`, which a laptop can learn, and its settings."""

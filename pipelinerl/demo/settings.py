@@ -1,4 +1,4 @@
-"""What `pipelinerl demo` runs with: the config beside this file, fitted to a folder, a seed and this machine's cores."""
+"""The settings of `pipelinerl demo`: the config beside this file, fitted to a folder, a seed and this machine's cores."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ print(json.dumps({"cuda": torch.version.cuda, "nccl": nccl and ".".join(map(str,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was measured."""
+    """The measurements of one machine."""
 
     python: str
     requires_python: str
@@ -198,7 +198,7 @@ def _network(machine: Machine) -> Iterator[Finding]:
 
 
 def unmet() -> Iterator[str]:
-    """What the project (its extras included, where their package is installed) and vLLM require, and is there in another version."""
+    """Return the unmet requirements of the project (its extras included, where their package is installed) and of vLLM."""
     for owner in ("pipelinerl", *VLLM_PACKAGES):
         for text in _requires(owner):
             requirement = Requirement(text)
@@ -245,7 +245,7 @@ def _ask_torch() -> tuple[dict[str, Any] | None, str]:
 
 
 def _say(*command: str) -> str:
-    """What a program prints; nothing where it is not there, fails, or takes too long."""
+    """Return what a program prints; nothing where it is not there, fails, or takes too long."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

@@ -38,7 +38,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Limits(TypedDict):
-    """Of a `Launcher`."""
+    """Arguments of a `Launcher` that come from the settings."""
 
     restarts: int
     restart_wait_s: float
@@ -46,7 +46,7 @@ class Limits(TypedDict):
 
 
 def limits_of(config: Config) -> Limits:
-    """What a run's settings allow its launcher."""
+    """Return what a run's settings allow its launcher."""
     run = config.run
     return Limits(restarts=run.restarts, restart_wait_s=run.restart_wait_s, stopped_limit_s=config.pipeline.stall_limit_s)
 

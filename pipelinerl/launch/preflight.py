@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything starts: `pipelinerl run` looks at all of it each time, `--dry-run` at nothing else.
+"""Checks before anything starts: `pipelinerl run` makes all of them each time, and `--dry-run` makes nothing else.
 
 No model is loaded, and neither torch nor vLLM is imported: a head node has neither. The user's own code (rewards, environment, sources of
 rows) is looked at in processes of their own, `python -m orchestrator.preflight`, with every row of the data, and `trainer.preflight`, with

@@ -1,4 +1,4 @@
-"""Which run `--resume` goes on with, and what its folder needs before it does.
+"""Finds the run that `--resume` goes on with, and makes its folder ready.
 
 It is the newest one of the name that really began, that is, has a checkpoint or admitted a rollout; starts that failed are passed over. Or
 the one that was named, by its folder or by the folder's name.
@@ -100,7 +100,7 @@ def find_run(config: Config, name: str | None = None) -> Found | None:
 
 
 def has_begun(run_folder: Path) -> bool:
-    """Whether there is anything to go on with: a checkpoint, or a rollout that was admitted."""
+    """Return whether there is anything to go on with: a checkpoint, or a rollout that was admitted."""
     if list(run_folder.glob("checkpoints/step-*/manifest.json")):
         return True
     path = run_folder / "ledger.sqlite"

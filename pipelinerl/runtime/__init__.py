@@ -1,1 +1,1 @@
-"""What every process needs: stages and channels, waits with deadlines, leases, addresses, plugins, findings."""
+"""The parts that every process needs: stages and channels, waits with deadlines, leases, addresses, plugins, findings."""

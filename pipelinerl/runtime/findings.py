@@ -1,4 +1,4 @@
-"""How every check states its result: what was looked at, what was found, what to do.
+"""A finding is the result of a check: what was looked at, what was found, what to do.
 
 `pipelinerl doctor`, `pipelinerl run --dry-run` and the start of a run look at different things and tell them in this one form.
 """
@@ -17,7 +17,7 @@ from pipelinerl.errors import ConfigError, DataError
 
 
 class Level(enum.StrEnum):
-    """What a finding means for a run."""
+    """The consequence of a finding for a run."""
 
     OK = "ok"
     """A fact or an estimate."""

@@ -1,4 +1,4 @@
-"""What went wrong in a user's function (reward, environment, prompt source, loss), and where: told whole once, counted ever after.
+"""Errors in a user's function (reward, environment, prompt source, loss) with their place: told whole once, counted ever after.
 
 `where` is the line a person would look at: the innermost one in code that is neither Python's, nor an installed package's, nor ours; where
 there is none, as in a function of an installed package, the innermost of all; where nothing of the function ran, the line it begins at.
@@ -46,7 +46,7 @@ class FunctionError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def error_of(raised: BaseException, *, function: Any = None) -> FunctionError:
-    """What a function raised. Never raises, whatever the exception's class does."""
+    """Describe what a function raised. Never raises, whatever the exception's class does."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(raised.__traceback__)]
     return FunctionError(
         cause=_one_line(_cause_of(raised)),
@@ -56,7 +56,7 @@ def error_of(raised: BaseException, *, function: Any = None) -> FunctionError:
 
 
 def error_in(stack: str, *, cause: str, place: str = "") -> FunctionError:
-    """What a process was doing when it hung or crashed; `stack` is `faulthandler`'s, of all threads, most recent call first."""
+    """Describe what a process was doing when it hung or crashed; `stack` is `faulthandler`'s, of all threads, most recent call first."""
     threads = re.split(r"^(?=Thread |Current thread |Task )", stack, flags=re.MULTILINE)
     calling = [thread for thread in threads if any(caller in thread for caller in _CALLERS)]
     frames = [

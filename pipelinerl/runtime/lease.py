@@ -34,7 +34,7 @@ EPOCH = "PIPELINERL_EPOCH"
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a run folder, as its lease says."""
+    """The process that holds a run folder, as its lease says."""
 
     epoch: int
     host: str
@@ -99,13 +99,13 @@ def check_epoch(run_folder: Path, epoch: int) -> None:
 
 
 def fence_of(run_folder: Path, environment: Mapping[str, str]) -> Callable[[], None]:
-    """What to call before a durable write to a run: raises `LeaseError` where its launcher has been superseded."""
+    """Return what to call before a durable write to a run: it raises `LeaseError` where the run's launcher has been superseded."""
     epoch = environment.get(EPOCH)
     return (lambda: None) if epoch is None else lambda: check_epoch(run_folder, int(epoch))
 
 
 def holder_of(run_folder: Path) -> Holder | None:
-    """Who holds a folder, or held it last; None where nobody did, or where its lease cannot be read."""
+    """Return who holds a folder, or held it last; None where nobody did, or where its lease cannot be read."""
     # Opened anew each time: over NFS an open is what looks at the server.
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((run_folder / FILE).read_bytes(), type=Holder)
@@ -114,7 +114,7 @@ def holder_of(run_folder: Path) -> Holder | None:
 
 @contextlib.contextmanager
 def _locked(run_folder: Path, *, takes_over: bool) -> Iterator[bool]:
-    """False where the file system knows no locks, or another machine's is passed over: then the lease stands alone."""
+    """Return False where the file system knows no locks, or another machine's is passed over: then the lease stands alone."""
     file = os.open(run_folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     is_locked = False
     try:

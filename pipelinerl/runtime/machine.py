@@ -1,4 +1,4 @@
-"""What this machine has, as far as it can be known without torch."""
+"""The memory, cores and devices of this machine, as far as they can be known without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def memory_bytes() -> int:
 
 
 def has_gpu() -> bool:
-    """True where processes see an NVIDIA GPU's driver, and are not kept from all of its devices."""
+    """Return whether processes see an NVIDIA GPU's driver, and are not kept from all of its devices."""
     return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 

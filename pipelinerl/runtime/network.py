@@ -1,4 +1,4 @@
-"""Where a process listens: on one address, never on all of them; and which address of this machine others reach it at."""
+"""Addresses of this machine: a process listens on one of them, never on all, and others reach it there."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def load_plugin(reference: str) -> Any:
 
 
 def _nearest(name: str, owner: Any) -> str:
-    """For a message: the name there is that is most like one there is not, or all there are."""
+    """Suggest, for a message, the name of `owner` that is most like one it does not have, or list all it has."""
     names = [candidate for candidate in dir(owner) if not candidate.startswith("_")]
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
     near = difflib.get_close_matches(name.lower(), lowered, n=1)

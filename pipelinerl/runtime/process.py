@@ -1,4 +1,4 @@
-"""What every process of a run does alike: name itself, die with its parent, and leave its last error where the launcher finds it."""
+"""Every process of a run registers by name, dies with its parent, and leaves its last error where the launcher finds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When may a process that was killed be started again? At once, later, or not any more.
+"""Decides when a process that was killed is started again: at once, later, or not any more.
 
 Only what was killed is restarted: a signal (the kernel short of memory, an operator, a crash in native code) says nothing of what the next
 process will do. One that ends by an error of its own would most likely do so again, and its words would be lost in a loop.

@@ -1,4 +1,4 @@
-"""What stages are made of: a `Stage` is one loop, a `Channel` joins two of them and is bounded in bytes.
+"""The parts of a pipeline: a `Stage` is one loop, a `Channel` joins two of them and is bounded in bytes.
 
 A full channel makes its producer wait; nothing is dropped. Ending is closing: a closed channel gives what is left, then ends its
 reader's loop. Channels keep the clock of their event loop, so that the same stages run on a simulated one.

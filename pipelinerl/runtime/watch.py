@@ -61,7 +61,7 @@ class Wait:
 
 
 class Watch:
-    """What every stage waits for, and whether anything moves."""
+    """Knows what every stage waits for, and whether anything moves."""
 
     def __init__(self, *, stall_limit_s: float) -> None:
         self.stall_limit_s = stall_limit_s

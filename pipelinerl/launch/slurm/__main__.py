@@ -152,7 +152,7 @@ class Supervisor:
         return FAILED if FAILED in codes else AGAIN if AGAIN in codes else DONE
 
     def _codes(self) -> dict[str, int]:
-        """How the nodes that have ended did."""
+        """Return the exit codes of the nodes that have ended."""
         found = {}
         for path in self._attempt_folder.glob("node-*.code"):
             with contextlib.suppress(ValueError):  # written this moment
@@ -173,7 +173,7 @@ class Supervisor:
             latest.symlink_to(log.relative_to(latest.parent))
 
     def _is_finished(self) -> bool:
-        """Whether the run had come to its end before it was asked to save."""
+        """Return whether the run had come to its end before it was asked to save."""
         journal = self._run_folder / "journal" / "orchestrator.jsonl"
         last = journal.read_bytes().splitlines()[-1:] if journal.exists() else []
         return any(b'"kind": "end"' in line and b'"reason": "finished"' in line for line in last)

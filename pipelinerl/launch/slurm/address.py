@@ -1,4 +1,4 @@
-"""Which address of this node the others reach: the one on its way to them, as Slurm knows where they are."""
+"""Finds the address at which other nodes reach this one: the one on its way to them, as Slurm knows where they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.runtime.network import address_towards
 
 
 def address_towards_others() -> str:
-    """Of this node, towards another one of the job. Raises `ConfigError` where no way leads there."""
+    """Return this node's address towards another node of the job. Raises `ConfigError` where no route leads there."""
     here = os.environ.get("SLURMD_NODENAME", "")
     other = next((name for name in _nodes() if name != here), here)
     found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", other, "--oneliner"))

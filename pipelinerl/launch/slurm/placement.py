@@ -1,4 +1,4 @@
-"""Which process of a run goes to which node: all on the first, unless more ranks, engines or scorers have nodes of their own."""
+"""Places the processes of a run on nodes: all on the first, unless more ranks, engines or scorers have nodes of their own."""
 
 from __future__ import annotations
 

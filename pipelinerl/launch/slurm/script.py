@@ -70,7 +70,7 @@ def _head(config: Config, run_folder: Path) -> list[str]:
 
 
 def _size(config: Config, *, gpus: int) -> list[str]:
-    """What one component asks for on every node."""
+    """Return the options by which one component asks for its part of every node."""
     section = config.slurm
     wanted = {
         "ntasks-per-node": "1",
