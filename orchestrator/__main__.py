@@ -25,7 +25,7 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.lease import fence_of
 from pipelinerl.runtime.machine import cores_and_devices
 from pipelinerl.runtime.network import address_of
-from pipelinerl.runtime.process import ask_to_replace, end_stuck, last_words
+from pipelinerl.runtime.process import ask_to_replace, crash_report, end_stuck
 from pipelinerl.runtime.watch import guarded
 from pipelinerl.transport.zmq import ZmqHub
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--interface", help="where to listen; default: run.interface")
     arguments = parser.parse_args()
     run_folder = arguments.run_folder
-    with last_words(run_folder, "orchestrator"):
+    with crash_report(run_folder, "orchestrator"):
         config = load_run(run_folder)
         ending = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
         print(f"{ending.reason}: {ending.identity}", flush=True)

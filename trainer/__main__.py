@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipelinerl.config.file import load_run
 from pipelinerl.runtime.lease import fence_of
-from pipelinerl.runtime.process import die_with_parent, last_words
+from pipelinerl.runtime.process import crash_report, die_with_parent
 from pipelinerl.weights.network import nccl_settings
 from trainer.parallel.threads import set_threads
 
@@ -22,7 +22,7 @@ def main() -> None:
     run_folder = parser.parse_args().run_folder
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of every `with`, which removes the shared buffers
-    with last_words(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
+    with crash_report(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
         config = load_run(run_folder)
         set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         if "RANK" not in os.environ:  # else who started the ranks has said it

@@ -38,7 +38,7 @@ from pipelinerl.config.sections import SlurmSection as SlurmSection
 from pipelinerl.config.sections import TrackingSection as TrackingSection
 from pipelinerl.config.sections import TrainerSection as TrainerSection
 from pipelinerl.config.sections import WeightsSection as WeightsSection
-from pipelinerl.config.validation import contradictions
+from pipelinerl.config.validation import problems_between_sections
 
 
 class Config(Section):
@@ -70,7 +70,7 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Config:
-        if problems := contradictions(dict(self)):
+        if problems := problems_between_sections(dict(self)):
             raise ValueError("\n".join(problems))
         return self
 

@@ -17,7 +17,7 @@ import pydantic
 
 from pipelinerl.config import Config, Section
 from pipelinerl.config.renamed import renamed, renamed_value
-from pipelinerl.config.validation import contradictions
+from pipelinerl.config.validation import problems_between_sections
 from pipelinerl.errors import ConfigError
 from pipelinerl.storage import checksum
 from pipelinerl.storage.schema import SCHEMA, refusal
@@ -91,7 +91,7 @@ def parse(tree: dict[str, Any], *, origin: str, for_run: bool = True) -> Config:
     except pydantic.ValidationError as error:
         problems += [line for item in error.errors() for line in _describe(item, others=error.errors())]
         if any(item["loc"] for item in error.errors()):  # then pydantic did not come to compare the sections
-            problems += contradictions(_valid_sections(tree))
+            problems += problems_between_sections(_valid_sections(tree))
     plural = "problem" if len(problems) == 1 else "problems"
     raise ConfigError(f"{origin}: {len(problems)} {plural}\n" + "\n".join(f"  - {line}" for line in problems))
 

@@ -30,7 +30,7 @@ SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "c
 """Last words of settings that must not be settings."""
 
 
-def contradictions(sections: Mapping[str, Any]) -> list[str]:
+def problems_between_sections(sections: Mapping[str, Any]) -> list[str]:
     """Return the problems between those sections that are there."""
     found = []
     for check in _CHECKS:

@@ -22,7 +22,7 @@ from pathlib import Path
 from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.runtime.network import device_of
-from pipelinerl.runtime.process import die_with_parent, last_words, record_failure
+from pipelinerl.runtime.process import crash_report, die_with_parent, record_failure
 from pipelinerl.runtime.restarts import REJOIN_AFTER_S, Restarts
 
 LOOK_EVERY_S = 0.05
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--part", help="K/N: the engines of this machine, one of N; default: all of them")
     arguments = parser.parse_args()
     run_folder = arguments.run_folder
-    with last_words(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
+    with crash_report(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
         config = load_run(run_folder)
         set_environment(num_ranks=config.engine.num_ranks, is_of_run=True)
         if config.engine.kind == "vllm":
@@ -153,7 +153,7 @@ class _Parent:
         code = 1
         try:
             die_with_parent(parent_id)
-            with last_words(self._run_folder, f"engine-{engine_id}"):
+            with crash_report(self._run_folder, f"engine-{engine_id}"):
                 _run_engine(engine_id, self._config, self._run_folder, wait_s=wait_s)
             code = 0
         except SystemExit as end:

@@ -9,7 +9,7 @@ from pipelinerl.config.file import load_run
 from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.server import Server
-from pipelinerl.runtime.process import last_words
+from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="number of this scorer, from 0")
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
-    with last_words(arguments.run_folder, name):
+    with crash_report(arguments.run_folder, name):
         config = load_run(arguments.run_folder)
         journal = Journal(arguments.run_folder, name)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)

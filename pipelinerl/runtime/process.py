@@ -35,7 +35,7 @@ def die_with_parent(parent_id: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def last_words(run_folder: Path, process: str) -> Iterator[None]:
+def crash_report(run_folder: Path, process: str) -> Iterator[None]:
     """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1; where the disk takes no
     word of it, with `UNWRITTEN`.
 

@@ -40,7 +40,7 @@ from pipelinerl.messages import (
     TrainingEnded,
     WeightBufferReleased,
 )
-from pipelinerl.runtime.process import die_with_parent, last_words
+from pipelinerl.runtime.process import crash_report, die_with_parent
 from pipelinerl.storage import checkpoint_folder, checksum
 from pipelinerl.transport.zmq import ZmqLink
 from trainer.session import TrainerSession
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--run-folder", type=Path, required=True)
     run_folder = parser.parse_args().run_folder
     die_with_parent()
-    with last_words(run_folder, "trainer-0"):
+    with crash_report(run_folder, "trainer-0"):
         Rehearsal(run_folder).run()
 
 

@@ -38,9 +38,9 @@ LIVES = """
 FAILS = """
     import pathlib, time
     from pipelinerl.errors import WeightsError
-    from pipelinerl.runtime.process import last_words
+    from pipelinerl.runtime.process import crash_report
 
-    with last_words(pathlib.Path(folder), "trainer-1"):
+    with crash_report(pathlib.Path(folder), "trainer-1"):
         while not pathlib.Path(folder, "orchestrator").exists():
             time.sleep(0.01)
         raise WeightsError("slot 3: digest is ab")
@@ -105,11 +105,11 @@ def test_what_others_say_when_they_are_ended_is_not_the_reason(folder: Path):
     complains = """
         import pathlib, signal, time
         from pipelinerl.errors import LeaseError, PeerGone
-        from pipelinerl.runtime.process import last_words
+        from pipelinerl.runtime.process import crash_report
 
         def complain(*_): raise PeerGone("I was interrupted")
         signal.signal(signal.SIGTERM, complain)
-        with last_words(pathlib.Path(folder), name):
+        with crash_report(pathlib.Path(folder), name):
             pathlib.Path(folder, "listening").touch()
             time.sleep(100)
     """
@@ -128,9 +128,9 @@ def test_the_first_of_several_errors_is_told(folder: Path):
     first = """
         import pathlib, time
         from pipelinerl.errors import MismatchError
-        from pipelinerl.runtime.process import last_words
+        from pipelinerl.runtime.process import crash_report
 
-        with last_words(pathlib.Path(folder), "trainer-0"):
+        with crash_report(pathlib.Path(folder), "trainer-0"):
             try:
                 raise MismatchError("3.5 apart")
             finally:
@@ -139,10 +139,10 @@ def test_the_first_of_several_errors_is_told(folder: Path):
     second = """
         import pathlib, time
         from pipelinerl.errors import LeaseError, PeerGone
-        from pipelinerl.runtime.process import last_words
+        from pipelinerl.runtime.process import crash_report
 
         while not pathlib.Path(folder, "failures", "trainer-0.json").exists(): time.sleep(0.01)
-        with last_words(pathlib.Path(folder), name):
+        with crash_report(pathlib.Path(folder), name):
             raise PeerGone("trainer-0 is gone")
     """
     with pytest.raises(PeerGone, match=r"^trainer-0 failed: MismatchError: 3.5 apart"):
@@ -305,10 +305,10 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
     fails = """
         import pathlib
         from pipelinerl.errors import WeightsError
-        from pipelinerl.runtime.process import last_words
+        from pipelinerl.runtime.process import crash_report
 
         with open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")
-        with last_words(pathlib.Path(folder), "trainer-0"):
+        with crash_report(pathlib.Path(folder), "trainer-0"):
             raise WeightsError("slot 3")
     """
     with pytest.raises(PeerGone, match="trainer-0 failed: WeightsError: slot 3"):
@@ -320,11 +320,11 @@ def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
     loses_a_peer_once = """
         import pathlib
         from pipelinerl.errors import PeerGone
-        from pipelinerl.runtime.process import last_words
+        from pipelinerl.runtime.process import crash_report
 
         lives = pathlib.Path(folder, name + ".lives")
         with open(lives, "a") as file: file.write("x")
-        with last_words(pathlib.Path(folder), name):
+        with crash_report(pathlib.Path(folder), name):
             if len(lives.read_text()) == 1: raise PeerGone("the fork server ended")
         pathlib.Path(folder, name + ".done").touch()
     """
@@ -375,9 +375,9 @@ def test_who_cannot_write_why_it_ends_is_told_of_with_what_to_do(folder: Path):
     full = """
         import pathlib, resource
         from pipelinerl.errors import LedgerError
-        from pipelinerl.runtime.process import last_words
+        from pipelinerl.runtime.process import crash_report
 
-        with last_words(pathlib.Path(folder), "orchestrator"):
+        with crash_report(pathlib.Path(folder), "orchestrator"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
             raise LedgerError("cannot write")
     """

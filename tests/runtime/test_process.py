@@ -16,11 +16,11 @@ from tests import processes
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program inside `last_words`, as the process `trainer-1` of a run."""
+    """Run a program inside `crash_report`, as the process `trainer-1` of a run."""
     inside = "".join(f"    {line}\n" for line in code.splitlines())
     whole = (
-        "import sys\nfrom pathlib import Path\nfrom pipelinerl.errors import *\nfrom pipelinerl.runtime.process import last_words\n"
-        f"with last_words(Path({str(folder)!r}), 'trainer-1'):\n{inside}"
+        "import sys\nfrom pathlib import Path\nfrom pipelinerl.errors import *\nfrom pipelinerl.runtime.process import crash_report\n"
+        f"with crash_report(Path({str(folder)!r}), 'trainer-1'):\n{inside}"
     )
     return subprocess.run(processes.program(whole), capture_output=True, text=True, timeout=processes.PATIENCE_S)
 
@@ -132,9 +132,9 @@ def test_a_process_of_a_run_may_open_as_many_files_as_the_system_allows(tmp_path
 
 WHOLE = """
 from pathlib import Path
-from pipelinerl.runtime.process import last_words
+from pipelinerl.runtime.process import crash_report
 
-with last_words(Path({folder!r}), 'trainer-1'):
+with crash_report(Path({folder!r}), 'trainer-1'):
     {code}
 """
 

@@ -99,7 +99,7 @@ def leaf(error: BaseException) -> BaseException:
 RUN = """
     import asyncio, functools, time
     from pathlib import Path
-    from pipelinerl.runtime.process import end_stuck, last_words
+    from pipelinerl.runtime.process import end_stuck, crash_report
     from pipelinerl.runtime.watch import guarded
     from tests.sim import run as sim
     from orchestrator.stages.scoring import Scoring
@@ -123,7 +123,7 @@ RUN = """
         async def stand_still(stage):
             await asyncio.Event().wait()
         Scoring._send = stand_still
-    with last_words(folder, "orchestrator"):
+    with crash_report(folder, "orchestrator"):
         asyncio.run(main())
 """
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pipelinerl.config.file import load_run
 from pipelinerl.runtime.network import address_towards
-from pipelinerl.runtime.process import die_with_parent, last_words
+from pipelinerl.runtime.process import crash_report, die_with_parent
 from pipelinerl.runtime.watch import wait_for_file
 from pipelinerl.transport.endpoint import own_address
 from pipelinerl.transport.rendezvous import RendezvousServer
@@ -38,7 +38,7 @@ def main() -> None:
     number, num_nodes = map(int, arguments.part.split("/"))
     run_folder: Path = arguments.run_folder
     die_with_parent()
-    with last_words(run_folder, f"trainer-node-{number}"):
+    with crash_report(run_folder, f"trainer-node-{number}"):
         config = load_run(run_folder)
         world_size = config.trainer.ranks
         mine = range(world_size * number // num_nodes, world_size * (number + 1) // num_nodes)

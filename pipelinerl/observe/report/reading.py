@@ -230,7 +230,7 @@ def has_journal(run_folder: Path) -> Path:
 
 
 def read_failures(run_folder: Path) -> tuple[Failure, ...]:
-    """What `process.last_words` left behind, in order of time."""
+    """What `process.crash_report` left behind, in order of time."""
     found = [record for path in (run_folder / "failures").glob("*.json") if (record := json_object(path.read_bytes())) is not None]
     failures = [
         Failure(t=rows.number(record.get("t")) or 0.0, process=str(record.get("process", "?")), error=str(record.get("error", "")))

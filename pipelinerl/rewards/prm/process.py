@@ -21,7 +21,7 @@ from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.prm.scorer import PrmScorer, StepScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
-from pipelinerl.runtime.process import last_words
+from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="number of this process among the scorers")
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
-    with last_words(arguments.run_folder, name):
+    with crash_report(arguments.run_folder, name):
         config = load_run(arguments.run_folder)
         set_environment()
         scorer = load_scorer(config.prm)

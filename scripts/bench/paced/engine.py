@@ -15,7 +15,7 @@ from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.server import serve
 from pipelinerl.messages import ToEngine
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.process import last_words
+from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
 MEAN_TOKENS = 24
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--pass-s", type=float, required=True)
     parser.add_argument("--hold-s", type=float, default=0.0)
     given = parser.parse_args()
-    with last_words(given.run_folder, "engines"):
+    with crash_report(given.run_folder, "engines"):
         config = load_run(given.run_folder)
         engine = PacedEngine(pass_s=given.pass_s, hold_s=given.hold_s, max_model_tokens=4096, max_running=config.engine.max_running)
         link = ZmqLink(given.run_folder, "engine", 0, accepts=ToEngine)
