@@ -24,8 +24,8 @@ from pipelinerl.config import Config
 from pipelinerl.data.tokenizer import TextEncoder
 from pipelinerl.errors import ConfigError, DataError, EngineError, PeerGone
 from pipelinerl.messages import Completion, Failed, Finish, Generate, Prompt, Replied, Reply, Sampling, Trajectory
-from pipelinerl.rewards.pool.calls import Frames, frame
 from pipelinerl.transport.codec import Decoder
+from pipelinerl.transport.stream import Frames, frame
 
 Write = Callable[[Sequence[Generate]], list[Completion]]
 """Completes these, in their order: the next turn of as many rollouts."""

@@ -16,8 +16,8 @@ from pipelinerl.engine.__main__ import set_environment
 from pipelinerl.engine.base import Engine
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Completion, Failed, Finish, Generate
-from pipelinerl.rewards.pool.calls import Frames, frame
 from pipelinerl.transport.codec import Decoder
+from pipelinerl.transport.stream import Frames, frame
 
 
 def main() -> None:

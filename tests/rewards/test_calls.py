@@ -14,11 +14,12 @@ import pytest
 from pipelinerl.errors import ConfigError, WireError
 from pipelinerl.messages import Finish
 from pipelinerl.rewards.functions.builtin import exact_match
-from pipelinerl.rewards.pool.calls import Call, Component, Frames, Loaded, Setup, ToWorker, Withdraw, frame
+from pipelinerl.rewards.pool.calls import Call, Component, Loaded, Setup, ToWorker, Withdraw
 from pipelinerl.rewards.pool.forkserver import load_codec
 from pipelinerl.rewards.pool.sandbox import Sandbox, clean_environment
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
+from pipelinerl.transport.stream import Frames, frame
 from tests.rewards.conftest import descendants_of, is_alive
 
 pytestmark = pytest.mark.process

@@ -13,13 +13,14 @@ from pipelinerl.messages import FunctionKind, Message, Outcome, Reply, Score, Sc
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.aggregator import Key, PartialResult
 from pipelinerl.rewards.failures import Failures
-from pipelinerl.rewards.pool.calls import Call, Calling, Ended, Frames, FromWorker, Loaded, Refused, Result, Skipped, Withdraw, frame
+from pipelinerl.rewards.pool.calls import Call, Calling, Ended, FromWorker, Loaded, Refused, Result, Skipped, Withdraw
 from pipelinerl.rewards.pool.limits import BreakerState
 from pipelinerl.rewards.pool.queue import Queue, Ticket
 from pipelinerl.rewards.pool.sandbox import Sandbox
 from pipelinerl.rewards.pool.stats import FunctionStats
 from pipelinerl.runtime.function_errors import FunctionError, error_in
 from pipelinerl.transport.codec import Decoder
+from pipelinerl.transport.stream import Frames, frame
 
 LOAD_DEADLINE_S = 300.0
 """Longest wait for a worker to import the reward functions. Shorter fails functions that load a model; longer hides a hung import."""

@@ -23,10 +23,11 @@ from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.rewards.environment import EnvironmentRunner, load_environment
-from pipelinerl.rewards.pool.calls import Call, Calling, Component, Frames, Loaded, Refused, Result, Skipped, ToWorker, Withdraw, frame
+from pipelinerl.rewards.pool.calls import Call, Calling, Component, Loaded, Refused, Result, Skipped, ToWorker, Withdraw
 from pipelinerl.rewards.reward import Scoring, load_rewards
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import Decoder
+from pipelinerl.transport.stream import Frames, frame
 
 ADDRESS_SPACE_BYTES = 64 << 30
 """Smaller breaks functions that map large models; larger lets one runaway call use up the swap of a big machine."""
