@@ -716,19 +716,19 @@ def test_engines_that_refuse_half_of_all_policies_are_refilled_and_break_no_prom
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hundred_thousand_rollouts_are_trained_and_checked(tmp_path: Path):
+def test_thirty_thousand_rollouts_are_trained_and_checked(tmp_path: Path):
     settings = config(
         rollout={"group_size": 8, "max_tokens": 24},
         engine={"kind": "fake", "count": 4, "max_running": 128},
         batch={"groups_per_step": 64, "max_tokens": 2048},
-        trainer={"steps": 196},
+        trainer={"steps": 60},
     )
     started = time.monotonic()
     simulated = run(settings, folder=tmp_path, world=World(mean_tokens=8, bad_score_fraction=0.02))
     seconds = time.monotonic() - started
     print(f"{len(simulated.rows)} rollouts in {seconds:.1f} s, {simulated.seconds:.0f} simulated")
     assert simulated.problems() == []
-    assert len(simulated.rows) >= 100_000
+    assert len(simulated.rows) >= 30_000
 
 
 def test_the_source_hears_how_every_group_went(tmp_path: Path):
