@@ -1,4 +1,4 @@
-"""Rules of the user's own: the README's file, what the contract carries, and what is refused before anything starts."""
+"""Rules of the user's own: the file that the docs print, what the contract carries, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.findings import Level, sentences
 from tests.algorithms.every_method import sample
 from tests.algorithms.rows import Seq, loss_and_gradient, method_of, pack
-from tests.algorithms.test_readme import block
+from tests.algorithms.test_page import block
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_step, packed_logprobs
 
 CARRIES_ALL = {column: ", ".join(carried) for column, carried in CARRIED.items()}
@@ -54,7 +54,7 @@ def with_rule(column: str, rule: Any) -> Method:
     return method_of(base, **{column: [rule] if column in ("masks", "auxiliary") else rule})
 
 
-def test_the_readmes_file_trains_by_its_lines_and_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_file_trains_by_its_lines_and_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = block("python", holding="half_life")
     assert len(source.splitlines()) < 15
     (tmp_path / "rules.py").write_text(source)

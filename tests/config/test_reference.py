@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from pipelinerl.config.file import known_keys
@@ -23,8 +22,3 @@ def test_it_names_every_key_once_with_type_default_and_meaning():
     by_key = {row[0].strip("`"): row[1:] for row in cells}
     assert by_key["trainer.steps"][:2] == ["integer > 0", "`100`"]
     assert by_key["model.path"][:2] == ["path", "required"]
-
-
-def test_the_index_leads_to_files_that_are_there():
-    for target in re.findall(r"\]\(([^)#]+)\)", (DOCS / "README.md").read_text()):
-        assert (DOCS / target).exists(), target

@@ -1,4 +1,4 @@
-"""What the README says about adding a method is done here, word for word."""
+"""What the page on algorithms says about adding a method is done here, word for word."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.algorithms import reference
 from tests.algorithms.every_method import sample
 from tests.algorithms.rows import loss_and_gradient
 
-README = Path(__file__).resolve().parents[2].joinpath("README.md").read_text()
+PAGE = Path(__file__).resolve().parents[2].joinpath("docs", "algorithms.md").read_text()
 
 
 def block(language: str, *, holding: str) -> str:
-    found = [text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if holding in text]
-    assert len(found) == 1, f"the README has {len(found)} {language} blocks with {holding!r}"
+    found = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) if holding in text]
+    assert len(found) == 1, f"the page has {len(found)} {language} blocks with {holding!r}"
     return found[0]
 
 
-def test_a_method_is_added_by_the_lines_the_readme_shows_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_added_by_the_lines_the_page_shows_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = block("python", holding="_row(")
     assert len(lines.splitlines()) < 10
     monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
@@ -42,7 +42,7 @@ def test_a_method_is_added_by_the_lines_the_readme_shows_and_trains(monkeypatch:
     assert any(gradient)
 
 
-def test_a_column_is_changed_by_the_lines_the_readme_shows() -> None:
+def test_a_column_is_changed_by_the_lines_the_page_shows() -> None:
     section = tomllib.loads(block("toml", holding="overrides = {"))["algorithm"]
     method = method_of(run_with(section))
     assert (method.advantage.name, method.weight.options) == ("rloo", {"low": 0.5, "high": 5.0, "batch_normalize": False})
