@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
-from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.engine.environment import set_environment
 
 if TYPE_CHECKING:
     import torch

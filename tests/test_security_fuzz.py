@@ -26,6 +26,7 @@ from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
 from pipelinerl.observe.lines import JournalTail, read_journals, read_spans
 from pipelinerl.rewards.pool import calls
 from pipelinerl.storage.checkpoint_folder import read_manifest
+from pipelinerl.transport import stream
 from pipelinerl.transport.codec import Decoder, encode
 from pipelinerl.transport.keys import make_keys, read_keys
 from pipelinerl.transport.session import Session
@@ -114,11 +115,11 @@ def test_headers_of_a_session_that_are_damaged_anywhere(data: st.DataObject):
             end.receive_frame(data.draw(damaged([frame])))
 
 
-@given(pieces=st.lists(damaged([calls.frame(example) for example in EXAMPLES[:4]]), max_size=5))
+@given(pieces=st.lists(damaged([stream.frame(example) for example in EXAMPLES[:4]]), max_size=5))
 def test_the_stream_of_a_reward_worker(pieces: list[bytes]):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frames = calls.Frames(ours)
+        frames = stream.Frames(ours)
         for piece in filter(None, pieces):
             theirs.sendall(piece)
             try:

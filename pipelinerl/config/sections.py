@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from pipelinerl.config.alarm_names import AlarmName
 from pipelinerl.config.base import PositiveFloat, PositiveInt, Section, Unit
 from pipelinerl.config.layout import Layout, Schedule
-from pipelinerl.observe.alarms.names import Name
 
 SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 """Minutes, hours:minutes:seconds or days-hours. TOML reads the first as a number and the second as a time of day; both are meant."""
@@ -37,8 +37,8 @@ class RunSection(Section):
     record_groups: Annotated[int, Field(ge=0)] = Field(
         1024, description="groups, the newest, that stay recorded with tokens, scores and advantages: what `pipelinerl replay` works on"
     )
-    fatal_alarms: tuple[Name, ...] = Field(
-        (), description=f"alarms of learning that end the run, saved, of {', '.join(Name)}; the others are only told"
+    fatal_alarms: tuple[AlarmName, ...] = Field(
+        (), description=f"alarms of learning that end the run, saved, of {', '.join(AlarmName)}; the others are only told"
     )
     interface: str = Field(
         "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"

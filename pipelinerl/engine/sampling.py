@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from pipelinerl.config import Config
-from pipelinerl.engine.__main__ import set_environment
 from pipelinerl.engine.base import Engine
+from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Completion, Failed, Finish, Generate
 from pipelinerl.transport.codec import Decoder

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.engine.environment import set_environment
 from pipelinerl.rewards.prm.scorer import Convention, PrmEngine, PrmScorer, Reading, Rows, StepScore, Trace
 from pipelinerl.rewards.prm.steps import Splitter
 from scripts.bench import harness

@@ -51,7 +51,7 @@ def main() -> None:
     names = ["1 M", "10 M"] if arguments.quick else list(MODELS)  # the smallest that shows each goal: the larger take most of the time
     full, quick = {"num_swaps": 200, "num_in_a_row": 1000, "seconds": 3.0}, {"num_swaps": 40, "num_in_a_row": 100, "seconds": 1.0}
     settings = quick if arguments.quick else full
-    from pipelinerl.engine.__main__ import set_environment
+    from pipelinerl.engine.environment import set_environment
 
     set_environment()
     from pipelinerl.engine.vllm.engine import import_everything

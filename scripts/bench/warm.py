@@ -20,7 +20,7 @@ from pipelinerl.launch.run_folder import make_run_folder
 
 def import_roles() -> None:
     """Import what all roles need, without running any torch operation: forks of a process that has are not safe."""
-    from pipelinerl.engine.__main__ import set_environment
+    from pipelinerl.engine.environment import set_environment
 
     set_environment()
     from pipelinerl.engine.vllm.engine import import_everything

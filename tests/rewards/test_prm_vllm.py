@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.engine.environment import set_environment
 from pipelinerl.messages import Outcome
 from pipelinerl.rewards.prm.scorer import Convention, PrmScorer, Reading, StepScore, Trace
 from pipelinerl.rewards.prm.steps import Splitter

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import WeightsSection
-from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.network import address_of, device_of
 from pipelinerl.weights.network import nccl_settings

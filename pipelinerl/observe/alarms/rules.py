@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from pipelinerl.observe.alarms.names import CHANGE, Alarm, Name
+from pipelinerl.config.alarm_names import AlarmName
+from pipelinerl.observe.alarms.names import CHANGE, Alarm
 
 WINDOW = 10
 """Steps of a mean. Fewer takes noise for news; more notices later."""
@@ -56,7 +57,7 @@ class Alarms:
 
     def __init__(self, *, correct_reward: float = 1.0, max_mismatch_kl: float = 0.03) -> None:
         """`correct_reward`: of a completion that is right, the scale of every reward; both as configured."""
-        self.active: dict[Name, Alarm] = {}
+        self.active: dict[AlarmName, Alarm] = {}
         self.raised: list[Alarm] = []
         """Every alarm that was ever raised, in order."""
         self._scale = abs(correct_reward) or 1.0
@@ -65,7 +66,7 @@ class Alarms:
         self._first: list[_Step] = []
         """The run's first steps, at most `WINDOW`."""
         self._steps: collections.deque[_Step] = collections.deque(maxlen=LOOKBACK + WINDOW)
-        self._quiet: collections.Counter[Name] = collections.Counter()
+        self._quiet: collections.Counter[AlarmName] = collections.Counter()
         """Steps since an active alarm's rule held last."""
         self._best: tuple[int, float, float] | None = None
         """(version, held-out reward, training reward then) of the best evaluation so far."""
@@ -79,7 +80,7 @@ class Alarms:
         if len(self._first) < WINDOW:
             self._first.append(step)
         words = line.get("engine_mismatch")  # `pipelinerl.algorithms.mismatch`
-        of_engines = self._judge(Name.ENGINE_MISMATCH, (step.step, "; ".join(map(str, words))) if isinstance(words, list) else None)
+        of_engines = self._judge(AlarmName.ENGINE_MISMATCH, (step.step, "; ".join(map(str, words))) if isinstance(words, list) else None)
         if len(self._steps) < WINDOW:
             return of_engines
         return of_engines + [alarm for name, rule in self._rules() for alarm in self._judge(name, rule())]
@@ -92,8 +93,8 @@ class Alarms:
             return []
         if self._best is None or held_out >= self._best[1]:
             self._best = int(version), held_out, trained
-            is_held_out = (alarm := self.active.get(Name.REWARD_HACKING)) is not None and "held-out" in alarm.figure
-            return [self._end(Name.REWARD_HACKING)] if is_held_out else []
+            is_held_out = (alarm := self.active.get(AlarmName.REWARD_HACKING)) is not None and "held-out" in alarm.figure
+            return [self._end(AlarmName.REWARD_HACKING)] if is_held_out else []
         of_version, best, then = self._best
         part = min(1.0, max(0.0, best / self._scale))
         noise = ERRORS * self._scale * math.sqrt(2 * part * (1 - part) / num) if num else 0.0
@@ -102,25 +103,25 @@ class Alarms:
         rose = f"training reward rose from {then:.3g} to {trained:.3g}"
         rose = f"training reward rose from {then:.3g} to {trained:.3g}"
         figure = f"held-out fell from {best:.3g} to {held_out:.3g} since version {of_version}, {rose}"
-        return self._raise(Name.REWARD_HACKING, began=of_version, figure=figure)
+        return self._raise(AlarmName.REWARD_HACKING, began=of_version, figure=figure)
 
-    def _rules(self) -> tuple[tuple[Name, Callable[[], tuple[int, str] | None]], ...]:
+    def _rules(self) -> tuple[tuple[AlarmName, Callable[[], tuple[int, str] | None]], ...]:
         """Each rule gives (step where it began, figure) where it holds."""
         return (
-            (Name.TRUNCATION, self._truncation),
-            (Name.NO_SIGNAL, self._no_signal),
-            (Name.ENTROPY_COLLAPSE, self._entropy),
-            (Name.REWARD_HACKING, self._component_falls),
-            (Name.LENGTH_DRIFT, self._length),
-            (Name.REPETITION, self._repetition),
-            (Name.OFF_POLICY, self._off_policy),
-            (Name.MISMATCH, lambda: self._kl("mismatch", MISMATCH * self._max_kl, "engine and trainer differ by a KL of")),
-            (Name.STALE_KV, lambda: self._kl("stale_kv", self._max_kl, "what is sampled over an older KV cache differs by a KL of")),
-            (Name.STALE, self._stale),
-            (Name.FLAT_REWARD, self._flat),
+            (AlarmName.TRUNCATION, self._truncation),
+            (AlarmName.NO_SIGNAL, self._no_signal),
+            (AlarmName.ENTROPY_COLLAPSE, self._entropy),
+            (AlarmName.REWARD_HACKING, self._component_falls),
+            (AlarmName.LENGTH_DRIFT, self._length),
+            (AlarmName.REPETITION, self._repetition),
+            (AlarmName.OFF_POLICY, self._off_policy),
+            (AlarmName.MISMATCH, lambda: self._kl("mismatch", MISMATCH * self._max_kl, "engine and trainer differ by a KL of")),
+            (AlarmName.STALE_KV, lambda: self._kl("stale_kv", self._max_kl, "what is sampled over an older KV cache differs by a KL of")),
+            (AlarmName.STALE, self._stale),
+            (AlarmName.FLAT_REWARD, self._flat),
         )
 
-    def _judge(self, name: Name, verdict: tuple[int, str] | None) -> list[Alarm]:
+    def _judge(self, name: AlarmName, verdict: tuple[int, str] | None) -> list[Alarm]:
         if verdict is not None:
             self._quiet[name] = 0
             return [] if name in self.active else self._raise(name, began=verdict[0], figure=verdict[1])
@@ -130,14 +131,14 @@ class Alarms:
         self._quiet[name] += 1
         return [self._end(name)] if self._quiet[name] >= WINDOW else []
 
-    def _raise(self, name: Name, *, began: int, figure: str) -> list[Alarm]:
+    def _raise(self, name: AlarmName, *, began: int, figure: str) -> list[Alarm]:
         if name in self.active:
             return []
         self.active[name] = alarm = Alarm(name=name, began=began, step=self._steps[-1].step, figure=figure, change=CHANGE[name])
         self.raised.append(alarm)
         return [alarm]
 
-    def _end(self, name: Name) -> Alarm:
+    def _end(self, name: AlarmName) -> Alarm:
         return dataclasses.replace(self.active.pop(name), step=self._steps[-1].step, is_over=True)
 
     def _recent(self) -> list[_Step]:

@@ -13,7 +13,7 @@ from typing import Any
 from pipelinerl.config import Config
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
-from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Outcome
 from pipelinerl.rewards.prm.process import killed_after, load_scorer

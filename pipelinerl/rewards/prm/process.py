@@ -15,7 +15,7 @@ from pipelinerl.config import PrmSection
 from pipelinerl.config.file import load_run
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
-from pipelinerl.engine.__main__ import set_environment
+from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.observe.alarms.names import CHANGE, Alarm, Name
+from pipelinerl.config.alarm_names import AlarmName
+from pipelinerl.observe.alarms.names import CHANGE, Alarm
 from pipelinerl.observe.alarms.rules import FLAT_AFTER, WINDOW, Alarms
 
 Line = dict[str, Any]
@@ -67,7 +68,7 @@ def test_a_healthy_run_with_noise_raises_nothing_in_a_thousand_steps():
 def test_truncation_is_told_from_the_step_where_it_began():
     # 60 % from step 20 on: the mean of ten passes 50 % once nine of them are: 0.9 x 0.6 + 0.1 x 0.05 = 0.545; eight give 0.49.
     alarm = only(raised(lambda n: step(n, truncated_fraction=0.6 if n >= 20 else 0.05), num_steps=60))
-    assert (alarm.name, alarm.began, alarm.step) == (Name.TRUNCATION, 20, 28)
+    assert (alarm.name, alarm.began, alarm.step) == (AlarmName.TRUNCATION, 20, 28)
     assert str(alarm) == "truncation since step 20: 54% of samples are cut off at rollout.max_tokens"
     assert "rollout.max_tokens" in alarm.change
 
@@ -78,12 +79,12 @@ def test_an_alarm_ends_ten_steps_after_its_rule_held_last_and_may_come_again():
     assert [(alarm.is_over, alarm.began) for alarm in told] == [(False, 0), (True, 0), (False, 60)]
     # The mean of ten is 0.54 at step 23 and 0.45 at step 24: quiet from there, for ten steps.
     assert told[1].step == 33
-    assert list(rules.active) == [Name.TRUNCATION]
+    assert list(rules.active) == [AlarmName.TRUNCATION]
 
 
 def test_groups_without_a_gradient_are_told_those_set_aside_among_them_unless_the_task_is_solved():
     alarm = only(raised(lambda n: step(n, zero_variance_fraction=0.85), num_steps=20))
-    assert alarm.name is Name.NO_SIGNAL
+    assert alarm.name is AlarmName.NO_SIGNAL
     assert "85% of groups" in alarm.figure
     # 32 placed, 0.3 of them flat, and 150 set aside: (9.6 + 150) / 182 = 88 %.
     assert "88%" in only(raised(lambda n: step(n, filtered_groups=150), num_steps=20)).figure
@@ -95,7 +96,7 @@ def test_entropy_that_collapses_is_told_unless_the_task_is_solved():
         return step(number, reward_mean=reward + 0.001 * number, trainer={"entropy": 0.9 * math.exp(-number / 8)})
 
     alarm = only(raised(lambda n: curve(n, 0.1), num_steps=40))
-    assert alarm.name is Name.ENTROPY_COLLAPSE
+    assert alarm.name is AlarmName.ENTROPY_COLLAPSE
     # The first ten average 0.546; 5 % of that is 0.0273, which 0.9 exp(-n / 8) is below from step 28 on: exp(-28 / 8) = 0.0302.
     assert alarm.began == 28
     assert alarm.figure == "entropy fell from 0.546 to 0.0272 nats, at a reward of 0.129"
@@ -110,7 +111,7 @@ def test_held_out_that_falls_while_the_training_reward_rises_is_told_and_ends_wh
         if number % 30 == 29:
             told += rules.take_evaluation({"version": number + 1, "reward_mean": {29: 0.6, 59: 0.4, 89: 0.61}[number], "num_prompts": 256})
     first, over = told
-    assert (first.name, first.began, first.step) == (Name.REWARD_HACKING, 30, 59)
+    assert (first.name, first.began, first.step) == (AlarmName.REWARD_HACKING, 30, 59)
     assert first.figure == "held-out fell from 0.6 to 0.4 since version 30, training reward rose from 0.422 to 0.573"
     assert over.is_over
 
@@ -131,7 +132,7 @@ def test_a_component_that_falls_while_the_sum_rises_is_told():
         return step(number, reward_mean=0.3 + 0.004 * number, components={"right": 0.5 - 0.004 * number, "pretty": 0.1 + 0.008 * number})
 
     alarm = only(raised(curve, num_steps=80))
-    assert alarm.name is Name.REWARD_HACKING
+    assert alarm.name is AlarmName.REWARD_HACKING
     assert alarm.figure.startswith("right fell from 0.482 to 0.3")
     assert alarm.began == 9
 
@@ -142,29 +143,29 @@ def test_without_an_evaluation_and_with_one_component_nothing_is_said_of_reward_
 
 def test_lengths_that_drift_are_told_where_the_reward_does_not_rise_with_them():
     alarm = only(raised(lambda n: step(n, reward_mean=0.5, length_mean=200.0 * 1.02**n), num_steps=49))
-    assert alarm.name is Name.LENGTH_DRIFT
+    assert alarm.name is AlarmName.LENGTH_DRIFT
     # From the first ten to the last ten is a factor of 1.02^35 = 2.0 after 45 steps.
     assert alarm.step == 45
     assert raised(lambda n: step(n, length_mean=200.0 * 1.02**n, reward_mean=0.3 + 0.004 * n), num_steps=100) == []
-    assert only(raised(lambda n: step(n, reward_mean=0.5, length_mean=200.0 * 0.98**n), num_steps=49)).name is Name.LENGTH_DRIFT
+    assert only(raised(lambda n: step(n, reward_mean=0.5, length_mean=200.0 * 0.98**n), num_steps=49)).name is AlarmName.LENGTH_DRIFT
 
 
 def test_samples_that_repeat_themselves_are_told_but_not_those_that_always_did():
     alarm = only(raised(lambda n: step(n, repeated_fraction=min(0.9, 0.01 * n)), num_steps=60))
-    assert alarm.name is Name.REPETITION
+    assert alarm.name is AlarmName.REPETITION
     assert raised(lambda n: step(n, repeated_fraction=0.35), num_steps=60) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "name", "figure"),
     [
-        ({"trainer": {"ess_fraction": 0.43}}, Name.OFF_POLICY, "0.43"),
-        ({"trainer": {"mismatch_kl_on_policy": 0.012}}, Name.MISMATCH, "0.012"),
-        ({"trainer": {"mismatch_kl_stale_kv": 0.05}}, Name.STALE_KV, "0.05"),
-        ({"stale_groups": 16}, Name.STALE, "33%"),
+        ({"trainer": {"ess_fraction": 0.43}}, AlarmName.OFF_POLICY, "0.43"),
+        ({"trainer": {"mismatch_kl_on_policy": 0.012}}, AlarmName.MISMATCH, "0.012"),
+        ({"trainer": {"mismatch_kl_stale_kv": 0.05}}, AlarmName.STALE_KV, "0.05"),
+        ({"stale_groups": 16}, AlarmName.STALE, "33%"),
     ],
 )
-def test_levels_are_told_with_their_figure(changes: Line, name: Name, figure: str):
+def test_levels_are_told_with_their_figure(changes: Line, name: AlarmName, figure: str):
     alarm = only(raised(lambda n: step(n, **changes), num_steps=30))
     assert alarm.name is name
     assert figure in alarm.figure
@@ -175,8 +176,8 @@ def test_an_engine_that_stands_out_is_told_in_that_step_and_let_go_when_it_has_n
     rules, words = Alarms(), "engine 1's log-probabilities differ: KL 0.4 over 12 sequences"
     told = raised(lambda n: step(n, **({"engine_mismatch": [words]} if n in (3, 4) else {})), num_steps=30, rules=rules)
     assert [(alarm.name, alarm.began, alarm.step, alarm.is_over) for alarm in told] == [
-        (Name.ENGINE_MISMATCH, 3, 3, False),
-        (Name.ENGINE_MISMATCH, 3, 4 + WINDOW, True),
+        (AlarmName.ENGINE_MISMATCH, 3, 3, False),
+        (AlarmName.ENGINE_MISMATCH, 3, 4 + WINDOW, True),
     ]
     assert told[0].figure == words
     assert raised(lambda n: step(n, engine_mismatch="no list"), num_steps=30) == []
@@ -187,7 +188,7 @@ def test_a_reward_that_never_moves_is_told_and_one_that_begins_to_is_let_go():
     noise = [chance.gauss(0, 0.02) for _ in range(200)]
     rules = Alarms()
     told = raised(lambda n: step(n, reward_mean=0.02 + noise[n] + max(0.0, 0.01 * (n - 80))), num_steps=140, rules=rules)
-    assert [(alarm.name, alarm.is_over) for alarm in told] == [(Name.FLAT_REWARD, False), (Name.FLAT_REWARD, True)]
+    assert [(alarm.name, alarm.is_over) for alarm in told] == [(AlarmName.FLAT_REWARD, False), (AlarmName.FLAT_REWARD, True)]
     assert told[0].step == FLAT_AFTER
     assert rules.active == {}
 
@@ -196,7 +197,7 @@ def test_rewards_count_in_their_own_scale():
     # Right is worth 10: a rise of 0.3 is 3 % of that, within what is no news, and the length drift is told.
     rules = Alarms(correct_reward=10.0)
     told = raised(lambda n: step(n, reward_mean=5 + 0.006 * n, length_mean=200.0 * 1.02**n), num_steps=49, rules=rules)
-    assert only(told).name is Name.LENGTH_DRIFT
+    assert only(told).name is AlarmName.LENGTH_DRIFT
 
 
 def test_a_run_that_records_nothing_raises_nothing():
@@ -212,4 +213,4 @@ def test_steps_that_are_done_again_after_a_resume_count_once():
 
 
 def test_every_alarm_says_what_to_change():
-    assert set(CHANGE) == set(Name)
+    assert set(CHANGE) == set(AlarmName)
