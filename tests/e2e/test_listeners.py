@@ -87,7 +87,6 @@ def running(*words: str, folder: Path) -> Iterator[tuple[Path, subprocess.Popen[
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        pytest.param((), ALWAYS, id="one trainer rank, one engine"),
         pytest.param(PRM, ALWAYS, id="one trainer rank, one engine, a process reward model"),
         pytest.param(
             ("trainer.ranks=2", "engine.options={tensor_parallel_size=2}", 'tracking.to=["prometheus"]'),
