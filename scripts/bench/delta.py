@@ -1,4 +1,4 @@
-"""How few bytes the changes of a policy take, against the entropy bound, and how fast they are made and laid over, against memcpy.
+"""Measures the bytes that the changes of a policy take against the entropy bound, and how fast they are made and applied against memcpy.
 
 Synthetic: bfloat16 weights of which a given part moves to a neighbouring value, as at the learning rates of RL. `demo`: the last of some
 AdamW steps of a model of the demo's shape on the demo's task, from random weights and supervised, trained in float32 and published in

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What stopping hopeless rollouts early saves in a real training run: the same run with it and without, same seed, real vLLM.
+"""Measures what stopping hopeless rollouts early saves in a real training run: the same run with it and without, same seed, real vLLM.
 
 The demo's model (1.07 M parameters) learns to put 6 digits in order, in three steps of 12 tokens, after a warm start on four behaviours of
 which one is rewarded. A process reward model of 0.4 M parameters, trained on the task for seconds, scores every step while it is written,

@@ -1,4 +1,4 @@
-"""What every bench shares: its options, its table, its JSON file, and its verdict.
+"""The parts that all benches share: options, table, JSON file, and verdict.
 
 A bench measures ratios against a reference in the same run, because machines are noisy; it stores what it measured with date, machine and
 commit; with `--check` it exits 1 where a goal is missed. The last line printed always says the figure.

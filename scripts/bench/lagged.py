@@ -52,7 +52,7 @@ see the same samples and the same advantages."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """How large everything is."""
+    """The sizes of a task."""
 
     steps: int = 80
     groups: int = 8
@@ -81,7 +81,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What one job learned."""
+    """The learning curve of one job."""
 
     job: Job
     samples: list[int]

@@ -1,4 +1,4 @@
-"""What streaming gains: the same work in the modes streaming, one_step_off and sync, on the same code, engine and trainer on a core each.
+"""Measures what streaming gains: the same work in the modes streaming, one_step_off and sync, engine and trainer on a core each.
 
 The task is balanced: generating a batch takes about as long as training on it. Sync then uses one core at a time, and no schedule
 can be more than twice as fast, plus what sync loses while the last sequences of a batch finish alone. The engine has a core to itself;
@@ -35,7 +35,7 @@ from scripts.bench import harness, warm
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much work a run is, and what streaming must gain on it."""
+    """The amount of work of a run, and what streaming must gain on it."""
 
     num_steps: int
     groups_per_step: int

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What it costs to score the steps of traces while they are being written: tokens that the process reward model computes per trace.
+"""Measures the cost of scoring the steps of traces while they are being written: tokens that the process reward model computes per trace.
 
 A real vLLM pooling engine around a tiny random model (its prefix cache works as that of a large one), eight traces that grow side by side,
 32 tokens at a time. Three ways: every step as soon as it is complete, reading the prefix cache (what a run does); the same, every step
@@ -39,7 +39,7 @@ LARGEST_GAP = 1e-4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What scoring all traces took."""
+    """The cost of scoring all traces."""
 
     num_computed: int
     num_requests: int

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How long a report takes and how much memory, at 1,000 / 10,000 / 100,000 steps, and what a journal of 30 days takes on the disk.
+"""Measures the time and memory of a report at 1,000 / 10,000 / 100,000 steps, and what a journal of 30 days takes on the disk.
 
 Journals as the demo writes them (`scripts/bench/demo_journal.py`), written by the class that every process uses, so long ones lie there in
 thinned and compressed segments. Each report is written by a process of its own; of short runs twice, and the faster one counts.
@@ -87,7 +87,7 @@ def aged_bytes(folder: Path) -> float:
 
 
 def month_bytes_of(step_bytes: float) -> float:
-    """Of all journals after `DAYS` at the demo's pace."""
+    """Return the bytes of all journals after `DAYS` at the demo's pace."""
     return DAYS * 86400 * STEPS_PER_S * step_bytes + PROCESSES * 2 * SEGMENT_BYTES
 
 

@@ -182,7 +182,7 @@ def _wished(run_folder: Path, attempt: int, *, default: float) -> float:
 
 
 def _end_soon(run_folder: Path, *, steps: int) -> None:
-    """What `--resume trainer.steps=…` would do: settings that may change are read anew at every start."""
+    """Do what `--resume trainer.steps=…` would do: settings that may change are read anew at every start."""
     path = run_folder / "config.json"
     settings = json.loads(path.read_text())
     settings["trainer"]["steps"] = steps

@@ -1,4 +1,4 @@
-"""What a resumed run pays for all that happened before: seconds from opening its ledger to all that the orchestrator starts from.
+"""Measures what a resumed run pays for all that happened before: seconds from opening its ledger to all that the orchestrator starts from.
 
 Ledgers are written through the product's own ledger, as by runs of the demo's shape: groups of 8, steps of 32 groups, a checkpoint every 20
 steps of which two are kept, 3 groups in flight when the run was killed. Bytes are those of the file, without and with the bodies of the
@@ -83,7 +83,7 @@ def _measure(num_rollouts: int) -> list[Any]:
 
 
 def resume(path: Path) -> Snapshot:
-    """What an orchestrator reads when it starts."""
+    """Read what an orchestrator reads when it starts."""
     with contextlib.closing(Ledger(path, keep_groups=RECORDED)) as ledger:
         return read_snapshot(ledger)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What scoring costs the engines: the same run with rewards of 0, 1 and 5 times the generation time, inline and as a stage of their own.
+"""Measures what scoring costs the engines: the same run with rewards of 0, 1 and 5 times the generation time, inline and as a stage.
 
 The orchestrator is the product's, with all its stages and rules; engines, scorer and trainer are the simulated peers of the tests, on
 simulated time: a scorer can be as slow as wished on any machine, and two runs give the same figures. The trainer is fast: engines are
@@ -53,7 +53,7 @@ STALENESS = 40
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one run did in its steady state."""
+    """The figures of one run in its steady state."""
 
     samples_per_s: float
     """Trained."""

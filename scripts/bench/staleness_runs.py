@@ -1,4 +1,4 @@
-"""What staleness costs in seconds: whole runs of the demo at several bounds K, naive and corrected, from one warm start.
+"""Measures what staleness costs in seconds: whole runs of the demo at several bounds K, naive and corrected, from one warm start.
 
 Each run is the product as it ships, streaming on this machine; how old its tokens really got is measured and shown, for the bound is only
 a bound. The time is from the first span of an engine to the step at which the mean reward of five steps reaches 0.8. It needs a quiet

@@ -1,4 +1,4 @@
-"""How long a swap keeps an engine from its next forward pass, from 1 M to 1 B parameters, and what staging takes from decoding.
+"""Measures how long a swap keeps an engine from its next forward pass, from 1 M to 1 B parameters, and what staging takes from decoding.
 
 A real vLLM engine decodes; policies lie in shared memory, as the trainer leaves them. `pause` is `Engine.commit` between two forward
 passes: everything else, fetching and verifying every tensor, happens before it, in the staging thread. References in the same run and
@@ -323,7 +323,7 @@ def _many_swaps(bench: _Bench, count: int) -> dict[str, float]:
 
 
 def _beside_decoding(bench: _Bench, seconds: float) -> dict[str, float]:
-    """What staging and committing take from decoding; staging is the same for every way to commit."""
+    """Measure what staging and committing take from decoding; staging is the same for every swap mode."""
     while_staging, staging_ms = _while_staging(bench, 4 * seconds)  # single stagings of a small model differ by a tenth
     percent = _percent_of_time(bench, seconds)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What does a tracker in trouble cost the run, and what does it lose? Weights & Biases down, slow and crashing, beside one real run.
+"""Measures what a tracker in trouble costs the run, and what it loses: Weights & Biases down, slow and crashing, beside one real run.
 
 The demo's model on real vLLM and the real trainer, without a last step. Beside it, in turns: a tracker whose server refuses every
 connection; one whose server takes connections and never answers; one whose server answers nonsense and whose service, a process of W&B's
@@ -92,7 +92,7 @@ def _segments(journals: JournalTail, tracker: Tracker, *, num: int, seconds: flo
 
 
 def _error(ratios: list[float]) -> float:
-    """Of their median, as of a normal distribution's: 1.25 standard errors of the mean."""
+    """Return the standard error of their median, as of a normal distribution's: 1.25 standard errors of the mean."""
     return 1.2533 * statistics.stdev(ratios) / len(ratios) ** 0.5
 
 
@@ -121,7 +121,7 @@ def _running(folder: Path) -> Iterator[Path]:
 
 
 def _end(run_folder: Path) -> None:
-    """What Ctrl-C does; wait for the end."""
+    """Interrupt the run as Ctrl-C does, and wait for its end."""
     os.kill(int((run_folder / "launcher.pid").read_text()), signal.SIGINT)
     while not any(line["kind"] == "end" for line in _lines(run_folder)):
         time.sleep(0.5)
@@ -243,7 +243,7 @@ def _lines(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def _tree(root: int) -> dict[int, float]:
-    """By process, the root and whatever it has started: processor seconds, with those of the children it has waited for."""
+    """Return the processor seconds of the root and of each process that it has started, with those of children that were waited for."""
     parents, seconds = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""What RL costs the trainer: the whole trainer, fed over the wire, against its engine alone on the same rows.
+"""Measures what RL costs the trainer: the whole trainer, fed over the wire, against its engine alone on the same rows.
 
 `plain` is the engine's own loop: rows laid out beforehand, the negative log-likelihood, the same optimizer. `RL` is what runs in a run:
 rows over ZeroMQ from another process (on the other core), laid out as they come, the loss of GRPO with its meters, the step's bookkeeping.

@@ -1,4 +1,4 @@
-"""What the transport and the orchestrator cost: bytes through two processes, trajectories through one core, and how the cost grows.
+"""Measures what the transport and the orchestrator cost: bytes through two processes, trajectories through a core, growth.
 
 `pair`: one process sends completions of 1,000 tokens, another receives them; our link and hub (encoding, acknowledgements, decoding and
 all), eight in one call, as an engine sends what ended in one forward pass, and for comparison one by one; and beside them raw pyzmq

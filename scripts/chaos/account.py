@@ -1,4 +1,4 @@
-"""What liars said against what the orchestrator refused, lie by lie; and whether forged log-probabilities were seen and named.
+"""Holds what liars said against what the orchestrator refused, lie by lie; and whether forged log-probabilities were seen and named.
 
 Every lie must have been refused as what it is. Three things may have become of it in its stead:
 
@@ -53,7 +53,7 @@ class _Heard:
 
 @dataclasses.dataclass(slots=True)
 class Account:
-    """By role and kind: how many lies, and what became of them."""
+    """The number of lies by role and kind, and what became of them."""
 
     counts: dict[tuple[str, str], collections.Counter[str]]
     """`sent`, `refused`, `fenced`, `died`."""
@@ -142,7 +142,7 @@ def _compare(account: Account, peer: str, said: list[_Said], heard: list[_Heard]
 
 
 def _died(place: int, said: list[_Said], marks: list[_Heard | None], *, is_frame: bool) -> bool:
-    """Whether one of the two ends was another before and after what was said at a place."""
+    """Return whether one of the two ends was another process before and after what was said at a place."""
 
     def is_like(one: _Said) -> bool:
         """Of the same process; and bare frames overtake messages that come again."""
@@ -187,7 +187,7 @@ def _see_forger(account: Account, run_folder: Path, heard: list[_Heard]) -> None
 
 
 def _trained_tokens(run_folder: Path) -> dict[int, collections.Counter[str]]:
-    """By step: tokens of each engine, from the ledger's own events."""
+    """Return the tokens of each engine by step, from the ledger's own events."""
     made_by: dict[str, str] = {}
     trained: dict[str, tuple[int, str, int]] = {}
     query = "SELECT kind, rollout_id, step, peer, num_tokens FROM events WHERE kind IN ('generated', 'trained') ORDER BY seq"

@@ -16,7 +16,7 @@ ROLES = ("engine", "scorer", "trainer")
 
 
 def detour_of(run_folder: Path, role: str) -> str:
-    """Where links of a role connect to."""
+    """Return the address that links of a role connect to."""
     return json.loads((run_folder / "detours.json").read_text())[role]
 
 

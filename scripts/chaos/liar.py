@@ -38,12 +38,12 @@ _SAYS = {"engine": FromEngine, "scorer": FromScorer, "trainer": FromTrainer}
 
 
 def digest_of(sent: bytes | memoryview) -> str:
-    """What a message or a frame is known by in both logs."""
+    """Return the digest by which both logs know a message or a frame."""
     return hashlib.blake2b(sent, digest_size=10).hexdigest()
 
 
 def make_liars(run_folder: Path, *, fraction: float, has_forger: bool) -> dict[str, float]:
-    """Who lies, and how often; nobody where `fraction` is 0."""
+    """Make the peers that lie, and how often they do; none where `fraction` is 0."""
     (run_folder / "lies").mkdir(exist_ok=True)
     return dict.fromkeys(("engine-0", "scorer-0", "trainer-0", *([FORGER] if has_forger else [])), fraction) if fraction else {}
 
@@ -69,7 +69,7 @@ def install(run_folder: Path) -> None:
 
 
 class Liar:
-    """What one link says, lies included. It goes on in the deck of lies where the process before it was killed."""
+    """The words of one link, lies included. It goes on in the deck of lies where the process before it was killed."""
 
     def __init__(self, link: transport.ZmqLink, run_folder: Path, *, seed: int, fraction: float) -> None:
         self._session = session = link._session
@@ -155,7 +155,7 @@ class Liar:
 
 
 def _num_told(path: Path) -> dict[str, int]:
-    """By occasion: the number of the last lie that was told."""
+    """Return the number of the last lie that was told, by occasion."""
     told: dict[str, int] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         if line.startswith("occasion "):

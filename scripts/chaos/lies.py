@@ -1,4 +1,4 @@
-"""What a peer with a valid key can say that cannot be: each lie with the kind under which the orchestrator must refuse it.
+"""Lies that a peer with a valid key can tell: each with the kind under which the orchestrator must refuse it.
 
 A lie is made of a true message, so that nothing but one thing about it is wrong, and said before it; those that are bytes break the wire's
 own rules. What is plausible and false is not here: `liar` forges log-probabilities within their range, which only the trainer can see.
@@ -53,7 +53,7 @@ _swap = msgspec.structs.replace
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Known:
-    """What a peer that lies knows, to lie by."""
+    """The knowledge by which a peer lies."""
 
     chance: random.Random
     identity: int

@@ -1,4 +1,4 @@
-"""For runs under faults: endless prompts, each a row of its own, and a reward and an environment that take a moment."""
+"""Functions for runs under faults: endless prompts, each a row of its own, and a reward and an environment that take a moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What disks do to files that nobody is writing: one bit flips. In a checkpoint, and in the ledger between two lives of a run."""
+"""Flips a bit in files that nobody is writing, as disks do. In a checkpoint, and in the ledger between two lives of a run."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Storm:
             send()
 
     def wait_s(self, timeout_s: float) -> float:
-        """How long a wait may last so that nothing is later than it should be."""
+        """Return how long a wait may last so that nothing is later than it should be."""
         return min([timeout_s, *(max(0.0, at - time.monotonic()) for at, _ in self._late)])
 
 

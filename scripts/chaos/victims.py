@@ -1,4 +1,4 @@
-"""Who may be killed: the live processes of a run, by role, found by what their command lines say of the run's folder."""
+"""Finds the processes that may be killed: those of a run, by role, whose command lines name the run's folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find(role: str, run_folder: Path) -> list[int]:
 
 
 def _module_of(words: list[str]) -> str:
-    """What `python -m` runs, in a storm or not."""
+    """Return the module that `python -m` runs, in a storm or not."""
     ran = words[words.index("-m") + 1 :][:2] if "-m" in words else [""]
     return ran[-1] if ran[0] == "scripts.chaos.storm" else ran[0]
 

@@ -1,4 +1,4 @@
-"""What became of everything that peers said, seen inside the orchestrator: heard, refused as what, or fenced.
+"""Records what became of everything that peers said, inside the orchestrator: heard, refused as what, or fenced.
 
 The real hub is asked for one message at a time, so that what is refused between two of them was refused of the first. `<run>/heard.log` has
 a line for each message that was dealt with whole: process of the orchestrator, peer, connection, digest, type, and what became of it. One
