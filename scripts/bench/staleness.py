@@ -1,4 +1,4 @@
-"""Measures how much staleness a policy learns through, on the demo's task: reward per sample against the bound K. Seconds: `staleness_runs.py`.
+"""Measures how much staleness a policy learns through: reward per sample against the bound K. Seconds: `staleness_runs.py`.
 
 Several seeds, the age of every token exactly controlled (`scripts/bench/lagged.py`): a figure here depends on no machine's speed. A batch
 may get old in a queue (sampled whole K versions ago) or in flight (the policy changes while a sequence is sampled, as streaming does
