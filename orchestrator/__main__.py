@@ -9,12 +9,12 @@ import os
 import signal
 from pathlib import Path
 
-from orchestrator.assembly import World
+from orchestrator.assembly import Dependencies
 from orchestrator.credit import MethodCredit
 from orchestrator.data.sources import prompts_of
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.bounds import experts_of, vocabulary_of
-from orchestrator.pipeline import Ending, Pipeline
+from orchestrator.pipeline import Pipeline, RunResult
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
@@ -38,11 +38,11 @@ def main() -> None:
     run_folder = arguments.run_folder
     with crash_report(run_folder, "orchestrator"):
         config = load_run(run_folder)
-        ending = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
-        print(f"{ending.reason}: {ending.identity}", flush=True)
+        result = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
+        print(f"{result.reason}: {result.identity}", flush=True)
 
 
-async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
+async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
     hubs = [
         ZmqHub(run_folder, "engine", accepts=FromEngine, interface=address),
         ZmqHub(run_folder, "scorer", accepts=FromScorer, interface=address),
@@ -69,7 +69,7 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> Ending:
         )
         pipeline = Pipeline(
             config,
-            World(
+            Dependencies(
                 engine_hub=hubs[0],
                 scorer_hub=hubs[1],
                 trainer_hub=hubs[2],

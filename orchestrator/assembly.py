@@ -25,29 +25,29 @@ from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
-from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.rules.announced import AnnouncedRule
+from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules, sampled_of
 from orchestrator.rules.concurrency import Concurrency
 from orchestrator.rules.curriculum import epoch_and_number, success_of
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.grouping import Grouping
-from orchestrator.rules.judged import JudgedRule
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.rules.sampled import Experts, SampledRule
+from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.rules.validation.completions import CompletionCheck, Experts
+from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.evaluation import Evaluation
-from orchestrator.stages.generation import Dispatch
+from orchestrator.stages.generation import Generation
 from orchestrator.stages.group_rewards import GroupRewards
 from orchestrator.stages.prm import EarlyStopping, PrmScoring
 from orchestrator.stages.prompts import Prompts, Source
 from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
-from orchestrator.stages.training import Delivery
-from orchestrator.stages.weight_sync import Refresh
+from orchestrator.stages.training import Training
+from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.config import Config
 from pipelinerl.data.packing import Packing
@@ -66,7 +66,7 @@ NUM_SCORERS = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class Dependencies:
     """Everything a run is joined to. The live run and the simulation differ in this alone."""
 
     engine_hub: Hub
@@ -91,20 +91,20 @@ class World:
 class Assembly:
     """The parts of one life of a run. A ledger that holds an earlier one makes them go on where that ended: see `state.ledger`."""
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, dependencies: Dependencies) -> None:
         self.started_s = asyncio.get_running_loop().time()
         self.watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
         alarms = Alarms(correct_reward=config.algorithm.correct_reward, max_mismatch_kl=config.trainer.max_mismatch_kl)
-        self.progress = Progress(journal=world.journal, started_s=self.started_s, alarms=alarms)
-        self.function_errors = FunctionErrors(world.journal)
+        self.progress = Progress(journal=dependencies.journal, started_s=self.started_s, alarms=alarms)
+        self.function_errors = FunctionErrors(dependencies.journal)
         self._config = config
-        self._world = world
+        self._dependencies = dependencies
         self._credits = Signal()
         """Set whenever another group might be admitted."""
-        self._adds_greedy = world.step_rules is not None and world.step_rules.adds_greedy
-        self._pace = pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
-        world.ledger.begin(self._promises(), now_s=self.started_s, unix_s=world.journal.clock())
-        self.past = read_snapshot(world.ledger)
+        self._adds_greedy = dependencies.step_rules is not None and dependencies.step_rules.adds_greedy
+        self._schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
+        dependencies.ledger.begin(self._promises(), now_s=self.started_s, unix_s=dependencies.journal.clock())
+        self.past = read_snapshot(dependencies.ledger)
         self._restore_source()
 
     # --- peers ---
@@ -121,8 +121,8 @@ class Assembly:
             expected=self._config.engine.count,
             watch=self.watch,
             credits=self._credits,
-            sampled=self._sampled,
-            announced=self._announced,
+            completion_check=self._completion_check,
+            announcement_check=self._announcement_check,
             newest=lambda: max(self.past.open_step, self.admission.version),
         )
 
@@ -130,7 +130,13 @@ class Assembly:
     def scorers(self) -> Scorers:
         self._scorer_peers.on(FunctionFailed, lambda _, failed: self.function_errors.take(failed))
         self.watch.explain(lambda: self.function_errors.words() or None)
-        return Scorers(self._scorer_peers, expected=NUM_SCORERS, watch=self.watch, judged=self._judged, announced=self._announced)
+        return Scorers(
+            self._scorer_peers,
+            expected=NUM_SCORERS,
+            watch=self.watch,
+            score_check=self._score_check,
+            announcement_check=self._announcement_check,
+        )
 
     @cached_property
     def prm(self) -> Prm | None:
@@ -141,75 +147,77 @@ class Assembly:
     def _engine_peers(self) -> Peers:
         engine = self._config.engine
         return Peers(
-            self._world.engine_hub,
+            self._dependencies.engine_hub,
             role="engine",
             expected=engine.count,
             ready_deadline_s=engine.ready_deadline_s,
             silent_after_s=engine.silent_after_s,
-            replace=self._world.replace,
-            tell=self._tell_lie,
+            replace=self._dependencies.replace,
+            tell=self._report_violation,
             has_spares=True,
-            max_lives=self._max_lives,
+            max_processes=self._max_processes,
         )
 
     @cached_property
     def _scorer_peers(self) -> Peers:
         return Peers(
-            self._world.scorer_hub,
+            self._dependencies.scorer_hub,
             role="scorer",
             expected=NUM_SCORERS + self._config.prm.is_used,
             ready_deadline_s=self._config.engine.ready_deadline_s,
             silent_after_s=self._config.scorer.silent_after_s,
-            replace=self._world.replace,
-            tell=self._tell_lie,
-            max_lives=self._max_lives,
+            replace=self._dependencies.replace,
+            tell=self._report_violation,
+            max_processes=self._max_processes,
         )
 
     @cached_property
     def _trainer(self) -> Peers:
         trainer = self._config.trainer
         return Peers(
-            self._world.trainer_hub,
+            self._dependencies.trainer_hub,
             role="trainer",
             expected=trainer.layout.replicas,
             ready_deadline_s=trainer.ready_deadline_s,
             silent_after_s=trainer.silent_after_s,
             failure_ends_run=True,
-            replace=self._world.replace,
-            tell=self._tell_lie,
-            max_lives=self._max_lives,
+            replace=self._dependencies.replace,
+            tell=self._report_violation,
+            max_processes=self._max_processes,
         )
 
     @property
-    def _max_lives(self) -> int | None:
+    def _max_processes(self) -> int | None:
         """Processes of one name within an hour: what its launcher may restart, and as many more; None where no launcher counts them."""
-        return None if self._world.replace is None else 2 * self._config.run.restarts + 10
+        return None if self._dependencies.replace is None else 2 * self._config.run.restarts + 10
 
-    def _tell_lie(self, peer: str, kind: str, words: str, count: int) -> None:
+    def _report_violation(self, peer: str, kind: str, words: str, count: int) -> None:
         """Write down what a peer said that cannot be, or what becomes of it for that."""
-        self._world.journal.write("lie", peer=peer, what=kind, words=words, count=count)
+        self._dependencies.journal.write("lie", peer=peer, what=kind, words=words, count=count)
         is_verdict = kind in ("replaced", "banned", "failed")
         print(f"{peer}: {words}" if is_verdict else f"{peer}: refused: {kind}, {count} so far: {words}", flush=True)
 
     # --- what peers may say ---
 
     @cached_property
-    def _sampled(self) -> SampledRule:
-        return SampledRule(vocabulary=self._world.vocabulary, experts=self._world.experts)
+    def _completion_check(self) -> CompletionCheck:
+        return CompletionCheck(vocabulary=self._dependencies.vocabulary, experts=self._dependencies.experts)
 
     @cached_property
-    def _judged(self) -> JudgedRule:
+    def _score_check(self) -> ScoreCheck:
         rewards = self._config.reward
         names = component_names([reward.function for reward in rewards])
-        return JudgedRule(weights={name: reward.weight for name, reward in zip(names, rewards, strict=True)}, sampled=self._sampled)
+        return ScoreCheck(
+            weights={name: reward.weight for name, reward in zip(names, rewards, strict=True)}, completion_check=self._completion_check
+        )
 
     @cached_property
-    def _announced(self) -> AnnouncedRule:
+    def _announcement_check(self) -> AnnouncementCheck:
         config = self._config
-        num_evaluated = len(self._world.held_out) * config.evaluation.samples
-        num_admitted = (self._pace.max_staleness + 1) * config.batch.groups_per_step * self._num_siblings  # `rules.admission`
+        num_evaluated = len(self._dependencies.held_out) * config.evaluation.samples
+        num_admitted = (self._schedule.max_staleness + 1) * config.batch.groups_per_step * self._num_siblings  # `rules.admission`
         max_outstanding = num_admitted + num_evaluated  # not `max_running`: episodes go on, and what was lost is asked for again, above it
-        return AnnouncedRule(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
+        return AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
 
     # --- stages ---
 
@@ -218,14 +226,14 @@ class Assembly:
         """All that this run has, in the order of the flow."""
         every = (
             self._prompts,
-            self._dispatch,
+            self._generation,
             self._environment,
             self._scoring,
             self._prm_scoring,
             self._group_rewards,
             self._batching,
-            self.delivery,
-            self._refresh,
+            self.training,
+            self._weight_sync,
         )
         return tuple(stage for stage in every if stage is not None)
 
@@ -242,18 +250,18 @@ class Assembly:
 
     @cached_property
     def _prompts(self) -> Prompts:
-        return Prompts(self._world.source, prompts=self._channels.prompts)
+        return Prompts(self._dependencies.source, prompts=self._channels.prompts)
 
     @cached_property
-    def _dispatch(self) -> Dispatch:
+    def _generation(self) -> Generation:
         config, prm_scoring = self._config, self._prm_scoring
-        return Dispatch(
+        return Generation(
             prompts=self._channels.prompts,
-            trajectories=self._channels.written,
+            trajectories=self._channels.generated,
             engines=self.engines,
             admission=self.admission,
             credits=self._credits,
-            ledger=self._world.ledger,
+            ledger=self._dependencies.ledger,
             watch=self.watch,
             sampling=self._sampling(temperature=config.rollout.temperature),
             group_size=config.rollout.group_size,
@@ -274,7 +282,7 @@ class Assembly:
             return None
         return EnvironmentStage(
             asking=self._asking,
-            ledger=self._world.ledger,
+            ledger=self._dependencies.ledger,
             watch=self.watch,
             max_tokens=config.rollout.max_tokens,
             max_turns=config.environment.max_turns,
@@ -287,7 +295,7 @@ class Assembly:
             trajectories=self._channels.trajectories,
             scored=self._channels.scored,
             asking=self._asking,
-            ledger=self._world.ledger,
+            ledger=self._dependencies.ledger,
             watch=self.watch,
             queue_bytes=self._config.pipeline.queue_bytes,
         )
@@ -297,12 +305,12 @@ class Assembly:
         if self.prm is None:
             return None
         prm_scoring = PrmScoring(
-            written=self._channels.written,
+            written=self._channels.generated,
             trajectories=self._channels.trajectories,
             scored=self._channels.scored,
-            followed=self._channels.followed,
+            followed=self._channels.prm_scored,
             prm=self.prm,
-            ledger=self._world.ledger,
+            ledger=self._dependencies.ledger,
             watch=self.watch,
             credits=self._credits,
             max_waiting_tokens=self._config.prm.max_waiting_tokens,
@@ -320,10 +328,10 @@ class Assembly:
         if not config.compares_siblings:
             return None
         return GroupRewards(
-            scored=self._channels.followed,
-            compared=self._channels.compared,
+            scored=self._channels.prm_scored,
+            compared=self._channels.group_scored,
             asking=self._asking,
-            ledger=self._world.ledger,
+            ledger=self._dependencies.ledger,
             watch=self.watch,
             grouping=self._grouping(),
             min_group_size=config.batch.min_group_size,
@@ -335,18 +343,18 @@ class Assembly:
     def _batching(self) -> Batching:
         config = self._config
         return Batching(
-            scored=self._channels.compared,
+            scored=self._channels.group_scored,
             rows=self._channels.rows,
             grouping=self._grouping(),
             cut=self._cut(),
             packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
             admission=self.admission,
             credits=self._credits,
-            ledger=self._world.ledger,
+            ledger=self._dependencies.ledger,
             progress=self.progress,
             watch=self.watch,
             queue_bytes=config.pipeline.queue_bytes,
-            max_given_up=MAX_BARREN_STEPS * config.batch.groups_per_step,
+            max_dropped=MAX_BARREN_STEPS * config.batch.groups_per_step,
             causes=self.function_errors.words,
             settled=self._settled,
             restored=self._restored_for("batching"),
@@ -354,37 +362,37 @@ class Assembly:
         )
 
     @cached_property
-    def delivery(self) -> Delivery:
+    def training(self) -> Training:
         config = self._config
-        return Delivery(
+        return Training(
             rows=self._channels.rows,
             published=self._channels.published,
             trainer=self._trainer,
             num_replicas=config.trainer.layout.replicas,
             num_steps=config.trainer.steps,
-            holds_batches=self._pace.holds_batches,
-            ledger=self._world.ledger,
+            holds_batches=self._schedule.holds_batches,
+            ledger=self._dependencies.ledger,
             progress=self.progress,
             watch=self.watch,
             num_booked=self.past.num_done,
             recorded=self.past.steps,
             kv_policy=self._kv_policy,
-            announced=self._announced,
+            announcement_check=self._announcement_check,
             quarantine=self._quarantine,
             mismatch=MismatchRule(limit=config.trainer.max_mismatch_kl),
             teachers=tuple(config.reference.teachers),
         )
 
     @cached_property
-    def _refresh(self) -> Refresh:
-        return Refresh(
+    def _weight_sync(self) -> WeightSync:
+        return WeightSync(
             published=self._channels.published,
             engines=self.engines,
             trainer=self._trainer,
             admission=self.admission,
             credits=self._credits,
             progress=self.progress,
-            journal=self._world.journal,
+            journal=self._dependencies.journal,
             layout_for=self._layout_for,
             commit_deadline_s=self._config.pipeline.stall_limit_s,
             kv_policy=self._kv_policy,
@@ -396,7 +404,7 @@ class Assembly:
     def admission(self) -> Admission:
         config = self._config
         admission = Admission(
-            pace=self._pace,
+            schedule=self._schedule,
             groups_per_step=config.batch.groups_per_step,
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
@@ -407,7 +415,7 @@ class Assembly:
 
     @cached_property
     def _asking(self) -> Asking:
-        return Asking(scorers=self.scorers, ledger=self._world.ledger, watch=self.watch, quarantine=self._quarantine)
+        return Asking(scorers=self.scorers, ledger=self._dependencies.ledger, watch=self.watch, quarantine=self._quarantine)
 
     @cached_property
     def _quarantine(self) -> Quarantine:
@@ -423,16 +431,16 @@ class Assembly:
     def evaluation(self) -> Evaluation:
         config = self._config
         return Evaluation(
-            self._world.held_out,
+            self._dependencies.held_out,
             section=config.evaluation,
             correct_reward=config.algorithm.correct_reward,
             engines=self.engines,
             scorers=self.scorers,
-            pins=self._refresh,
+            pins=self._weight_sync,
             sampling=self._sampling(temperature=config.evaluation.temperature),
             max_turns=config.environment.max_turns if config.environment.function is not None else 1,
-            journal=self._world.journal,
-            ledger=self._world.ledger,
+            journal=self._dependencies.journal,
+            ledger=self._dependencies.ledger,
             watch=self.watch,
             done=self.past.evaluations,
             heard=self.progress.evaluated,
@@ -441,8 +449,8 @@ class Assembly:
     @cached_property
     def status(self) -> Status:
         return Status(
-            journal=self._world.journal,
-            ledger=self._world.ledger,
+            journal=self._dependencies.journal,
+            ledger=self._dependencies.ledger,
             admission=self.admission,
             engines=self.engines,
             scorers=self.scorers,
@@ -451,7 +459,7 @@ class Assembly:
             watch=self.watch,
             progress=self.progress,
             num_steps=self._config.trainer.steps,
-            num_booked=lambda: self.delivery.num_booked,
+            num_booked=lambda: self.training.num_booked,
             prm=self._prm_gauges,
             environment=self._environment_gauges,
         )
@@ -463,10 +471,10 @@ class Assembly:
         batch, past = self._config.batch, self.past
         cut = BatchCut(
             groups_per_step=batch.groups_per_step,
-            max_staleness=self._pace.max_staleness,
+            max_staleness=self._schedule.max_staleness,
             min_group_size=batch.min_group_size,
-            credit=self._world.credit,
-            rules=self._world.step_rules,
+            credit=self._dependencies.credit,
+            rules=self._dependencies.step_rules,
             first_step=past.open_step,
         )
         if (step := past.steps.get(past.open_step)) is not None:
@@ -500,28 +508,28 @@ class Assembly:
             concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=engines.num_outstanding)
             if concurrency.limit != admission.max_running:
                 admission.max_running = concurrency.limit
-                self._world.journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
+                self._dependencies.journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
                 self._credits.set()
 
         engines.on_load(hear)
         engines.on_died(concurrency.lost)
 
     def _layout_for(self, trainer: TrainerReady) -> LayoutFixed:
-        """What a trainer that starts must know to publish: how the engines lie, and the transport to them."""
+        """What a trainer that starts must know to publish: the engines' layout, and the transport to them."""
         weights = self._config.weights
         machines = {engine.peer: engine.ready.machine for engine in self.engines}
         transports = frozenset(trainer.transports).intersection(*(engine.ready.transports for engine in self.engines))
         transport, reason = choose_transport(
             weights.transport, trainer=trainer.machine, engines=machines, address=weights.address, device_transports=transports
         )
-        self._world.journal.write("choice", text=reason)
+        self._dependencies.journal.write("choice", text=reason)
         print(reason, flush=True)
         return LayoutFixed(tensors=self.engines.layout(), num_engines=self._config.engine.count, transport=transport)
 
     def _sampling(self, *, temperature: float) -> Sampling:
         rollout = self._config.rollout
         return Sampling(
-            max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=self._world.stop_token_ids, stop=rollout.stop
+            max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=self._dependencies.stop_token_ids, stop=rollout.stop
         )
 
     def _refused(self) -> dict[str, int]:
@@ -545,12 +553,12 @@ class Assembly:
     # --- an earlier life of the run ---
 
     def _restore_source(self) -> None:
-        config, source = self._config, self._world.source
+        config, source = self._config, self._dependencies.source
         source.position = self.past.position
         if config.data.difficulty is not None:
-            source.resting.update(read_resting(self._world.ledger))
+            source.resting.update(read_resting(self._dependencies.ledger))
             correct_reward, group_size = config.algorithm.correct_reward, config.rollout.group_size
-            for prompt_id, success in read_successes(self._world.ledger, correct_reward=correct_reward, group_size=group_size):
+            for prompt_id, success in read_successes(self._dependencies.ledger, correct_reward=correct_reward, group_size=group_size):
                 self._measure(prompt_id, success)
 
     def _settled(self, group: Group) -> None:
@@ -560,12 +568,12 @@ class Assembly:
         self._measure(group.members[0].trajectory.prompt.prompt_id, success)
 
     def _measure(self, prompt_id: str, success: float | None) -> None:
-        source, number = self._world.source, None
+        source, number = self._dependencies.source, None
         if success is not None:
             source.measured(prompt_id, success=success)
             _, number = epoch_and_number(prompt_id)
         if self._config.data.difficulty is not None:
-            self._world.ledger.store_rest(number, None if number is None else source.resting.get(number))
+            self._dependencies.ledger.store_rest(number, None if number is None else source.resting.get(number))
 
     def _restored_for(self, stage: str) -> tuple[ScoredTrajectory, ...]:
         """What was scored and not placed, for the stage that is next to see it."""
@@ -589,7 +597,7 @@ class Assembly:
             "groups_per_step": config.batch.groups_per_step,
             "max_row_tokens": config.batch.max_tokens,
             "max_turns": config.environment.max_turns if config.environment.function is not None else None,
-            "max_staleness": self._pace.max_staleness,
+            "max_staleness": self._schedule.max_staleness,
             "num_steps": config.trainer.steps,
             "follows_traces": config.prm.is_used,
             "compares_siblings": config.compares_siblings,

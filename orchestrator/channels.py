@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from orchestrator.stages.batching import Row, Seal
+from orchestrator.stages.batching import Row, StepEnd
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.messages import PolicyPublished, ScoredTrajectory, TrainerReady, Trajectory
 from pipelinerl.runtime.stage import Channel
@@ -20,21 +20,21 @@ class Channels:
     """One for each arrow of the picture in `orchestrator.pipeline`."""
 
     prompts: Channel[Drawn]
-    written: Channel[Trajectory]
+    generated: Channel[Trajectory]
     """The same as `trajectories` in a run without a process reward model."""
     trajectories: Channel[Trajectory]
     scored: Channel[ScoredTrajectory]
-    followed: Channel[ScoredTrajectory]
+    prm_scored: Channel[ScoredTrajectory]
     """The same as `scored` in a run without a process reward model."""
-    compared: Channel[ScoredTrajectory]
-    """The same as `followed` in a run without rewards that compare siblings."""
-    rows: Channel[Row | Seal]
+    group_scored: Channel[ScoredTrajectory]
+    """The same as `prm_scored` in a run without rewards that compare siblings."""
+    rows: Channel[Row | StepEnd]
     published: Channel[TrainerReady | PolicyPublished]
 
     @property
     def queues(self) -> list[Channel[Any]]:
         """Those that carry samples, for the gauges."""
-        on_the_way = (self.prompts, self.written, self.trajectories, self.scored, self.followed, self.compared, self.rows)
+        on_the_way = (self.prompts, self.generated, self.trajectories, self.scored, self.prm_scored, self.group_scored, self.rows)
         return list(dict.fromkeys(on_the_way))
 
 
@@ -44,29 +44,35 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, follows:
     With `follows` and `compares` there are stages of these names, with channels between them and their neighbours.
     """
     last = "group_rewards" if compares else "batching"
-    trajectories = _written("trajectories", giver="prm" if follows else "dispatch", taker="scoring", watch=watch, queue_bytes=queue_bytes)
-    written = _written("written", giver="dispatch", taker="prm", watch=watch, queue_bytes=queue_bytes) if follows else trajectories
+    trajectories = _trajectories(
+        "trajectories", giver="prm" if follows else "generation", taker="scoring", watch=watch, queue_bytes=queue_bytes
+    )
+    generated = (
+        _trajectories("generated", giver="generation", taker="prm", watch=watch, queue_bytes=queue_bytes) if follows else trajectories
+    )
     scored = _scored("scored", giver="scoring", taker="prm" if follows else last, watch=watch, queue_bytes=queue_bytes)
-    followed = _scored("followed", giver="prm", taker=last, watch=watch, queue_bytes=queue_bytes) if follows else scored
-    compared = _scored("compared", giver="group_rewards", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else followed
+    prm_scored = _scored("prm_scored", giver="prm", taker=last, watch=watch, queue_bytes=queue_bytes) if follows else scored
+    group_scored = (
+        _scored("group_scored", giver="group_rewards", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else prm_scored
+    )
     return Channels(
         prompts=Channel(
             "prompts",
             giver="prompts",
-            taker="dispatch",
+            taker="generation",
             watch=watch,
             bound_bytes=PROMPTS_AHEAD,
             label=lambda drawn: f"prompt {drawn.prompt.prompt_id}",
         ),
-        written=written,
+        generated=generated,
         trajectories=trajectories,
         scored=scored,
-        followed=followed,
-        compared=compared,
+        prm_scored=prm_scored,
+        group_scored=group_scored,
         rows=Channel(
             "rows",
             giver="batching",
-            taker="delivery",
+            taker="training",
             watch=watch,
             bound_bytes=queue_bytes,
             size=lambda item: item.num_bytes,
@@ -74,8 +80,8 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, follows:
         ),
         published=Channel(
             "policies",
-            giver="delivery",
-            taker="refresh",
+            giver="training",
+            taker="weight_sync",
             watch=watch,
             bound_bytes=num_policies,
             label=lambda news: f"version {news.version}",
@@ -83,7 +89,7 @@ def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, follows:
     )
 
 
-def _written(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: int) -> Channel[Trajectory]:
+def _trajectories(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: int) -> Channel[Trajectory]:
     return Channel(
         name,
         giver=giver,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orchestrator.rules.batch import SetAside, StepRules, Survivors, greedy_of, sampled_of
+from orchestrator.rules.batch import Filtered, StepRules, Survivors, greedy_of, sampled_of
 from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
 from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
 from pipelinerl.algorithms.credit.batch_rule import Credit
@@ -55,7 +55,7 @@ class MethodCredit:
             adds_greedy=self._method.adds_greedy,
         )
 
-    def __call__(self, survivors: Survivors) -> list[Float32] | SetAside:
+    def __call__(self, survivors: Survivors) -> list[Float32] | Filtered:
         """One [L] float32 column for each survivor but the greedy one, or why the method's filter would set the group aside.
 
         Zeros where the trainer makes the advantages, which has what they are made of.
@@ -70,7 +70,7 @@ class MethodCredit:
         columns = _columns(credit, group=group, survivors=survivors)
         if keeps_group(group, method=self._method):
             return columns
-        return SetAside(reason=self._method.group_filter.name, advantages=columns)
+        return Filtered(reason=self._method.group_filter.name, advantages=columns)
 
     def over_step(self, groups: Sequence[Survivors]) -> list[list[Float32]]:
         """The columns of all groups of a step, after the method's rule over the whole step."""

@@ -1,10 +1,10 @@
 """A run, from its first peer to its end: read this first, then the stages in the order of the flow.
 
-    prompts -> dispatch -> scoring -> batching -> delivery        refresh
-                 |  ^        |  ^                   |  ^           |  ^
-                engines    scorers                 trainer        engines
+    prompts -> generation -> scoring -> batching -> training      weight sync
+                 |  ^          |  ^                   |  ^          |  ^
+                engines      scorers                 trainer       engines
 
-A run with an environment has `replying` beside dispatch, one with a process reward model `following` around scoring, one whose rewards
+A run with an environment has `replying` beside generation, one with a process reward model `following` around scoring, one whose rewards
 compare siblings `comparing` after it. `assembly` makes and joins them.
 """
 
@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Coroutine
 from typing import Any
 
-from orchestrator.assembly import Assembly, World
+from orchestrator.assembly import Assembly, Dependencies
 from orchestrator.ledger.ledger import Counts
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
@@ -25,7 +25,7 @@ from pipelinerl.runtime.watch import wait_for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class RunResult:
     """How a run ended."""
 
     reason: str
@@ -36,27 +36,27 @@ class Ending:
     pauses_s: tuple[float, ...]
 
 
-STAGES_OF_TRAINER = ("delivery", "refresh")
+STAGES_OF_TRAINER = ("training", "weight_sync")
 """Stages that go on while a stopped run saves: they hear of the last steps, and bring their policies to the engines."""
 
 
 class Pipeline:
     """One life of a run. `run` returns when the last policy is published, or after `stop`."""
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, dependencies: Dependencies) -> None:
         self._config = config
-        self._world = world
+        self._dependencies = dependencies
         self._stop_reason: str | None = None
         self._stopped = asyncio.Event()
         self._evaluates_when_stopped = False
         self._is_training = False
         """Rows may be on their way to the trainer, and what it makes of them on its way back."""
-        self._assembly = assembly = Assembly(config, world)
+        self._assembly = assembly = Assembly(config, dependencies)
         self._peers, self._stages, self._status = assembly.peers, assembly.stages, assembly.status
         self._evaluation = assembly.evaluation
         assembly.progress.on_alarm = self._hear
 
-    async def run(self) -> Ending:
+    async def run(self) -> RunResult:
         """Wait for the peers, run the stages to the end, evaluate, tell everyone to stop. Raises the first error of any stage or peer."""
         async with asyncio.TaskGroup() as group:
             service = [group.create_task(task.run()) for task in (*self._peers, self._status)]
@@ -86,7 +86,7 @@ class Pipeline:
 
     async def _main(self) -> None:
         await self._wait_for_peers()
-        past, admission, version = self._assembly.past, self._assembly.admission, self._assembly.delivery.trainer_version
+        past, admission, version = self._assembly.past, self._assembly.admission, self._assembly.training.trainer_version
         admission.restore(accepted=past.num_assigned_groups, running=len(past.running_groups), version=version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self._assembly.watch.run(), name="watchdog")
@@ -106,18 +106,18 @@ class Pipeline:
         await ready(parts.scorers.wait_until_ready(), "scorers", "to load the rewards", engine.ready_deadline_s)
         if parts.prm is not None:
             await ready(parts.prm.wait_until_ready(), "the process reward model", "to load", engine.ready_deadline_s)
-        await ready(parts.delivery.wait_until_ready(), "trainer", "to load the model", trainer.ready_deadline_s)
+        await ready(parts.training.wait_until_ready(), "trainer", "to load the model", trainer.ready_deadline_s)
 
     async def _train(self) -> int | None:
         """Run the stages until the last step is trained, or until stopped; return the version to evaluate at the end, None for none."""
         parts = self._assembly
-        if not parts.delivery.trainer_version:
+        if not parts.training.trainer_version:
             await self._evaluation.evaluate(0)
         self._is_training = True
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._stages]
             tasks.append(group.create_task(self._evaluation.follow(parts.engines.oldest_version), name="evaluation"))
-            finished, stopped = group.create_task(parts.delivery.finished.wait()), group.create_task(self._stopped.wait())
+            finished, stopped = group.create_task(parts.training.finished.wait()), group.create_task(self._stopped.wait())
             await asyncio.wait((finished, stopped), return_when=asyncio.FIRST_COMPLETED)
             if finished.done():
                 self._is_training = False  # there is nothing left to save: a stop from now on ends at once
@@ -134,20 +134,20 @@ class Pipeline:
 
     async def _end_training(self) -> int | None:
         """Have the trainer save and publish what it has, and book that; return the version to evaluate, None for none."""
-        delivery, watch, deadline_s = self._assembly.delivery, self._assembly.watch, self._config.trainer.silent_after_s
-        self._world.journal.write("stopping", reason=self._reason, evaluates=self._evaluates_when_stopped)
+        training, watch, deadline_s = self._assembly.training, self._assembly.watch, self._config.trainer.silent_after_s
+        self._dependencies.journal.write("stopping", reason=self._reason, evaluates=self._evaluates_when_stopped)
         try:
             with watch.waiting("pipeline", "the trainer to save what it has trained"):
-                if not delivery.end_training(self._reason):
+                if not training.end_training(self._reason):
                     return None  # it is gone, and nobody starts it again: what its newest checkpoint holds is what there is
-                await wait_for(delivery.trainer_ended.wait(), peer="trainer", what="to save what it has trained", deadline_s=deadline_s)
-            if not self._evaluates_when_stopped or not delivery.last_version:
+                await wait_for(training.trainer_ended.wait(), peer="trainer", what="to save what it has trained", deadline_s=deadline_s)
+            if not self._evaluates_when_stopped or not training.last_version:
                 return None
-            await wait_for(self._in_force(delivery.last_version), peer="engines", what="to commit the last policy", deadline_s=deadline_s)
+            await wait_for(self._in_force(training.last_version), peer="engines", what="to commit the last policy", deadline_s=deadline_s)
         except PeerSilent as error:
-            self._world.journal.write("choice", text=f"the run ends without its last evaluation: {error}")
+            self._dependencies.journal.write("choice", text=f"the run ends without its last evaluation: {error}")
             return None
-        return delivery.last_version
+        return training.last_version
 
     async def _in_force(self, version: int) -> None:
         """Wait until every engine samples under the last policy, which the final evaluation is about."""
@@ -156,13 +156,13 @@ class Pipeline:
             while not engines.all_hold(version):
                 await engines.changed.wait()
 
-    def _end(self) -> Ending:
-        now_s, journal = asyncio.get_running_loop().time(), self._world.journal
-        identity = self._world.ledger.finish(self._reason, now_s=now_s)
+    def _end(self) -> RunResult:
+        now_s, journal = asyncio.get_running_loop().time(), self._dependencies.journal
+        identity = self._dependencies.ledger.finish(self._reason, now_s=now_s)
         journal.write("status", **self._status.gauges(now_s=now_s))
         self._assembly.function_errors.finish()
         journal.write("end", reason=self._reason, identity=dataclasses.asdict(identity), elapsed_s=now_s - self._assembly.started_s)
-        return Ending(
+        return RunResult(
             reason=self._reason,
             identity=identity,
             evaluations=tuple(self._evaluation.results),

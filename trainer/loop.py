@@ -19,8 +19,8 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     MicroBatch,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     ToTrainer,
     TrainerReady,
@@ -214,7 +214,7 @@ class Loop:
                 self.checkpoint(number + 1, commit)
         self.tell_news()
 
-    def _add_rows(self) -> StepSealed | None:
+    def _add_rows(self) -> StepClosed | None:
         """Train on rows as they come until the step is sealed; None where told to stop before."""
         while True:
             with self.timer("wait"):
@@ -225,7 +225,7 @@ class Loop:
                         for part in loaded.parts:
                             self.step.add(part.batch, part.row, has_gradient=part.has_gradient)
                     self.sample_digest.add(loaded.batch)
-                case StepSealed():
+                case StepClosed():
                     return loaded
                 case Stop():
                     return None

@@ -25,8 +25,8 @@ from pipelinerl.messages import (
     MicroBatch,
     PolicyHeld,
     PolicyPublished,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
     TrainerReady,
@@ -56,7 +56,7 @@ class Pulls:
         self._asked: set[int] = set()
         """Indices of this step asked for and not answered."""
         self._num_received = 0
-        self._seal: StepSealed | None = None
+        self._seal: StepClosed | None = None
 
     @property
     def num_asked(self) -> int:
@@ -79,7 +79,7 @@ class Pulls:
         for index in sorted(self._asked):
             yield TakeMicroBatch(replica=self._replica, step=self._step, index=index)
 
-    def take(self, message: MicroBatch | StepSealed) -> list[MicroBatch | StepSealed]:
+    def take(self, message: MicroBatch | StepClosed) -> list[MicroBatch | StepClosed]:
         """Return what the training loop may have now; the seal follows the last row of its step. A repeated answer gives nothing.
 
         Raises `PeerRefused` for a row or a seal of a step that was not asked for.
@@ -88,8 +88,8 @@ class Pulls:
             return []
         if message.step > self._step:
             raise PeerRefused(f"the orchestrator sent {type(message).__name__} of step {message.step}, asked for was {self}")
-        given: list[MicroBatch | StepSealed] = []
-        if isinstance(message, StepSealed):
+        given: list[MicroBatch | StepClosed] = []
+        if isinstance(message, StepClosed):
             self._seal = message
             self._asked = {index for index in self._asked if index < message.num_micro_batches}
         elif message.index in self._asked:
@@ -125,7 +125,7 @@ class OrchestratorClient:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._changed = threading.Condition()
         """Guards `_rows` and `_end`."""
-        self._rows: collections.deque[MicroBatch | StepSealed] = collections.deque()
+        self._rows: collections.deque[MicroBatch | StepClosed] = collections.deque()
         self._end: Stop | Exception | None = None
         """Why nothing more will come."""
         self._end_of_training: EndTraining | None = None
@@ -149,7 +149,7 @@ class OrchestratorClient:
         self._wake()
         self._thread.join(CLOSE_S)
 
-    def take(self) -> MicroBatch | StepSealed | Stop:
+    def take(self) -> MicroBatch | StepClosed | Stop:
         """Wait for the next row, or the seal after a step's last row. Once told to stop, or to train no further, give `Stop` at once.
 
         Raises `PeerSilent` where the orchestrator gives no sign of life for too long, `WireError` and `PeerRefused` for what it should not
@@ -234,7 +234,7 @@ class OrchestratorClient:
     def _handle(self, message: Message, link: Link) -> None:
         self._session.record_received(message)
         match message:
-            case MicroBatch() | StepSealed():
+            case MicroBatch() | StepClosed():
                 given = self._pulls.take(message)
                 with self._changed:
                     self._rows.extend(given)

@@ -15,8 +15,8 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
+    StepClosed,
     StepDone,
-    StepSealed,
     TrainerReady,
     TrainingEnded,
     WeightBufferReleased,
@@ -58,9 +58,9 @@ class TrainerSession:
     def record_received(self, message: Message | None) -> None:
         """Note what has come."""
         match message:
-            case MicroBatch() | StepSealed():  # an answer: the suspects are booked
+            case MicroBatch() | StepClosed():  # an answer: the suspects are booked
                 self._ready = msgspec.structs.replace(self._ready, suspects=())
-                if isinstance(message, StepSealed):
+                if isinstance(message, StepClosed):
                     self._commits[message.step] = message.commit
             case WeightBufferReleased():
                 self._published.pop(message.buffer, None)

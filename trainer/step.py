@@ -33,7 +33,7 @@ from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.algorithms.signal import gradient_needs_advantage
 from pipelinerl.data.expert_routes import num_unrouted, table_of
-from pipelinerl.messages import EngineMismatch, MicroBatch, StepSealed
+from pipelinerl.messages import EngineMismatch, MicroBatch, StepClosed
 from trainer.advantages import HeldRow, with_advantages
 from trainer.controllers import Controllers
 from trainer.critic.critic import Critic, finish_critic_meters
@@ -181,7 +181,7 @@ class Step:
         found = None if outputs is None else columns(outputs)
         self._held.append(HeldRow(batch=batch, row=row, columns=found, values=values, has_gradient=has_gradient))
 
-    def train_held(self, sealed: StepSealed) -> None:
+    def train_held(self, sealed: StepClosed) -> None:
         """Train what waits for the seal: rows held for the whole step, epoch after epoch, or put off by the engine, and demonstrations.
 
         Comes before `finish`, on every rank.
@@ -204,7 +204,7 @@ class Step:
                 self._sft_stream.train(sealed.step, divisor=self._divisor(sealed))
             self._complete()
 
-    def finish(self, sealed: StepSealed) -> dict[str, float]:
+    def finish(self, sealed: StepClosed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank.
 
         Raises `MismatchError`, before the update, where engine and trainer do not agree.
@@ -268,7 +268,7 @@ class Step:
     def _merge(self, meters: dict[str, torch.Tensor]) -> None:
         self._meters = merge_meters((self._meters, meters))
 
-    def _update(self, sealed: StepSealed) -> dict[str, float]:
+    def _update(self, sealed: StepClosed) -> dict[str, float]:
         """End an epoch: its numbers, over all replicas, and the update of every model that is trained."""
         divisor = self._divisor(sealed)
         totals = self._reduced(sealed.step)
@@ -292,7 +292,7 @@ class Step:
         self._meters = dict(self._no_meters)
         return numbers
 
-    def _divisor(self, sealed: StepSealed) -> float:
+    def _divisor(self, sealed: StepClosed) -> float:
         """What the step's sums are divided by."""
         return denominator(
             self._method.aggregation,

@@ -74,7 +74,7 @@ import numpy as np
 
 from orchestrator.ledger.store import PRUNING, Store, changing, writing
 from orchestrator.rules.curriculum import Rest
-from pipelinerl.messages import EarlyStopDecision, Fate, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import EarlyStopDecision, Prompt, Sample, Scored, ScoredTrajectory, TerminalStatus, Trajectory
 
 RUN_ENDED = "the run ended"
 """Reason of a rollout that was in flight when its run ended; it is revived when the run goes on."""
@@ -143,7 +143,7 @@ class Ledger:
         self._keep_groups = keep_groups
         self.reasons: collections.Counter[str] = collections.Counter()
         """Rollouts that were not trained, by `fate: reason`."""
-        self._counts: collections.Counter[Fate] = collections.Counter()
+        self._counts: collections.Counter[TerminalStatus] = collections.Counter()
         self._ends: collections.Counter[tuple[str, str]] = collections.Counter()
         """By fate and reason."""
         self._changed: set[tuple[str, str]] = set()
@@ -166,13 +166,13 @@ class Ledger:
             self.record("revived", now_s=now_s, rollout_id=name)
             self._in_flight[name] = InFlight(group_id=group_id, prompt_id=prompt_id, attempt=attempt, version=version, flag=flag)
             self._update(name, self._in_flight[name])
-        self._count(Fate.CANCELLED, RUN_ENDED, -len(revived))
+        self._count(TerminalStatus.CANCELLED, RUN_ENDED, -len(revived))
         self.flush()
 
     def finish(self, reason: str, *, now_s: float) -> Counts:
         """End everything still in flight as cancelled, and the run with it; return the final counts."""
         for rollout_id in list(self._in_flight):
-            self.end(rollout_id, Fate.CANCELLED, now_s=now_s, reason=RUN_ENDED)
+            self.end(rollout_id, TerminalStatus.CANCELLED, now_s=now_s, reason=RUN_ENDED)
         counts = self.counts()
         self.record("ended", now_s=now_s, reason=json.dumps({"reason": reason, "counts": dataclasses.asdict(counts)}))
         self.flush(durably=True)
@@ -321,7 +321,7 @@ class Ledger:
             self.record("packed", now_s=now_s, rollout_id=rollout_id, step=step, row=row, place=place)
             self.store.put(_PACKED, row, place, rollout_id)
 
-    def end(self, rollout_id: str, fate: Fate, *, now_s: float, reason: str = "", summary: RolloutSummary | None = None) -> None:
+    def end(self, rollout_id: str, fate: TerminalStatus, *, now_s: float, reason: str = "", summary: RolloutSummary | None = None) -> None:
         """A rollout ended. Raises `KeyError` where it is not in flight: it was never admitted, or ended before."""
         rollout = self._in_flight.pop(rollout_id)
         known = summary or RolloutSummary()
@@ -338,11 +338,11 @@ class Ledger:
                 num_tokens=known.num_tokens,
             )
             self._count(fate, reason, 1)
-            if fate is Fate.CANCELLED and reason == RUN_ENDED:
+            if fate is TerminalStatus.CANCELLED and reason == RUN_ENDED:
                 self._update(rollout_id, rollout, revives=True)
             else:
                 self.store.put("DELETE FROM in_flight WHERE rollout_id = ?", rollout_id)
-            if fate is Fate.FILTERED and known.step is not None:
+            if fate is TerminalStatus.FILTERED and known.step is not None:
                 self.store.put(_STOPPED, known.step, rollout_id)
 
     # --- a step's way ---
@@ -356,7 +356,11 @@ class Ledger:
                 trajectory = sample.trajectory
                 reason = f"its row killed the trainer twice: row {row} of step {step}"
                 self.end(
-                    trajectory.rollout_id, Fate.FAILED, now_s=now_s, reason=reason, summary=summary_of(trajectory, reward=sample.reward)
+                    trajectory.rollout_id,
+                    TerminalStatus.FAILED,
+                    now_s=now_s,
+                    reason=reason,
+                    summary=summary_of(trajectory, reward=sample.reward),
                 )
             self._quarantined_rows = sorted({*self._quarantined_rows, key})
             self._set_state("refused", self._quarantined_rows)
@@ -432,11 +436,11 @@ class Ledger:
         return Counts(
             admitted=len(self._in_flight) + sum(self._counts.values()),
             in_flight=len(self._in_flight),
-            trained=self._counts[Fate.TRAINED],
-            filtered=self._counts[Fate.FILTERED],
-            stale=self._counts[Fate.STALE],
-            failed=self._counts[Fate.FAILED],
-            cancelled=self._counts[Fate.CANCELLED],
+            trained=self._counts[TerminalStatus.TRAINED],
+            filtered=self._counts[TerminalStatus.FILTERED],
+            stale=self._counts[TerminalStatus.STALE],
+            failed=self._counts[TerminalStatus.FAILED],
+            cancelled=self._counts[TerminalStatus.CANCELLED],
         )
 
     def terminal_statuses(self) -> list[tuple[object, ...]]:
@@ -454,7 +458,7 @@ class Ledger:
     def _read_state(self) -> None:
         """Take over what an earlier life has booked, from the state alone."""
         for fate, reason, number in self.store.rows("counts"):
-            self._count(Fate(fate), reason, number)
+            self._count(TerminalStatus(fate), reason, number)
         for name, group_id, prompt_id, attempt, version, flag, _ in self.store.rows("in_flight", "NOT revives ORDER BY rowid"):
             self._in_flight[name] = InFlight(group_id=group_id, prompt_id=prompt_id, attempt=attempt, version=version, flag=flag)
         self._num_completed = int(self.read_state("settled", 0))
@@ -463,11 +467,11 @@ class Ledger:
         self._quarantined_rows: list[str] = self.read_state("refused", [])
         """Rows that are sent no more, as `step/row`."""
 
-    def _count(self, fate: Fate, reason: str, number: int) -> None:
+    def _count(self, fate: TerminalStatus, reason: str, number: int) -> None:
         self._counts[fate] += number
         self._ends[str(fate), reason] += number
         self._changed.add((str(fate), reason))
-        if fate is not Fate.TRAINED:
+        if fate is not TerminalStatus.TRAINED:
             self.reasons[f"{fate}: {reason}"] += number
 
     def _write_changed(self) -> None:

@@ -16,7 +16,7 @@ from orchestrator.observe.sample_log import SampleLog
 from orchestrator.rules.batch import Verdict, greedy_of, sampled_of
 from orchestrator.rules.repetition import repeated_fraction
 from pipelinerl.algorithms.staleness import split
-from pipelinerl.messages import Fate, Finish, Sample, ScoredTrajectory, StepDone, WeightsCommitted
+from pipelinerl.messages import Finish, Sample, ScoredTrajectory, StepDone, TerminalStatus, WeightsCommitted
 from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
@@ -72,10 +72,10 @@ class Progress:
         """A group was placed or given up."""
         self._sample_log.ended(verdict.ended, step=verdict.step, now_s=now_s)
         step = self._steps[verdict.step]
-        step.num_set_aside += verdict.is_set_aside
+        step.num_set_aside += verdict.is_filtered
         step.num_let_through += verdict.is_let_through
-        step.num_stale_groups += any(ended.fate is Fate.STALE for ended in verdict.ended)
-        if not verdict.is_placed:
+        step.num_stale_groups += any(ended.status is TerminalStatus.STALE for ended in verdict.ended)
+        if not verdict.is_assigned:
             return
         greedy = greedy_of(verdict.group.members)
         if greedy is not None and greedy.score.reward is not None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.rules.batch import Ended
-from pipelinerl.messages import Fate, Sample, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Sample, ScoredTrajectory, TerminalStatus, Trajectory
 from pipelinerl.observe.journal import Journal
 
 EVERY_S = 10.0
@@ -50,18 +50,18 @@ class SampleLog:
             advantage = float(trained.mean()) if len(trained) else 0.0
             said = {} if (member := members.get(trajectory.rollout_id)) is None else _said(member)
             fields = {**_fields(trajectory), **said, "reward": sample.reward, "advantage": advantage}
-            self._journal.write("sample", step=step, status=str(Fate.TRAINED), **fields)
+            self._journal.write("sample", step=step, status=str(TerminalStatus.TRAINED), **fields)
 
     def ended(self, ended: Sequence[Ended], *, step: int, now_s: float) -> None:
         """These rollouts will not be trained: show one of each reason, if it is time to. `step`: the one that was being filled."""
         for one in ended:
-            key = f"{one.fate}: {one.reason}"
+            key = f"{one.status}: {one.reason}"
             due_s = self._reasons_due_s.get(key)
             if now_s < due_s if due_s is not None else len(self._reasons_due_s) >= MAX_REASONS:
                 continue
             self._reasons_due_s[key] = now_s + EVERY_S
             fields = {**_fields(one.scored.trajectory), **_said(one.scored)}
-            self._journal.write("sample", step=step, status=str(one.fate), reason=one.reason, **fields)
+            self._journal.write("sample", step=step, status=str(one.status), reason=one.reason, **fields)
 
 
 def worth_showing(samples: list[Sample]) -> list[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrator.rules.sampled import Experts
+from orchestrator.rules.validation.completions import Experts
 from pipelinerl.config import Config
 
 FAKE_VOCABULARY = 1000

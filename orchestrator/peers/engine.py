@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from orchestrator.rules.lies import Kind, Lie
-from orchestrator.rules.sampled import Asked, SampledRule
+from orchestrator.rules.validation.completions import AnswerBounds, CompletionCheck
+from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Int32, Tokens
 
 UNKNOWN_SWAPS = 1 << 16
@@ -18,7 +18,7 @@ Sink = Callable[[Completion, int], None]
 """Takes a completion and the id of the engine that made it."""
 Lost = Callable[[int], None]
 """Is told that the engine of this id will not answer."""
-Refused = Callable[[int, Lie], None]
+Refused = Callable[[int, Violation], None]
 """Is told that the engine of this id has given an answer that cannot be, and what cannot be about it."""
 
 
@@ -68,7 +68,7 @@ class Request:
 
     engine_id: int
     request: Generate
-    is_adopted: bool
+    is_reattached: bool
     """The orchestrator before had asked for it."""
     oldest: int
     """Version that the engine held then."""
@@ -96,19 +96,19 @@ class Request:
         if tokens.start == sum(map(len, self.told)):
             self.told.append(tokens.token_ids)
 
-    def known(self, engine: Engine) -> Asked:
+    def known(self, engine: Engine) -> AnswerBounds:
         """What its engine was asked and can have done since."""
         rolled_back_to = engine.rolled_back_to
-        return Asked(
+        return AnswerBounds(
             request=self.request,
             oldest=self.oldest if rolled_back_to is None else min(self.oldest, rolled_back_to),
             newest=engine.newest_told,
             max_model_tokens=engine.ready.max_model_tokens,
-            max_swaps=UNKNOWN_SWAPS if self.is_adopted else engine.num_orders - self.num_orders + 2,  # one being staged, one behind it
+            max_swaps=UNKNOWN_SWAPS if self.is_reattached else engine.num_orders - self.num_orders + 2,  # one being staged, one behind it
             may_be_cancelled=self.is_withdrawn or rolled_back_to is not None,
         )
 
-    def lie_about(self, completion: Completion, engine: Engine, rule: SampledRule) -> Lie | None:
+    def violation_in(self, completion: Completion, engine: Engine, rule: CompletionCheck) -> Violation | None:
         """What cannot be about its answer, by the rule and by what the engine has told before; None where all is well."""
         start = 0
         for part in self.told:
@@ -116,7 +116,7 @@ class Request:
                 words = (
                     f"Completion of rollout {completion.rollout_id}: from token {start} on other ones than it told of while it wrote them"
                 )
-                return Lie(kind=Kind.TOKENS, words=words)
+                return Violation(kind=Kind.TOKENS, words=words)
             start += len(part)
         return rule.completion(completion, self.known(engine))
 

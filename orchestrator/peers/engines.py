@@ -2,7 +2,7 @@
 
 An engine is lost when another process announces itself under its name, or says that it will: every request it had is then given back to
 whoever asked. A request that cannot be sent is given back at once. An answer is taken only from the engine that was asked, and only where
-it can be true (`rules.sampled`): one that cannot costs its attempt, and an engine that keeps giving such ones its place.
+it can be true (`rules.validation.completions`): one that cannot costs its attempt, and an engine that keeps giving such ones its place.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import msgspec
 
 from orchestrator.peers.engine import Engine, Lost, Refused, Request, Sink, keys_of
 from orchestrator.peers.peers import Peers
-from orchestrator.rules.announced import AnnouncedRule, gauges, policy_of
-from orchestrator.rules.lies import MAX_WORDS, Fenced, Kind, Lie, number_of, shorten
+from orchestrator.rules.fenced import FencedRequests
 from orchestrator.rules.routing import Loads
-from orchestrator.rules.sampled import SampledRule
+from orchestrator.rules.validation.announcements import AnnouncementCheck, gauges, policy_of
+from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import (
-    Adopt,
     Cancel,
     Completion,
     EngineLoad,
     EngineReady,
     Generate,
+    Reattach,
     Starting,
     Tensor,
     Tokens,
@@ -51,8 +52,8 @@ class Engines:
         expected: int,
         watch: Watch,
         credits: Signal,
-        sampled: SampledRule | None = None,
-        announced: AnnouncedRule | None = None,
+        completion_check: CompletionCheck | None = None,
+        announcement_check: AnnouncementCheck | None = None,
         newest: Callable[[], int] = lambda: 0,
     ) -> None:
         """`credits` is set with every answer, whoever asked for it: the engine has room again.
@@ -67,17 +68,17 @@ class Engines:
         self.num_fenced = 0
         self._expected = expected
         self.watch = watch
-        self._sampled = sampled
-        self._announced = announced
+        self._completion_check = completion_check
+        self._announcement_check = announcement_check
         self._newest = newest
         self._engines: dict[int, Engine] = {}
         self._loads = Loads()
         """Of the engines that take new work."""
         self._asked: dict[str, Request] = {}
         """By rollout id."""
-        self._fenced: dict[int, Fenced] = collections.defaultdict(Fenced)
+        self._fenced: dict[int, FencedRequests] = collections.defaultdict(FencedRequests)
         """By engine, of all its processes."""
-        self._not_taken: dict[str, Lie] = {}
+        self._not_taken: dict[str, Violation] = {}
         """What cannot be about the announcement of a peer, by its name."""
         self._layout: tuple[Tensor, ...] | None = None
         self._joined: list[Callable[[Engine], None]] = []
@@ -227,17 +228,21 @@ class Engines:
         it drop the rest."""
         engine = self._engines[engine_id]
         requests = list(requests)
-        self.peers.send(engine.peer, Adopt(rollouts={request.rollout_id: request.attempt for request, _ in requests}))
+        self.peers.send(engine.peer, Reattach(rollouts={request.rollout_id: request.attempt for request, _ in requests}))
         for request, version in requests:
             name = request.rollout_id
-            self._await(engine, request, oldest=version, sink=sink(name), lost=lost(name), refused=refused(name), is_adopted=True)
+            self._await(engine, request, oldest=version, sink=sink(name), lost=lost(name), refused=refused(name), is_reattached=True)
 
     def is_refused(self, engine: Engine, said: WeightsStaged | WeightsCommitted | WeightsRefused) -> bool:
         """Refuse what an engine says of a policy that it was never told of."""
-        lie = policy_of(said, newest=engine.newest_told, rollback_epoch=engine.rollback_epoch) if self._announced is not None else None
-        if lie is not None:
-            self.peers.refuse(engine.peer, lie)
-        return lie is not None
+        violation = (
+            policy_of(said, newest=engine.newest_told, rollback_epoch=engine.rollback_epoch)
+            if self._announcement_check is not None
+            else None
+        )
+        if violation is not None:
+            self.peers.refuse(engine.peer, violation)
+        return violation is not None
 
     def owes(self, rollout_id: str, attempt: int) -> bool:
         """True while an engine has this attempt and has not answered."""
@@ -252,7 +257,15 @@ class Engines:
         self.peers.send(self._engines[asked.engine_id].peer, Cancel(rollout_id=rollout_id, attempt=attempt))
 
     def _await(
-        self, engine: Engine, request: Generate, *, oldest: int, sink: Sink, lost: Lost, refused: Refused | None, is_adopted: bool = False
+        self,
+        engine: Engine,
+        request: Generate,
+        *,
+        oldest: int,
+        sink: Sink,
+        lost: Lost,
+        refused: Refused | None,
+        is_reattached: bool = False,
     ) -> None:
         before = self._asked.get(request.rollout_id)
         if before is not None:  # nobody waits for that any more
@@ -260,12 +273,12 @@ class Engines:
         self._asked[request.rollout_id] = Request(
             engine_id=engine.engine_id,
             request=request,
-            is_adopted=is_adopted,
+            is_reattached=is_reattached,
             oldest=oldest,
             num_orders=engine.num_orders,
             sink=sink,
             lost=lost,
-            refused=refused or (lambda engine_id, lie: lost(engine_id)),
+            refused=refused or (lambda engine_id, violation: lost(engine_id)),
         )
         engine.num_outstanding += 1
         self._note(engine)
@@ -277,9 +290,9 @@ class Engines:
         known = self._engines.get(ready.engine_id)
         if known is not None and known.ready.process_id == ready.process_id:
             return
-        if (lie := self._wrong(ready)) is not None:
-            self._not_taken[peer] = lie
-            self.peers.refuse(peer, lie)
+        if (violation := self._wrong(ready)) is not None:
+            self._not_taken[peer] = violation
+            self.peers.refuse(peer, violation)
             return
         self._not_taken.pop(peer, None)
         self._lose(ready.engine_id)
@@ -299,13 +312,13 @@ class Engines:
         self.changed.set()
         self._credits.set()
 
-    def _wrong(self, ready: EngineReady) -> Lie | None:
-        if self._announced is None:
+    def _wrong(self, ready: EngineReady) -> Violation | None:
+        if self._announcement_check is None:
             return None
         if self._layout is not None and ready.tensors != self._layout:
             words = f"EngineReady: a layout of {len(ready.tensors)} tensors, expected the run's own, of {len(self._layout)}"
-            return Lie(kind=Kind.BOUNDS, words=words)
-        return self._announced.engine(ready, newest=self._newest())
+            return Violation(kind=Kind.BOUNDS, words=words)
+        return self._announcement_check.engine(ready, newest=self._newest())
 
     def _on_condemned(self, peer: str, is_banned: bool) -> None:
         """An engine that keeps lying, or says that it has failed, gets no more work, and what it has is asked of others."""
@@ -348,8 +361,8 @@ class Engines:
             if peer in self._not_taken:  # it announces itself but once: as it is, it would be waited for without end
                 self.peers.refuse(peer, self._not_taken[peer])
             return
-        if (lie := gauges(load)) is not None:
-            self.peers.refuse(peer, lie)
+        if (violation := gauges(load)) is not None:
+            self.peers.refuse(peer, violation)
             return
         if engine.load is None or load.num_tokens > engine.load.num_tokens:
             self.watch.moved()
@@ -366,8 +379,8 @@ class Engines:
         if asked is None:
             return
         engine = self._engines[asked.engine_id]
-        if self._sampled is not None and (lie := asked.lie_about(completion, engine, self._sampled)) is not None:
-            self._refuse(asked, lie)
+        if self._completion_check is not None and (violation := asked.violation_in(completion, engine, self._completion_check)) is not None:
+            self._refuse(asked, violation)
             return
         self._end(asked)
         if len(completion.error) > MAX_WORDS:
@@ -378,12 +391,12 @@ class Engines:
         asked = self._asked_of(peer, tokens.rollout_id, tokens.attempt, None, about="Tokens")
         if asked is None:
             return
-        if self._sampled is not None:
-            lie = self._sampled.tokens(tokens, asked.known(self._engines[asked.engine_id]))
-            if lie is not None:
-                self._refuse(asked, lie)
+        if self._completion_check is not None:
+            violation = self._completion_check.tokens(tokens, asked.known(self._engines[asked.engine_id]))
+            if violation is not None:
+                self._refuse(asked, violation)
                 return
-        if asked.is_adopted or not self._followers:
+        if asked.is_reattached or not self._followers:
             return  # the first tokens of what is adopted went to an orchestrator that is gone: it is followed once it is whole
         asked.noted(tokens)
         for handler in self._followers:
@@ -393,7 +406,7 @@ class Engines:
         """An answer that cannot even be read costs its attempt, too."""
         asked = self._asked.get(unread.rollout_id)
         if asked is not None and asked.is_answered_by(number_of(peer), unread.attempt, unread.turn):
-            self._give_up(asked, Lie(kind=unread.reason, words=unread.words))
+            self._give_up(asked, Violation(kind=unread.reason, words=unread.words))
 
     def _asked_of(self, peer: str, rollout_id: str, attempt: int, turn: int | None, *, about: str) -> Request | None:
         """What was asked of this engine and is answered now; None where that is fenced, or was never asked of it, which it is told."""
@@ -407,17 +420,17 @@ class Engines:
             return None
         known = "nobody was" if asked is None else f"engine-{asked.engine_id} was, for attempt {asked.request.attempt}"
         words = f"{about} of rollout {rollout_id}, attempt {attempt}, of {peer}, which was not asked for it: {known}"
-        self.peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+        self.peers.refuse(peer, Violation(kind=Kind.UNASKED, words=words))
         return None
 
-    def _refuse(self, asked: Request, lie: Lie) -> None:
+    def _refuse(self, asked: Request, violation: Violation) -> None:
         """What an engine says of an attempt cannot be: the attempt fails, and in the end so does the engine."""
-        self._give_up(asked, lie)
-        self.peers.refuse(self._engines[asked.engine_id].peer, lie)
+        self._give_up(asked, violation)
+        self.peers.refuse(self._engines[asked.engine_id].peer, violation)
 
-    def _give_up(self, asked: Request, lie: Lie) -> None:
+    def _give_up(self, asked: Request, violation: Violation) -> None:
         self._end(asked)
-        asked.refused(asked.engine_id, lie)
+        asked.refused(asked.engine_id, violation)
 
     def _end(self, asked: Request) -> None:
         """Nobody waits for an answer any more."""

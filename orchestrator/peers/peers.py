@@ -7,7 +7,8 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.rules.lies import Kind, Lie, Trust, Verdict, impostor, shorten
+from orchestrator.rules.validation.penalties import Penalties, Penalty
+from orchestrator.rules.validation.violations import Kind, Violation, shorten, wrong_identity
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import Failed, Message, Starting, Stop, Unread
 from pipelinerl.transport.base import Hub
@@ -23,7 +24,7 @@ class Peers:
 
     One that was heard of and is not for `silent_after_s` (one that starts again: for `ready_deadline_s`) is fenced, and whoever can is
     asked to replace its process. Who speaks, its key says: what names another is refused here, for every message; what cannot be about the
-    rest, its handler says by `refuse`. One that keeps saying such things is replaced, and banned in the end (`rules.lies`).
+    rest, its handler says by `refuse`. One that keeps saying such things is replaced, and banned in the end (`rules.validation.penalties`).
 
     One that says it has failed gets no more work until another process takes its place, which is asked for once it has had time to end by
     itself: whether its error ends the run, its launcher knows by how it ended. Where nobody replaces it and the run cannot do without it,
@@ -46,10 +47,10 @@ class Peers:
         tell: Told = lambda peer, kind, words, count: None,
         has_spares: bool = False,
         failure_ends_run: bool = False,
-        max_lives: int | None = None,
+        max_processes: int | None = None,
     ) -> None:
         """`replace(peer)` has a peer's process killed, so that another takes its place; None where nobody can. `has_spares`: the run goes
-        on while one of these peers is left. `failure_ends_run`: it ends with the words of one that fails. `max_lives`: processes of one
+        on while one of these peers is left. `failure_ends_run`: it ends with the words of one that fails. `max_processes`: processes of one
         name within an hour, of which more cannot be."""
         self.hub = hub
         self.role = role
@@ -64,7 +65,7 @@ class Peers:
         self._tell = tell
         self._told: collections.Counter[tuple[str, str]] = collections.Counter()
         """Refused by peer and kind."""
-        self._trust = Trust(can_replace=replace is not None, max_lives=max_lives)
+        self._penalties = Penalties(can_replace=replace is not None, max_processes=max_processes)
         self._condemned: list[Callable[[str, bool], None]] = []
         self._banned: set[str] = set()
         self._ready_deadline_s = ready_deadline_s
@@ -90,14 +91,14 @@ class Peers:
         self._handlers[message_type] = handler
 
     def on_condemned(self, handler: Callable[[str, bool], None]) -> None:
-        """Have `handler` called with a peer that is to be replaced for its lies, or with True, is banned: it must get no work."""
+        """Have `handler` called with a peer that is to be replaced for its violations, or with True, is banned: it must get no work."""
         self._condemned.append(handler)
 
-    def refuse(self, peer: str, lie: Lie, *, is_hopeless: bool = False) -> None:
+    def refuse(self, peer: str, violation: Violation, *, is_hopeless: bool = False) -> None:
         """A peer has said what cannot be: count it, say so, and have its process replaced where it keeps doing that, or at once where
         `is_hopeless`: it stands where it can be of no use."""
-        self.refused[lie.kind] += 1
-        self._hold_against(peer, lie, is_hopeless=is_hopeless)
+        self.refused[violation.kind] += 1
+        self._hold_against(peer, violation, is_hopeless=is_hopeless)
 
     def send(self, peer: str, message: Message) -> bool:
         """Send, unless the connection is closed; then False: the process has ended, and another will announce itself under its name."""
@@ -129,12 +130,12 @@ class Peers:
             for peer, message in await self.hub.receive():
                 if peer in self._banned:
                     continue
-                if self._names and (lie := impostor(peer, message, names=self._names)) is not None:
-                    self.refuse(peer, lie)
+                if self._names and (violation := wrong_identity(peer, message, names=self._names)) is not None:
+                    self.refuse(peer, violation)
                     continue
                 self._heard(peer, message, now_s=loop.time())
                 if isinstance(message, Unread):  # the hub has counted it
-                    self._hold_against(peer, Lie(kind=message.reason, words=message.words))
+                    self._hold_against(peer, Violation(kind=message.reason, words=message.words))
                 if type(message) in self._handlers and peer not in self._banned:
                     self._handlers[type(message)](peer, message)
             if len(self._heard_at) >= self._expected:
@@ -153,8 +154,10 @@ class Peers:
         self._silent.discard(peer)
         if is_another and process_id is not None:
             self._process_ids[peer] = process_id
-            if self._trust.began_anew(peer, now_s=now_s) is Verdict.BAN:
-                self._ban(peer, Lie(kind=Kind.IDENTITY, words=f"{peer} says to be one process after another, more than anybody starts"))
+            if self._penalties.began_anew(peer, now_s=now_s) is Penalty.BAN:
+                self._ban(
+                    peer, Violation(kind=Kind.IDENTITY, words=f"{peer} says to be one process after another, more than anybody starts")
+                )
         (self._starting.add if isinstance(message, Starting) else self._starting.discard)(peer)
 
     def _on_failed(self, peer: str, failed: Failed) -> None:
@@ -162,37 +165,37 @@ class Peers:
             return
         self._last_words[peer] = words = shorten(failed.error)
         self._tell(peer, "failed", f"it says that it has failed: {words}", 1)
-        if self._trust.failed(peer, now_s=asyncio.get_running_loop().time()):
+        if self._penalties.failed(peer, now_s=asyncio.get_running_loop().time()):
             self._ended.add(peer)  # from now on it is silent, and in the end replaced for that
             self._gone.add(peer)
         elif not self._has_spares or self._names <= self._banned | self._last_words.keys():
             return
         self._condemn(peer, is_final=False)
 
-    def _hold_against(self, peer: str, lie: Lie, *, is_hopeless: bool = False) -> None:
-        self._told[peer, lie.kind] += 1
-        count = self._told[peer, lie.kind]
+    def _hold_against(self, peer: str, violation: Violation, *, is_hopeless: bool = False) -> None:
+        self._told[peer, violation.kind] += 1
+        count = self._told[peer, violation.kind]
         if count & (count - 1) == 0:  # 1, 2, 4, 8: a flood is not written down line by line
-            self._tell(peer, lie.kind, shorten(lie.words), count)
-        match self._trust.lied(peer, now_s=asyncio.get_running_loop().time(), is_hopeless=is_hopeless):
-            case Verdict.REPLACE:
-                self._tell(peer, "replaced", f"it keeps saying what cannot be, last {lie.kind}: its process is replaced", count)
+            self._tell(peer, violation.kind, shorten(violation.words), count)
+        match self._penalties.violated(peer, now_s=asyncio.get_running_loop().time(), is_hopeless=is_hopeless):
+            case Penalty.REPLACE:
+                self._tell(peer, "replaced", f"it keeps saying what cannot be, last {violation.kind}: its process is replaced", count)
                 self._condemn(peer, is_final=False)
-                assert self._replace is not None, "trust knows whether a process can be replaced"
+                assert self._replace is not None, "penalties knows whether a process can be replaced"
                 self._replace(peer)
-            case Verdict.BAN:
-                self._ban(peer, lie)
-            case Verdict.REFUSE:
+            case Penalty.BAN:
+                self._ban(peer, violation)
+            case Penalty.REFUSE:
                 pass
 
-    def _ban(self, peer: str, lie: Lie) -> None:
+    def _ban(self, peer: str, violation: Violation) -> None:
         """Listen to nobody of this name any more. Raises `PeerRefused` where the run cannot go on without it."""
-        self._tell(peer, "banned", f"it keeps saying what cannot be, last {lie.kind}: nothing it says is heard any more", 1)
+        self._tell(peer, "banned", f"it keeps saying what cannot be, last {violation.kind}: nothing it says is heard any more", 1)
         self._banned.add(peer)
         self._condemn(peer, is_final=True)
         if not self._has_spares or self._banned >= self._names:
             raise PeerRefused(
-                f"{peer} keeps saying what cannot be, and the run cannot go on without it: {shorten(lie.words)}. It was replaced as"
+                f"{peer} keeps saying what cannot be, and the run cannot go on without it: {shorten(violation.words)}. It was replaced as"
                 " often as may be; see its log, and who else may have its key"
             )
 

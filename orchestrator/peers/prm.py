@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrator.peers.peers import Peers
-from orchestrator.rules.announced import gauges
-from orchestrator.rules.lies import Kind, Lie, number_of
+from orchestrator.rules.validation.announcements import gauges
+from orchestrator.rules.validation.violations import Kind, Violation, number_of
 from pipelinerl.messages import Cancel, PrmLoad, PrmReady, StepsScored, TraceTokens
 from pipelinerl.runtime.stage import Signal
 
@@ -43,7 +43,7 @@ class Prm:
                 handler(scored)
             else:
                 words = f"StepsScored of rollout {scored.rollout_id[:100]}, of {peer}, which follows no trace"
-                self._peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+                self._peers.refuse(peer, Violation(kind=Kind.UNASKED, words=words))
 
         self._peers.on(StepsScored, on_scored)
 
@@ -51,9 +51,9 @@ class Prm:
         """Have `handler` called when it knows no trace any more, and can be asked."""
         self._lost.append(handler)
 
-    def refuse(self, lie: Lie) -> None:
+    def refuse(self, violation: Violation) -> None:
         """It has said what cannot be."""
-        self._peers.refuse(self._peer, lie)
+        self._peers.refuse(self._peer, violation)
 
     def send(self, message: TraceTokens | Cancel) -> None:
         """Send, or remember that it could not be: then it counts as lost once it is heard of again."""
@@ -63,7 +63,7 @@ class Prm:
     def _on_ready(self, peer: str, ready: PrmReady) -> None:
         if number_of(peer) != PRM_NUMBER:
             words = f"PrmReady of {peer}, expected scorer-{PRM_NUMBER}: it is another that scores steps"
-            self._peers.refuse(peer, Lie(kind=Kind.IDENTITY, words=words))
+            self._peers.refuse(peer, Violation(kind=Kind.IDENTITY, words=words))
             return
         is_new = self._process_id is not None and self._process_id != ready.process_id
         self._peer, self._process_id = peer, ready.process_id
@@ -74,8 +74,8 @@ class Prm:
     def _on_load(self, peer: str, load: PrmLoad) -> None:
         if peer != self._peer:
             return
-        if (lie := gauges(load)) is not None:
-            self._peers.refuse(peer, lie)
+        if (violation := gauges(load)) is not None:
+            self._peers.refuse(peer, violation)
             return
         self.load = load
         if self._is_behind:

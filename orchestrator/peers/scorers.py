@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from orchestrator.peers.peers import Peers
-from orchestrator.rules.announced import AnnouncedRule, gauges
-from orchestrator.rules.judged import JudgedRule
-from orchestrator.rules.lies import MAX_WORDS, Fenced, Kind, Lie, number_of, shorten
+from orchestrator.rules.fenced import FencedRequests
+from orchestrator.rules.validation.announcements import AnnouncementCheck, gauges
+from orchestrator.rules.validation.scores import ScoreCheck
+from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
 from pipelinerl.messages import GroupScored, Replied, Reply, Score, Scored, ScoreGroup, ScorerLoad, ScorerReady, Unread
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
@@ -22,7 +23,7 @@ GroupSink = Callable[[GroupScored], None]
 ReplySink = Callable[[Replied], None]
 Lost = Callable[[int], None]
 """Is told that the scorer of this id will not answer."""
-Refused = Callable[[Lie], None]
+Refused = Callable[[Violation], None]
 """Is told what cannot be about the scorer's answer."""
 
 CALLS_PER_SLOT = 32
@@ -65,16 +66,22 @@ class Scorers:
     """Sends trajectories to the scorer with the most room, and hands each score to whoever asked, once.
 
     A scorer is lost when another process announces itself under its name: every request it had is then given back to whoever asked. An
-    answer is taken only from the scorer that was asked, and only where it can be true (`rules.judged`).
+    answer is taken only from the scorer that was asked, and only where it can be true (`rules.validation.scores`).
     """
 
     def __init__(
-        self, peers: Peers, *, expected: int, watch: Watch, judged: JudgedRule | None = None, announced: AnnouncedRule | None = None
+        self,
+        peers: Peers,
+        *,
+        expected: int,
+        watch: Watch,
+        score_check: ScoreCheck | None = None,
+        announcement_check: AnnouncementCheck | None = None,
     ) -> None:
         """`judged` and `announced` say what cannot be about answers and announcements; without them all is believed but who speaks."""
         self.peers = peers
-        self._judged = judged
-        self._announced = announced
+        self._score_check = score_check
+        self._announcement_check = announcement_check
         self.changed = Signal()
         """Set when a scorer announces itself or answers: there may be room."""
         self.num_fenced = 0
@@ -82,9 +89,9 @@ class Scorers:
         self._watch = watch
         self._scorers: dict[int, Scorer] = {}
         self._asked: dict[str, _Asked] = {}
-        self._fenced: dict[str, Fenced] = collections.defaultdict(Fenced)
+        self._fenced: dict[str, FencedRequests] = collections.defaultdict(FencedRequests)
         """By peer, of all its processes."""
-        self._not_taken: dict[str, Lie] = {}
+        self._not_taken: dict[str, Violation] = {}
         """What cannot be about the announcement of a peer, by its name."""
         self._died: list[Callable[[int, bool], None]] = []
         watch.explain(self._owed)
@@ -136,7 +143,7 @@ class Scorers:
             return
         scorer.num_outstanding += 1
         self._asked[request.rollout_id] = _Asked(
-            scorer=scorer, request=request, sink=sink, lost=lost, refused=refused or (lambda lie: lost(scorer_id))
+            scorer=scorer, request=request, sink=sink, lost=lost, refused=refused or (lambda violation: lost(scorer_id))
         )
 
     def _reachable(self) -> list[Scorer]:
@@ -155,9 +162,9 @@ class Scorers:
         known = self._scorers.get(ready.scorer_id)
         if known is not None and known.ready.process_id == ready.process_id:
             return
-        if (lie := self._wrong(peer, ready)) is not None:
-            self._not_taken[peer] = lie
-            self.peers.refuse(peer, lie)
+        if (violation := self._wrong(peer, ready)) is not None:
+            self._not_taken[peer] = violation
+            self.peers.refuse(peer, violation)
             return
         self._not_taken.pop(peer, None)
         self._scorers[ready.scorer_id] = Scorer(peer=peer, ready=ready)
@@ -165,10 +172,12 @@ class Scorers:
             self._lose(known)
         self.changed.set()
 
-    def _wrong(self, peer: str, ready: ScorerReady) -> Lie | None:
+    def _wrong(self, peer: str, ready: ScorerReady) -> Violation | None:
         if number_of(peer) >= self._expected:
-            return Lie(kind=Kind.IDENTITY, words=f"ScorerReady of {peer}, expected one of the first {self._expected}, which run rewards")
-        return None if self._announced is None else self._announced.scorer(ready)
+            return Violation(
+                kind=Kind.IDENTITY, words=f"ScorerReady of {peer}, expected one of the first {self._expected}, which run rewards"
+            )
+        return None if self._announcement_check is None else self._announcement_check.scorer(ready)
 
     def _on_condemned(self, peer: str, is_banned: bool) -> None:
         """A scorer that keeps lying, or says that it has failed, gets no more work; what it has is asked again once another is there."""
@@ -185,8 +194,8 @@ class Scorers:
             handler(scorer.ready.scorer_id, scorer.is_condemned)
 
     def _on_load(self, peer: str, load: ScorerLoad) -> None:
-        if (lie := gauges(load)) is not None:
-            self.peers.refuse(peer, lie)
+        if (violation := gauges(load)) is not None:
+            self.peers.refuse(peer, violation)
             return
         scorer = self._scorers.get(load.scorer_id)
         if scorer is not None:
@@ -200,10 +209,10 @@ class Scorers:
         if asked is None or not asked.is_answered_by(peer, scored.attempt):
             self._not_asked(peer, scored)
             return
-        if self._judged is not None and (lie := self._judged.answer(scored, asked.request)) is not None:
+        if self._score_check is not None and (violation := self._score_check.answer(scored, asked.request)) is not None:
             self._end(asked)
-            asked.refused(lie)
-            self.peers.refuse(peer, lie)
+            asked.refused(violation)
+            self.peers.refuse(peer, violation)
             return
         self._end(asked)
         self._watch.moved()
@@ -216,7 +225,7 @@ class Scorers:
         asked = self._asked.get(unread.rollout_id)
         if asked is not None and asked.is_answered_by(peer, unread.attempt):
             self._end(asked)
-            asked.refused(Lie(kind=unread.reason, words=unread.words))
+            asked.refused(Violation(kind=unread.reason, words=unread.words))
 
     def _end(self, asked: _Asked) -> None:
         del self._asked[asked.request.rollout_id]
@@ -229,4 +238,4 @@ class Scorers:
             self.num_fenced += 1
             return
         words = f"{type(scored).__name__} of {scored.rollout_id[:100]}, attempt {scored.attempt}, of {peer}, which was not asked for it"
-        self.peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+        self.peers.refuse(peer, Violation(kind=Kind.UNASKED, words=words))

@@ -11,10 +11,10 @@ from orchestrator.credit import MethodCredit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
 from orchestrator.replay.recorded import RecordedGroup
-from orchestrator.rules.admission import Admission, pace_of
+from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
-from orchestrator.stages.batching import Batching, Row, Seal
+from orchestrator.stages.batching import Batching, Row, StepEnd
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.data.packing import Packing
@@ -50,12 +50,12 @@ def _stage(
     groups: list[RecordedGroup],
     *,
     scored: Channel[ScoredTrajectory],
-    rows: Channel[Row | Seal],
+    rows: Channel[Row | StepEnd],
     ledger: Ledger,
     journal: Journal,
     watch: Watch,
 ) -> Batching:
-    pace = pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
+    schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
     credit = MethodCredit(method_of(config), config.reward, correct_reward=config.algorithm.correct_reward)
     batch = config.batch
     return Batching(
@@ -64,20 +64,20 @@ def _stage(
         grouping=Grouping(group_size=len(groups[0].members) if groups else 1),
         cut=BatchCut(
             groups_per_step=batch.groups_per_step,
-            max_staleness=pace.max_staleness,
+            max_staleness=schedule.max_staleness,
             min_group_size=batch.min_group_size,
             credit=credit,
             rules=credit.step_rules(),
             first_step=groups[0].step if groups else 0,
         ),
         packing=Packing(max_tokens=batch.max_tokens, num_replicas=config.trainer.layout.replicas),
-        admission=Admission(pace=pace, groups_per_step=batch.groups_per_step, num_steps=config.trainer.steps, max_running=1),
+        admission=Admission(schedule=schedule, groups_per_step=batch.groups_per_step, num_steps=config.trainer.steps, max_running=1),
         credits=Signal(),
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
         watch=watch,
         queue_bytes=config.pipeline.queue_bytes,
-        max_given_up=len(groups) + 1,
+        max_dropped=len(groups) + 1,
     )
 
 
@@ -88,6 +88,6 @@ async def _feed(groups: list[RecordedGroup], scored: Mapping[str, ScoredTrajecto
     channel.close()
 
 
-async def _drain(rows: Channel[Row | Seal]) -> None:
+async def _drain(rows: Channel[Row | StepEnd]) -> None:
     async for _ in rows:
         pass

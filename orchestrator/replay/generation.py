@@ -24,7 +24,7 @@ from orchestrator.replay.events import Event, in_turns, read_events
 from orchestrator.replay.recorded import read_drawn
 from orchestrator.replay.recorded_peers import ENGINE_KINDS, RecordedEngines, needed, run_recorded
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.generation import Dispatch
+from orchestrator.stages.generation import Generation
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.config import Config
 from pipelinerl.messages import Completion, Finish, Generate, Message, Prompt, Sampling
@@ -36,7 +36,7 @@ late add up; more gives an engine that is asked earlier or later, under other se
 WORTH_SAYING_S = 0.05
 _FATES = ("placed", "filtered", "stale", "failed")
 _SAID = ("admitted", "issued", "lost")
-"""What generation says itself. It admits and issues at once, so that nothing it hears lies between."""
+"""What generation says itself. It admits and issues at once, so that nothing it hears violations between."""
 _NOTHING = np.zeros(0, np.int32)
 
 Attempt = tuple[str, int]
@@ -75,9 +75,9 @@ async def _run(
     side = RecordedEngines(config, journal=journal, told=engines.asked)
     engines.say = side.engine_hub.say
     num_siblings = 1 + max((int(name.partition("/")[2]) for name, _ in old), default=0)  # a greedy one included
-    generation = Dispatch(
+    generation = Generation(
         prompts=side.channels.prompts,
-        trajectories=side.channels.written,
+        trajectories=side.channels.generated,
         engines=side.engines,
         admission=side.admission,
         credits=side.credits,
@@ -161,7 +161,7 @@ class _Steps:
         self._over: set[int] = set()
 
     async def run(self) -> None:
-        async for trajectory in self._side.channels.written:
+        async for trajectory in self._side.channels.generated:
             self._num_whole[trajectory.group_id] += 1
             self._settle(trajectory.group_id)
 
@@ -174,7 +174,7 @@ class _Steps:
             return
         self._over.add(group_id)
         admission = self._side.admission
-        (admission.placed if group_id in self._placed else admission.given_up)()
+        (admission.assigned if group_id in self._placed else admission.dropped)()
         self._side.credits.set()
 
 

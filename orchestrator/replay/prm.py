@@ -104,10 +104,10 @@ class _Replay:
         audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
         self._ledger = Ledger(None)
         self._stage = PrmScoring(
-            written=self._channels.written,
+            written=self._channels.generated,
             trajectories=self._channels.trajectories,
             scored=self._channels.scored,
-            followed=self._channels.followed,
+            followed=self._channels.prm_scored,
             prm=Prm(self._peers),
             ledger=self._ledger,
             watch=watch,
@@ -139,11 +139,11 @@ class _Replay:
         trajectory = member.trajectory
         num_written = await self._write(member)
         self._writing = None
-        await self._channels.written.put(trajectory)
+        await self._channels.generated.put(trajectory)
         await asyncio.sleep(_ANSWERED_S)
         if self._channels.trajectories.get_now() is not None:  # not one that was stopped, which nobody scores
             await self._channels.scored.put(ScoredTrajectory(trajectory=trajectory, score=member.score))
-        now = await self._channels.followed.get()
+        now = await self._channels.prm_scored.get()
         assert now is not None, "nobody closes the channel"
         return Rescored(recorded=member, now=now, num_written=num_written)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from orchestrator.stages.batching import Seal
+from orchestrator.stages.batching import StepEnd
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Float32, Prompt, ScoredTrajectory
 from pipelinerl.transport.codec import Decoder
@@ -130,13 +130,13 @@ def read_drawn(path: Path) -> list[Drawn]:
         ]
 
 
-def read_closed_steps(path: Path) -> dict[int, Seal]:
+def read_closed_steps(path: Path) -> dict[int, StepEnd]:
     """By step, every seal. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         ledger_id = database.execute("SELECT id FROM ledger").fetchone()[0]
         query = "SELECT step, num_tokens, place, seq FROM events WHERE kind = 'sealed' AND rollout_id IS NULL ORDER BY seq"
         return {
-            step: Seal(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=f"{ledger_id}:{seq}")
+            step: StepEnd(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=f"{ledger_id}:{seq}")
             for step, num_tokens, num_samples, seq in database.execute(query)
         }
 

@@ -15,8 +15,8 @@ from orchestrator.observe.progress import Progress
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.replay.events import Event
-from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.stages.weight_sync import Refresh
+from orchestrator.rules.admission import Admission, schedule_of
+from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import (
@@ -88,7 +88,7 @@ class RecordedEngines:
         self.watch = Watch(stall_limit_s=UNLIMITED_S)
         self.credits = Signal()
         self.admission = Admission(
-            pace=pace_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness),
+            schedule=schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness),
             groups_per_step=config.batch.groups_per_step,
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
@@ -97,7 +97,7 @@ class RecordedEngines:
         self.peers = (self.engine_hub.peers("engine"), self.trainer_hub.peers("trainer"))
         self.engines = Engines(self.peers[0], expected=config.engine.count, watch=self.watch, credits=self.credits)
         self._num_joined = 0
-        self.weight_sync = Refresh(
+        self.weight_sync = WeightSync(
             published=self.channels.published,
             engines=self.engines,
             trainer=self.peers[1],

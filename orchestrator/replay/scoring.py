@@ -104,8 +104,8 @@ def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Sco
     if config.compares_siblings:
         stages.append(
             GroupRewards(
-                scored=channels.followed,
-                compared=channels.compared,
+                scored=channels.prm_scored,
+                compared=channels.group_scored,
                 asking=asking,
                 ledger=ledger,
                 watch=watch,
@@ -132,7 +132,7 @@ async def _collect(
 ) -> None:
     recorded = {member.trajectory.rollout_id: member for group in groups for member in group.members}
     while len(found) < len(recorded):
-        scored = await channels.compared.get()
+        scored = await channels.group_scored.get()
         assert scored is not None, "nobody closes the channel"
         name = scored.trajectory.rollout_id
         found[name] = msgspec.structs.replace(recorded[name], score=scored.score)

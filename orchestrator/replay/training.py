@@ -20,11 +20,11 @@ from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.recorded import Recording, read_closed_steps
 from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
-from orchestrator.stages.batching import Row, Seal
-from orchestrator.stages.training import Delivery
+from orchestrator.stages.batching import Row, StepEnd
+from orchestrator.stages.training import Training
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import Message, MicroBatch, Sample, StepSealed, TakeMicroBatch, TrainerReady
+from pipelinerl.messages import Message, MicroBatch, Sample, StepClosed, TakeMicroBatch, TrainerReady
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.stage import Channel
 from pipelinerl.runtime.watch import Watch
@@ -35,7 +35,7 @@ class Received:
     """What a replica is received of a step."""
 
     batches: list[MicroBatch]
-    seal: StepSealed
+    seal: StepClosed
 
 
 def replay_training(config: Config, recording: Recording, *, ledger_path: Path, folder: Path) -> Iterator[str]:
@@ -76,7 +76,7 @@ def _rows_of(recording: Recording) -> dict[int, list[list[Sample]]]:
 
 
 async def _run(
-    num_replicas: int, rows: dict[int, list[list[Sample]]], *, seals: dict[int, Seal], ledger: Ledger, journal: Journal
+    num_replicas: int, rows: dict[int, list[list[Sample]]], *, seals: dict[int, StepEnd], ledger: Ledger, journal: Journal
 ) -> dict[tuple[int, int], Received]:
     replicas: dict[str, asyncio.Queue[Message]] = collections.defaultdict(asyncio.Queue)
     trainer = RecordedHub(told=lambda peer, message: replicas[peer].put_nowait(message))
@@ -84,7 +84,7 @@ async def _run(
     channels = make_channels(watch=watch, queue_bytes=sys.maxsize, num_policies=1)  # all of it is in memory already
     first = min(rows)
     peers = trainer.peers("trainer")
-    training = Delivery(
+    training = Training(
         rows=channels.rows,
         published=channels.published,
         trainer=peers,
@@ -109,7 +109,7 @@ async def _run(
     return received
 
 
-async def _feed(rows: dict[int, list[list[Sample]]], seals: dict[int, Seal], channel: Channel[Row | Seal]) -> None:
+async def _feed(rows: dict[int, list[list[Sample]]], seals: dict[int, StepEnd], channel: Channel[Row | StepEnd]) -> None:
     for step, packed in rows.items():
         for samples in packed:
             await channel.put(Row(step=step, samples=tuple(samples)))
@@ -123,14 +123,14 @@ async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]
     while True:
         trainer.say(peer, TakeMicroBatch(replica=replica, step=step, index=len(batches)))
         answer = await replicas[peer].get()
-        if isinstance(answer, StepSealed):
+        if isinstance(answer, StepClosed):
             return Received(batches=batches, seal=answer)
         assert isinstance(answer, MicroBatch), "a pull has two answers"
         batches.append(answer)
 
 
 def _problems(
-    step: int, rows: list[list[Sample]], seal: Seal, received: dict[tuple[int, int], Received], *, num_replicas: int
+    step: int, rows: list[list[Sample]], seal: StepEnd, received: dict[tuple[int, int], Received], *, num_replicas: int
 ) -> Iterator[str]:
     """Where what replicas are received is not what batching packed, or the seal not what they are received."""
     for number, samples in enumerate(rows):

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.rescore.completions import RescoredRow
 from orchestrator.rescore.scorers import CallReport, StepScores
-from orchestrator.rules.batch import SetAside
+from orchestrator.rules.batch import Filtered
 from pipelinerl.messages import Float32, Int32, Outcome, ScoredTrajectory, Trajectory
 
 PROMPT_CHARACTERS = 4000
@@ -64,18 +64,18 @@ def print_step_scores(said: StepScores) -> Iterator[str]:
 
 
 def print_advantages(
-    credit: Sequence[Float32] | SetAside, members: Sequence[ScoredTrajectory], *, method: str, in_trainer: bool
+    credit: Sequence[Float32] | Filtered, members: Sequence[ScoredTrajectory], *, method: str, in_trainer: bool
 ) -> Iterator[str]:
     """What the method makes of the group."""
     if in_trainer:
         yield f"-- {method}: the trainer makes the advantages, from its reference or critic"
         return
-    columns = credit.advantages if isinstance(credit, SetAside) else credit
+    columns = credit.advantages if isinstance(credit, Filtered) else credit
     yield f"-- {method}"
     for member, column in zip(members, columns, strict=True):
         trained = column[member.trajectory.loss_mask]
         yield f"   reward {member.score.reward or 0.0:>10.4g}   advantage {_range(trained)}"
-    if isinstance(credit, SetAside):
+    if isinstance(credit, Filtered):
         yield f"   the group would be set aside: {credit.reason}"
     elif not any(np.any(column) for column in columns):
         yield "   no gradient: every advantage is 0, because the rewards are all the same"

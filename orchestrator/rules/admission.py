@@ -4,12 +4,12 @@ With bound K and batches of B groups, admit a group to an engine that samples un
 
     accepted + running < (K + version + 1) * B     and     generating < max_running
 
-`accepted` counts groups placed in a step since the run began, `running` those admitted and not yet placed or given up; `generating` counts
-rollouts that engines still work on: a group that waits for its last sibling, for its scores or for its environment occupies no engine. Why
-it bounds staleness: when a group is admitted to an engine at version v there are fewer than (K + v + 1) * B groups placed or on their way
-before it, so taken in order it falls into step K + v at the latest, and step s trains version s: its oldest token, sampled under v or
-later, is at most K versions old. It must be the version the engine *holds*: one that is published but not yet committed samples nothing. A
-group overtaken by later ones can still exceed K; `rules.batch` checks that again, per oldest token, when the batch is cut.
+`accepted` counts groups assigned to a step since the run began, `running` those admitted and neither assigned nor dropped yet; `generating`
+counts rollouts that engines still work on: a group that waits for its last sibling, for its scores or for its environment occupies no
+engine. Why it bounds staleness: when a group is admitted to an engine at version v there are fewer than (K + v + 1) * B groups assigned or
+on their way before it, so taken in order it falls into step K + v at the latest, and step s trains version s: its oldest token, sampled
+under v or later, is at most K versions old. It must be the version the engine *holds*: one that is published but not yet committed samples
+nothing. A group overtaken by later ones can still exceed K; `rules.batch` checks that again, per oldest token, when the batch is cut.
 
 Source: AReaL (arXiv 2505.24298, eq. 3), in groups, with the credit returned on every exit path.
 """
@@ -29,7 +29,7 @@ ROUND_UNDER_WAY = "the round to end"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class Schedule:
     """How generation and training share time."""
 
     max_staleness: int
@@ -42,23 +42,23 @@ class Pace:
     """An engine changes its version only while no sequence runs."""
 
 
-def pace_of(mode: Mode, *, max_staleness: int) -> Pace:
-    """The pace of a mode; `max_staleness` is the configured K, which only streaming uses."""
+def schedule_of(mode: Mode, *, max_staleness: int) -> Schedule:
+    """The schedule of a mode; `max_staleness` is the configured K, which only streaming uses."""
     match mode:
         case Mode.STREAMING:
-            return Pace(max_staleness=max_staleness, in_rounds=False, holds_batches=False, swaps_when_idle=False)
+            return Schedule(max_staleness=max_staleness, in_rounds=False, holds_batches=False, swaps_when_idle=False)
         case Mode.ONE_STEP_OFF:
-            return Pace(max_staleness=1, in_rounds=True, holds_batches=True, swaps_when_idle=True)
+            return Schedule(max_staleness=1, in_rounds=True, holds_batches=True, swaps_when_idle=True)
         case Mode.SYNC:
-            return Pace(max_staleness=0, in_rounds=True, holds_batches=True, swaps_when_idle=True)
+            return Schedule(max_staleness=0, in_rounds=True, holds_batches=True, swaps_when_idle=True)
 
 
 class Admission:
-    """Counts groups and answers `holds_back`. Every admitted group comes back exactly once, by `placed` or `given_up`."""
+    """Counts groups and answers `holds_back`. Every admitted group comes back exactly once, by `assigned` or `dropped`."""
 
-    def __init__(self, *, pace: Pace, groups_per_step: int, num_steps: int, max_running: int) -> None:
+    def __init__(self, *, schedule: Schedule, groups_per_step: int, num_steps: int, max_running: int) -> None:
         """`max_running` bounds the rollouts that engines work on or hold in their queues."""
-        self.pace = pace
+        self.schedule = schedule
         self.version = 0
         """Policies published so far."""
         self.accepted = 0
@@ -74,7 +74,7 @@ class Admission:
 
     def limit(self, version: int) -> int:
         """Groups that may be accepted or running: (K + version + 1) * B, and never more than the run trains on."""
-        return min(self.pace.max_staleness + version + 1, self._num_steps) * self._groups_per_step
+        return min(self.schedule.max_staleness + version + 1, self._num_steps) * self._groups_per_step
 
     def holds_back(self, *, version: int, num_generating: int, engines_are_current: bool) -> str | None:
         """What another group would have to wait for, or None where an engine that samples under `version` may generate it now.
@@ -83,7 +83,7 @@ class Admission:
         """
         if self.accepted + self.running >= self.limit(version):
             return STALENESS_BOUND
-        if not self.pace.in_rounds:
+        if not self.schedule.in_rounds:
             return ENGINES_FULL if num_generating >= self.max_running else None
         if self.running == 0 and self._round_left == 0 and engines_are_current:
             self._round_left = self._groups_per_step - self.accepted % self._groups_per_step
@@ -94,12 +94,12 @@ class Admission:
         self.running += 1
         self._round_left = max(0, self._round_left - 1)
 
-    def placed(self) -> None:
-        """A group was placed in a step."""
+    def assigned(self) -> None:
+        """A group was assigned to a step."""
         self.running -= 1
         self.accepted += 1
 
-    def given_up(self) -> None:
+    def dropped(self) -> None:
         """A group was filtered, stale, failed or cancelled: its credit returns."""
         self.running -= 1
 

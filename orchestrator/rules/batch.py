@@ -1,9 +1,9 @@
 """Which scored groups become part of a step, with which samples, and when the step is whole.
 
 The staleness bound is checked here a second time, per oldest token: a group that others overtook can be older than admission foresaw.
-A step trains the version of its own number, so a group placed in step s has staleness s - oldest version.
+A step trains the version of its own number, so a group assigned to step s has staleness s - oldest version.
 
-A group is placed or given up whole: a row taken out by itself would change its siblings' baseline. Groups that the method sets aside are
+A group is assigned or dropped whole: a row taken out by itself would change its siblings' baseline. Groups that the method filters out are
 made up for by others, up to a budget per step; then the step is filled with what comes, so that no reward can starve the trainer.
 
 Siblings that a coin stopped early (`rules.early_stop`) are no failures: they were started, so they count as survivors where a group needs
@@ -23,16 +23,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pipelinerl.algorithms.staleness import measure
-from pipelinerl.messages import Fate, Float32, Group, Outcome, Sample, ScoredTrajectory
+from pipelinerl.messages import Float32, Group, Outcome, Sample, ScoredTrajectory, TerminalStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SetAside:
-    """The method would rather not train a group."""
+class Filtered:
+    """The method filters a group out."""
 
     reason: str
     advantages: list[Float32]
-    """What it trains with where the step's budget for setting aside is spent."""
+    """What it trains with where the step's budget for filtered groups is spent."""
 
 
 STOPPED_EARLY = "stopped early"
@@ -44,10 +44,10 @@ _NO_FAILURE = (Outcome.OK, Outcome.STOPPED)
 
 Survivors = tuple[ScoredTrajectory, ...]
 """The siblings of a group that did not fail: each has a reward, or was stopped early. A greedy one is among them, the last."""
-Credit = Callable[[Survivors], list[Float32] | SetAside]
+Credit = Callable[[Survivors], list[Float32] | Filtered]
 """The method's advantage rule for one group: one [L] column for each survivor but the greedy, those of the stopped not read."""
 StepCredit = Callable[[Sequence[Survivors]], list[list[Float32]]]
-"""The method's advantage rule for all groups of a step at once, in the order in which they were placed."""
+"""The method's advantage rule for all groups of a step at once, in the order in which they were assigned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class StepRules:
     step_credit: StepCredit | None = None
     """Final advantages of a whole step. Its samples are then held until the step is whole; None lets each group go at once."""
     refill_batches: int = 10
-    """Batches' worth of groups that may be set aside for one step. More generates for nothing; fewer trains groups without signal."""
+    """Batches' worth of groups that may be filtered out for one step. More generates for nothing; fewer trains groups without signal."""
     withhold: int | None = None
     """Tokens older than this do not train, in the trainer's mask, while their sequence's reward counts in the baseline: a group is then too
     old only where none of its tokens would train. None: the oldest token decides about the group."""
@@ -70,10 +70,10 @@ class Ended:
     """A rollout that will not be trained."""
 
     scored: ScoredTrajectory
-    fate: Fate
+    status: TerminalStatus
     reason: str
     step: int | None = None
-    """Step whose samples it counts among, where it was stopped early and its group was placed."""
+    """Step whose samples it counts among, where it was stopped early and its group was assigned to it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +82,18 @@ class Verdict:
 
     group: Group
     step: int
-    """Step the group was placed in, or would have been."""
+    """Step the group was assigned to, or would have been."""
     samples: tuple[Sample, ...]
-    """What is placed of this group; under a rule over the whole step, with the advantages of the group alone."""
+    """What trains of this group; under a rule over the whole step, with the advantages of the group alone."""
     ended: tuple[Ended, ...]
-    is_placed: bool
+    is_assigned: bool
     """True where the group takes a place in the step; without samples where all its siblings were stopped early."""
     delivered: tuple[Sample, ...] = ()
     """What goes to the trainer now: `samples`, or, under a rule over the whole step, all of the step's at once when it closes."""
-    is_set_aside: bool = False
-    """True where the group is given up because the method set it aside."""
+    is_filtered: bool = False
+    """True where the group is dropped because the method filters it out."""
     is_let_through: bool = False
-    """True where it trains although the method set it aside, because the step's budget is spent."""
+    """True where it trains although the method filters it out, because the step's budget is spent."""
     closes_step: bool = False
     """True where this group completes the step: then it is sealed with `num_tokens` and `num_samples`."""
     num_tokens: int = 0
@@ -103,7 +103,7 @@ class Verdict:
 
 
 class BatchCut:
-    """Places groups in steps of `groups_per_step`, in order of arrival."""
+    """Assigns groups to steps of `groups_per_step`, in order of arrival."""
 
     def __init__(
         self,
@@ -119,20 +119,20 @@ class BatchCut:
         """Step being filled."""
         self.num_groups = 0
         """Groups in it so far."""
-        self.num_set_aside = 0
-        """Groups set aside for it so far."""
+        self.num_filtered = 0
+        """Groups filtered out for it so far."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._min_group_size = min_group_size
         self._credit = credit
         self._rules = rules or StepRules()
         self._held: list[Survivors] = []
-        """Placed groups that wait for the rule over the whole step."""
+        """Assigned groups that wait for the rule over the whole step."""
         self._num_tokens = 0
         self._num_samples = 0
 
     def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Survivors], num_stopped: int = 0) -> None:
-        """Take over what an earlier life of the run has placed in the step being filled; `groups` have not left it.
+        """Take over what an earlier life of the run has assigned to the step being filled; `groups` have not left it.
 
         `num_stopped` rollouts of its groups were stopped early.
         """
@@ -143,25 +143,25 @@ class BatchCut:
         self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
 
     def take(self, group: Group) -> Verdict:
-        """Place a group in the step being filled, or give it up."""
+        """Assign a group to the step being filled, or drop it."""
         survivors = tuple(member for member in group.members if member.score.outcome in _NO_FAILURE)
         ended = [_failed(member) for member in group.members if member.score.outcome not in _NO_FAILURE]
         if len(sampled_of(survivors)) < min(self._min_group_size, len(sampled_of(group.members))):
-            return self._give_up(group, ended, survivors, Fate.FAILED, f"fewer than {self._min_group_size} siblings scored")
+            return self._drop(group, ended, survivors, TerminalStatus.FAILED, f"fewer than {self._min_group_size} siblings scored")
         if self._rules.adds_greedy and greedy_of(survivors) is None:
-            return self._give_up(group, ended, survivors, Fate.FAILED, "its greedy sibling has no reward")
+            return self._drop(group, ended, survivors, TerminalStatus.FAILED, "its greedy sibling has no reward")
         if self._is_stale(survivors):
-            return self._give_up(group, ended, survivors, Fate.STALE, f"oldest token over {self._max_staleness} versions old")
+            return self._drop(group, ended, survivors, TerminalStatus.STALE, f"oldest token over {self._max_staleness} versions old")
         credit = self._credit(survivors)
-        if not isinstance(credit, SetAside):
-            return self._place(group, ended, survivors, credit)
-        if self.num_set_aside < self._rules.refill_batches * self._groups_per_step:
-            self.num_set_aside += 1
-            verdict = self._give_up(group, ended, survivors, Fate.FILTERED, credit.reason)
-            return dataclasses.replace(verdict, is_set_aside=True)
-        return dataclasses.replace(self._place(group, ended, survivors, credit.advantages), is_let_through=True)
+        if not isinstance(credit, Filtered):
+            return self._assign(group, ended, survivors, credit)
+        if self.num_filtered < self._rules.refill_batches * self._groups_per_step:
+            self.num_filtered += 1
+            verdict = self._drop(group, ended, survivors, TerminalStatus.FILTERED, credit.reason)
+            return dataclasses.replace(verdict, is_filtered=True)
+        return dataclasses.replace(self._assign(group, ended, survivors, credit.advantages), is_let_through=True)
 
-    def _place(self, group: Group, ended: list[Ended], survivors: Survivors, advantages: list[Float32]) -> Verdict:
+    def _assign(self, group: Group, ended: list[Ended], survivors: Survivors, advantages: list[Float32]) -> Verdict:
         step = self.step
         samples = _samples(survivors, advantages)
         untrained = [_untrained(member, step=step) for member in survivors if _never_trains(member)]
@@ -175,7 +175,7 @@ class BatchCut:
             group=group,
             step=step,
             samples=samples,
-            is_placed=True,
+            is_assigned=True,
             delivered=delivered,
             ended=(*ended, *untrained),
             closes_step=closes,
@@ -196,7 +196,7 @@ class BatchCut:
     def close(self) -> tuple[int, int]:
         """Begin the next step; return (tokens with a loss, samples) of the one that is full."""
         counts = (self._num_tokens, self._num_samples)
-        self.step, self.num_groups, self.num_set_aside, self._num_tokens, self._num_samples = self.step + 1, 0, 0, 0, 0
+        self.step, self.num_groups, self.num_filtered, self._num_tokens, self._num_samples = self.step + 1, 0, 0, 0, 0
         return counts
 
     def _to_deliver(self, survivors: Survivors, samples: tuple[Sample, ...], *, closes: bool) -> tuple[Sample, ...]:
@@ -209,9 +209,9 @@ class BatchCut:
         columns = self._rules.step_credit(held)
         return tuple(sample for pair in zip(held, columns, strict=True) for sample in _samples(*pair))
 
-    def _give_up(self, group: Group, ended: list[Ended], survivors: Survivors, fate: Fate, reason: str) -> Verdict:
-        lost = [_untrained(member) if _never_trains(member) else Ended(scored=member, fate=fate, reason=reason) for member in survivors]
-        return Verdict(group=group, step=self.step, samples=(), ended=(*ended, *lost), is_placed=False)
+    def _drop(self, group: Group, ended: list[Ended], survivors: Survivors, status: TerminalStatus, reason: str) -> Verdict:
+        lost = [_untrained(member) if _never_trains(member) else Ended(scored=member, status=status, reason=reason) for member in survivors]
+        return Verdict(group=group, step=self.step, samples=(), ended=(*ended, *lost), is_assigned=False)
 
     def _is_stale(self, survivors: Survivors) -> bool:
         found = [measure(member.trajectory.versions, trained_version=self.step) for member in sampled_of(survivors)]
@@ -250,9 +250,9 @@ def _never_trains(member: ScoredTrajectory) -> bool:
 def _untrained(member: ScoredTrajectory, *, step: int | None = None) -> Ended:
     """`step` is the one whose samples a stopped rollout counts among; a greedy one counts among none."""
     if member.trajectory.is_greedy:
-        return Ended(scored=member, fate=Fate.FILTERED, reason=GREEDY_BASELINE)
-    return Ended(scored=member, fate=Fate.FILTERED, reason=STOPPED_EARLY, step=step)
+        return Ended(scored=member, status=TerminalStatus.FILTERED, reason=GREEDY_BASELINE)
+    return Ended(scored=member, status=TerminalStatus.FILTERED, reason=STOPPED_EARLY, step=step)
 
 
 def _failed(member: ScoredTrajectory) -> Ended:
-    return Ended(scored=member, fate=Fate.FAILED, reason=str(member.score.outcome))
+    return Ended(scored=member, status=TerminalStatus.FAILED, reason=str(member.score.outcome))

@@ -36,7 +36,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Seal:
+class StepEnd:
     """A step has all its rows."""
 
     step: int
@@ -55,11 +55,11 @@ class Batching:
     when it closes: training on a step then no longer hides inside its own generation, only inside that of the next ones.
 
     takes     ScoredTrajectory, from scoring
-    gives     Row and Seal, to delivery
-    waits for the ledger to write a row; room towards delivery
-    woken by  delivery taking a row
-    fails     never on one group: what cannot be trained gets a fate and returns its credit; Stalled, after `max_given_up` of them in a row
-              that failed or were too old
+    gives     Row and StepEnd, to training
+    waits for the ledger to write a row; room towards training
+    woken by  training taking a row
+    fails     never on one group: what cannot be trained gets a terminal status and returns its credit; Stalled, after `max_dropped` of
+              them in a row that failed or were too old
     ends      when the run does
     """
 
@@ -69,7 +69,7 @@ class Batching:
         self,
         *,
         scored: Channel[ScoredTrajectory],
-        rows: Channel[Row | Seal],
+        rows: Channel[Row | StepEnd],
         grouping: Grouping,
         cut: BatchCut,
         packing: Packing,
@@ -79,16 +79,16 @@ class Batching:
         progress: Progress,
         watch: Watch,
         queue_bytes: int,
-        max_given_up: int,
+        max_dropped: int,
         causes: Callable[[], str] = lambda: "",
         settled: Callable[[Group], None] = lambda group: None,
         restored: tuple[ScoredTrajectory, ...] = (),
         open_step: RecordedStep | None = None,
     ) -> None:
-        """`settled` is told of every group that was placed or given up, and may book with it; `causes` says what went wrong in users'
+        """`settled` is told of every group that was assigned or dropped, and may book with it; `causes` says what went wrong in users'
         functions.
 
-        Of an earlier life of the run, `restored` was scored and not placed, `open_step` placed in the step being filled.
+        Of an earlier life of the run, `restored` was scored and not assigned, `open_step` assigned to the step being filled.
         """
         self._scored = scored
         self._rows = rows
@@ -99,15 +99,15 @@ class Batching:
         self._credits = credits
         self._ledger = ledger
         self._progress = progress
-        self._max_given_up = max_given_up
+        self._max_dropped = max_dropped
         self._causes = causes
-        self._num_given_up = 0
+        self._num_dropped = 0
         self._settled = settled
         self._restored = restored
         self._loose = open_step.unpacked if open_step else ()
         self._next_row = len(open_step.rows) if open_step else 0
         """Number of the next row of the step being filled."""
-        self._packed: Channel[Row | Seal] = Channel(
+        self._packed: Channel[Row | StepEnd] = Channel(
             "packed", giver=self.name, taker="ledger", watch=watch, bound_bytes=queue_bytes, size=lambda item: item.num_bytes
         )
 
@@ -141,11 +141,11 @@ class Batching:
             self._settled(verdict.group)
         self._credits.set()
         self._progress.settled(verdict, now_s=now)
-        if self._num_given_up >= self._max_given_up:
+        if self._num_dropped >= self._max_dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._ledger.reasons.most_common(5))
             causes = "".join(f"\n  {line}" for line in self._causes().splitlines())
             raise Stalled(
-                f"the last {self._num_given_up} groups were all given up, so no step fills; rollouts so far by reason: {reasons}{causes}"
+                f"the last {self._num_dropped} groups were all dropped, so no step fills; rollouts so far by reason: {reasons}{causes}"
             )
         for sample in verdict.delivered:
             await self._pack(verdict.step, self._packing.add(sample))
@@ -156,17 +156,17 @@ class Batching:
         for ended in verdict.ended:
             trajectory = ended.scored.trajectory
             summary = summary_of(trajectory, reward=ended.scored.score.reward, step=ended.step)
-            self._ledger.end(trajectory.rollout_id, ended.fate, now_s=now_s, reason=ended.reason, summary=summary)
-        if verdict.is_placed:
-            self._admission.placed()
+            self._ledger.end(trajectory.rollout_id, ended.status, now_s=now_s, reason=ended.reason, summary=summary)
+        if verdict.is_assigned:
+            self._admission.assigned()
             self._ledger.assign(verdict.group.group_id, verdict.samples, step=verdict.step, now_s=now_s)
             if verdict.delivered is not verdict.samples:
                 self._ledger.set_advantages(verdict.delivered)
-            self._num_given_up = 0
+            self._num_dropped = 0
         else:
-            self._admission.given_up()
+            self._admission.dropped()
             self._ledger.drop(verdict.group.group_id, step=verdict.step)
-            self._num_given_up += not verdict.is_set_aside  # those have a budget of their own, after which groups are placed
+            self._num_dropped += not verdict.is_filtered  # those have a budget of their own, after which groups are assigned
 
     async def _pack(self, step: int, rows: list[list[Sample]]) -> None:
         for samples in rows:
@@ -180,7 +180,7 @@ class Batching:
         now_s = asyncio.get_running_loop().time()
         num_rows, self._next_row = self._next_row, 0
         commit = self._ledger.close_step(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=num_samples, now_s=now_s)
-        await self._packed.put(Seal(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=commit))
+        await self._packed.put(StepEnd(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=commit))
 
     async def _record(self) -> None:
         """Send everything packed on, once it is written; while the ledger writes, more is packed, which is then written together."""
@@ -189,7 +189,7 @@ class Batching:
             items = [first]
             while (item := self._packed.get_now()) is not None:
                 items.append(item)
-            durably = any(isinstance(item, Seal) for item in items)
+            durably = any(isinstance(item, StepEnd) for item in items)
             await loop.run_in_executor(None, functools.partial(self._ledger.flush, durably=durably))
             for item in items:
                 await self._rows.put(item)

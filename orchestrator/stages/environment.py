@@ -1,4 +1,4 @@
-"""Beside dispatch, in runs with an environment: what the environment replies to each turn, asked of scorers as they have room."""
+"""Beside generation, in runs with an environment: what the environment replies to each turn, asked of scorers as they have room."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class EnvironmentStage:
     With `queue_bytes` between two turns, asked about or not, no group is admitted, see `backpressure`: then there are at most that many,
     and the episodes that were under way.
 
-    takes     what engines wrote in episodes, from dispatch; Replied, from scorers
-    gives     Reply, to scorers; Replied, to dispatch
+    takes     what engines wrote in episodes, from generation; Replied, from scorers
+    gives     Reply, to scorers; Replied, to generation
     waits for room in a scorer
     woken by  a scorer that announces itself, answers or dies
     fails     never: an environment that fails is an outcome, and a scorer that ends is one that starts again
@@ -59,7 +59,7 @@ class EnvironmentStage:
         self._max_turns = max_turns
         self._turns: Channel[_Turn] = Channel(
             "turns",
-            giver="dispatch",
+            giver="generation",
             taker=self.name,
             watch=watch,
             bound_bytes=queue_bytes,

@@ -35,7 +35,7 @@ PINNED_FRACTION = 0.25
 
 
 class Pins(Protocol):
-    """Who brings policies to engines, and can keep one where it is: the refresh stage."""
+    """Who brings policies to engines, and can keep one where it is: the weight sync stage."""
 
     def pin(self, engine: Engine) -> None: ...
 

@@ -16,9 +16,9 @@ from orchestrator.ledger.snapshot import InterruptedGroup
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.rollouts.rollout import Rollout, unanswered
 from orchestrator.rules.admission import Admission
-from orchestrator.rules.lies import Lie
 from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.routing import route
+from orchestrator.rules.validation.violations import Violation
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.errors import DataError
@@ -34,7 +34,7 @@ MAX_SKIPPED = 1000
 """Quarantined prompts drawn one after another before the run ends: more than by chance, so hardly any other prompt is left."""
 
 
-class Dispatch:
+class Generation:
     """Admits groups while the staleness bound allows it, gathers what the engines sampled, and issues again what they lost.
 
     With `queue_bytes` of completions nothing more is asked of engines but the next turns of episodes. What they were asked for before
@@ -49,7 +49,7 @@ class Dispatch:
     ends      when the run does
     """
 
-    name = "dispatch"
+    name = "generation"
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Dispatch:
             engine_id,
             sink=lambda completion, engine_id: self._take(rollout, completion, engine_id),
             lost=lambda engine_id: self._lose(rollout, engine_id),
-            refused=lambda engine_id, lie: self._refuse(rollout, engine_id, lie),
+            refused=lambda engine_id, violation: self._refuse(rollout, engine_id, violation),
         )
 
     def _request(self, rollout: Rollout) -> Generate:
@@ -241,9 +241,9 @@ class Dispatch:
         reason = f"engine-{engine_id} {'is fenced for what it said' if is_condemned else 'ended'}"
         self._issue_next(rollout, rollout.next_attempt(), engine_id, reason=reason)
 
-    def _refuse(self, rollout: Rollout, engine_id: int, lie: Lie) -> None:
+    def _refuse(self, rollout: Rollout, engine_id: int, violation: Violation) -> None:
         """An engine's answer cannot be true: another engine is asked, where there is one."""
-        self._issue_next(rollout, rollout.next_attempt(refused_by=engine_id), engine_id, reason=str(lie))
+        self._issue_next(rollout, rollout.next_attempt(refused_by=engine_id), engine_id, reason=str(violation))
 
     def _issue_next(self, rollout: Rollout, following: Rollout, engine_id: int, *, reason: str) -> None:
         """The next attempt of a rollout, in place of one that came to nothing."""

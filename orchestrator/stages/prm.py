@@ -17,7 +17,7 @@ import numpy as np
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.prm import Prm
 from orchestrator.rules.early_stop import Audit, EarlyStop
-from orchestrator.rules.judged import steps_scored
+from orchestrator.rules.validation.scores import steps_scored
 from pipelinerl.messages import (
     Cancel,
     EarlyStopDecision,
@@ -91,10 +91,10 @@ class PrmScoring:
     Engines are never held up: what waits for the model slows admission alone, see `backpressure`. `queue_bytes` bounds what has its reward
     and waits for its steps, and the step scores that wait to be taken on, together.
 
-    takes     Tokens, from engines; Trajectory, from dispatch; ScoredTrajectory, from scoring; StepsScored, from the process reward model
+    takes     Tokens, from engines; Trajectory, from generation; ScoredTrajectory, from scoring; StepsScored, from the process reward model
     gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
     waits for room in step scores; room towards scoring, comparing or batching
-    woken by  engines, dispatch, scoring, the process reward model
+    woken by  engines, generation, scoring, the process reward model
     fails     never: a trace that cannot be scored is an outcome; what a model that dies had is sent again, and names a trace it dies of
     ends      when the run does
     """
@@ -261,9 +261,9 @@ class PrmScoring:
             self.num_fenced += 1
             return
         last_end = trace.ends[-1] if trace.ends else -1
-        if (lie := steps_scored(said, num_sent=len(trace.token_ids), last_end=last_end)) is not None:
-            self._prm.refuse(lie)
-            self._fail(said.rollout_id, trace, Outcome.INVALID, f"its answer could not be true, {lie}")
+        if (violation := steps_scored(said, num_sent=len(trace.token_ids), last_end=last_end)) is not None:
+            self._prm.refuse(violation)
+            self._fail(said.rollout_id, trace, Outcome.INVALID, f"its answer could not be true, {violation}")
             return
         self._watch.moved()
         self._took(trace, said.num_taken)

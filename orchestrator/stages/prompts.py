@@ -44,12 +44,12 @@ class Drawn:
 
 
 class Prompts:
-    """Draws prompts ahead of dispatch.
+    """Draws prompts ahead of generation.
 
     takes     rows of the prompt source
-    gives     Drawn, to dispatch
+    gives     Drawn, to generation
     waits for room in its channel
-    woken by  dispatch taking a prompt
+    woken by  generation taking a prompt
     fails     DataError, on a malformed or empty source
     ends      when the run does
     """

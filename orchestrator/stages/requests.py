@@ -10,8 +10,8 @@ from typing import Any
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.scorers import Scorers
-from orchestrator.rules.lies import Lie
 from orchestrator.rules.quarantine import Quarantine, row_of
+from orchestrator.rules.validation.violations import Violation
 from pipelinerl.messages import GroupScored, Replied, Reply, Score, Scored, ScoreGroup
 from pipelinerl.runtime.watch import Watch
 
@@ -97,8 +97,8 @@ class Asking:
         def lose(scorer_id: int) -> None:
             self._lose(request)
 
-        def refuse(lie: Lie) -> None:
-            self._refuse(request, lie)
+        def refuse(violation: Violation) -> None:
+            self._refuse(request, violation)
 
         match request.message:
             case Score():
@@ -120,12 +120,12 @@ class Asking:
         self._again.append(request)  # bounded by the scorers' room
         self._scorers.changed.set()
 
-    def _refuse(self, request: _Request, lie: Lie) -> None:
+    def _refuse(self, request: _Request, violation: Violation) -> None:
         """An answer cannot be true: ask again, a few times."""
         self._leave(request.prompt_id)
         request.num_refused += 1
         if request.num_refused >= MAX_REFUSED:
-            request.refused(f"{request.num_refused} answers could not be true, the last {lie}")
+            request.refused(f"{request.num_refused} answers could not be true, the last {violation}")
         else:
             self._again.append(request)  # bounded by the scorers' room
         self._scorers.changed.set()

@@ -16,7 +16,7 @@ class Scoring:
 
     `queue_bytes` bounds what scorers have and the scores that wait to be taken on, together: the trajectories of both are held here.
 
-    takes     Trajectory, from dispatch; Scored, from scorers
+    takes     Trajectory, from generation; Scored, from scorers
     gives     Score, to scorers; ScoredTrajectory, to batching
     waits for room in scores; room in a scorer; room towards batching
     woken by  a scorer that announces itself, answers or dies

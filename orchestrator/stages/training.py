@@ -15,13 +15,13 @@ from orchestrator.ledger.ledger import Ledger, summary_of
 from orchestrator.ledger.snapshot import RecordedStep, commit_of, first_kept_step, read_steps, saved_versions
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.peers import Peers
-from orchestrator.rules import trained
-from orchestrator.rules.announced import AnnouncedRule
 from orchestrator.rules.kv import KvPolicy, squared_lags
-from orchestrator.rules.lies import Kind, Lie, number_of, shorten
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.rules.trained import Standing
-from orchestrator.stages.batching import Row, Seal
+from orchestrator.rules.validation import trainer as validate
+from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.rules.validation.trainer import TrainerProgress
+from orchestrator.rules.validation.violations import Kind, Violation, number_of, shorten
+from orchestrator.stages.batching import Row, StepEnd
 from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.data.expert_routes import joined
 from pipelinerl.errors import DataError, PeerRefused
@@ -31,17 +31,17 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     EndTraining,
-    Fate,
     Finish,
     Message,
     MicroBatch,
     PolicyPublished,
     Prompt,
     Sample,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
+    TerminalStatus,
     TrainerReady,
     TrainingEnded,
     Trajectory,
@@ -51,7 +51,7 @@ from pipelinerl.runtime.watch import Watch
 
 MAX_EARLY = 64
 """Messages of a trainer whose start is not dealt with yet. Ours says three: its policy, its checkpoint, a step. More only lets one that
-lies fill memory.
+violations fill memory.
 """
 
 
@@ -60,7 +60,7 @@ class _Step:
     rows: list[Row] = dataclasses.field(default_factory=list)
     refused: frozenset[int] = frozenset()
     """Numbers of the rows that are sent no more: a zero-loss row takes the place of each."""
-    seal: Seal | None = None
+    seal: StepEnd | None = None
     num_bytes: int = 0
     """Of the rows."""
 
@@ -74,7 +74,7 @@ class _Step:
         return [sample for number, row in enumerate(self.rows) if number not in self.refused for sample in row.samples]
 
 
-class Delivery:
+class Training:
     """Answers pulls in lock-step waves: row `index * W + replica` goes to a replica; where a sealed step has none, a zero-loss row.
 
     A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, as the ledger has them. One that
@@ -84,21 +84,21 @@ class Delivery:
     The rows of the step being trained are all held, and of steps after it as many bytes as their channel may hold, and a row: then the
     rest waits there, and those before it wait for room. A step that is trained is held no more, so the next one's rows always come.
 
-    takes     Row and Seal, from batching; TrainerReady, TakeMicroBatch, StepDone, PolicyPublished, CheckpointSaved, from the trainer
-    gives     MicroBatch and StepSealed, to the trainer; TrainerReady and PolicyPublished, to refresh
+    takes     Row and StepEnd, from batching; TrainerReady, TakeMicroBatch, StepDone, PolicyPublished, CheckpointSaved, from the trainer
+    gives     MicroBatch and StepClosed, to the trainer; TrainerReady and PolicyPublished, to weight sync
     waits for a row that was pulled; the trainer to finish a step
     woken by  batching and the trainer
     fails     PeerRefused, where the first trainer it hears starts from a checkpoint of another run; what else cannot be about a step, a
-              policy, a checkpoint or a start is refused (`rules.trained`), and a trainer that keeps saying such things replaced
+              policy, a checkpoint or a start is refused (`rules.validation.trainer`), and a trainer that keeps saying such things replaced
     ends      when the last step is done, its policy published and its checkpoint written
     """
 
-    name = "delivery"
+    name = "training"
 
     def __init__(
         self,
         *,
-        rows: Channel[Row | Seal],
+        rows: Channel[Row | StepEnd],
         published: Channel[TrainerReady | PolicyPublished],
         trainer: Peers,
         num_replicas: int,
@@ -110,7 +110,7 @@ class Delivery:
         num_booked: int = 0,
         recorded: Mapping[int, RecordedStep] | None = None,
         kv_policy: KvPolicy | None = None,
-        announced: AnnouncedRule | None = None,
+        announcement_check: AnnouncementCheck | None = None,
         quarantine: Quarantine | None = None,
         mismatch: MismatchRule | None = None,
         teachers: Sequence[str] = (),
@@ -123,7 +123,7 @@ class Delivery:
         self._teachers = tuple(teachers)
         self._mismatch = mismatch
         self._kv_policy = kv_policy or KvPolicy()
-        self._announced = announced
+        self._announcement_check = announcement_check
         self._quarantine = quarantine or Quarantine()
         self.finished = asyncio.Event()
         """Set when every step is trained, the last policy is published and its checkpoint written."""
@@ -203,7 +203,7 @@ class Delivery:
     async def _collect(self) -> None:
         async for item in self._rows:
             step = self._steps.setdefault(item.step, _Step())
-            if isinstance(item, Seal):
+            if isinstance(item, StepEnd):
                 step.seal = item
             else:
                 step.add(item)
@@ -227,26 +227,26 @@ class Delivery:
         if self._pulls:
             replica = next(iter(self._pulls))[0]
             return f"trainer-{replica} waits for {len(self._pulls)} rows, step {self._num_done} has {len(held)} so far"
-        return f"delivery holds {len(held)} rows of step {self._num_done}; trainer-0 neither pulls nor finishes it"
+        return f"training holds {len(held)} rows of step {self._num_done}; trainer-0 neither pulls nor finishes it"
 
     # --- a trainer starts, or starts again ---
 
     @property
-    def _standing(self) -> Standing:
+    def _trainer_progress(self) -> TrainerProgress:
         step = self._steps.get(self._num_done)
         is_sealed = step is not None and step.seal is not None
-        return Standing(num_done=self._num_done, is_next_sealed=is_sealed, num_steps=self._num_steps)
+        return TrainerProgress(num_done=self._num_done, is_next_closed=is_sealed, num_steps=self._num_steps)
 
-    def _is_refused(self, peer: str, lie: Lie | None) -> bool:
+    def _is_refused(self, peer: str, violation: Violation | None) -> bool:
         """Refuse what a trainer says, where something cannot be about it."""
-        if lie is not None:
-            self._trainer.refuse(peer, lie)
-        return lie is not None
+        if violation is not None:
+            self._trainer.refuse(peer, violation)
+        return violation is not None
 
     def _leads(self, peer: str, said: Message) -> bool:
         """True for the replica that speaks for all of steps, policies and checkpoints."""
         words = f"{type(said).__name__} of {peer}, expected of trainer-0, which speaks for all replicas"
-        return not self._is_refused(peer, None if number_of(peer) == 0 else Lie(kind=Kind.IDENTITY, words=words))
+        return not self._is_refused(peer, None if number_of(peer) == 0 else Violation(kind=Kind.IDENTITY, words=words))
 
     def _once_started(self, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
         """Deal with what a trainer says of steps, policies and checkpoints once it is known where it stands: an honest one is ahead of what
@@ -257,21 +257,21 @@ class Delivery:
             self._early.append(lambda: handler(peer, said))
         else:
             words = f"{type(said).__name__}: {len(self._early)} messages while it starts, expected at most {MAX_EARLY}"
-            self._trainer.refuse(peer, Lie(kind=Kind.BOUNDS, words=words))
+            self._trainer.refuse(peer, Violation(kind=Kind.BOUNDS, words=words))
 
     def _on_ready(self, peer: str, ready: TrainerReady) -> None:
         known = self._replicas.get(ready.replica)
-        if (lie := self._miscounts(peer, ready)) is not None:
+        if (violation := self._miscounts(peer, ready)) is not None:
             if known is None:
-                raise PeerRefused(lie.words)
-            self._trainer.refuse(peer, lie, is_hopeless=True)
+                raise PeerRefused(violation.words)
+            self._trainer.refuse(peer, violation, is_hopeless=True)
             return
-        if self._announced is not None and self._is_refused(peer, self._announced.trainer(ready)):
+        if self._announcement_check is not None and self._is_refused(peer, self._announcement_check.trainer(ready)):
             return
         if known is not None and known.process_id == ready.process_id:
             return
-        if known is not None and self._announced is not None and (words := self._wrong_start(ready)):
-            self._trainer.refuse(peer, Lie(kind=Kind.STEPS, words=words), is_hopeless=True)
+        if known is not None and self._announcement_check is not None and (words := self._wrong_start(ready)):
+            self._trainer.refuse(peer, Violation(kind=Kind.STEPS, words=words), is_hopeless=True)
             return
         if known is not None:  # replicas start together: whoever else is known is gone, too
             self._replicas.clear()
@@ -360,17 +360,17 @@ class Delivery:
             if self._quarantine.came_through("trainer", key := f"{step}/{row}"):
                 self._ledger.record("cleared", now_s=asyncio.get_running_loop().time(), peer="trainer", reason=key)
 
-    def _miscounts(self, peer: str, ready: TrainerReady) -> Lie | None:
+    def _miscounts(self, peer: str, ready: TrainerReady) -> Violation | None:
         if ready.num_replicas == self._num_replicas:
             return None
         expected = f"the config makes {self._num_replicas} (trainer.ranks and trainer.parallel)"
-        return Lie(kind=Kind.BOUNDS, words=f"{peer} counts {ready.num_replicas} replicas, {expected}")
+        return Violation(kind=Kind.BOUNDS, words=f"{peer} counts {ready.num_replicas} replicas, {expected}")
 
     def _wrong_start(self, ready: TrainerReady) -> str:
         """Why a trainer cannot go on from where it starts: a checkpoint of another run, or one too old; empty where it can.
 
         Said by the first trainer that this orchestrator hears, it ends the run: its folders do not belong together. Of a later one it costs
-        its place, as any other lie does: that it can be done right, the one before has shown.
+        its place, as any other violation does: that it can be done right, the one before has shown.
         """
         if ready.version < (first := first_kept_step(self._ledger)):
             damage = "".join(f"\n  - {one.reason}" for one in ready.damaged)
@@ -400,8 +400,10 @@ class Delivery:
     def _on_pull(self, peer: str, pull: TakeMicroBatch) -> None:
         key = (pull.replica, pull.step, pull.index)
         num_asked = sum(replica == pull.replica for replica, _, _ in self._pulls) if key not in self._pulls else 0
-        lie = trained.pull(pull, self._standing, num_asked=num_asked, is_starting=self._is_starting or self._announced is None)
-        if not self._is_refused(peer, lie):
+        violation = validate.pull(
+            pull, self._trainer_progress, num_asked=num_asked, is_starting=self._is_starting or self._announcement_check is None
+        )
+        if not self._is_refused(peer, violation):
             self._pulls[key] = pull
             self._answer_pulls()
 
@@ -415,7 +417,7 @@ class Delivery:
                 if self._trainer.send(f"trainer-{pull.replica}", answer):
                     self._watch.moved()
 
-    def _answer(self, pull: TakeMicroBatch) -> MicroBatch | StepSealed | None:
+    def _answer(self, pull: TakeMicroBatch) -> MicroBatch | StepClosed | None:
         step = self._steps.get(pull.step)
         if step is None or (self._holds_batches and step.seal is None):
             return None
@@ -428,7 +430,7 @@ class Delivery:
         num_micro_batches = -(-len(step.rows) // self._num_replicas)
         if pull.index < num_micro_batches:
             return micro_batch_of((), step=pull.step, index=pull.index, teachers=self._teachers)
-        return StepSealed(
+        return StepClosed(
             step=pull.step,
             num_micro_batches=num_micro_batches,
             num_tokens=step.seal.num_tokens,
@@ -437,12 +439,12 @@ class Delivery:
         )
 
     def _on_done(self, peer: str, done: StepDone) -> None:
-        if not self._leads(peer, done) or self._is_refused(peer, trained.step_done(done, self._standing)):
+        if not self._leads(peer, done) or self._is_refused(peer, validate.step_done(done, self._trainer_progress)):
             return
-        finite, lie = trained.figures(done)
-        if self._is_refused(peer, lie):  # the step itself stands: its weights are what they are
+        finite, violation = validate.figures(done)
+        if self._is_refused(peer, violation):  # the step itself stands: its weights are what they are
             done = msgspec.structs.replace(done, metrics=finite)
-        if self._is_refused(peer, trained.engines(done)):
+        if self._is_refused(peer, validate.engines(done)):
             done = msgspec.structs.replace(done, engines=())
         engines = self._name_who_differs(done)
         now_s = asyncio.get_running_loop().time()
@@ -480,12 +482,12 @@ class Delivery:
         with self._ledger.transaction():
             for sample in self._steps.pop(step).samples:
                 summary = summary_of(sample.trajectory, reward=sample.reward, step=step)
-                self._ledger.end(sample.trajectory.rollout_id, Fate.TRAINED, now_s=now_s, summary=summary)
+                self._ledger.end(sample.trajectory.rollout_id, TerminalStatus.TRAINED, now_s=now_s, summary=summary)
             self._ledger.record("done", now_s=now_s, step=step)
         self.num_booked += 1
 
     def _on_published(self, peer: str, published: PolicyPublished) -> None:
-        if not self._leads(peer, published) or self._is_refused(peer, trained.policy_published(published, self._standing)):
+        if not self._leads(peer, published) or self._is_refused(peer, validate.policy_published(published, self._trainer_progress)):
             return
         self._last_version = published.version
         self._published.put_now(published)  # bounded by the trainer's weight buffers: it cannot publish without a free one
@@ -493,7 +495,7 @@ class Delivery:
 
     def _on_saved(self, peer: str, saved: CheckpointSaved) -> None:
         commit = commit_of(self._ledger, saved.version - 1) if 0 < saved.version <= self._num_done else None
-        if not self._leads(peer, saved) or self._is_refused(peer, trained.checkpoint_saved(saved, self._standing, commit=commit)):
+        if not self._leads(peer, saved) or self._is_refused(peer, validate.checkpoint_saved(saved, self._trainer_progress, commit=commit)):
             return
         self._ledger.record_checkpoint(saved.version, saved.commit, oldest=saved.oldest, now_s=asyncio.get_running_loop().time())
         fields = {"version": saved.version, "num_bytes": saved.num_bytes, "save_s": saved.save_s, "error": ""}
@@ -502,7 +504,7 @@ class Delivery:
         self._check_finished()
 
     def _on_not_saved(self, peer: str, failed: CheckpointFailed) -> None:
-        if not self._leads(peer, failed) or self._is_refused(peer, trained.checkpoint_failed(failed, self._standing)):
+        if not self._leads(peer, failed) or self._is_refused(peer, validate.checkpoint_failed(failed, self._trainer_progress)):
             return
         error = shorten(failed.error)
         self._ledger.record("unsaved", now_s=asyncio.get_running_loop().time(), step=failed.version, reason=error)
@@ -539,7 +541,7 @@ def _step_of(number: int, recorded: RecordedStep) -> _Step:
     seal = None
     if recorded.closed is not None:
         num_tokens, num_samples, commit = recorded.closed
-        seal = Seal(step=number, num_tokens=num_tokens, num_samples=num_samples, commit=commit)
+        seal = StepEnd(step=number, num_tokens=num_tokens, num_samples=num_samples, commit=commit)
     step = _Step(refused=recorded.quarantined_rows, seal=seal)
     for samples in recorded.rows:
         step.add(Row(step=number, samples=samples))

@@ -13,8 +13,8 @@ from orchestrator.peers.engines import Engine, Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.kv import KvPolicy
-from orchestrator.rules.lies import Kind, Lie, shorten
 from orchestrator.rules.swaps import Policy, Swaps
+from orchestrator.rules.validation.violations import Kind, Violation, shorten
 from pipelinerl.errors import PeerError, PeerRefused, PeerSilent
 from pipelinerl.messages import (
     LayoutFixed,
@@ -32,26 +32,26 @@ from pipelinerl.runtime.stage import Channel, Signal
 
 MAX_UNORDERED = 8
 """Policies of one process that it may refuse although nobody here told it to fetch them: an orchestrator that is gone, or a trainer, whose
-buffers went with it. More only lets one that lies fill the journal.
+buffers went with it. More only lets a dishonest one fill the journal.
 """
 
 
-class Refresh:
+class WeightSync:
     """Tells engines what to fetch and follows each to its commit. An engine that fails or is late is fenced and refilled.
 
     The newest policy's buffer is never handed back, so an engine that joins late can always be brought to it. Buffers die with the trainer
     that made them: one that starts again publishes anew, and whatever engines were told to fetch before is forgotten.
 
-    takes     TrainerReady and PolicyPublished, from delivery; WeightsStaged, WeightsCommitted and WeightsRefused, from engines; engines
+    takes     TrainerReady and PolicyPublished, from training; WeightsStaged, WeightsCommitted and WeightsRefused, from engines; engines
               that join or are lost
-    gives     StageWeights, to engines; LayoutFixed, WeightBufferReleased and PolicyHeld, to the trainer; credits, to dispatch
+    gives     StageWeights, to engines; LayoutFixed, WeightBufferReleased and PolicyHeld, to the trainer; credits, to generation
     waits for every open order, each apart, so a slow engine holds up nobody else
     woken by  engines
     fails     PeerSilent or PeerRefused, with the last engine's own words, once every engine is fenced and stays beyond refilling
     ends      when the run does
     """
 
-    name = "refresh"
+    name = "weight_sync"
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Refresh:
             version=version,
             buffer=policy.buffer,
             digest=policy.digest,
-            when_idle=self._admission.pace.swaps_when_idle,
+            when_idle=self._admission.schedule.swaps_when_idle,
             rollback_epoch=rollback_epoch,
             kv_max_staleness=self._kv_policy.max_staleness,
             kv_max_mean_staleness=self._kv_policy.max_mean_staleness,
@@ -274,7 +274,7 @@ class Refresh:
             self._num_unordered[engine.engine_id] += 1
             if self._num_unordered[engine.engine_id] > MAX_UNORDERED:
                 words = f"WeightsRefused of version {refused.version}, which it was not told to fetch"
-                self._engines.peers.refuse(peer, Lie(kind=Kind.UNASKED, words=words))
+                self._engines.peers.refuse(peer, Violation(kind=Kind.UNASKED, words=words))
                 return
         self._journal.write("refused", **msgspec.structs.asdict(refused))
         is_news = self._swaps.refused(engine.engine_id, age, refused.error)

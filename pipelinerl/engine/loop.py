@@ -25,7 +25,6 @@ from pipelinerl.engine.base import Chunk, Engine
 from pipelinerl.engine.stop_strings import Finder, StopStrings
 from pipelinerl.errors import EngineError, PipelineError, WireError
 from pipelinerl.messages import (
-    Adopt,
     Cancel,
     Completion,
     EngineLoad,
@@ -33,6 +32,7 @@ from pipelinerl.messages import (
     Finish,
     Generate,
     Message,
+    Reattach,
     Routes,
     StageWeights,
     Tokens,
@@ -136,7 +136,7 @@ class EngineLoop:
     def introduce(self, kept: Sequence[bytes] = (), *, process_id: int) -> EngineReady:
         """The engine's first message to an orchestrator: the first, or one that takes the place of another, which never took `kept`.
 
-        What the one before had asked for goes on. Its answers are withheld until `Adopt` says which are wanted: an attempt of the same
+        What the one before had asked for goes on. Its answers are withheld until `Reattach` says which are wanted: an attempt of the same
         number may be another one, as the ledger forgets what was not yet written.
         """
         for body in kept:
@@ -185,7 +185,7 @@ class EngineLoop:
                 if running is not None and running.request.attempt == message.attempt:
                     self._engine.cancel(message.rollout_id)
                     self._finish(message.rollout_id, Finish.CANCELLED)
-            case Adopt():
+            case Reattach():
                 self._keep_only(message)
             case StageWeights():
                 self._order(message)
@@ -209,7 +209,7 @@ class EngineLoop:
             self._stamp(chunk)
         self._busy_s += self._clock() - started
 
-    def _keep_only(self, adopt: Adopt) -> None:
+    def _keep_only(self, adopt: Reattach) -> None:
         for rollout_id in self._orphans - adopt.rollouts.keys():
             self._engine.cancel(rollout_id)
             del self._running[rollout_id]

@@ -1,6 +1,6 @@
 """Every message and every value that flows through the pipeline, in flow order.
 
-    Prompt -> Generate -> Completion -> Trajectory -> ScoredTrajectory -> Group -> Sample -> MicroBatch -> StepSealed -> PolicyPublished
+    Prompt -> Generate -> Completion -> Trajectory -> ScoredTrajectory -> Group -> Sample -> MicroBatch -> StepClosed -> PolicyPublished
 
 All are frozen; each later one contains, or is computed from, the earlier; none is edited. Tagged by class name on the wire, so a
 reordered or unknown field never decodes without a word. Token columns are numpy arrays, carried as raw bytes. Columns of one length
@@ -30,7 +30,6 @@ from pipelinerl.messages.base import Text as Text
 from pipelinerl.messages.base import Unread as Unread
 from pipelinerl.messages.base import check_depth as check_depth
 from pipelinerl.messages.base import check_lengths as check_lengths
-from pipelinerl.messages.engine import Adopt as Adopt
 from pipelinerl.messages.engine import Attempts as Attempts
 from pipelinerl.messages.engine import Cancel as Cancel
 from pipelinerl.messages.engine import Completion as Completion
@@ -39,6 +38,7 @@ from pipelinerl.messages.engine import EngineReady as EngineReady
 from pipelinerl.messages.engine import Finish as Finish
 from pipelinerl.messages.engine import FromEngine as FromEngine
 from pipelinerl.messages.engine import Generate as Generate
+from pipelinerl.messages.engine import Reattach as Reattach
 from pipelinerl.messages.engine import Routes as Routes
 from pipelinerl.messages.engine import Sampling as Sampling
 from pipelinerl.messages.engine import StageWeights as StageWeights
@@ -55,10 +55,10 @@ from pipelinerl.messages.prm import StepsScored as StepsScored
 from pipelinerl.messages.prm import TraceTokens as TraceTokens
 from pipelinerl.messages.rollouts import UNSAMPLED as UNSAMPLED
 from pipelinerl.messages.rollouts import EarlyStopDecision as EarlyStopDecision
-from pipelinerl.messages.rollouts import Fate as Fate
 from pipelinerl.messages.rollouts import Group as Group
 from pipelinerl.messages.rollouts import Sample as Sample
 from pipelinerl.messages.rollouts import ScoredTrajectory as ScoredTrajectory
+from pipelinerl.messages.rollouts import TerminalStatus as TerminalStatus
 from pipelinerl.messages.rollouts import TraceScores as TraceScores
 from pipelinerl.messages.rollouts import Trajectory as Trajectory
 from pipelinerl.messages.scorer import FromScorer as FromScorer
@@ -86,8 +86,8 @@ from pipelinerl.messages.trainer import LayoutFixed as LayoutFixed
 from pipelinerl.messages.trainer import MicroBatch as MicroBatch
 from pipelinerl.messages.trainer import PolicyHeld as PolicyHeld
 from pipelinerl.messages.trainer import PolicyPublished as PolicyPublished
+from pipelinerl.messages.trainer import StepClosed as StepClosed
 from pipelinerl.messages.trainer import StepDone as StepDone
-from pipelinerl.messages.trainer import StepSealed as StepSealed
 from pipelinerl.messages.trainer import TakeMicroBatch as TakeMicroBatch
 from pipelinerl.messages.trainer import ToTrainer as ToTrainer
 from pipelinerl.messages.trainer import TrainerReady as TrainerReady

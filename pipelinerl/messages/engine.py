@@ -176,10 +176,10 @@ class EngineReady(Message, frozen=True):
     rollback_epoch: int = 0
     """Of that version, see `StageWeights`."""
     running: Attempts = msgspec.field(default_factory=dict)
-    """What an orchestrator that is gone had asked for. It goes on with these, and answers those that `Adopt` names."""
+    """What an orchestrator that is gone had asked for. It goes on with these, and answers those that `Reattach` names."""
 
 
-class Adopt(Message, frozen=True):
+class Reattach(Message, frozen=True):
     """Of the rollouts an engine announced as running, those whose answers are wanted; it drops the others without a word."""
 
     rollouts: Attempts
@@ -261,7 +261,7 @@ class WeightsRefused(Message, frozen=True):
 
 FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
 """What an engine may say to the orchestrator."""
-ToEngine = Generate | Cancel | Adopt | StageWeights | Stop
+ToEngine = Generate | Cancel | Reattach | StageWeights | Stop
 """What the orchestrator may say to an engine."""
 
 

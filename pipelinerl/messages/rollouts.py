@@ -16,7 +16,7 @@ UNSAMPLED = -1
 """Version of a token that no policy sampled: prompt tokens, tool output, padding."""
 
 
-class Fate(enum.StrEnum):
+class TerminalStatus(enum.StrEnum):
     """How an admitted rollout ended: exactly one of these."""
 
     TRAINED = "trained"

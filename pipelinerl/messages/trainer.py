@@ -112,7 +112,7 @@ class MicroBatch(Message, frozen=True):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 
 
-class StepSealed(Message, frozen=True):
+class StepClosed(Message, frozen=True):
     """A step is whole: how many micro-batches it has and what its sums are divided by."""
 
     step: int
@@ -213,4 +213,4 @@ class TrainingEnded(Message, frozen=True):
 FromTrainer = (
     TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | TrainingEnded | Alive | Failed
 )
-ToTrainer = LayoutFixed | MicroBatch | StepSealed | WeightBufferReleased | PolicyHeld | EndTraining | Stop
+ToTrainer = LayoutFixed | MicroBatch | StepClosed | WeightBufferReleased | PolicyHeld | EndTraining | Stop

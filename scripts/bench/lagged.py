@@ -26,7 +26,7 @@ from pipelinerl.algorithms.credit.advantage import ScoredGroup
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS, Method
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.demo.sort_digits import BEHAVIOURS, CHARACTERS, held_out_prompts, reward, train_prompts
-from pipelinerl.messages import UNSAMPLED, MicroBatch, StepSealed
+from pipelinerl.messages import UNSAMPLED, MicroBatch, StepClosed
 from trainer.engine import Outputs
 from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule
@@ -161,7 +161,7 @@ def learn(job: Job) -> Curve:
         batch = _sample(rows, sampler=sampler, policies=policies, where=job.where, step=number, method=method, task=task)
         step.add(batch)
         num_tokens = int(batch.loss_mask.sum())
-        sealed = StepSealed(step=number, num_micro_batches=1, num_tokens=num_tokens, num_samples=len(batch.lengths))
+        sealed = StepClosed(step=number, num_micro_batches=1, num_tokens=num_tokens, num_samples=len(batch.lengths))
         step.train_held(sealed)
         metrics = step.finish(sealed)
         policies.append(_copy(model))

@@ -24,7 +24,7 @@ import numpy as np
 
 from orchestrator.ledger.ledger import Ledger, summary_of
 from orchestrator.ledger.snapshot import Snapshot, commit_of, read_snapshot
-from pipelinerl.messages import UNSAMPLED, Fate, Finish, Outcome, Prompt, Sample, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Sample, Scored, ScoredTrajectory, TerminalStatus, Trajectory
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, write_manifest
 from scripts.bench import harness
 
@@ -133,7 +133,7 @@ def _train(ledger: Ledger, step: int) -> str:
     with ledger.transaction():
         for sample in (sample for samples in groups for sample in samples):
             summary = summary_of(sample.trajectory, reward=1.0, step=step)
-            ledger.end(sample.trajectory.rollout_id, Fate.TRAINED, now_s=now_s, summary=summary)
+            ledger.end(sample.trajectory.rollout_id, TerminalStatus.TRAINED, now_s=now_s, summary=summary)
         ledger.record("done", now_s=now_s, step=step)
     return commit
 

@@ -37,7 +37,7 @@ from pipelinerl.messages import (
     MicroBatch,
     Prompt,
     Sample,
-    StepSealed,
+    StepClosed,
     TakeMicroBatch,
     ToTrainer,
     TrainerReady,
@@ -81,10 +81,10 @@ class Work:
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for rows in self.steps for row in rows)
 
-    def seal(self, step: int) -> StepSealed:
+    def seal(self, step: int) -> StepClosed:
         rows = self.steps[step]
         num_tokens, num_samples = sum(int(row.loss_mask.sum()) for row in rows), sum(len(row.lengths) for row in rows)
-        return StepSealed(step=step, num_micro_batches=len(rows), num_tokens=num_tokens, num_samples=num_samples)
+        return StepClosed(step=step, num_micro_batches=len(rows), num_tokens=num_tokens, num_samples=num_samples)
 
 
 def main() -> None:

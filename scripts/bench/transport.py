@@ -28,12 +28,12 @@ import numpy as np
 import zmq
 import zmq.auth.thread
 
-from orchestrator.assembly import World
+from orchestrator.assembly import Dependencies
 from orchestrator.credit import MethodCredit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Pipeline
-from orchestrator.rules.announced import MAX_SLOTS
 from orchestrator.rules.curriculum import Rest
+from orchestrator.rules.validation.announcements import MAX_SLOTS
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
@@ -59,8 +59,8 @@ from pipelinerl.messages import (
     ScorerLoad,
     ScorerReady,
     StageWeights,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
     ToEngine,
@@ -353,7 +353,7 @@ class Peers:
                 yield from self._pulls(2)
             case MicroBatch():
                 yield from self._pulls(1)
-            case StepSealed() if message.step == self._step:  # a pull ahead may bring it twice
+            case StepClosed() if message.step == self._step:  # a pull ahead may bring it twice
                 self._step, self._row = message.step + 1, 0
                 yield peer, StepDone(step=message.step, metrics={})
                 yield (
@@ -408,7 +408,7 @@ def _config(*, num_engines: int, max_running: int, groups_per_step: int, steps: 
 def _pipeline(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -> Pipeline:
     return Pipeline(
         config,
-        World(
+        Dependencies(
             engine_hub=hubs[0],
             scorer_hub=hubs[1],
             trainer_hub=hubs[2],

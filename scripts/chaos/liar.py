@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.rules.lies import number_of
+from orchestrator.rules.validation.violations import number_of
 from pipelinerl.errors import WireError
 from pipelinerl.messages import Alive, Completion, EngineLoad, FromEngine, FromScorer, FromTrainer, Generate, Message, ScorerLoad
 from pipelinerl.transport import zmq as transport

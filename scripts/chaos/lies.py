@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.rules.lies import Kind
+from orchestrator.rules.validation.violations import Kind
 from pipelinerl.messages import (
     Alive,
     CheckpointFailed,

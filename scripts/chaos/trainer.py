@@ -31,8 +31,8 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
     ToTrainer,
@@ -113,12 +113,12 @@ class Rehearsal:
             self._asked = TakeMicroBatch(replica=0, step=self._version, index=index)
             self._link.send(self._asked)
             answer = None
-            while not isinstance(answer, MicroBatch | StepSealed):
+            while not isinstance(answer, MicroBatch | StepClosed):
                 answer = self._receive()
                 if self._is_stopped or self._is_ending:
                     return
             self._asked = None
-            if isinstance(answer, StepSealed):
+            if isinstance(answer, StepClosed):
                 break
             parts = (hashlib.blake2b(f"{answer.step}/{name}".encode(), digest_size=8).digest() for name in answer.rollout_ids)
             digest += sum(int.from_bytes(part, "little") for part in parts)

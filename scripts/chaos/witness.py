@@ -18,8 +18,8 @@ from typing import Any
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import Scorers
-from orchestrator.rules import lies
-from orchestrator.stages.training import Delivery
+from orchestrator.rules.validation import penalties, violations
+from orchestrator.stages.training import Training
 from pipelinerl.messages import Message
 from pipelinerl.transport.router import Router
 from pipelinerl.transport.zmq import ZmqHub
@@ -57,7 +57,7 @@ class Witness:
 
     def install(self) -> None:
         """Look at everything from now on. The liars are replaced any number of times."""
-        lies.MAX_REPLACED = MAX_REPLACED
+        penalties.MAX_REPLACED = MAX_REPLACED
         self._see_bodies()
         self._see_messages()
         self._see_verdicts()
@@ -102,7 +102,7 @@ class Witness:
     def _see_verdicts(self) -> None:
         hold, asked_of, not_asked = Peers._hold_against, Engines._asked_of, Scorers._not_asked
 
-        def see_refusal(peers: Peers, peer: str, lie: lies.Lie, **options: Any) -> None:
+        def see_refusal(peers: Peers, peer: str, lie: violations.Violation, **options: Any) -> None:
             if self._now is not None:
                 self._now.refused.append(str(lie.kind))
             hold(peers, peer, lie, **options)
@@ -118,9 +118,9 @@ class Witness:
             if self._now is not None:
                 self._now.is_fenced = not self._now.refused
 
-        once_started = Delivery._once_started
+        once_started = Training._once_started
 
-        def see_put_off(delivery: Delivery, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
+        def see_put_off(training: Training, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
             in_hand = self._now
 
             def handle(peer: str, said: Message) -> None:
@@ -132,12 +132,12 @@ class Witness:
                 self._now = None
                 self._put_down(in_hand)
 
-            num_early = len(delivery._early)
-            once_started(delivery, handle, peer, said)
+            num_early = len(training._early)
+            once_started(training, handle, peer, said)
             if in_hand is not None:
-                in_hand.is_put_off = len(delivery._early) > num_early
+                in_hand.is_put_off = len(training._early) > num_early
 
-        Delivery._once_started = see_put_off
+        Training._once_started = see_put_off
         Peers._hold_against, Engines._asked_of, Scorers._not_asked = see_refusal, see_asked, see_not_asked
 
     def _put_down(self, done: _InHand) -> None:

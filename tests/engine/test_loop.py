@@ -16,12 +16,12 @@ from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
-    Adopt,
     Cancel,
     Completion,
     Finish,
     Generate,
     Message,
+    Reattach,
     Sampling,
     StageWeights,
     Stop,
@@ -165,7 +165,7 @@ def test_what_outlives_an_orchestrator_goes_on_and_only_what_the_next_one_adopts
     ready = bench.loop.introduce([encode(never_taken), encode(bench.loop.load(idle_s=0.0))], process_id=7)
     assert ready.running == {"0/0": 0, "0/1": 2, "1/0": 0, "2/0": 0}
     assert bench.advance(4) == [], "nobody may be answered before it is known what is wanted"
-    bench.loop.handle(Adopt(rollouts={"0/1": 2, "0/0": 1, "2/0": 0}))
+    bench.loop.handle(Reattach(rollouts={"0/1": 2, "0/0": 1, "2/0": 0}))
     adopted = completions(bench.said())
     assert [(one.rollout_id, one.attempt, len(one.token_ids)) for one in adopted] == [("2/0", 0, 1), ("0/1", 2, 3)]
     assert not bench.loop.has_work, "what was not named was dropped, without a word"

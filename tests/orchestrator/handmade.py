@@ -13,7 +13,6 @@ from orchestrator.rules.batch import Ended
 from pipelinerl.messages import (
     UNSAMPLED,
     EarlyStopDecision,
-    Fate,
     Finish,
     Group,
     Outcome,
@@ -21,6 +20,7 @@ from pipelinerl.messages import (
     Sample,
     Scored,
     ScoredTrajectory,
+    TerminalStatus,
     Trajectory,
 )
 
@@ -79,7 +79,7 @@ def show(shown: SampleLog) -> None:
     right, late = (msgspec.structs.replace(trajectory(sibling=sibling), prompt=asked) for sibling in range(2))
     good, failed = scored(right, components={"right": 1.0}), scored(late, outcome=Outcome.TIMEOUT)
     failed = msgspec.structs.replace(failed, score=msgspec.structs.replace(failed.score, error="slow.py took 3 s"))
-    shown.ended([Ended(scored=failed, fate=Fate.FAILED, reason="timeout")], step=3, now_s=0.0)
+    shown.ended([Ended(scored=failed, status=TerminalStatus.FAILED, reason="timeout")], step=3, now_s=0.0)
     sample = Sample(trajectory=right, reward=1.0, advantages=np.where(right.loss_mask, np.float32(0.5), np.float32(0.0)))
     shown.trained(3, [sample], now_s=0.0, members={right.rollout_id: good})
 

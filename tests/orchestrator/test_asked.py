@@ -12,7 +12,7 @@ import pytest
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import CALLS_PER_SLOT, Scorers
-from orchestrator.rules.lies import Kind
+from orchestrator.rules.validation.violations import Kind
 from orchestrator.stages.scoring import score_request
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import (

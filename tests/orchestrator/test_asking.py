@@ -10,10 +10,10 @@ import pytest
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import Scorers
-from orchestrator.rules.judged import JudgedRule
-from orchestrator.rules.lies import MAX_LIES
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.rules.sampled import SampledRule
+from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
+from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.stages.requests import Asking
 from pipelinerl.messages import Finish, FromScorer, Outcome, Score, Scored, ScorerReady, Stop, ToScorer
 from pipelinerl.runtime.watch import Watch
@@ -31,8 +31,8 @@ def answer(of: Score, reward: float) -> Scored:
     return Scored(rollout_id=of.rollout_id, attempt=0, outcome=Outcome.OK, reward=reward, components={"right": 1.0})
 
 
-@pytest.mark.parametrize("lies", [True, False])
-def test_a_scorer_that_goes_for_its_lies_gets_no_more_work_and_no_prompt_is_suspected(lies: bool):
+@pytest.mark.parametrize("violations", [True, False])
+def test_a_scorer_that_goes_for_its_lies_gets_no_more_work_and_no_prompt_is_suspected(violations: bool):
     """Three prompts at the death of two scorers. Of those that ended by themselves they are suspects, and one at a time is asked again."""
     replaced: list[str] = []
 
@@ -40,8 +40,8 @@ def test_a_scorer_that_goes_for_its_lies_gets_no_more_work_and_no_prompt_is_susp
         hub, watch, ledger = MemoryHub(accepts=FromScorer), Watch(stall_limit_s=600.0), Ledger(None)
         link = hub.connect("scorer-0", accepts=ToScorer)
         peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=60.0, silent_after_s=600.0, replace=replaced.append)
-        judged = JudgedRule(weights={"right": 1.0}, sampled=SampledRule(vocabulary=None))
-        scorers = Scorers(peers, expected=1, watch=watch, judged=judged)
+        judged = ScoreCheck(weights={"right": 1.0}, completion_check=CompletionCheck(vocabulary=None))
+        scorers = Scorers(peers, expected=1, watch=watch, score_check=judged)
         asking = Asking(scorers=scorers, ledger=ledger, watch=watch, quarantine=Quarantine())
         scored: list[str] = []
         async with asyncio.TaskGroup() as group:
@@ -53,8 +53,8 @@ def test_a_scorer_that_goes_for_its_lies_gets_no_more_work_and_no_prompt_is_susp
                     for number in range(3):
                         await asking.ask(score(number), by="test", sink=lambda said: scored.append(said.rollout_id), refused=scored.append)
                 await asyncio.sleep(0.1)
-                if lies:
-                    for number in range(MAX_LIES):
+                if violations:
+                    for number in range(MAX_VIOLATIONS):
                         link.send(answer(score(100 + number), 1.0))  # which nobody asked for
                     await asyncio.sleep(0.1)
                     assert not scorers.has_room, "it is being replaced"
@@ -73,7 +73,7 @@ def test_a_scorer_that_goes_for_its_lies_gets_no_more_work_and_no_prompt_is_susp
         return scored, [peer for (peer,) in ledger.store.read("SELECT peer FROM events WHERE kind = 'suspected'")]
 
     scored, suspected = simulate(program())
-    assert replaced == (["scorer-0"] * 2 if lies else [])
-    assert bool(suspected) == (not lies)
-    if lies:
+    assert replaced == (["scorer-0"] * 2 if violations else [])
+    assert bool(suspected) == (not violations)
+    if violations:
         assert sorted(scored) == ["0/0", "1/0", "2/0"]

@@ -13,10 +13,10 @@ import pytest
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import RecordedStep, commit_of
 from orchestrator.observe.progress import Progress
-from orchestrator.rules.admission import Admission, pace_of
+from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
-from orchestrator.stages.batching import Batching, Row, Seal
+from orchestrator.stages.batching import Batching, Row, StepEnd
 from pipelinerl.config import Mode
 from pipelinerl.data.packing import Packing
 from pipelinerl.messages import ScoredTrajectory
@@ -37,12 +37,14 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 def stage(
     journal: Journal, ledger: Ledger, *, open_step: RecordedStep | None = None, restored: tuple[ScoredTrajectory, ...] = ()
-) -> tuple[Batching, Channel[ScoredTrajectory], Channel[Row | Seal], Admission]:
+) -> tuple[Batching, Channel[ScoredTrajectory], Channel[Row | StepEnd], Admission]:
     """Groups of one, two to a step, rows of one sample."""
     watch = Watch(stall_limit_s=600.0)
     scored = Channel[ScoredTrajectory]("scored", giver="scoring", taker="batching", watch=watch, bound_bytes=1000)
-    rows = Channel[Row | Seal]("rows", giver="batching", taker="delivery", watch=watch, bound_bytes=1)
-    admission = Admission(pace=pace_of(Mode.STREAMING, max_staleness=4), groups_per_step=GROUPS_PER_STEP, num_steps=9, max_running=99)
+    rows = Channel[Row | StepEnd]("rows", giver="batching", taker="training", watch=watch, bound_bytes=1)
+    admission = Admission(
+        schedule=schedule_of(Mode.STREAMING, max_staleness=4), groups_per_step=GROUPS_PER_STEP, num_steps=9, max_running=99
+    )
     cut = BatchCut(groups_per_step=GROUPS_PER_STEP, max_staleness=4, min_group_size=1, credit=handmade.centred)
     if open_step is not None:
         cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=())
@@ -58,7 +60,7 @@ def stage(
         progress=Progress(journal=journal, started_s=0.0),
         watch=watch,
         queue_bytes=1,
-        max_given_up=100,
+        max_dropped=100,
         restored=restored,
         open_step=open_step,
     )
@@ -93,9 +95,9 @@ def test_a_row_and_a_seal_stand_in_the_file_before_they_leave(tmp_path: Path, jo
         for _ in range(GROUPS_PER_STEP + 1):
             item = await rows.get()
             found.append((type(item).__name__, in_file(path, "packed"), in_file(path, "sealed")))
-            if isinstance(item, Seal):
+            if isinstance(item, StepEnd):
                 assert item.commit == commit_of(ledger, 0)
-        assert [name for name, *_ in found] == ["Row", "Row", "Seal"]
+        assert [name for name, *_ in found] == ["Row", "Row", "StepEnd"]
         assert found[0][1] >= 1
         assert found[1][1] == 2
         assert found[2][2] == 1
@@ -121,7 +123,7 @@ def test_a_step_that_another_life_began_is_completed(journal: Journal):
         running = asyncio.create_task(batching.run())
         items = [await rows.get() for _ in range(3)]
         assert [item.samples[0].trajectory.rollout_id for item in items if isinstance(item, Row)] == [placed.trajectory.rollout_id, "1/0"]
-        assert isinstance(items[2], Seal)
+        assert isinstance(items[2], StepEnd)
         assert items[2].num_samples == 2
         assert (admission.accepted, admission.running) == (2, 0)
         running.cancel()
@@ -139,7 +141,7 @@ def test_a_step_that_had_all_its_groups_is_sealed_at_once(journal: Journal):
         running = asyncio.create_task(batching.run())
         row, seal = await rows.get(), await rows.get()
         assert isinstance(row, Row)
-        assert isinstance(seal, Seal)
+        assert isinstance(seal, StepEnd)
         assert (seal.step, seal.num_samples, seal.num_tokens) == (0, 2, 8)
         packed = ledger.store.read("SELECT rollout_id, row, place FROM events WHERE kind = 'packed'")
         assert packed == [("1/0", 1, 0)], "row 0 stands there already"

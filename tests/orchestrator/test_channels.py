@@ -44,9 +44,9 @@ def test_whoever_gives_trajectories_with_routes_waits_at_the_bound():
     async def program() -> None:
         channels = make_channels(watch=Watch(stall_limit_s=600.0), queue_bytes=3 * num_bytes, num_policies=1, follows=True, compares=True)
         scored = ScoredTrajectory(trajectory=trajectory, score=handmade.scored(trajectory).score)
-        for channel in (channels.written, channels.trajectories):
+        for channel in (channels.generated, channels.trajectories):
             assert await num_taken(channel, trajectory) == 3
-        for channel in (channels.scored, channels.followed, channels.compared):
+        for channel in (channels.scored, channels.prm_scored, channels.group_scored):
             assert await num_taken(channel, scored) == 3
 
     simulate(program())

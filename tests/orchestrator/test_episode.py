@@ -8,7 +8,7 @@ import pytest
 from orchestrator.credit import MethodCredit
 from orchestrator.rollouts.multi_turn import Episode
 from orchestrator.rollouts.rollout import reply_request
-from orchestrator.rules.batch import SetAside
+from orchestrator.rules.batch import Filtered
 from orchestrator.stages.training import _squared_lags
 from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
@@ -116,7 +116,7 @@ def test_gigpo_compares_turns_that_answer_equal_states():
     rows = [trajectory(three_turns()), trajectory(two_turns(), sibling=1)]
     scores = [Scored(rollout_id=f"0/{n}", attempt=0, outcome=Outcome.OK, reward=reward) for n, reward in enumerate((1.0, 0.0))]
     columns = credit(tuple(ScoredTrajectory(trajectory=row, score=score) for row, score in zip(rows, scores, strict=True)))
-    assert not isinstance(columns, SetAside)
+    assert not isinstance(columns, Filtered)
     first, second = 0.5 + 0.125, 0.5 + 0.25
     assert columns[0].tolist() == [0, 0, first, first, 0, second, second, second, 0, 0, 0.5]
     assert columns[1].tolist() == [0, 0, -first, 0, -second, -second]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from orchestrator.peers.peers import Peers
-from orchestrator.rules.lies import MAX_REPLACED
+from orchestrator.rules.validation.penalties import MAX_REPLACED
 from pipelinerl.errors import PeerRefused, PeerSilent
 from pipelinerl.messages import EngineLoad, Failed, FromEngine, Message, Starting, Stop, ToEngine
 from pipelinerl.transport.memory import MemoryHub
@@ -172,7 +172,7 @@ async def _talking(hub: MemoryHub, peers: Peers, *, saying: dict[int, Message], 
 
 
 def test_whoever_says_that_an_engine_failed_costs_its_process_and_no_run():
-    """It goes on talking, as its true process does where another one has its key; replaced as often as for lies, and then no more."""
+    """It goes on talking, as its true process does where another one has its key; replaced as often as for violations, and then no more."""
     replaced: list[str] = []
     condemned: list[tuple[str, bool]] = []
 

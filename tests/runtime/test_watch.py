@@ -45,14 +45,14 @@ def test_nothing_moved_for_the_limit_is_stalled_and_every_wait_is_named():
         watch = Watch(stall_limit_s=8.0)
         with watch.waiting("scoring", "room in a scorer"):
             await asyncio.sleep(1.0)
-            with watch.waiting("dispatch", "an admission credit"):
+            with watch.waiting("generation", "an admission credit"):
                 await watch.run()
 
     with pytest.raises(Stalled) as stalled:
         simulate(program())
     lines = str(stalled.value).splitlines()
     assert lines[0] == "nothing moved for 8 s"
-    assert lines[1:3] == ["  scoring waits for room in a scorer since 9 s", "  dispatch waits for an admission credit since 8 s"]
+    assert lines[1:3] == ["  scoring waits for room in a scorer since 9 s", "  generation waits for an admission credit since 8 s"]
     assert "test_watch.py" in str(stalled.value), "the stacks are part of the verdict"
 
 

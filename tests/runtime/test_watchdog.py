@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from orchestrator.stages.batching import Batching
-from orchestrator.stages.generation import Dispatch
+from orchestrator.stages.generation import Generation
 from orchestrator.stages.prompts import Prompts
 from orchestrator.stages.scoring import Scoring
-from orchestrator.stages.training import Delivery
-from orchestrator.stages.weight_sync import Refresh
+from orchestrator.stages.training import Training
+from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.errors import Stalled
 from pipelinerl.runtime.watch import LOOKS, guarded
 from tests.processes import PATIENCE_S, program
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.process
 
 LIMIT_S = 120.0
 STALLS: dict[str, tuple[type[Any], str, tuple[str, ...]]] = {
-    "prompts": (Prompts, "run", ("dispatch waits for prompts since", "prompts has given 0 prompts; 0 wait to be taken by dispatch")),
-    "dispatch": (
-        Dispatch,
+    "prompts": (Prompts, "run", ("generation waits for prompts since", "prompts has given 0 prompts; 0 wait to be taken by generation")),
+    "generation": (
+        Generation,
         "_collect",
         (
-            r"engines has given \d+ completions; \d+ wait to be taken by dispatch, the first rollout \d+/\d, attempt 0, of engine-\d",
+            r"engines has given \d+ completions; \d+ wait to be taken by generation, the first rollout \d+/\d, attempt 0, of engine-\d",
             "scoring waits for trajectories since",
         ),
     ),
@@ -43,7 +43,7 @@ STALLS: dict[str, tuple[type[Any], str, tuple[str, ...]]] = {
         Scoring,
         "_send",
         (
-            r"dispatch has given \d+ trajectories; \d+ wait to be taken by scoring, the first rollout \d+/\d, attempt 0, of engine-\d",
+            r"generation has given \d+ trajectories; \d+ wait to be taken by scoring, the first rollout \d+/\d, attempt 0, of engine-\d",
             "batching waits for scored since",
         ),
     ),
@@ -52,17 +52,17 @@ STALLS: dict[str, tuple[type[Any], str, tuple[str, ...]]] = {
         "run",
         (
             r"scoring has given \d+ scored; \d+ wait to be taken by batching, the first rollout \d+/\d, attempt 0, of engine-\d",
-            "delivery waits for rows since",
+            "training waits for rows since",
         ),
     ),
-    "delivery": (Delivery, "run", (r"batching has given \d+ rows; \d+ wait to be taken by delivery, the first of step 0",)),
-    "refresh": (
-        Refresh,
+    "training": (Training, "run", (r"batching has given \d+ rows; \d+ wait to be taken by training, the first of step 0",)),
+    "weight_sync": (
+        WeightSync,
         "run",
         (
             # The trainer's start, which is welcomed with a layout, comes first.
-            r"delivery has given \d policies; \d wait to be taken by refresh, the first version 0",
-            "dispatch waits for an admission credit",
+            r"training has given \d policies; \d wait to be taken by weight_sync, the first version 0",
+            "generation waits for an admission credit",
         ),
     ),
 }

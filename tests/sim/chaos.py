@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.assembly import World
+from orchestrator.assembly import Dependencies
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.pipeline import Ending, Pipeline
+from orchestrator.pipeline import Pipeline, RunResult
 from orchestrator.rules.batch import Credit, StepRules
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import Checker, check_history
@@ -36,8 +36,8 @@ from pipelinerl.messages import (
     MicroBatch,
     PolicyPublished,
     Starting,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
     ToEngine,
@@ -130,7 +130,7 @@ class Disk:
 class Survived:
     """What came of a run under kills."""
 
-    ending: Ending
+    ending: RunResult
     checker: Checker
     disk: Disk
     kills: collections.Counter[str]
@@ -206,12 +206,12 @@ class _Chaos:
     def _make_hubs(self) -> list[MemoryHub]:
         return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer)]
 
-    async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[Ending, list[tuple[Any, ...]]] | None:
+    async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[RunResult, list[tuple[Any, ...]]] | None:
         """One life of the orchestrator, which its peers outlive; None where it was killed."""
         ledger = Ledger(self.folder / "ledger.sqlite")
         pipeline = Pipeline(
             self.settings,
-            World(
+            Dependencies(
                 engine_hub=self.hubs[0],
                 scorer_hub=self.hubs[1],
                 trainer_hub=self.hubs[2],
@@ -356,7 +356,7 @@ class _Chaos:
             if saving is not None and not saving.done():
                 saving.cancel()
 
-    async def _train_step(self, link: _Outliving, step: int, free: list[str]) -> tuple[list[tuple[str, ...]], StepSealed | None]:
+    async def _train_step(self, link: _Outliving, step: int, free: list[str]) -> tuple[list[tuple[str, ...]], StepClosed | None]:
         rows: list[tuple[str, ...]] = []
         seen = self.disk.seen.setdefault(step, [])
         while True:
@@ -364,7 +364,7 @@ class _Chaos:
             answer = await peers._next(link, free)
             if isinstance(answer, Stop):
                 return rows, None
-            if isinstance(answer, StepSealed):
+            if isinstance(answer, StepClosed):
                 return rows, answer
             assert isinstance(answer, MicroBatch)
             self.disk.in_progress = f"{step}/{len(rows)}" if answer.rollout_ids else ""
@@ -410,7 +410,7 @@ class _Outliving:
         if isinstance(message, LayoutFixed):
             for published in self._session.published():
                 self._link.send(published)
-        elif isinstance(message, MicroBatch | StepSealed):
+        elif isinstance(message, MicroBatch | StepClosed):
             self._asked = None
         return message
 

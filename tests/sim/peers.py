@@ -47,8 +47,8 @@ from pipelinerl.messages import (
     ScorerLoad,
     ScorerReady,
     StageWeights,
+    StepClosed,
     StepDone,
-    StepSealed,
     StepsScored,
     Stop,
     TakeMicroBatch,
@@ -366,7 +366,7 @@ class TrainerRecord:
     """Version of its oldest token."""
     tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Tokens with a loss, by step."""
-    sealed: dict[int, StepSealed] = dataclasses.field(default_factory=dict)
+    sealed: dict[int, StepClosed] = dataclasses.field(default_factory=dict)
     samples: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Samples, by step."""
     micro_batches: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
@@ -419,7 +419,7 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
             if isinstance(answer, Stop):
                 record.stopped_for = answer.reason
                 return
-            if isinstance(answer, StepSealed):
+            if isinstance(answer, StepClosed):
                 record.sealed[step] = answer
                 break
             assert isinstance(answer, MicroBatch)
@@ -462,7 +462,7 @@ class Waits(Protocol):
     async def wait(self) -> Message: ...
 
 
-async def _next(link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepSealed, EndTraining, Stop)) -> Any:
+async def _next(link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepClosed, EndTraining, Stop)) -> Any:
     while True:
         message = await link.wait()
         if isinstance(message, WeightBufferReleased):

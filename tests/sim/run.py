@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.assembly import World
+from orchestrator.assembly import Dependencies
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.pipeline import Ending, Pipeline
+from orchestrator.pipeline import Pipeline, RunResult
 from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.rules.curriculum import Rest
-from orchestrator.rules.sampled import Experts
+from orchestrator.rules.validation.completions import Experts
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
@@ -49,7 +49,7 @@ def config(**sections: dict[str, Any]) -> Config:
 class Simulated:
     """What came of a run."""
 
-    ending: Ending
+    ending: RunResult
     record: peers.TrainerRecord
     rows: list[tuple[Any, ...]]
     """The ledger's."""
@@ -152,7 +152,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
     with contextlib.closing(ledger), contextlib.closing(journal):
         pipeline = Pipeline(
             settings,
-            World(
+            Dependencies(
                 engine_hub=hubs[0],
                 scorer_hub=hubs[1],
                 trainer_hub=hubs[2],

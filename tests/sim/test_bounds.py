@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.rules.sampled import Experts
+from orchestrator.rules.validation.completions import Experts
 from orchestrator.stages.environment import EnvironmentStage
 from pipelinerl.config import Config, RewardSection
 from pipelinerl.data.expert_routes import routes_of
@@ -107,7 +107,7 @@ def test_engines_are_asked_for_no_more_while_their_answers_wait(tmp_path: Path, 
     settings = bounded()
     simulated = run(settings, folder=tmp_path, world=SLOW_TRAINER)
     assert simulated.problems() == []
-    assert "dispatch: room in completions" in waited(simulated)
+    assert "generation: room in completions" in waited(simulated)
     asked = settings.max_running_rollouts - 1 + settings.rollout.group_size
     assert BOUND < levels["completions"].num_bytes < BOUND + asked * longest(settings)
 
@@ -143,7 +143,7 @@ def test_no_episode_begins_while_those_between_two_turns_take_too_much(tmp_path:
     settings = bounded(**EPISODES, scorer={"slots": 64})
     simulated = run(settings, folder=tmp_path, world=World(reply_s=2.0, mean_tokens=12))
     assert simulated.problems() == []
-    assert "dispatch: room in turns" in waited(simulated)
+    assert "generation: room in turns" in waited(simulated)
     asked = settings.max_running_rollouts - 1 + settings.rollout.group_size
     assert BOUND < levels["between turns"].num_bytes < BOUND + asked * longest(settings)
 
@@ -217,7 +217,7 @@ def test_routes_count_and_under_a_slow_trainer_no_more_of_them_are_held_than_the
     )
     assert simulated.problems() == []
     assert simulated.ending.identity.failed == 0
-    assert {"dispatch: room in completions", "scoring: room in scores"} <= waited(simulated)
+    assert {"generation: room in completions", "scoring: room in scores"} <= waited(simulated)
     longest_routed = NUM_LAYERS * TOP_K * (NUM_PROMPT + settings.rollout.max_tokens) + longest(settings)
     asked = settings.max_running_rollouts - 1 + settings.rollout.group_size
     assert levels.pop("completions").num_bytes < bound + asked * longest_routed

@@ -142,7 +142,7 @@ def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(t
     simulated = run(settings, folder=tmp_path, world=world, credit=credit, cast=Cast(engine=engine))
     assert simulated.problems() == []
     waited_s = [line["waited_s"] for line in simulated.lines if line["kind"] == "status"][-1]
-    assert waited_s.get("dispatch: an engine that may go on with what another one has begun", 0.0) > 0.0
+    assert waited_s.get("generation: an engine that may go on with what another one has begun", 0.0) > 0.0
 
 
 def test_answers_that_come_twice_and_late_are_to_their_own_turn(tmp_path: Path) -> None:

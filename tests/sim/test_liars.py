@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.rules.lies import MAX_LIES, Kind
+from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
+from orchestrator.rules.validation.violations import Kind
 from pipelinerl.messages import Completion, EngineLoad, EngineReady, Failed, Finish, Message, Scored, WeightsCommitted
 from pipelinerl.transport.memory import MemoryLink
 from tests.sim import peers
@@ -87,10 +88,10 @@ def test_what_an_engine_cannot_have_sampled_fails_the_attempt_and_what_was_sent_
 
     sent: collections.Counter[str] = collections.Counter()
     settings = config(trainer={"steps": 4}, engine={"count": 4})
-    simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=MAX_LIES - 1, lies=lies, also=True)))
+    simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=MAX_VIOLATIONS - 1, lies=lies, also=True)))
     assert simulated.problems() == []
     assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
-    assert sum(sent.values()) == 4 * (MAX_LIES - 1)
+    assert sum(sent.values()) == 4 * (MAX_VIOLATIONS - 1)
     assert refused(simulated) == sent
 
 
@@ -133,7 +134,7 @@ def test_an_engine_that_keeps_lying_is_banned_where_nobody_replaces_it_and_the_r
     simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=10**6, lies=lies, who=1, also=False)))
     assert simulated.problems() == []
     assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
-    assert refused(simulated) == {Kind.TOKENS: MAX_LIES}, "what it says after that is not even looked at"
+    assert refused(simulated) == {Kind.TOKENS: MAX_VIOLATIONS}, "what it says after that is not even looked at"
     told = [(line["peer"], line["what"]) for line in simulated.lines if line["kind"] == "lie"]
     assert told == [("engine-1", Kind.TOKENS), ("engine-1", Kind.TOKENS), ("engine-1", "banned")]
 
@@ -223,7 +224,7 @@ def test_a_score_that_does_not_add_up_is_asked_for_again(tmp_path: Path):
         send = link.send
 
         def say(message: Message) -> None:
-            if isinstance(message, Scored) and message.components and sent[Kind.SCORES] < MAX_LIES - 1:
+            if isinstance(message, Scored) and message.components and sent[Kind.SCORES] < MAX_VIOLATIONS - 1:
                 sent[Kind.SCORES] += 1
                 message = change(message, reward=1e6)
             send(message)
@@ -234,4 +235,4 @@ def test_a_score_that_does_not_add_up_is_asked_for_again(tmp_path: Path):
     simulated = run(config(trainer={"steps": 4}), folder=tmp_path, cast=Cast(scorer=scorer))
     assert simulated.problems() == []
     assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
-    assert refused(simulated) == sent == {Kind.SCORES: MAX_LIES - 1}
+    assert refused(simulated) == sent == {Kind.SCORES: MAX_VIOLATIONS - 1}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from orchestrator.credit import MethodCredit
-from orchestrator.rules.batch import SetAside, StepRules, Survivors
+from orchestrator.rules.batch import Filtered, StepRules, Survivors
 from orchestrator.rules.curriculum import Curriculum, Rest, epoch_and_number
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import Config, RewardSection
@@ -32,8 +32,8 @@ from pipelinerl.messages import (
     Prompt,
     ScoredTrajectory,
     ScorerReady,
+    StepClosed,
     StepDone,
-    StepSealed,
     TakeMicroBatch,
     TrainerReady,
 )
@@ -168,7 +168,7 @@ def test_a_method_that_filters_half_of_the_groups_trains_on_the_other_half(tmp_p
     def picky(survivors):
         odd = survivors[0].trajectory.group_id % 2
         columns = mean_baseline(survivors)
-        return SetAside(reason="odd", advantages=columns) if odd else columns
+        return Filtered(reason="odd", advantages=columns) if odd else columns
 
     simulated = run(config(), folder=tmp_path, credit=picky)
     assert simulated.problems() == []
@@ -421,8 +421,8 @@ def test_the_two_gauges_tell_who_is_slow(tmp_path: Path):
 
     slow_trainer = waited(World(token_s=2e-3), "trainer")
     slow_engines = waited(World(step_s=0.1), "engines")
-    assert slow_trainer["dispatch: an admission credit"] > 0.5
-    assert slow_engines["delivery: rows"] > 0.5
+    assert slow_trainer["generation: an admission credit"] > 0.5
+    assert slow_engines["training: rows"] > 0.5
 
 
 # --- stopping and evaluating -----------------------------------------------------------------------------------------------------
@@ -572,7 +572,7 @@ async def trainer_that_never_finishes(link: MemoryLink, **_: Any) -> None:
     while True:
         link.send(TakeMicroBatch(replica=0, step=0, index=index))
         index += 1
-        if isinstance(await link.wait(), StepSealed):
+        if isinstance(await link.wait(), StepClosed):
             await peers.live_on(link)
 
 
@@ -628,7 +628,7 @@ async def trainer_of_corrupt_policies(link: MemoryLink, **_: Any) -> None:
     while True:
         link.send(TakeMicroBatch(replica=0, step=0, index=index))
         index += 1
-        if isinstance(await link.wait(), StepSealed):
+        if isinstance(await link.wait(), StepClosed):
             link.send(StepDone(step=0, metrics={}))
             link.send(PolicyPublished(version=1, buffer="corrupt", digest="ff", num_bytes=8, publish_s=0.0))
             await peers.live_on(link)
@@ -677,10 +677,10 @@ def test_the_verdict_on_a_stall_names_who_waits_for_what(tmp_path: Path):
     (stalled,) = failure_of(config(), folder=tmp_path, cast=Cast(scorer=scorer_that_never_answers))
     assert re.match(r"nothing moved for 3\d\d s\n", str(stalled))
     for wait in (
-        "dispatch waits for an admission credit",
+        "generation waits for an admission credit",
         "scoring waits for room in a scorer",
         "batching waits for scored",
-        "delivery waits for rows",
+        "training waits for rows",
     ):
         assert wait in str(stalled)
 

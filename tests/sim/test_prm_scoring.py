@@ -83,7 +83,7 @@ def test_a_slow_model_slows_admission_and_never_an_engine(tmp_path: Path) -> Non
     simulated = run(settings, folder=tmp_path, world=dataclasses.replace(WORLD, prm_s=3.0), credit=credit)
     assert simulated.problems() == []
     lines = [line for line in simulated.lines if line["kind"] == "status"]
-    held = [wait for line in lines for wait in line["waits"] if wait == wait | {"stage": "dispatch", "what": "the process reward model"}]
+    held = [wait for line in lines for wait in line["waits"] if wait == wait | {"stage": "generation", "what": "the process reward model"}]
     assert held, "admission waited for it by name"
     waiting = [line["prm"]["num_waiting_tokens"] for line in lines if line["prm"]]
     in_flight = settings.max_running_rollouts * settings.rollout.max_tokens

@@ -26,8 +26,8 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
     Tensor,
@@ -151,7 +151,7 @@ class Conductor:
         else:
             num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
             num_samples = sum(len(row.lengths) for row in rows)
-            seal = StepSealed(
+            seal = StepClosed(
                 step=pull.step,
                 num_micro_batches=num_micro_batches,
                 num_tokens=num_tokens,
@@ -162,7 +162,7 @@ class Conductor:
             self._sealed.add(pull.step)
         return True
 
-    def _send(self, peer: str, message: MicroBatch | StepSealed) -> None:
+    def _send(self, peer: str, message: MicroBatch | StepClosed) -> None:
         """A trainer that has failed may be gone before its last words are read; they are read next."""
         with contextlib.suppress(PeerGone):
             self.hub.send(peer, message)

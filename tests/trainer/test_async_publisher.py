@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipelinerl.errors import NoRoom
-from pipelinerl.messages import Failed, MicroBatch, PolicyPublished, StepDone, StepSealed, Stop
+from pipelinerl.messages import Failed, MicroBatch, PolicyPublished, StepClosed, StepDone, Stop
 from pipelinerl.observe.journal import Journal
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
@@ -62,7 +62,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
 
     def take() -> Any:
         item = next(items)
-        if not isinstance(item, StepSealed):
+        if not isinstance(item, StepClosed):
             taken[len(after)].set()
         return item
 

@@ -14,7 +14,7 @@ import torch
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Method
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config.layout import Layout
-from pipelinerl.messages import MicroBatch, StepSealed
+from pipelinerl.messages import MicroBatch, StepClosed
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer.checkpoint.checkpoints import Checkpoints
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_fixed_coefficients_holds_none(folders: dict[str, Path])
 def test_a_step_without_a_token_and_a_policy_that_rests_move_nothing(folders: dict[str, Path], teacher: Path) -> None:
     trainer = Trainer(folders["qwen3"], teacher)
     trainer.step.add(make_batch([]))
-    trainer.step.finish(StepSealed(step=0, num_micro_batches=1, num_tokens=0, num_samples=0))
+    trainer.step.finish(StepClosed(step=0, num_micro_batches=1, num_tokens=0, num_samples=0))
     assert trainer.controllers.in_force() == {"kl_coef": 0.3, "entropy_coef": 0.0}
     trainer.step._critic_warmup_steps = 2
     trainer.version = 1

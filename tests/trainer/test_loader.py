@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl.config.layout import Layout
 from pipelinerl.errors import DataError
-from pipelinerl.messages import FromTrainer, MicroBatch, StepSealed, Stop, TakeMicroBatch, ToTrainer, TrainerReady
+from pipelinerl.messages import FromTrainer, MicroBatch, StepClosed, Stop, TakeMicroBatch, ToTrainer, TrainerReady
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
@@ -40,7 +40,7 @@ async def _serve(hub: ZmqHub, *, until: Callable[[], bool], log: list[int]) -> N
         for peer, message in await hub.receive():
             if isinstance(message, TakeMicroBatch):
                 log.append(message.index)
-                seal = StepSealed(step=0, num_micro_batches=NUM_ROWS, num_tokens=1, num_samples=1)
+                seal = StepClosed(step=0, num_micro_batches=NUM_ROWS, num_tokens=1, num_samples=1)
                 hub.send(peer, _row(message.index) if message.index < NUM_ROWS else seal)
 
 
@@ -101,7 +101,7 @@ def test_rows_come_in_order_with_their_layout_and_the_seal_last(tmp_path: Path) 
 
     taken, _ = _with_loader(tmp_path, lay_out=lambda batch: None, loop=loop)
     assert [loaded.batch.index for loaded in taken[:-1]] == list(range(NUM_ROWS))
-    assert isinstance(taken[-1], StepSealed)
+    assert isinstance(taken[-1], StepClosed)
 
 
 def test_a_row_that_cannot_be_laid_out_ends_the_loop_with_its_reason(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_a_row_that_cannot_be_laid_out_ends_the_loop_with_its_reason(tmp_path: P
 class _HandFedClient:
     """A client that gives what it was made with."""
 
-    def __init__(self, items: list[MicroBatch | StepSealed | Stop]) -> None:
+    def __init__(self, items: list[MicroBatch | StepClosed | Stop]) -> None:
         self.busy_with = ""
         self._items = iter(items)
 
-    def take(self) -> MicroBatch | StepSealed | Stop:
+    def take(self) -> MicroBatch | StepClosed | Stop:
         return next(self._items)
 
     def wake(self) -> None: ...

@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl.errors import PeerRefused
-from pipelinerl.messages import MicroBatch, StepSealed
+from pipelinerl.messages import MicroBatch, StepClosed
 from tests.trainer.tiny import make_batch
 from trainer.orchestrator_client import Pulls
 
@@ -12,8 +12,8 @@ def _row(step: int, index: int) -> MicroBatch:
     return make_batch([], step=step, index=index)
 
 
-def _seal(step: int, num_micro_batches: int) -> StepSealed:
-    return StepSealed(step=step, num_micro_batches=num_micro_batches, num_tokens=1, num_samples=1)
+def _seal(step: int, num_micro_batches: int) -> StepClosed:
+    return StepClosed(step=step, num_micro_batches=num_micro_batches, num_tokens=1, num_samples=1)
 
 
 def _ask(pulls: Pulls, num_more: int) -> list[tuple[int, int]]:

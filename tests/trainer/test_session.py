@@ -6,8 +6,8 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     PolicyPublished,
+    StepClosed,
     StepDone,
-    StepSealed,
     TrainerReady,
     TrainingEnded,
     WeightBufferReleased,
@@ -19,8 +19,8 @@ def published(version: int) -> PolicyPublished:
     return PolicyPublished(version=version, buffer=f"buffer-{version % 2}", digest=str(version), num_bytes=0, publish_s=0.0)
 
 
-def seal(step: int) -> StepSealed:
-    return StepSealed(step=step, num_micro_batches=1, num_tokens=1, num_samples=1, commit=f"c{step}")
+def seal(step: int) -> StepClosed:
+    return StepClosed(step=step, num_micro_batches=1, num_tokens=1, num_samples=1, commit=f"c{step}")
 
 
 def test_it_tells_the_steps_done_the_newest_checkpoint_and_what_lies_in_buffers():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config import Config
 from pipelinerl.config.layout import Layout
 from pipelinerl.demo.sort_digits import make_model as make_demo_model
-from pipelinerl.messages import StepSealed
+from pipelinerl.messages import StepClosed
 from pipelinerl.runtime.findings import Level, collect, ok, sentences
 from tests.trainer.conductor import make_config
 from tests.trainer.ranks import run_jobs
@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_rl_plus_coef_times_that_of_the_mean_loss(folder
     options |= {"reference": make_model(folder, is_frozen=True), "overrides": {}} if method == "gkd" else {}
     gradients: list[torch.Tensor] = []
     numbers: list[dict[str, float]] = []
-    seal = StepSealed(step=0, num_micro_batches=1, num_tokens=90, num_samples=8)
+    seal = StepClosed(step=0, num_micro_batches=1, num_tokens=90, num_samples=8)
     for is_streamed in (False, True):
         step, optimizer, _ = _step(folder, is_streamed=is_streamed, **options)
         step.add(make_batch(samples))
@@ -115,7 +115,7 @@ def test_the_gradient_is_that_of_rl_plus_coef_times_that_of_the_mean_loss(folder
 
 def test_a_step_without_a_token_of_rl_trains_the_demonstrations_alone(folder: Path) -> None:
     step, optimizer, _ = _step(folder)
-    seal = StepSealed(step=2, num_micro_batches=1, num_tokens=0, num_samples=0)
+    seal = StepClosed(step=2, num_micro_batches=1, num_tokens=0, num_samples=0)
     step.add(make_batch([], step=2))
     step.train_held(seal)
     of_sft, mean, _ = _sft_gradient(folder, step=2)

@@ -13,7 +13,7 @@ from pipelinerl.algorithms.loss import TokenColumns, measure_step, policy_loss
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.errors import MismatchError, PipelineError
-from pipelinerl.messages import MicroBatch, StepSealed
+from pipelinerl.messages import MicroBatch, StepClosed
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.optimizer import Optimizer, Schedule
 from trainer.rows.arrange import arrange
@@ -33,7 +33,7 @@ def _gradient(folder: Path, rows: list[Samples]) -> torch.Tensor:
     return optimizer.gradient.clone()
 
 
-def _trained_weights(folder: Path, rows: list[Samples], seal: StepSealed) -> tuple[dict[str, float], torch.Tensor]:
+def _trained_weights(folder: Path, rows: list[Samples], seal: StepClosed) -> tuple[dict[str, float], torch.Tensor]:
     model = make_model(folder)
     step, _ = make_step(model)
     for index, samples in enumerate(rows):
@@ -72,7 +72,7 @@ def test_gradient_is_divided_by_the_sealed_count_of_tokens(folders: dict[str, Pa
     step, optimizer = make_step(make_model(folders["llama"]))
     step.add(columns)
     gradient = optimizer.gradient / 1000
-    metrics = step.finish(StepSealed(step=0, num_micro_batches=1, num_tokens=1000, num_samples=24))
+    metrics = step.finish(StepClosed(step=0, num_micro_batches=1, num_tokens=1000, num_samples=24))
     assert float((gradient - expected).norm() / expected.norm()) < 1e-6
     assert metrics["grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -95,7 +95,7 @@ def test_sequence_means_are_divided_by_the_sealed_count_of_samples(folders: dict
     )
     raw = float(policy_loss(columns, method=resolve("gspo", {}, group_size=8)).loss)
     step.add(batch)
-    metrics = step.finish(StepSealed(step=0, num_micro_batches=1, num_tokens=1000, num_samples=5))
+    metrics = step.finish(StepClosed(step=0, num_micro_batches=1, num_tokens=1000, num_samples=5))
     assert metrics["loss"] == pytest.approx(raw / 5, rel=1e-5)
 
 

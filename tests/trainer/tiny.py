@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS
 from pipelinerl.algorithms.methods import resolve
-from pipelinerl.messages import MicroBatch, StepSealed
+from pipelinerl.messages import MicroBatch, StepClosed
 from trainer.build import Trained, critic_of
 from trainer.engine import Outputs
 from trainer.model.model import Model
@@ -96,9 +96,9 @@ def make_batch(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, index
     )
 
 
-def make_seal(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, num_micro_batches: int = 1) -> StepSealed:
+def make_seal(samples: Sequence[dict[str, np.ndarray]], *, step: int = 0, num_micro_batches: int = 1) -> StepClosed:
     num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
-    return StepSealed(step=step, num_micro_batches=num_micro_batches, num_tokens=num_tokens, num_samples=len(samples))
+    return StepClosed(step=step, num_micro_batches=num_micro_batches, num_tokens=num_tokens, num_samples=len(samples))
 
 
 def make_step(

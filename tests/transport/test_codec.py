@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pipelinerl import messages
 from pipelinerl.errors import WireError
 from pipelinerl.messages import (
-    Adopt,
     Alive,
     Cancel,
     CheckpointFailed,
@@ -46,6 +45,7 @@ from pipelinerl.messages import (
     PrmLoad,
     PrmReady,
     Prompt,
+    Reattach,
     Replied,
     Reply,
     Routes,
@@ -59,8 +59,8 @@ from pipelinerl.messages import (
     ScorerReady,
     StageWeights,
     Starting,
+    StepClosed,
     StepDone,
-    StepSealed,
     StepsScored,
     Stop,
     TakeMicroBatch,
@@ -148,7 +148,7 @@ EXAMPLES: tuple[Message, ...] = (
     COMPLETION,
     TENSOR,
     EngineReady(engine_id=1, process_id=2, max_model_tokens=3, max_running=4, tensors=(TENSOR,), running={"1/0": 2}),
-    Adopt(rollouts={"1/0": 2}),
+    Reattach(rollouts={"1/0": 2}),
     EngineLoad(engine_id=1, version=2, num_running=3, num_waiting=4, num_tokens=5, num_steps=6, busy_s=0.5, idle_s=1.5),
     StageWeights(version=3, buffer="pipelinerl-ab-0", digest="ff", when_idle=True),
     WeightsCommitted(engine_id=1, version=3, pause_s=0.001, stage_s=0.5, num_running=7),
@@ -175,7 +175,7 @@ EXAMPLES: tuple[Message, ...] = (
     LayoutFixed(tensors=(TENSOR, TENSOR)),
     TakeMicroBatch(replica=0, step=1, index=2),
     MICRO_BATCH,
-    StepSealed(step=1, num_micro_batches=2, num_tokens=3, num_samples=4),
+    StepClosed(step=1, num_micro_batches=2, num_tokens=3, num_samples=4),
     StepDone(step=1, metrics={"loss": -0.5}, engines=(ENGINE_MISMATCH,)),
     ENGINE_MISMATCH,
     PolicyPublished(version=1, buffer="a", digest="ff", num_bytes=8, publish_s=0.5),
@@ -303,7 +303,7 @@ def test_what_is_not_an_accepted_message_is_refused_with_the_reason(name: str):
 
 
 def test_a_refusal_says_what_would_have_been_accepted():
-    with pytest.raises(WireError, match=r"1 bytes are not one of Adopt, Cancel, Generate, StageWeights, Stop: "):
+    with pytest.raises(WireError, match=r"1 bytes are not one of Cancel, Generate, Reattach, StageWeights, Stop: "):
         Decoder(ToEngine).decode(b"\xc1")
 
 

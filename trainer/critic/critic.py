@@ -12,7 +12,7 @@ import torch
 
 from pipelinerl.algorithms.loss.critic import clipped_value_loss, huber_value_loss
 from pipelinerl.algorithms.loss.meters import Meters
-from pipelinerl.messages import StepSealed
+from pipelinerl.messages import StepClosed
 from trainer.advantages import HeldRow
 from trainer.optimizer import Update
 from trainer.rows.packed_row import PackedRow
@@ -41,7 +41,7 @@ class Critic(Protocol):
         """Compute the rows that were put off."""
         ...
 
-    def update(self, sealed: StepSealed) -> Update:
+    def update(self, sealed: StepClosed) -> Update:
         """Apply the gradients of all ranks, divided by what the step has of what the loss is a mean over; start collecting anew."""
         ...
 
@@ -93,7 +93,7 @@ class ValueCritic:
 
         self._engine.train(held.row, loss)
 
-    def update(self, sealed: StepSealed) -> Update:
+    def update(self, sealed: StepClosed) -> Update:
         """See `Critic`: a mean over tokens."""
         return self._engine.update(sealed.step, denominator=float(max(sealed.num_tokens, 1)))
 

@@ -10,7 +10,7 @@ import torch
 
 from pipelinerl.algorithms.loss.columns import sequences_of
 from pipelinerl.algorithms.loss.critic import implicit_prm_loss
-from pipelinerl.messages import StepSealed
+from pipelinerl.messages import StepClosed
 from trainer.advantages import HeldRow
 from trainer.critic.critic import Report
 from trainer.engine import Outputs
@@ -53,7 +53,7 @@ class ImplicitPrm:
 
         self._engine.train(held.row, loss)
 
-    def update(self, sealed: StepSealed) -> Update:
+    def update(self, sealed: StepClosed) -> Update:
         """See `Critic`: a mean over sequences."""
         return self._engine.update(sealed.step, denominator=float(max(sealed.num_samples, 1)))
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import PeerSilent
-from pipelinerl.messages import MicroBatch, StepSealed, Stop
+from pipelinerl.messages import MicroBatch, StepClosed, Stop
 from pipelinerl.transport.codec import Decoder, encode
 from trainer.data.split import without_samples
 from trainer.orchestrator_client import OrchestratorClient
@@ -53,7 +53,7 @@ class LoadedRow:
     parts: tuple[LoadedPart, ...]
 
 
-Item = LoadedRow | StepSealed | Stop
+Item = LoadedRow | StepClosed | Stop
 
 
 class RowLoader:
@@ -143,7 +143,7 @@ class RowLoader:
         if stops:
             return item if isinstance(item, Stop) else Stop(reason="another replica was told to stop")
         item = self._shared(item)
-        if isinstance(item, StepSealed):
+        if isinstance(item, StepClosed):
             return item
         halves = [half for half in zip(self._split(item), (True, False), are_there, strict=True) if half[2]]
         parts = [LoadedPart(batch=half, row=self._lay_out(half), has_gradient=has_gradient) for half, has_gradient, _ in halves]
@@ -157,17 +157,17 @@ class RowLoader:
         self._bounded(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._all), "to agree on the next row")
         return [bool(flag) for flag in flags.tolist()]
 
-    def _shared(self, item: MicroBatch | StepSealed | Stop | None) -> MicroBatch | StepSealed:
+    def _shared(self, item: MicroBatch | StepClosed | Stop | None) -> MicroBatch | StepClosed:
         """What the leader took, on every rank of its replica."""
         if self._replica is None:
-            assert isinstance(item, MicroBatch | StepSealed)
+            assert isinstance(item, MicroBatch | StepClosed)
             return item
         frame = b"" if item is None else encode(item)
         size = torch.tensor(len(frame))
         self._bounded(lambda: dist.broadcast(size, group_src=0, group=self._replica), "to pass on a row")
         content = torch.frombuffer(bytearray(frame or int(size)), dtype=torch.uint8)
         self._bounded(lambda: dist.broadcast(content, group_src=0, group=self._replica), "to pass on a row")
-        return item if isinstance(item, MicroBatch | StepSealed) else _DECODER.decode(content.numpy().tobytes())
+        return item if isinstance(item, MicroBatch | StepClosed) else _DECODER.decode(content.numpy().tobytes())
 
     def _bounded(self, collective: Callable[[], object], what: str) -> None:
         if self._is_closing.is_set():
@@ -175,7 +175,7 @@ class RowLoader:
         self._replicas.bounded(collective, what)
 
 
-_DECODER: Decoder[MicroBatch | StepSealed] = Decoder(MicroBatch | StepSealed)
+_DECODER: Decoder[MicroBatch | StepClosed] = Decoder(MicroBatch | StepClosed)
 
 
 def _group_of_replica(replicas: Replicas, timeout: datetime.timedelta) -> dist.ProcessGroup | None:

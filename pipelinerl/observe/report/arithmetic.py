@@ -53,7 +53,7 @@ def _occupancy(measures: Measures) -> list[Finding]:
     arithmetic = f"{quantity(used)} on average / {slots}"
     found = [Finding(what="engines: sequence slots in use", arithmetic=arithmetic, value=percent(used / slots))]
     if measures.empty_fraction is not None:
-        arithmetic = "mean over the gauges at which dispatch was held back, else 0"
+        arithmetic = "mean over the gauges at which generation was held back, else 0"
         found.append(Finding(what="engines: slots empty, admission closed", arithmetic=arithmetic, value=percent(measures.empty_fraction)))
     if measures.kv_used is not None:
         arithmetic = "mean over the gauges, of the fullest engine"

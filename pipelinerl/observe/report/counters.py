@@ -64,9 +64,9 @@ def total(values: Iterable[float | None]) -> float | None:
 
 
 def empty_fraction(statuses: Sequence[StatusRow], *, slots_per_engine: int | None) -> float | None:
-    """Part of the engines' sequence slots that stood empty while dispatch was held back by admission: engines waiting for admission.
+    """Part of the engines' sequence slots that stood empty while generation was held back by admission: engines waiting for admission.
 
-    Dispatch is held back also while engines are full, so its own wait does not tell this. None where slots or gauges are not recorded.
+    Generation is held back also while engines are full, so its own wait does not tell this. None where slots or gauges are not recorded.
     """
     empty = []
     for status in statuses:

@@ -27,7 +27,7 @@ class ShownSample:
     advantage: float | None
     finish: str
     status: str = "trained"
-    """Of `messages.Fate`."""
+    """Of `messages.TerminalStatus`."""
     reason: str = ""
     """Why it was not trained; empty where it was."""
     error: str = ""

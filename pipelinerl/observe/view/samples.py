@@ -38,7 +38,7 @@ class Query:
     """Which samples are asked for; None and the empty text ask for all."""
 
     status: str | None = None
-    """Of `messages.Fate`, or `untrained` for all but the trained."""
+    """Of `messages.TerminalStatus`, or `untrained` for all but the trained."""
     reason: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None

@@ -33,7 +33,7 @@ class Plan:
     pause_s: float = 0.0004
     takes_turns: bool = False
     is_held: bool = False
-    """Whether dispatch waits for admission all the time."""
+    """Whether generation waits for admission all the time."""
     num_steps: int = 40
     num_engines: int = 2
     num_slots: int = 4

@@ -47,7 +47,7 @@ def test_rates_are_of_the_last_seconds_and_once_a_run_has_ended_of_all_of_it(tmp
 
 
 def test_what_was_waited_for_is_told_as_parts_of_the_run_longest_first(tmp_path: Path) -> None:
-    # The trainer waits 0.4704 s of each period of 1.2004 s, scoring 0.3 s of it; dispatch never.
+    # The trainer waits 0.4704 s of each period of 1.2004 s, scoring 0.3 s of it; generation never.
     write_run(tmp_path, Plan(num_steps=60))
     waited = told(tmp_path)["waited"]
     assert [name for name, _ in waited] == ["trainer: a micro-batch"], "a stage that had nothing to do says nothing of who is slow"

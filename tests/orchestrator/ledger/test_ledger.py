@@ -19,7 +19,7 @@ from orchestrator.ledger.snapshot import commit_of, first_kept_step, read_restin
 from orchestrator.rules.curriculum import Rest
 from pipelinerl.checker.history import open_history
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import EarlyStopDecision, Fate, Outcome, Sample
+from pipelinerl.messages import EarlyStopDecision, Outcome, Sample, TerminalStatus
 from tests.orchestrator import handmade
 
 
@@ -40,7 +40,9 @@ def test_every_fate_is_counted_apart_and_the_identity_holds_at_every_moment():
     ledger = Ledger(None)
     handmade.admit(ledger, 0, group_size=12)
     assert ledger.counts() == Counts(admitted=12, in_flight=12, trained=0, filtered=0, stale=0, failed=0, cancelled=0)
-    for number, fate in enumerate([Fate.TRAINED] * 4 + [Fate.FILTERED] * 3 + [Fate.STALE] * 2 + [Fate.FAILED]):
+    for number, fate in enumerate(
+        [TerminalStatus.TRAINED] * 4 + [TerminalStatus.FILTERED] * 3 + [TerminalStatus.STALE] * 2 + [TerminalStatus.FAILED]
+    ):
         ledger.end(f"0/{number}", fate, now_s=2.0)
         assert ledger.counts().holds
     assert ledger.counts() == Counts(admitted=12, in_flight=2, trained=4, filtered=3, stale=2, failed=1, cancelled=0)
@@ -60,21 +62,21 @@ def test_the_identity_can_be_broken_and_says_so():
 def test_what_was_not_trained_is_counted_by_reason():
     ledger = Ledger(None)
     handmade.admit(ledger, 0, group_size=4)
-    ledger.end("0/0", Fate.TRAINED, now_s=2.0)
-    ledger.end("0/1", Fate.FAILED, now_s=2.0, reason="timeout")
-    ledger.end("0/2", Fate.FAILED, now_s=2.0, reason="timeout")
-    ledger.end("0/3", Fate.FILTERED, now_s=2.0, reason="zero_variance")
+    ledger.end("0/0", TerminalStatus.TRAINED, now_s=2.0)
+    ledger.end("0/1", TerminalStatus.FAILED, now_s=2.0, reason="timeout")
+    ledger.end("0/2", TerminalStatus.FAILED, now_s=2.0, reason="timeout")
+    ledger.end("0/3", TerminalStatus.FILTERED, now_s=2.0, reason="zero_variance")
     assert ledger.reasons == {"failed: timeout": 2, "filtered: zero_variance": 1}
 
 
 def test_nothing_ends_twice_or_without_having_been_admitted():
     ledger = Ledger(None)
     handmade.admit(ledger, 0)
-    ledger.end("0/0", Fate.TRAINED, now_s=2.0)
+    ledger.end("0/0", TerminalStatus.TRAINED, now_s=2.0)
     with pytest.raises(KeyError):
-        ledger.end("0/0", Fate.FAILED, now_s=3.0)
+        ledger.end("0/0", TerminalStatus.FAILED, now_s=3.0)
     with pytest.raises(KeyError):
-        ledger.end("9/9", Fate.FAILED, now_s=3.0)
+        ledger.end("9/9", TerminalStatus.FAILED, now_s=3.0)
     assert ledger.counts() == Counts(admitted=1, in_flight=0, trained=1, filtered=0, stale=0, failed=0, cancelled=0)
     assert len(ledger.terminal_statuses()) == 1
 
@@ -87,11 +89,14 @@ def test_flushed_fates_are_read_by_a_plain_sqlite3_connection_while_the_run_goes
     ledger = Ledger(path)
     handmade.admit(ledger, 7, group_size=4, at_s=1.5)
     ledger.end(
-        "7/3", Fate.TRAINED, now_s=4.5, summary=RolloutSummary(step=2, reward=0.25, oldest_version=1, newest_version=3, num_tokens=40)
+        "7/3",
+        TerminalStatus.TRAINED,
+        now_s=4.5,
+        summary=RolloutSummary(step=2, reward=0.25, oldest_version=1, newest_version=3, num_tokens=40),
     )
     ledger.flush()
     handmade.admit(ledger, 8, at_s=5.0)
-    ledger.end("8/0", Fate.FAILED, now_s=6.0, reason="timeout")
+    ledger.end("8/0", TerminalStatus.FAILED, now_s=6.0, reason="timeout")
     query = (
         "SELECT rollout_id, group_id, prompt_id, fate, reason, step, reward, oldest_version, newest_version, num_tokens,"
         " admitted_s, ended_s FROM fates ORDER BY rollout_id"
@@ -110,10 +115,10 @@ def test_what_is_booked_while_another_thread_writes_is_written_once_and_in_order
     with concurrent.futures.ThreadPoolExecutor(2) as writers:
         for _ in range(30):
             for number in itertools.islice(numbers, 5):
-                ledger.end(f"0/{number}", Fate.TRAINED, now_s=2.0)
+                ledger.end(f"0/{number}", TerminalStatus.TRAINED, now_s=2.0)
             writing = [writers.submit(ledger.flush) for _ in range(2)]
             for number in itertools.islice(numbers, 5):
-                ledger.end(f"0/{number}", Fate.TRAINED, now_s=2.0)
+                ledger.end(f"0/{number}", TerminalStatus.TRAINED, now_s=2.0)
             concurrent.futures.wait(writing)
     assert [row[0] for row in ledger.terminal_statuses()] == [f"0/{number}" for number in range(300)]
 
@@ -124,10 +129,10 @@ def test_what_belongs_together_is_not_torn_apart_by_a_flush():
     ledger.flush()
     with concurrent.futures.ThreadPoolExecutor(1) as writer:
         with ledger.transaction():
-            ledger.end("0/0", Fate.TRAINED, now_s=2.0)
+            ledger.end("0/0", TerminalStatus.TRAINED, now_s=2.0)
             writing = writer.submit(ledger.flush)
             assert not concurrent.futures.wait([writing], timeout=0.2).done, "it takes neither, or both"
-            ledger.end("0/1", Fate.TRAINED, now_s=2.0)
+            ledger.end("0/1", TerminalStatus.TRAINED, now_s=2.0)
         writing.result(5.0)
     assert len(ledger.terminal_statuses()) == 2
 
@@ -264,7 +269,7 @@ def test_samples_go_once_a_checkpoint_holds_them_and_not_before(path: Path):
         ledger.assign(group_id, [sample], step=group_id, now_s=3.0)
         ledger.pack([sample], step=group_id, row=0, now_s=3.0)
         ledger.close_step(group_id, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
-        ledger.end(f"{group_id}/0", Fate.TRAINED, now_s=4.0)
+        ledger.end(f"{group_id}/0", TerminalStatus.TRAINED, now_s=4.0)
     assert sorted(read_steps(ledger, first=0)) == [0, 1]
     ledger.record_checkpoint(1, "the commit", now_s=5.0)
     assert ledger.store.read("SELECT group_id FROM groups") == [(1,)]
@@ -276,7 +281,7 @@ def test_what_was_cancelled_when_the_run_ended_is_in_flight_again_when_it_goes_o
     ledger = Ledger(path)
     handmade.admit(ledger, 0, group_size=3)
     score(ledger, sample_of(0, 1))
-    ledger.end("0/2", Fate.CANCELLED, now_s=2.0, reason="withdrawn")
+    ledger.end("0/2", TerminalStatus.CANCELLED, now_s=2.0, reason="withdrawn")
     assert ledger.finish("stopped", now_s=3.0).cancelled == 3
     ledger.close()
     again = Ledger(path)
@@ -412,7 +417,7 @@ def train(ledger: Ledger, *steps: int) -> list[str]:
         ledger.assign(step, [sample], step=step, now_s=3.0)
         ledger.pack([sample], step=step, row=0, now_s=3.0)
         commits.append(ledger.close_step(step, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0))
-        ledger.end(f"{step}/0", Fate.TRAINED, now_s=4.0)
+        ledger.end(f"{step}/0", TerminalStatus.TRAINED, now_s=4.0)
         ledger.record("done", now_s=4.0, step=step)
     return commits
 
@@ -463,7 +468,7 @@ def busy_ledger(path: Path) -> None:
         ledger.issue(f"6/{sibling}", attempt=0, engine_id=0, version=4, now_s=6.0)
     ledger.record_early_stop("6/1", attempt=0, flag=EarlyStopDecision(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
     score(ledger, sample_of(6, 0))
-    ledger.end("6/2", Fate.FAILED, now_s=6.0, reason="timeout")
+    ledger.end("6/2", TerminalStatus.FAILED, now_s=6.0, reason="timeout")
     ledger.finish("stopped", now_s=7.0)
     ledger.close()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.observe.progress import Progress
-from orchestrator.rules.batch import BatchCut, SetAside, StepRules, Survivors
+from orchestrator.rules.batch import BatchCut, Filtered, StepRules, Survivors
 from pipelinerl.messages import Finish, Group, Outcome, StepDone, TraceScores, WeightsCommitted
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
@@ -45,8 +45,8 @@ def two_groups() -> list[Group]:
     return [handmade.group(0, first), handmade.group(1, [*second, failed])]
 
 
-def flat_set_aside(survivors: Survivors) -> SetAside:
-    return SetAside(reason="flat", advantages=handmade.centred(survivors))
+def flat_set_aside(survivors: Survivors) -> Filtered:
+    return Filtered(reason="flat", advantages=handmade.centred(survivors))
 
 
 @pytest.fixture

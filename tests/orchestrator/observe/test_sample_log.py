@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.observe.sample_log import EVERY_S, MAX_COLUMN_CHARACTERS, MAX_COLUMNS, MAX_REASONS, MAX_TOKENS, SampleLog, worth_showing
 from orchestrator.rules.batch import Ended
-from pipelinerl.messages import Fate, Outcome, Sample, TraceScores
+from pipelinerl.messages import Outcome, Sample, TerminalStatus, TraceScores
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
 from tests.orchestrator import handmade
@@ -80,14 +80,18 @@ def test_of_what_ended_otherwise_one_of_each_reason_is_shown_and_not_too_often(t
     failed = handmade.scored(handmade.trajectory(), outcome=Outcome.ERROR)
     for now_s in (0.0, EVERY_S - 0.1, EVERY_S):
         shown.ended(
-            [Ended(scored=failed, fate=Fate.FAILED, reason=reason) for reason in ("error", "timeout", "error")], step=1, now_s=now_s
+            [Ended(scored=failed, status=TerminalStatus.FAILED, reason=reason) for reason in ("error", "timeout", "error")],
+            step=1,
+            now_s=now_s,
         )
     assert [line["reason"] for line in read_journals(tmp_path)] == ["error", "timeout"] * 2
 
 
 def test_reasons_without_number_do_not_fill_the_journal(tmp_path: Path, journal: Journal) -> None:
     failed = handmade.scored(handmade.trajectory(), outcome=Outcome.ERROR)
-    SampleLog(journal).ended([Ended(scored=failed, fate=Fate.FAILED, reason=f"error {number}") for number in range(99)], step=1, now_s=0.0)
+    SampleLog(journal).ended(
+        [Ended(scored=failed, status=TerminalStatus.FAILED, reason=f"error {number}") for number in range(99)], step=1, now_s=0.0
+    )
     assert len(list(read_journals(tmp_path))) == MAX_REASONS
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.admission import ENGINES_FULL, ROUND_UNDER_WAY, STALENESS_BOUND, Admission, Pace, pace_of
+from orchestrator.rules.admission import ENGINES_FULL, ROUND_UNDER_WAY, STALENESS_BOUND, Admission, Schedule, schedule_of
 from pipelinerl.config import Mode
 
-STREAMING_2 = pace_of(Mode.STREAMING, max_staleness=2)
+STREAMING_2 = schedule_of(Mode.STREAMING, max_staleness=2)
 
 
-def admission(pace: Pace, *, groups_per_step: int = 3, num_steps: int = 100, max_running: int = 1000) -> Admission:
-    return Admission(pace=pace, groups_per_step=groups_per_step, num_steps=num_steps, max_running=max_running)
+def admission(schedule: Schedule, *, groups_per_step: int = 3, num_steps: int = 100, max_running: int = 1000) -> Admission:
+    return Admission(schedule=schedule, groups_per_step=groups_per_step, num_steps=num_steps, max_running=max_running)
 
 
 def held_back(rule: Admission, *, version: int | None = None, engines_are_current: bool = True) -> str | None:
@@ -36,15 +36,19 @@ def admit_all(rule: Admission, *, version: int | None = None, engines_are_curren
 
 
 def test_each_mode_has_its_pace():
-    assert pace_of(Mode.STREAMING, max_staleness=7) == Pace(max_staleness=7, in_rounds=False, holds_batches=False, swaps_when_idle=False)
-    assert pace_of(Mode.ONE_STEP_OFF, max_staleness=7) == Pace(max_staleness=1, in_rounds=True, holds_batches=True, swaps_when_idle=True)
-    assert pace_of(Mode.SYNC, max_staleness=7) == Pace(max_staleness=0, in_rounds=True, holds_batches=True, swaps_when_idle=True)
+    assert schedule_of(Mode.STREAMING, max_staleness=7) == Schedule(
+        max_staleness=7, in_rounds=False, holds_batches=False, swaps_when_idle=False
+    )
+    assert schedule_of(Mode.ONE_STEP_OFF, max_staleness=7) == Schedule(
+        max_staleness=1, in_rounds=True, holds_batches=True, swaps_when_idle=True
+    )
+    assert schedule_of(Mode.SYNC, max_staleness=7) == Schedule(max_staleness=0, in_rounds=True, holds_batches=True, swaps_when_idle=True)
 
 
 @pytest.mark.parametrize(("max_staleness", "first", "after_one_version"), [(0, 3, 3), (1, 6, 3), (2, 9, 3), (4, 15, 3)])
 def test_streaming_admits_k_plus_1_batches_and_one_more_for_each_version(max_staleness: int, first: int, after_one_version: int):
     """(K + 0 + 1) * 3 groups before the first policy, 3 more for the next."""
-    rule = admission(pace_of(Mode.STREAMING, max_staleness=max_staleness))
+    rule = admission(schedule_of(Mode.STREAMING, max_staleness=max_staleness))
     assert admit_all(rule) == first
     rule.published(1)
     assert admit_all(rule) == after_one_version
@@ -54,11 +58,11 @@ def test_a_placed_group_keeps_its_credit_and_a_given_up_one_returns_it():
     rule = admission(STREAMING_2)
     admit_all(rule)
     for _ in range(5):
-        rule.placed()
+        rule.assigned()
     assert (rule.accepted, rule.running) == (5, 4)
     assert admit_all(rule) == 0
     for _ in range(2):
-        rule.given_up()
+        rule.dropped()
     assert (rule.accepted, rule.running) == (5, 2)
     assert admit_all(rule) == 2
 
@@ -84,7 +88,7 @@ def test_never_more_than_the_run_trains_on():
     total = admit_all(rule)
     for version in range(1, 6):
         for _ in range(3):
-            rule.placed()
+            rule.assigned()
         rule.published(version)
         total += admit_all(rule)
     assert total == 15
@@ -92,22 +96,22 @@ def test_never_more_than_the_run_trains_on():
 
 
 def test_a_run_shorter_than_the_bound_admits_only_its_own_steps():
-    assert admit_all(admission(pace_of(Mode.STREAMING, max_staleness=4), num_steps=2)) == 6
+    assert admit_all(admission(schedule_of(Mode.STREAMING, max_staleness=4), num_steps=2)) == 6
 
 
 def test_engines_are_not_flooded():
     """The staleness bound allows 9, the engines hold 4; a group that leaves makes room for one."""
     rule = admission(STREAMING_2, max_running=4)
     assert admit_all(rule) == 4
-    rule.placed()
+    rule.assigned()
     assert admit_all(rule) == 1
 
 
 def test_sync_generates_one_batch_for_each_version():
-    rule = admission(pace_of(Mode.SYNC, max_staleness=4))
+    rule = admission(schedule_of(Mode.SYNC, max_staleness=4))
     assert admit_all(rule) == 3
     for _ in range(3):
-        rule.placed()
+        rule.assigned()
     assert admit_all(rule) == 0, "the policy of this batch is not published yet"
     rule.published(1)
     assert admit_all(rule, engines_are_current=False) == 0, "an engine still holds the old policy"
@@ -115,14 +119,14 @@ def test_sync_generates_one_batch_for_each_version():
 
 
 def test_one_step_off_generates_the_next_batch_while_one_is_trained():
-    rule = admission(pace_of(Mode.ONE_STEP_OFF, max_staleness=4))
+    rule = admission(schedule_of(Mode.ONE_STEP_OFF, max_staleness=4))
     assert admit_all(rule) == 3
     assert admit_all(rule) == 0, "the first batch is still being generated"
     for _ in range(3):
-        rule.placed()
+        rule.assigned()
     assert admit_all(rule) == 3, "batch 1, under version 0, while batch 0 is trained"
     for _ in range(3):
-        rule.placed()
+        rule.assigned()
     assert admit_all(rule) == 0, "batch 2 under version 0 would be 2 versions old"
     rule.published(1)
     assert admit_all(rule) == 3
@@ -130,29 +134,29 @@ def test_one_step_off_generates_the_next_batch_while_one_is_trained():
 
 @pytest.mark.parametrize("mode", [Mode.SYNC, Mode.ONE_STEP_OFF])
 def test_a_round_is_refilled_for_groups_given_up_once_it_has_run_out(mode: Mode):
-    rule = admission(pace_of(mode, max_staleness=4), groups_per_step=4)
+    rule = admission(schedule_of(mode, max_staleness=4), groups_per_step=4)
     assert admit_all(rule) == 4
-    rule.placed()
-    rule.given_up()
-    rule.given_up()
+    rule.assigned()
+    rule.dropped()
+    rule.dropped()
     assert admit_all(rule) == 0, "one of the round is still running"
-    rule.placed()
+    rule.assigned()
     assert admit_all(rule) == 2, "the batch lacks two"
-    rule.given_up()
-    rule.given_up()
+    rule.dropped()
+    rule.dropped()
     assert admit_all(rule) == 2, "again"
 
 
 def test_a_round_under_way_is_finished_though_engines_fell_behind():
     """Only its first group waits for the engines: a policy published meanwhile must not cut a round in two."""
-    rule = admission(pace_of(Mode.ONE_STEP_OFF, max_staleness=4), groups_per_step=4)
+    rule = admission(schedule_of(Mode.ONE_STEP_OFF, max_staleness=4), groups_per_step=4)
     assert held_back(rule) is None
     rule.admitted()
     assert admit_all(rule, engines_are_current=False) == 3
 
 
 def test_a_round_is_whole_however_few_groups_the_engines_hold():
-    assert admit_all(admission(pace_of(Mode.SYNC, max_staleness=0), groups_per_step=8, max_running=2)) == 8
+    assert admit_all(admission(schedule_of(Mode.SYNC, max_staleness=0), groups_per_step=8, max_running=2)) == 8
 
 
 def test_an_engine_that_lags_behind_generates_only_what_its_own_version_allows():
@@ -170,14 +174,14 @@ def test_what_holds_a_group_back_is_named():
     admit_all(rule)
     assert held_back(rule) == ENGINES_FULL
     for _ in range(4):
-        rule.placed()
+        rule.assigned()
     admit_all(rule)
     for _ in range(4):
-        rule.placed()
+        rule.assigned()
     admit_all(rule)
     assert (rule.accepted, rule.running) == (8, 1)
     assert held_back(rule) == STALENESS_BOUND
-    rule = admission(pace_of(Mode.ONE_STEP_OFF, max_staleness=1))
+    rule = admission(schedule_of(Mode.ONE_STEP_OFF, max_staleness=1))
     admit_all(rule)
     assert held_back(rule) == ROUND_UNDER_WAY
 
@@ -194,8 +198,8 @@ actions = st.lists(st.sampled_from(["admit", "place", "give_up", "publish", "com
 )
 def test_in_order_no_group_exceeds_the_bound(mode: Mode, max_staleness: int, groups_per_step: int, max_running: int, script: list[str]):
     """Whatever the order of events, and however late the engine commits: groups taken in order are at most K versions old."""
-    pace = pace_of(mode, max_staleness=max_staleness)
-    rule = admission(pace, groups_per_step=groups_per_step, max_running=max_running, num_steps=50)
+    schedule = schedule_of(mode, max_staleness=max_staleness)
+    rule = admission(schedule, groups_per_step=groups_per_step, max_running=max_running, num_steps=50)
     versions: collections.deque[int] = collections.deque()
     num_placed = engine_version = 0
     for action in script:
@@ -204,16 +208,16 @@ def test_in_order_no_group_exceeds_the_bound(mode: Mode, max_staleness: int, gro
             versions.append(engine_version)
         elif action == "place" and versions:
             step = num_placed // groups_per_step
-            assert step - versions.popleft() <= pace.max_staleness
+            assert step - versions.popleft() <= schedule.max_staleness
             assert step < 50
             num_placed += 1
-            rule.placed()
+            rule.assigned()
         elif action == "give_up" and versions:
             versions.popleft()
-            rule.given_up()
+            rule.dropped()
         elif action == "publish" and num_placed >= (rule.version + 1) * groups_per_step:
             rule.published(rule.version + 1)
-        elif action == "commit" and not (pace.swaps_when_idle and versions):
+        elif action == "commit" and not (schedule.swaps_when_idle and versions):
             engine_version = rule.version
         assert rule.running == len(versions)
         assert rule.accepted == num_placed
@@ -229,13 +233,13 @@ def test_the_bound_is_reached_so_it_is_not_too_tight():
 @given(script=st.lists(st.sampled_from(["place", "give_up"]), max_size=200), mode=st.sampled_from(list(Mode)))
 def test_no_credit_is_ever_lost(script: list[str], mode: Mode):
     """After any mixture of exits a run that goes on still trains all its steps."""
-    rule = admission(pace_of(mode, max_staleness=1), groups_per_step=4, num_steps=6, max_running=3)
+    rule = admission(schedule_of(mode, max_staleness=1), groups_per_step=4, num_steps=6, max_running=3)
     exits = iter(script)
     while rule.accepted < 24:
         assert rule.running or held_back(rule) is None, f"stuck at {rule.accepted} accepted, {rule.running} running"
         admit_all(rule)
         while rule.running:
-            rule.given_up() if next(exits, "place") == "give_up" else rule.placed()
+            rule.dropped() if next(exits, "place") == "give_up" else rule.assigned()
             rule.published(rule.accepted // 4)
     assert rule.accepted == 24
     assert admit_all(rule) == 0

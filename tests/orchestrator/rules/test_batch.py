@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.rules.batch import BatchCut, Credit, SetAside, StepRules, Survivors, Verdict
-from pipelinerl.messages import Fate, Outcome
+from orchestrator.rules.batch import BatchCut, Credit, Filtered, StepRules, Survivors, Verdict
+from pipelinerl.messages import Outcome, TerminalStatus
 from tests.orchestrator import handmade
 
 
@@ -32,13 +32,13 @@ def cut(
     )
 
 
-def set_aside(survivors: Survivors) -> SetAside:
+def set_aside(survivors: Survivors) -> Filtered:
     """A method that wants no group."""
-    return SetAside(reason="zero_variance", advantages=handmade.centred(survivors))
+    return Filtered(reason="zero_variance", advantages=handmade.centred(survivors))
 
 
-def endings(verdict: Verdict) -> dict[str, tuple[Fate, str]]:
-    return {ended.scored.trajectory.rollout_id: (ended.fate, ended.reason) for ended in verdict.ended}
+def endings(verdict: Verdict) -> dict[str, tuple[TerminalStatus, str]]:
+    return {ended.scored.trajectory.rollout_id: (ended.status, ended.reason) for ended in verdict.ended}
 
 
 def trained(verdict: Verdict) -> list[str]:
@@ -47,7 +47,7 @@ def trained(verdict: Verdict) -> list[str]:
 
 def test_a_group_is_placed_with_the_advantages_of_its_siblings():
     verdict = cut().take(handmade.plain_group(7, [1.0, 0.0, 0.0, 0.0]))
-    assert verdict.is_placed
+    assert verdict.is_assigned
     assert verdict.step == 0
     assert trained(verdict) == ["7/0", "7/1", "7/2", "7/3"]
     assert [sample.reward for sample in verdict.samples] == [1.0, 0.0, 0.0, 0.0]
@@ -61,37 +61,37 @@ def test_survivors_train_and_failed_siblings_fail_by_their_outcome():
     assert trained(verdict) == ["7/0", "7/2"]
     assert verdict.samples[0].advantages[-1] == 0.5, "a failed sibling is absent from the mean, not 0"
     assert endings(verdict) == {
-        "7/1": (Fate.FAILED, "timeout"),
-        "7/3": (Fate.FAILED, "invalid"),
-        "7/4": (Fate.FAILED, "error"),
+        "7/1": (TerminalStatus.FAILED, "timeout"),
+        "7/3": (TerminalStatus.FAILED, "invalid"),
+        "7/4": (TerminalStatus.FAILED, "error"),
     }
 
 
 def test_too_few_survivors_fail_with_their_group():
     verdict = cut(min_group_size=3).take(handmade.plain_group(7, [1.0, Outcome.TIMEOUT, 0.0, Outcome.TIMEOUT]))
-    assert not verdict.is_placed
+    assert not verdict.is_assigned
     assert endings(verdict) == {
-        "7/0": (Fate.FAILED, "fewer than 3 siblings scored"),
-        "7/1": (Fate.FAILED, "timeout"),
-        "7/2": (Fate.FAILED, "fewer than 3 siblings scored"),
-        "7/3": (Fate.FAILED, "timeout"),
+        "7/0": (TerminalStatus.FAILED, "fewer than 3 siblings scored"),
+        "7/1": (TerminalStatus.FAILED, "timeout"),
+        "7/2": (TerminalStatus.FAILED, "fewer than 3 siblings scored"),
+        "7/3": (TerminalStatus.FAILED, "timeout"),
     }
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_group_with_no_survivor_fails(size: int):
     verdict = cut(min_group_size=1).take(handmade.plain_group(7, [Outcome.ERROR] * size))
-    assert not verdict.is_placed
-    assert [ending for ending, _ in endings(verdict).values()] == [Fate.FAILED] * size
+    assert not verdict.is_assigned
+    assert [ending for ending, _ in endings(verdict).values()] == [TerminalStatus.FAILED] * size
 
 
 def test_the_oldest_token_decides_about_staleness():
     """Step 3 with K = 2: one token of version 1 is in bounds, one of version 0 among later ones is not."""
     rule = cut(first_step=3)
-    assert rule.take(handmade.plain_group(7, [1.0, 0.0], versions=(1, 2, 3))).is_placed
+    assert rule.take(handmade.plain_group(7, [1.0, 0.0], versions=(1, 2, 3))).is_assigned
     verdict = rule.take(handmade.plain_group(8, [1.0, 0.0], versions=(0, 3, 3)))
-    assert not verdict.is_placed
-    assert endings(verdict) == {f"8/{n}": (Fate.STALE, "oldest token over 2 versions old") for n in range(2)}
+    assert not verdict.is_assigned
+    assert endings(verdict) == {f"8/{n}": (TerminalStatus.STALE, "oldest token over 2 versions old") for n in range(2)}
 
 
 def test_one_stale_sibling_makes_its_group_stale_but_a_failed_one_does_not():
@@ -99,20 +99,20 @@ def test_one_stale_sibling_makes_its_group_stale_but_a_failed_one_does_not():
     other = handmade.scored(handmade.trajectory((3, 3), group_id=7, sibling=1), 0.0)
     old = handmade.trajectory((0, 3), group_id=7, sibling=2)
     verdict = cut(first_step=3).take(handmade.group(7, [fresh, other, handmade.scored(old, 1.0)]))
-    assert [fate for fate, _ in endings(verdict).values()] == [Fate.STALE] * 3
+    assert [fate for fate, _ in endings(verdict).values()] == [TerminalStatus.STALE] * 3
     verdict = cut(first_step=3).take(handmade.group(7, [fresh, other, handmade.scored(old, outcome=Outcome.TIMEOUT)]))
     assert trained(verdict) == ["7/0", "7/1"]
-    assert endings(verdict) == {"7/2": (Fate.FAILED, "timeout")}
+    assert endings(verdict) == {"7/2": (TerminalStatus.FAILED, "timeout")}
 
 
 def test_a_group_the_method_sets_aside_is_filtered_for_the_methods_reason():
     verdict = cut(credit=set_aside).take(handmade.plain_group(7, [1.0, 1.0, Outcome.TIMEOUT]))
-    assert not verdict.is_placed
-    assert verdict.is_set_aside
+    assert not verdict.is_assigned
+    assert verdict.is_filtered
     assert endings(verdict) == {
-        "7/0": (Fate.FILTERED, "zero_variance"),
-        "7/1": (Fate.FILTERED, "zero_variance"),
-        "7/2": (Fate.FAILED, "timeout"),
+        "7/0": (TerminalStatus.FILTERED, "zero_variance"),
+        "7/1": (TerminalStatus.FILTERED, "zero_variance"),
+        "7/2": (TerminalStatus.FAILED, "timeout"),
     }
 
 
@@ -128,7 +128,7 @@ def test_a_step_is_sealed_with_the_exact_counts_of_its_own_groups():
     first = rule.take(handmade.plain_group(0, [1.0, 0.0]))
     assert not first.closes_step
     given_up = rule.take(handmade.plain_group(1, [Outcome.ERROR, 1.0]))
-    assert not given_up.is_placed
+    assert not given_up.is_assigned
     assert not given_up.closes_step
     assert rule.num_groups == 1
     members = [
@@ -156,7 +156,7 @@ def test_an_empty_completion_has_no_age_and_trains_nothing():
         handmade.scored(handmade.trajectory((5,), group_id=7, sibling=1), 1.0),
     ]
     verdict = cut(groups_per_step=1, first_step=5).take(handmade.group(7, members))
-    assert verdict.is_placed
+    assert verdict.is_assigned
     assert verdict.num_tokens == 1
     assert not np.any(verdict.samples[0].advantages)
 
@@ -168,7 +168,7 @@ def test_once_the_budget_of_a_step_is_spent_it_is_filled_with_what_comes() -> No
     """Steps of two groups and a budget of two batches: four groups are set aside, the next two train; then the budget is whole again."""
     rule = cut(credit=set_aside, refill_batches=2)
     verdicts = [rule.take(handmade.plain_group(number, [1.0, 0.0], versions=(0,))) for number in range(12)]
-    assert [verdict.is_set_aside for verdict in verdicts] == ([True] * 4 + [False] * 2) * 2
+    assert [verdict.is_filtered for verdict in verdicts] == ([True] * 4 + [False] * 2) * 2
     assert [verdict.is_let_through for verdict in verdicts] == ([False] * 4 + [True] * 2) * 2
     assert [verdict.closes_step for verdict in verdicts] == ([False] * 5 + [True]) * 2
     assert trained(verdicts[4]) == ["4/0", "4/1"], "a group is let through whole"
@@ -179,8 +179,8 @@ def test_a_group_with_signal_trains_without_touching_the_budget() -> None:
         credit=lambda survivors: set_aside(survivors) if survivors[0].score.reward else handmade.centred(survivors), refill_batches=1
     )
     placed = rule.take(handmade.plain_group(0, [0.0, 1.0]))
-    assert (placed.is_placed, placed.is_let_through) == (True, False)
-    assert [rule.take(handmade.plain_group(number, [1.0, 1.0])).is_set_aside for number in range(1, 4)] == [True, True, False]
+    assert (placed.is_assigned, placed.is_let_through) == (True, False)
+    assert [rule.take(handmade.plain_group(number, [1.0, 1.0])).is_filtered for number in range(1, 4)] == [True, True, False]
 
 
 # --- rules over the whole step ---------------------------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ def test_without_such_a_rule_a_group_goes_at_once() -> None:
 def test_a_group_that_withholds_old_tokens_is_stale_only_where_none_is_young_enough() -> None:
     """Step 5 with K = 2 and bound 1: a token of version 4 may train, and takes its old siblings' rewards into the baseline."""
     rule = cut(first_step=5, withhold=1)
-    assert rule.take(handmade.plain_group(0, [1.0, 0.0], versions=(0, 4))).is_placed
+    assert rule.take(handmade.plain_group(0, [1.0, 0.0], versions=(0, 4))).is_assigned
     stale = rule.take(handmade.plain_group(1, [1.0, 0.0], versions=(0, 3)))
-    assert [fate for fate, _ in endings(stale).values()] == [Fate.STALE] * 2
+    assert [fate for fate, _ in endings(stale).values()] == [TerminalStatus.STALE] * 2
     old = handmade.scored(handmade.trajectory((0, 0), group_id=2, sibling=0), 1.0)
     young = handmade.scored(handmade.trajectory((5, 5), group_id=2, sibling=1), 0.0)
     verdict = rule.take(handmade.group(2, [old, young]))
@@ -242,21 +242,24 @@ def test_stopped_siblings_count_as_started_and_those_that_went_on_weigh_for_them
     rule = cut(groups_per_step=1, credit=advantages_of_one)
     verdict = rule.take(siblings(None, 1.0, None, None))
     assert [(sample.trajectory.rollout_id, sample.weight) for sample in verdict.samples] == [("7/1", 4.0)]
-    assert endings(verdict) == {f"7/{sibling}": (Fate.FILTERED, "stopped early") for sibling in (0, 2, 3)}
+    assert endings(verdict) == {f"7/{sibling}": (TerminalStatus.FILTERED, "stopped early") for sibling in (0, 2, 3)}
     assert {ended.step for ended in verdict.ended} == {0}
-    assert (verdict.is_placed, verdict.closes_step, verdict.num_samples, verdict.num_tokens) == (True, True, 4, 3)
+    assert (verdict.is_assigned, verdict.closes_step, verdict.num_samples, verdict.num_tokens) == (True, True, 4, 3)
 
 
 def test_group_whose_siblings_were_all_stopped_takes_its_place_in_the_step():
     rule = cut(groups_per_step=1, credit=advantages_of_one)
     verdict = rule.take(siblings(None, None))
-    assert (verdict.is_placed, verdict.samples, verdict.closes_step, verdict.num_samples) == (True, (), True, 2)
+    assert (verdict.is_assigned, verdict.samples, verdict.closes_step, verdict.num_samples) == (True, (), True, 2)
 
 
 def test_stopped_siblings_of_a_group_that_is_given_up_count_in_no_step():
     rule = cut(max_staleness=1, first_step=3, credit=advantages_of_one)
     verdict = rule.take(siblings(None, 1.0, versions=(1, 3, 3)))
-    assert endings(verdict) == {"7/0": (Fate.FILTERED, "stopped early"), "7/1": (Fate.STALE, "oldest token over 1 versions old")}
+    assert endings(verdict) == {
+        "7/0": (TerminalStatus.FILTERED, "stopped early"),
+        "7/1": (TerminalStatus.STALE, "oldest token over 1 versions old"),
+    }
     assert {ended.step for ended in verdict.ended} == {None}
 
 

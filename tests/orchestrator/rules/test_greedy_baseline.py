@@ -11,7 +11,7 @@ from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import BatchCut, Verdict
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
-from pipelinerl.messages import Fate, Group, Outcome
+from pipelinerl.messages import Group, Outcome, TerminalStatus
 from tests.orchestrator import handmade
 
 ONE_REWARD = (RewardSection.model_validate({"function": "rewards.py:right", "weight": 1.0}),)
@@ -33,15 +33,15 @@ def group_of(
     return handmade.group(group_id, members)
 
 
-def endings(verdict: Verdict) -> dict[str, tuple[Fate, str]]:
-    return {ended.scored.trajectory.rollout_id: (ended.fate, ended.reason) for ended in verdict.ended}
+def endings(verdict: Verdict) -> dict[str, tuple[TerminalStatus, str]]:
+    return {ended.scored.trajectory.rollout_id: (ended.status, ended.reason) for ended in verdict.ended}
 
 
 def test_siblings_train_with_their_reward_less_the_greedy_one_which_ends_as_filtered():
     verdict = remax().take(group_of(7, [1.0, 0.25], greedy=0.5))
     assert [sample.trajectory.rollout_id for sample in verdict.samples] == ["7/0", "7/1"]
     assert [sample.advantages.tolist() for sample in verdict.samples] == [[0, 0, 0.5, 0.5, 0.5], [0, 0, -0.25, -0.25, -0.25]]
-    assert endings(verdict) == {"7/2": (Fate.FILTERED, "greedy baseline")}
+    assert endings(verdict) == {"7/2": (TerminalStatus.FILTERED, "greedy baseline")}
     assert verdict.ended[0].step is None, "it counts among no step's samples"
 
 
@@ -61,29 +61,29 @@ def test_a_step_is_sealed_without_its_greedy_rollouts():
 @pytest.mark.parametrize("outcome", [Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID])
 def test_without_a_greedy_reward_the_group_fails_whole(outcome: Outcome):
     verdict = remax().take(group_of(7, [1.0, 0.0], greedy=outcome))
-    assert not verdict.is_placed
-    why = (Fate.FAILED, "its greedy sibling has no reward")
-    assert endings(verdict) == {"7/0": why, "7/1": why, "7/2": (Fate.FAILED, str(outcome))}
+    assert not verdict.is_assigned
+    why = (TerminalStatus.FAILED, "its greedy sibling has no reward")
+    assert endings(verdict) == {"7/0": why, "7/1": why, "7/2": (TerminalStatus.FAILED, str(outcome))}
 
 
 def test_a_greedy_rollout_is_no_survivor_and_is_filtered_whatever_becomes_of_its_group():
     too_few = remax().take(group_of(7, [1.0, Outcome.ERROR], greedy=0.0))
     assert endings(too_few) == {
-        "7/0": (Fate.FAILED, "fewer than 2 siblings scored"),
-        "7/1": (Fate.FAILED, "error"),
-        "7/2": (Fate.FILTERED, "greedy baseline"),
+        "7/0": (TerminalStatus.FAILED, "fewer than 2 siblings scored"),
+        "7/1": (TerminalStatus.FAILED, "error"),
+        "7/2": (TerminalStatus.FILTERED, "greedy baseline"),
     }
     set_aside = remax(group_filter="zero_variance").take(group_of(8, [1.0, 1.0], greedy=0.0))
-    assert set_aside.is_set_aside
-    assert endings(set_aside)["8/2"] == (Fate.FILTERED, "greedy baseline")
+    assert set_aside.is_filtered
+    assert endings(set_aside)["8/2"] == (TerminalStatus.FILTERED, "greedy baseline")
 
 
 def test_the_age_of_a_greedy_rollout_decides_nothing_and_that_of_its_siblings_as_ever():
     cut = remax(max_staleness=0)
     cut.step = 1
-    assert cut.take(group_of(7, [1.0, 0.0], greedy=0.0, version=1, greedy_version=0)).is_placed
+    assert cut.take(group_of(7, [1.0, 0.0], greedy=0.0, version=1, greedy_version=0)).is_assigned
     stale = cut.take(group_of(8, [1.0, 0.0], greedy=0.0, version=0, greedy_version=1))
-    assert {fate for fate, _ in endings(stale).values()} == {Fate.STALE, Fate.FILTERED}
+    assert {fate for fate, _ in endings(stale).values()} == {TerminalStatus.STALE, TerminalStatus.FILTERED}
 
 
 def test_a_rule_over_the_whole_step_has_the_baselines_of_every_group_also_after_a_restart():

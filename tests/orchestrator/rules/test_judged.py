@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from orchestrator.rules.judged import JudgedRule, steps_scored
-from orchestrator.rules.lies import Kind
-from orchestrator.rules.sampled import SampledRule
+from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.rules.validation.scores import ScoreCheck, steps_scored
+from orchestrator.rules.validation.violations import Kind
 from orchestrator.stages.scoring import score_request
 from pipelinerl.messages import Finish, GroupScored, Observation, Outcome, Replied, Reply, Scored, ScoreGroup, StepsScored, Turns
 from tests.orchestrator import handmade
 
-RULE = JudgedRule(weights={"right": 1.0, "short": 0.5}, sampled=SampledRule(vocabulary=100))
+RULE = ScoreCheck(weights={"right": 1.0, "short": 0.5}, completion_check=CompletionCheck(vocabulary=100))
 SCORE = score_request(handmade.trajectory())
 GROUP = ScoreGroup(group_id=3, members=(SCORE, SCORE))
 TURNS = Turns(starts=np.array([0], np.int32), ends=np.array([0], np.int32), states=("prompt",))
@@ -41,24 +41,24 @@ def scored(reward: float | None, components: dict[str, float], *, outcome: Outco
     ],
 )
 def test_a_score_is_of_known_functions_and_their_weighted_sum(kind: Kind | None, said: Scored | GroupScored):
-    lie = RULE.answer(said, SCORE)
-    assert (None if lie is None else lie.kind) == kind
+    violation = RULE.answer(said, SCORE)
+    assert (None if violation is None else violation.kind) == kind
 
 
 def test_a_comparison_has_a_reward_for_each_sibling():
     parts = ({"right": 1.0}, {"right": 0.0})
     assert RULE.answer(GroupScored(group_id=3, outcome=Outcome.OK, rewards=(1.0, 0.0), components=parts), GROUP) is None
     for rewards, components in (((1.0,), parts[:1]), ((1.0, 1.0), parts)):
-        lie = RULE.answer(GroupScored(group_id=3, outcome=Outcome.OK, rewards=rewards, components=components), GROUP)
-        assert lie is not None
-        assert lie.kind == Kind.SCORES
+        violation = RULE.answer(GroupScored(group_id=3, outcome=Outcome.OK, rewards=rewards, components=components), GROUP)
+        assert violation is not None
+        assert violation.kind == Kind.SCORES
 
 
 def test_an_environment_says_tokens_of_the_vocabulary():
     for token_id, kind in ((99, None), (100, Kind.TOKENS)):
         heard = Observation(token_ids=np.array([token_id], np.int32), state="x")
-        lie = RULE.answer(Replied(episode_id="3/1", attempt=0, turn=0, outcome=Outcome.OK, observation=heard), REPLY)
-        assert (None if lie is None else lie.kind) == kind
+        violation = RULE.answer(Replied(episode_id="3/1", attempt=0, turn=0, outcome=Outcome.OK, observation=heard), REPLY)
+        assert (None if violation is None else violation.kind) == kind
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_steps_end_where_tokens_were_sent_and_have_finite_scores(kind: Kind | No
         is_last=False,
         version="v",
     )
-    lie = steps_scored(said, num_sent=10, last_end=2)
-    assert (None if lie is None else lie.kind) == kind
+    violation = steps_scored(said, num_sent=10, last_end=2)
+    assert (None if violation is None else violation.kind) == kind

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.lies import Kind
-from orchestrator.rules.sampled import MAX_LOGPROB, Asked, Experts, SampledRule
+from orchestrator.rules.validation.completions import MAX_LOGPROB, AnswerBounds, CompletionCheck, Experts
+from orchestrator.rules.validation.violations import Kind
 from pipelinerl.data.expert_routes import routes_of
 from pipelinerl.messages import Completion, Finish, Generate, Sampling, Tokens
 
-RULE = SampledRule(vocabulary=100)
+RULE = CompletionCheck(vocabulary=100)
 GENERATE = Generate(rollout_id="3/1", attempt=2, token_ids=np.array([1, 2], np.int32), sampling=Sampling(max_tokens=4))
-ASKED = Asked(request=GENERATE, oldest=3, newest=5, max_model_tokens=64, max_swaps=1, may_be_cancelled=False)
+ASKED = AnswerBounds(request=GENERATE, oldest=3, newest=5, max_model_tokens=64, max_swaps=1, may_be_cancelled=False)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -76,36 +76,36 @@ def test_what_can_be_is_taken():
     ],
 )
 def test_each_thing_that_cannot_be_is_refused_by_its_kind(kind: Kind, changes: dict[str, Any]):
-    lie = RULE.completion(completion(**changes), ASKED)
-    assert lie is not None
-    assert lie.kind == kind
-    assert "rollout 3/1, attempt 2" in lie.words
-    assert "expected" in lie.words or kind is Kind.FINISH
+    violation = RULE.completion(completion(**changes), ASKED)
+    assert violation is not None
+    assert violation.kind == kind
+    assert "rollout 3/1, attempt 2" in violation.words
+    assert "expected" in violation.words or kind is Kind.FINISH
 
 
 def test_an_answer_is_no_longer_than_asked_and_no_stop_comes_without_a_token():
-    assert (lie := RULE.completion(of_length(5), ASKED)) is not None
-    assert lie.kind == Kind.LENGTH
-    assert (lie := RULE.completion(of_length(0), ASKED)) is not None
-    assert lie.kind == Kind.FINISH
+    assert (violation := RULE.completion(of_length(5), ASKED)) is not None
+    assert violation.kind == Kind.LENGTH
+    assert (violation := RULE.completion(of_length(0), ASKED)) is not None
+    assert violation.kind == Kind.FINISH
 
 
 def test_a_full_context_ends_a_sequence_before_its_longest_length_and_one_that_was_withdrawn_may_be_cancelled():
     full = msgspec.structs.replace(GENERATE, token_ids=ints(*range(60)))
-    asked = Asked(request=full, oldest=0, newest=3, max_model_tokens=64, max_swaps=1, may_be_cancelled=True)
+    asked = AnswerBounds(request=full, oldest=0, newest=3, max_model_tokens=64, max_swaps=1, may_be_cancelled=True)
     assert RULE.completion(of_length(3, finish=Finish.LENGTH), asked) is None
     assert RULE.completion(of_length(1, finish=Finish.CANCELLED), asked) is None
 
 
 def test_routes_are_of_experts_that_there_are_one_row_for_each_token_but_the_last():
-    rule = SampledRule(vocabulary=None, experts=Experts(num_layers=3, num_experts=8, top_k=2))
+    rule = CompletionCheck(vocabulary=None, experts=Experts(num_layers=3, num_experts=8, top_k=2))
     good = np.full((4, 3, 2), 7, np.uint8)
     good[0] = 255  # not known
     assert rule.completion(completion(routes=routes_of(good)), ASKED) is None
     for wrong in (good[:3], np.full((4, 3, 2), 8, np.uint8), np.zeros((4, 4, 2), np.uint8), np.zeros((4, 3, 1), np.uint8)):
-        lie = rule.completion(completion(routes=routes_of(wrong)), ASKED)
-        assert lie is not None
-        assert lie.kind == Kind.ROUTES
+        violation = rule.completion(completion(routes=routes_of(wrong)), ASKED)
+        assert violation is not None
+        assert violation.kind == Kind.ROUTES
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_routes_are_of_experts_that_there_are_one_row_for_each_token_but_the_las
     [(None, 1, ints(5, 6)), (Kind.LENGTH, 3, ints(5, 6)), (Kind.LENGTH, -1, ints(5)), (Kind.TOKENS, 0, ints(100))],
 )
 def test_tokens_of_a_sequence_that_goes_on_are_bounded_alike(kind: Kind | None, start: int, token_ids: np.ndarray):
-    lie = RULE.tokens(Tokens(rollout_id="3/1", attempt=2, start=start, token_ids=token_ids), ASKED)
-    assert (None if lie is None else lie.kind) == kind
+    violation = RULE.tokens(Tokens(rollout_id="3/1", attempt=2, start=start, token_ids=token_ids), ASKED)
+    assert (None if violation is None else violation.kind) == kind
 
 
 FAR = st.one_of(st.integers(-(2**31), -1), st.integers(100, 2**31 - 1))
@@ -134,6 +134,6 @@ def test_any_column_mutated_out_of_range_is_refused_as_what_it_is(mutation: tupl
     name = {Kind.TOKENS: "token_ids", Kind.LOGPROBS: "logprobs", Kind.VERSIONS: "versions"}[kind]
     column = getattr(completion(), name).copy()
     column[place] = value
-    lie = RULE.completion(completion(**{name: column}), ASKED)
-    assert lie is not None
-    assert lie.kind == kind
+    violation = RULE.completion(completion(**{name: column}), ASKED)
+    assert violation is not None
+    assert violation.kind == kind

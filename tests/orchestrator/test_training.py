@@ -1,4 +1,4 @@
-"""Delivery: every pull is answered once its row is there, in waves over the replicas, and what is done is booked."""
+"""Training: every pull is answered once its row is there, in waves over the replicas, and what is done is booked."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import pytest
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.peers import Peers
-from orchestrator.rules.announced import AnnouncedRule
-from orchestrator.rules.lies import MAX_LIES, Kind
-from orchestrator.stages.batching import Row, Seal
-from orchestrator.stages.training import MAX_EARLY, Delivery, micro_batch_of
+from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
+from orchestrator.rules.validation.violations import Kind
+from orchestrator.stages.batching import Row, StepEnd
+from orchestrator.stages.training import MAX_EARLY, Training, micro_batch_of
 from pipelinerl.errors import DataError, PeerRefused
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -29,8 +30,8 @@ from pipelinerl.messages import (
     MicroBatch,
     PolicyPublished,
     Sample,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
     ToTrainer,
@@ -48,16 +49,16 @@ from tests.sim.clock import simulate
 
 @dataclasses.dataclass(kw_only=True)
 class Bench:
-    """A delivery stage with a hand on everything around it."""
+    """A training stage with a hand on everything around it."""
 
-    rows: Channel[Row | Seal]
+    rows: Channel[Row | StepEnd]
     published: Channel[TrainerReady | PolicyPublished]
     ledger: Ledger
-    delivery: Delivery
+    training: Training
     trainer: Peers
     links: list[MemoryLink]
 
-    async def put(self, *items: Row | Seal) -> None:
+    async def put(self, *items: Row | StepEnd) -> None:
         for item in items:
             await self.rows.put(item)
         await asyncio.sleep(0.01)
@@ -87,10 +88,12 @@ async def bench(
     hub = MemoryHub(accepts=FromTrainer)
     trainer = Peers(hub, role="trainer", expected=num_replicas, ready_deadline_s=60.0, silent_after_s=600.0, replace=replace)
     watch, ledger = Watch(stall_limit_s=600.0), Ledger(None)
-    rows = Channel[Row | Seal]("rows", giver="batching", taker="delivery", watch=watch, bound_bytes=1000, size=lambda item: item.num_bytes)
-    published = Channel[TrainerReady | PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
+    rows = Channel[Row | StepEnd](
+        "rows", giver="batching", taker="training", watch=watch, bound_bytes=1000, size=lambda item: item.num_bytes
+    )
+    published = Channel[TrainerReady | PolicyPublished]("policies", giver="training", taker="weight_sync", watch=watch, bound_bytes=10)
     journal = Journal(folder, "orchestrator")
-    delivery = Delivery(
+    training = Training(
         rows=rows,
         published=published,
         trainer=trainer,
@@ -100,13 +103,13 @@ async def bench(
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
         watch=watch,
-        announced=AnnouncedRule(max_outstanding=1, num_steps=num_steps),
+        announcement_check=AnnouncementCheck(max_outstanding=1, num_steps=num_steps),
     )
     links = [hub.connect(f"trainer-{replica}", accepts=ToTrainer) for replica in range(num_replicas)]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(trainer.run()), group.create_task(delivery.run())]
-            yield Bench(rows=rows, published=published, ledger=ledger, delivery=delivery, trainer=trainer, links=links)
+            tasks = [group.create_task(trainer.run()), group.create_task(training.run())]
+            yield Bench(rows=rows, published=published, ledger=ledger, training=training, trainer=trainer, links=links)
             for task in tasks:
                 task.cancel()
     finally:
@@ -121,7 +124,7 @@ def names(answers: list[Message]) -> list[tuple[str, ...]]:
     """The rollouts of each micro-batch among the answers; a step's seal as its counts."""
     found: list[tuple[str, ...]] = []
     for answer in answers:
-        if isinstance(answer, StepSealed):
+        if isinstance(answer, StepClosed):
             found.append(("sealed", str(answer.num_micro_batches), str(answer.num_tokens), str(answer.num_samples)))
         else:
             assert isinstance(answer, MicroBatch)
@@ -180,7 +183,7 @@ def test_rows_go_out_before_their_step_is_whole(tmp_path: Path):
             assert names(await it.ask(0, step=0, index=0)) == [("0/0",)]
             assert names(await it.ask(0, step=0, index=1)) == [("0/1", "0/2")]
             assert await it.ask(0, step=0, index=2) == [], "neither a row nor the seal is there yet"
-            await it.put(Seal(step=0, num_tokens=15, num_samples=3))
+            await it.put(StepEnd(step=0, num_tokens=15, num_samples=3))
             assert names(await it.answers(0)) == [("sealed", "2", "15", "3")]
 
     simulate(program())
@@ -189,7 +192,7 @@ def test_rows_go_out_before_their_step_is_whole(tmp_path: Path):
 def test_a_repeated_pull_is_answered_again_with_the_same_row(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
-            await it.put(row(0, handmade.sample(5)), row(0, handmade.sample(6, number=1)), Seal(step=0, num_tokens=9, num_samples=2))
+            await it.put(row(0, handmade.sample(5)), row(0, handmade.sample(6, number=1)), StepEnd(step=0, num_tokens=9, num_samples=2))
             for _ in range(3):
                 assert names(await it.ask(0, step=0, index=1)) == [("0/1",)]
             assert names(await it.ask(0, step=0, index=0)) == [("0/0",)]
@@ -220,7 +223,7 @@ def test_replicas_go_in_waves_and_one_without_a_row_gets_a_zero_loss_row(tmp_pat
             assert names(await it.ask(0, step=0, index=0)) == [("0/0",)]
             assert names(await it.ask(0, step=0, index=1)) == [("0/2",)]
             assert await it.ask(1, step=0, index=1) == [], "a fourth row may still come"
-            await it.put(Seal(step=0, num_tokens=12, num_samples=3))
+            await it.put(StepEnd(step=0, num_tokens=12, num_samples=3))
             (empty,) = await it.answers(1)
             assert isinstance(empty, MicroBatch)
             assert (len(empty.token_ids), len(empty.lengths), empty.rollout_ids) == (0, 0, ())
@@ -235,7 +238,7 @@ def test_a_batch_that_is_held_goes_out_only_once_it_is_sealed(tmp_path: Path):
         async with bench(tmp_path, holds_batches=True) as it:
             await it.put(row(0, handmade.sample(5)))
             assert await it.ask(0, step=0, index=0) == []
-            await it.put(Seal(step=0, num_tokens=4, num_samples=1))
+            await it.put(StepEnd(step=0, num_tokens=4, num_samples=1))
             assert names(await it.answers(0)) == [("0/0",)]
 
     simulate(program())
@@ -257,7 +260,7 @@ def test_a_step_that_is_done_is_booked_as_trained_with_its_facts(tmp_path: Path)
             of = handmade.trajectory((1, 1, 2), group_id=4, sibling=3)
             handmade.admit(it.ledger, 4, group_size=4)
             await it.put(row(0, Sample(trajectory=of, reward=0.75, advantages=np.zeros(5, np.float32))))
-            await it.put(Seal(step=0, num_tokens=3, num_samples=1))
+            await it.put(StepEnd(step=0, num_tokens=3, num_samples=1))
             assert it.ledger.counts().trained == 0
             it.links[0].send(StepDone(step=0, metrics={"loss": 0.5}))
             await asyncio.sleep(0.01)
@@ -278,7 +281,7 @@ def test_of_later_steps_no_more_is_taken_than_their_channel_may_hold_and_of_the_
             handmade.admit(it.ledger, 0, group_size=5)
             for number in range(5):
                 await it.put(row(0, handmade.sample(40, number=number)))
-            await it.put(Seal(step=0, num_tokens=5 * 39, num_samples=5))
+            await it.put(StepEnd(step=0, num_tokens=5 * 39, num_samples=5))
             for number in range(3):
                 await it.put(row(1, handmade.sample(40, group_id=1, number=number)))
             assert (len(it.rows), it.rows.num_bytes) == (1, 680), "two rows are 1,360 bytes: the third waits in its channel"
@@ -296,10 +299,10 @@ def test_a_done_step_that_is_not_the_next_is_refused_and_one_that_keeps_saying_s
 ):
     async def program() -> None:
         async with bench(tmp_path) as it:
-            for count in range(1, MAX_LIES + 1):
+            for count in range(1, MAX_VIOLATIONS + 1):
                 it.links[0].send(StepDone(step=step, metrics={}))
                 await asyncio.sleep(1.0)
-                assert (it.trainer.refused, it.delivery.num_booked) == ({Kind.STEPS: count}, 0)
+                assert (it.trainer.refused, it.training.num_booked) == ({Kind.STEPS: count}, 0)
 
     expected = pytest.RaisesExc(PeerRefused, match=f"trainer-0 keeps saying what cannot be.*StepDone: step {step}, expected 0")
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
@@ -313,11 +316,11 @@ def test_a_step_is_not_done_before_its_last_row_is_known(tmp_path: Path):
             await it.put(row(0, handmade.sample(5)))
             it.links[0].send(StepDone(step=0, metrics={}))
             await asyncio.sleep(0.01)
-            assert (it.trainer.refused, it.delivery.num_booked) == ({Kind.STEPS: 1}, 0)
-            await it.put(Seal(step=0, num_tokens=4, num_samples=1))
+            assert (it.trainer.refused, it.training.num_booked) == ({Kind.STEPS: 1}, 0)
+            await it.put(StepEnd(step=0, num_tokens=4, num_samples=1))
             it.links[0].send(StepDone(step=0, metrics={"loss": 0.5, "grad_norm": float("nan")}))
             await asyncio.sleep(0.01)
-            assert (it.trainer.refused, it.delivery.num_booked) == ({Kind.STEPS: 1, Kind.BOUNDS: 1}, 1)
+            assert (it.trainer.refused, it.training.num_booked) == ({Kind.STEPS: 1, Kind.BOUNDS: 1}, 1)
         (step,) = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
         assert step["trainer"] == {"loss": 0.5}, "what is no figure is left out, and the step stands"
 
@@ -328,7 +331,7 @@ def test_a_checkpoint_that_was_never_trained_forgets_no_sample(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
             handmade.admit(it.ledger, 0)
-            await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1))
+            await it.put(row(0, handmade.sample(5)), StepEnd(step=0, num_tokens=4, num_samples=1))
             it.links[0].send(CheckpointSaved(version=1, commit="", num_bytes=1, save_s=0.1))
             it.links[0].send(PolicyPublished(version=7, buffer="a", digest="", num_bytes=0, publish_s=0.0))
             await asyncio.sleep(0.01)
@@ -382,14 +385,14 @@ def test_what_a_trainer_says_at_once_after_its_announcement_is_judged_by_where_i
         async with bench(tmp_path) as it:
             handmade.admit(it.ledger, 0)
             commit = it.ledger.close_step(0, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
-            await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1, commit=commit))
+            await it.put(row(0, handmade.sample(5)), StepEnd(step=0, num_tokens=4, num_samples=1, commit=commit))
             it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=1, version=1, saved=0, commit=commit))
             it.links[0].send(CheckpointSaved(version=1, commit=commit, num_bytes=1, save_s=0.1))
             it.links[0].send(PolicyPublished(version=1, buffer="a", digest="", num_bytes=0, publish_s=0.0))
             it.links[0].send(PolicyPublished(version=3, buffer="b", digest="", num_bytes=0, publish_s=0.0))
             await asyncio.sleep(1.0)
             assert it.trainer.refused == {Kind.STEPS: 1}, "a policy of a step that nobody has trained"
-            assert it.delivery.num_booked == 1
+            assert it.training.num_booked == 1
             assert it.ledger.store.read("SELECT step FROM events WHERE kind = 'saved'") == [(1,)]
             assert len(it.published) == 2, "the trainer, and its policy"
 
@@ -411,7 +414,7 @@ def test_a_trainer_that_starts_without_end_fills_no_memory(tmp_path: Path):
 def test_a_pull_of_a_step_that_is_done_is_refused(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
-            await it.put(row(0, handmade.sample(5)), Seal(step=0, num_tokens=4, num_samples=1))
+            await it.put(row(0, handmade.sample(5)), StepEnd(step=0, num_tokens=4, num_samples=1))
             handmade.admit(it.ledger, 0)
             it.links[0].send(StepDone(step=0, metrics={}))
             await asyncio.sleep(0.01)
@@ -445,18 +448,18 @@ def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_
             for group_id in range(2):
                 handmade.admit(it.ledger, group_id)
                 commit = it.ledger.close_step(group_id, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
-                await it.put(row(group_id, handmade.sample(5, group_id=group_id)), Seal(step=group_id, num_tokens=4, num_samples=1))
+                await it.put(row(group_id, handmade.sample(5, group_id=group_id)), StepEnd(step=group_id, num_tokens=4, num_samples=1))
             it.links[0].send(StepDone(step=0, metrics={}))
             it.links[0].send(published(1))
             for what in order:
                 await asyncio.sleep(0.01)
-                assert not it.delivery.finished.is_set()
+                assert not it.training.finished.is_set()
                 it.links[0].send(StepDone(step=1, metrics={}) if what == "done" else published(2))
             await asyncio.sleep(0.01)
-            assert not it.delivery.finished.is_set(), "its checkpoint is still being written"
+            assert not it.training.finished.is_set(), "its checkpoint is still being written"
             it.links[0].send(CheckpointSaved(version=2, commit=commit, num_bytes=1, save_s=0.1))
             await asyncio.sleep(0.01)
-            assert it.delivery.finished.is_set()
+            assert it.training.finished.is_set()
             assert [news.version async for news in _first(it.published, 2)] == [1, 2]
 
     simulate(program())
@@ -477,7 +480,7 @@ async def train_step(it: Bench, step: int) -> str:
     it.ledger.assign(step, [of], step=step, now_s=0.0)
     it.ledger.pack([of], step=step, row=0, now_s=0.0)
     commit = it.ledger.close_step(step, num_rows=1, num_tokens=4, num_samples=1, now_s=0.0)
-    await it.put(row(step, of), Seal(step=step, num_tokens=4, num_samples=1, commit=commit))
+    await it.put(row(step, of), StepEnd(step=step, num_tokens=4, num_samples=1, commit=commit))
     await it.ask(0, step=step, index=0)
     it.links[0].send(StepDone(step=step, metrics={}))
     await asyncio.sleep(0.01)
@@ -495,7 +498,7 @@ def test_steps_since_the_checkpoint_are_offered_again_row_by_row_and_booked_once
             for step in (1, 2):
                 assert names(await it.ask(0, step=step, index=0)) == [(f"{step}/0",)]
                 (seal,) = await it.ask(0, step=step, index=1)
-                assert isinstance(seal, StepSealed)
+                assert isinstance(seal, StepClosed)
                 assert seal.commit == commits[step]
                 it.links[0].send(StepDone(step=step, metrics={}))
             await asyncio.sleep(0.01)
@@ -517,10 +520,10 @@ def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path)
             of = handmade.sample(5, group_id=1)
             handmade.admit(it.ledger, 1)
             commit = it.ledger.close_step(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
-            await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
+            await it.put(row(1, of), StepEnd(step=1, num_tokens=4, num_samples=1, commit=commit))
             it.links[0].send(ready(2, version=2, commit=commit))
             await asyncio.sleep(0.01)
-            assert it.delivery.num_booked == 2
+            assert it.training.num_booked == 2
             return it.ledger
 
     ledger = simulate(program())
@@ -543,7 +546,7 @@ def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_sa
             it.ledger.record_score(handmade.scored(of.trajectory), now_s=0.0)
             it.ledger.assign(1, [of], step=1, now_s=0.0)
             commit = it.ledger.close_step(1, num_rows=0, num_tokens=4, num_samples=1, now_s=0.0)
-            await it.put(row(1, of), Seal(step=1, num_tokens=4, num_samples=1, commit=commit))
+            await it.put(row(1, of), StepEnd(step=1, num_tokens=4, num_samples=1, commit=commit))
             await it.put(row(2, handmade.sample(70, group_id=2)), row(2, handmade.sample(5, group_id=3)))
             assert len(it.rows) == 1, "as far ahead as rows may be taken"
             it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=2, version=2, commit=commit, saved=1, saved_commit=first))
@@ -567,12 +570,12 @@ def test_a_trainer_that_another_orchestrator_told_to_train_no_further_is_told_to
             assert isinstance(stop, Stop)
             it.links[0].send(ready(2))
             await train_step(it, 0)
-            assert it.delivery.end_training("stopped by a signal")
+            assert it.training.end_training("stopped by a signal")
             assert [type(answer) for answer in await it.answers(0)] == [EndTraining]
-            assert not it.delivery.trainer_ended.is_set(), "the word of the one before is not this one's"
+            assert not it.training.trainer_ended.is_set(), "the word of the one before is not this one's"
             it.links[0].send(TrainingEnded(version=1))
             assert not await it.answers(0), "it waits: whoever told it to end stops it"
-            assert it.delivery.trainer_ended.is_set()
+            assert it.training.trainer_ended.is_set()
 
     simulate(program())
 
@@ -585,7 +588,7 @@ def test_only_the_replica_that_speaks_for_all_ends_their_training(tmp_path: Path
             await asyncio.sleep(0.01)
             it.links[1].send(TrainingEnded(version=0))
             assert [await it.answers(replica) for replica in range(2)] == [[], []]
-            assert not it.delivery.trainer_ended.is_set()
+            assert not it.training.trainer_ended.is_set()
 
     simulate(program())
 

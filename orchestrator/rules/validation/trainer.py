@@ -8,26 +8,26 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from orchestrator.rules.lies import Kind, Lie
+from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved, PolicyPublished, StepDone, TakeMicroBatch
 
 MAX_PULLS = 64
-"""Rows that a replica may have asked for and not been given. Ours asks for two; more only lets one that lies fill memory."""
+"""Rows that a replica may have asked for and not been given. Ours asks for two; more only lets a dishonest one fill memory."""
 MAX_STEPS_AHEAD = 3
 """Steps after the one that is not done yet of which rows may be asked for. A replica pulls one ahead, and may hear of the end of a step
-before the one that says so; more only lets one that lies fill memory.
+before the one that says so; more only lets a dishonest one fill memory.
 """
 MAX_FIGURES = 1024
 """Of a step: what becomes one line of the journal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class TrainerProgress:
     """Where a trainer is, as the orchestrator knows it."""
 
     num_done: int
     """Steps in its weights."""
-    is_next_sealed: bool
+    is_next_closed: bool
     """The step after them has all its rows."""
     num_steps: int
     """Of the run."""
@@ -35,76 +35,82 @@ class Standing:
     @property
     def newest_version(self) -> int:
         """Of a policy that it can have: it publishes one before it says that the step is done, or after."""
-        return min(self.num_done + self.is_next_sealed, self.num_steps)
+        return min(self.num_done + self.is_next_closed, self.num_steps)
 
 
-def step_done(said: StepDone, standing: Standing) -> Lie | None:
+def step_done(said: StepDone, progress: TrainerProgress) -> Violation | None:
     """A step may be done once, in order, after its last row."""
-    if said.step != standing.num_done or not standing.is_next_sealed:
-        expected = f"{standing.num_done}, once it is sealed" if not standing.is_next_sealed else f"{standing.num_done}"
-        return Lie(kind=Kind.STEPS, words=f"StepDone: step {said.step}, expected {expected}")
+    if said.step != progress.num_done or not progress.is_next_closed:
+        expected = f"{progress.num_done}, once it is sealed" if not progress.is_next_closed else f"{progress.num_done}"
+        return Violation(kind=Kind.STEPS, words=f"StepDone: step {said.step}, expected {expected}")
     if len(said.metrics) > MAX_FIGURES:
-        return Lie(kind=Kind.BOUNDS, words=f"StepDone: {len(said.metrics)} figures, expected at most {MAX_FIGURES}")
+        return Violation(kind=Kind.BOUNDS, words=f"StepDone: {len(said.metrics)} figures, expected at most {MAX_FIGURES}")
     return None
 
 
-def figures(said: StepDone) -> tuple[dict[str, float], Lie | None]:
+def figures(said: StepDone) -> tuple[dict[str, float], Violation | None]:
     """Those of a step's figures that are finite, and what cannot be about the others; the step itself stands."""
     finite = {name: value for name, value in said.metrics.items() if math.isfinite(value)}
     if len(finite) == len(said.metrics):
         return finite, None
     others = ", ".join(f"{name[:100]} {value}" for name, value in said.metrics.items() if name not in finite)
-    return finite, Lie(kind=Kind.BOUNDS, words=f"StepDone of step {said.step}: {others[:1000]}, expected finite figures")
+    return finite, Violation(kind=Kind.BOUNDS, words=f"StepDone of step {said.step}: {others[:1000]}, expected finite figures")
 
 
-def engines(said: StepDone) -> Lie | None:
+def engines(said: StepDone) -> Violation | None:
     """What each engine's samples differ by is a finite figure over tokens that there are."""
     wrong = [one for one in said.engines if min(one.num_tokens, one.num_sequences) < 0 or not math.isfinite(one.kl_sum)]
     if not wrong:
         return None
-    return Lie(kind=Kind.BOUNDS, words=f"StepDone of step {said.step}: {wrong[0]}, expected finite figures from 0")
+    return Violation(kind=Kind.BOUNDS, words=f"StepDone of step {said.step}: {wrong[0]}, expected finite figures from 0")
 
 
-def policy_published(said: PolicyPublished, standing: Standing) -> Lie | None:
+def policy_published(said: PolicyPublished, progress: TrainerProgress) -> Violation | None:
     """A policy is never newer than the step it comes after; older ones are said again to an orchestrator that takes another's place."""
-    if not 0 <= said.version <= standing.newest_version or said.rollback_epoch < 0:
-        expected = f"at most {standing.newest_version}, after step {standing.num_done}"
-        return Lie(
+    if not 0 <= said.version <= progress.newest_version or said.rollback_epoch < 0:
+        expected = f"at most {progress.newest_version}, after step {progress.num_done}"
+        return Violation(
             kind=Kind.STEPS, words=f"PolicyPublished: version {said.version} of rollback epoch {said.rollback_epoch}, expected {expected}"
         )
     if said.num_bytes < 0 or not (math.isfinite(said.publish_s) and said.publish_s >= 0.0):
-        return Lie(kind=Kind.BOUNDS, words=f"PolicyPublished: {said.num_bytes} bytes in {said.publish_s} s, expected finite figures from 0")
+        return Violation(
+            kind=Kind.BOUNDS, words=f"PolicyPublished: {said.num_bytes} bytes in {said.publish_s} s, expected finite figures from 0"
+        )
     return None
 
 
-def checkpoint_saved(said: CheckpointSaved, standing: Standing, *, commit: str | None) -> Lie | None:
+def checkpoint_saved(said: CheckpointSaved, progress: TrainerProgress, *, commit: str | None) -> Violation | None:
     """A checkpoint holds what was trained; `commit` is the ledger's of the step before that version. Its samples are then forgotten."""
-    if not 0 < said.version <= standing.num_done or said.commit != commit:
-        expected = f"at most {standing.num_done}, of commit {commit!r}"
+    if not 0 < said.version <= progress.num_done or said.commit != commit:
+        expected = f"at most {progress.num_done}, of commit {commit!r}"
         got = f"version {said.version} of commit {said.commit[:100]!r}"
-        return Lie(kind=Kind.STEPS, words=f"CheckpointSaved: {got}, expected {expected}")
+        return Violation(kind=Kind.STEPS, words=f"CheckpointSaved: {got}, expected {expected}")
     if said.oldest is not None and not 0 <= said.oldest <= said.version:
         expected = f"0 to {said.version}: what it can start from itself"
-        return Lie(kind=Kind.STEPS, words=f"CheckpointSaved: oldest version {said.oldest}, expected {expected}")
+        return Violation(kind=Kind.STEPS, words=f"CheckpointSaved: oldest version {said.oldest}, expected {expected}")
     if said.num_bytes < 0 or not (math.isfinite(said.save_s) and said.save_s >= 0.0):
-        return Lie(kind=Kind.BOUNDS, words=f"CheckpointSaved: {said.num_bytes} bytes in {said.save_s} s, expected finite figures from 0")
+        return Violation(
+            kind=Kind.BOUNDS, words=f"CheckpointSaved: {said.num_bytes} bytes in {said.save_s} s, expected finite figures from 0"
+        )
     return None
 
 
-def checkpoint_failed(said: CheckpointFailed, standing: Standing) -> Lie | None:
+def checkpoint_failed(said: CheckpointFailed, progress: TrainerProgress) -> Violation | None:
     """A checkpoint that was not written is of what was trained, too."""
-    if 0 < said.version <= standing.num_done:
+    if 0 < said.version <= progress.num_done:
         return None
-    return Lie(kind=Kind.STEPS, words=f"CheckpointFailed: version {said.version}, expected 1 to {standing.num_done}")
+    return Violation(kind=Kind.STEPS, words=f"CheckpointFailed: version {said.version}, expected 1 to {progress.num_done}")
 
 
-def pull(said: TakeMicroBatch, standing: Standing, *, num_asked: int, is_starting: bool) -> Lie | None:
+def pull(said: TakeMicroBatch, progress: TrainerProgress, *, num_asked: int, is_starting: bool) -> Violation | None:
     """A row is asked for of a step that is not done; `num_asked` of this replica are without an answer. While a trainer `is_starting`,
     where it stands is not known yet."""
-    first, last = 0 if is_starting else standing.num_done, standing.num_steps if is_starting else standing.num_done + MAX_STEPS_AHEAD
+    first, last = 0 if is_starting else progress.num_done, progress.num_steps if is_starting else progress.num_done + MAX_STEPS_AHEAD
     if not first <= said.step <= last or said.index < 0:
         wrong = f"row {said.index} of step {said.step}, expected one of steps {first} to {last}"
-        return Lie(kind=Kind.STEPS, words=f"TakeMicroBatch: {wrong}: those before are done")
+        return Violation(kind=Kind.STEPS, words=f"TakeMicroBatch: {wrong}: those before are done")
     if num_asked >= MAX_PULLS:
-        return Lie(kind=Kind.BOUNDS, words=f"TakeMicroBatch: {num_asked} rows asked for and not answered, expected fewer than {MAX_PULLS}")
+        return Violation(
+            kind=Kind.BOUNDS, words=f"TakeMicroBatch: {num_asked} rows asked for and not answered, expected fewer than {MAX_PULLS}"
+        )
     return None

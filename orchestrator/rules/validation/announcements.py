@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.rules.lies import Kind, Lie
+from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import EngineReady, Message, ScorerReady, TrainerReady, WeightsCommitted, WeightsRefused, WeightsStaged
 
 MAX_COUNT = 1 << 53
@@ -23,7 +23,7 @@ MAX_NAME = 64
 """Characters of a rollout's name: longer ones nobody gives, and those that an engine names go into the journal."""
 
 
-class AnnouncedRule:
+class AnnouncementCheck:
     """Says what cannot be about an announcement, or about gauges."""
 
     def __init__(self, *, max_outstanding: int, num_steps: int) -> None:
@@ -31,39 +31,39 @@ class AnnouncedRule:
         self._max_outstanding = max_outstanding
         self._num_steps = num_steps
 
-    def engine(self, said: EngineReady, *, newest: int) -> Lie | None:
+    def engine(self, said: EngineReady, *, newest: int) -> Violation | None:
         """`newest`: the newest version that any engine may hold."""
         if not 0 <= said.version <= newest or not 0 <= said.rollback_epoch <= MAX_ROLLBACK_EPOCH:
             expected = f"0 to {newest}, the newest there can be"
-            return Lie(
+            return Violation(
                 kind=Kind.VERSIONS,
                 words=f"EngineReady: version {said.version} of rollback epoch {said.rollback_epoch}, expected {expected}",
             )
         if not 1 <= said.max_running <= MAX_SLOTS or not 1 <= said.max_model_tokens <= MAX_COUNT:
             got = f"max_running {said.max_running}, max_model_tokens {said.max_model_tokens}"
-            return Lie(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected 1 to {MAX_SLOTS}, and 1 or more")
+            return Violation(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected 1 to {MAX_SLOTS}, and 1 or more")
         is_wrong = any(len(name) > MAX_NAME or not 0 <= attempt <= MAX_COUNT for name, attempt in said.running.items())
         if len(said.running) > self._max_outstanding or is_wrong:
             got, expected = f"{len(said.running)} rollouts that it goes on with", f"at most {self._max_outstanding}, with attempts from 0"
-            return Lie(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected {expected}")
+            return Violation(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected {expected}")
         return None
 
-    def scorer(self, said: ScorerReady) -> Lie | None:
+    def scorer(self, said: ScorerReady) -> Violation | None:
         if 1 <= said.num_slots <= MAX_SLOTS:
             return None
-        return Lie(kind=Kind.BOUNDS, words=f"ScorerReady: {said.num_slots} slots, expected 1 to {MAX_SLOTS}")
+        return Violation(kind=Kind.BOUNDS, words=f"ScorerReady: {said.num_slots} slots, expected 1 to {MAX_SLOTS}")
 
-    def trainer(self, said: TrainerReady) -> Lie | None:
-        """That version and commit are the ledger's own, `stages.delivery` looks up."""
+    def trainer(self, said: TrainerReady) -> Violation | None:
+        """That version and commit are the ledger's own, `stages.training` looks up."""
         saved = said.version if said.saved is None else said.saved
         oldest = saved if said.oldest is None else said.oldest
         if 0 <= oldest <= saved <= said.version <= self._num_steps:
             return None
         got, expected = f"version {said.version}, checkpoints {oldest} to {saved}", f"0 to {self._num_steps}, and no newer checkpoint"
-        return Lie(kind=Kind.STEPS, words=f"TrainerReady: {got}, expected {expected}")
+        return Violation(kind=Kind.STEPS, words=f"TrainerReady: {got}, expected {expected}")
 
 
-def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest: int, rollback_epoch: int) -> Lie | None:
+def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest: int, rollback_epoch: int) -> Violation | None:
     """What cannot be about a policy that an engine speaks of: `newest` and `rollback_epoch` are the newest it was told to fetch, or
     announced; an orchestrator that is gone may have told it of one rollback epoch more."""
     if 0 <= said.version <= newest and 0 <= said.rollback_epoch <= rollback_epoch + 1:
@@ -72,14 +72,14 @@ def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest
         f"version {said.version} of rollback epoch {said.rollback_epoch}",
         f"up to {newest} of rollback epoch {rollback_epoch}, the newest it was told of",
     )
-    return Lie(kind=Kind.VERSIONS, words=f"{type(said).__name__}: {got}, expected {expected}")
+    return Violation(kind=Kind.VERSIONS, words=f"{type(said).__name__}: {got}, expected {expected}")
 
 
-def gauges(said: Message) -> Lie | None:
+def gauges(said: Message) -> Violation | None:
     """What cannot be about figures, those in lists and messages inside included: each must be finite and from 0."""
     for name, value in _figures(said):
         if not (0 <= value <= MAX_COUNT and math.isfinite(value)):
-            return Lie(kind=Kind.BOUNDS, words=f"{type(said).__name__}.{name[:100]} is {value:g}, expected a finite number from 0")
+            return Violation(kind=Kind.BOUNDS, words=f"{type(said).__name__}.{name[:100]} is {value:g}, expected a finite number from 0")
     return None
 
 

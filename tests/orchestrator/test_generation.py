@@ -1,4 +1,4 @@
-"""Dispatch: engines are asked for no more than there is room for, and for more as soon as there is."""
+"""Generation: engines are asked for no more than there is room for, and for more as soon as there is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
-from orchestrator.rules.admission import Admission, pace_of
+from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.generation import Dispatch
+from orchestrator.stages.generation import Generation
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.config import Mode
 from pipelinerl.messages import Completion, EngineReady, Finish, FromEngine, Generate, Sampling, ToEngine, Trajectory
@@ -45,14 +45,14 @@ def test_a_completion_that_is_taken_on_lets_the_next_group_in_and_no_other_sign_
         link = hub.connect("engine-0", accepts=ToEngine)
         peers = Peers(hub, role="engine", expected=1, ready_deadline_s=60.0, silent_after_s=600.0)
         watch, credits = Watch(stall_limit_s=600.0), Signal()
-        prompts = Channel[Drawn]("prompts", giver="prompts", taker="dispatch", watch=watch, bound_bytes=64)
-        trajectories = Channel[Trajectory]("trajectories", giver="dispatch", taker="scoring", watch=watch, bound_bytes=1)
+        prompts = Channel[Drawn]("prompts", giver="prompts", taker="generation", watch=watch, bound_bytes=64)
+        trajectories = Channel[Trajectory]("trajectories", giver="generation", taker="scoring", watch=watch, bound_bytes=1)
         with contextlib.closing(Ledger(None)) as ledger:
-            dispatch = Dispatch(
+            generation = Generation(
                 prompts=prompts,
                 trajectories=trajectories,
                 engines=Engines(peers, expected=1, watch=watch, credits=credits),
-                admission=Admission(pace=pace_of(Mode.STREAMING, max_staleness=9), groups_per_step=9, num_steps=9, max_running=1),
+                admission=Admission(schedule=schedule_of(Mode.STREAMING, max_staleness=9), groups_per_step=9, num_steps=9, max_running=1),
                 credits=credits,
                 ledger=ledger,
                 watch=watch,
@@ -64,10 +64,10 @@ def test_a_completion_that_is_taken_on_lets_the_next_group_in_and_no_other_sign_
             for number in range(9):
                 await prompts.put(Drawn(prompt=handmade.prompt(prompt_id=f"0:{number}"), position=(0, number)))
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(peers.run()), group.create_task(dispatch.run())]
+                tasks = [group.create_task(peers.run()), group.create_task(generation.run())]
                 link.send(EngineReady(engine_id=0, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
                 assert await answer_all(link) == 3
-                assert ("dispatch", "room in completions") in [(wait.stage, wait.what) for wait in watch.waits()]
+                assert ("generation", "room in completions") in [(wait.stage, wait.what) for wait in watch.waits()]
                 for _ in range(3):
                     assert await trajectories.get() is not None
                     assert await answer_all(link) == 1

@@ -7,73 +7,75 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from orchestrator.rules.lies import Kind, Lie
-from orchestrator.rules.sampled import SampledRule
+from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup, StepsScored
 
 SUM_TOLERANCE = 1e-6
 """Relative: how far a reward may lie from the weighted sum of its components, which were added in another order."""
 
 
-class JudgedRule:
+class ScoreCheck:
     """Says what cannot be about a scorer's answer."""
 
-    def __init__(self, *, weights: Mapping[str, float], sampled: SampledRule) -> None:
+    def __init__(self, *, weights: Mapping[str, float], completion_check: CompletionCheck) -> None:
         """`weights` of every reward function, by the name it is known as; `sampled` knows the vocabulary."""
         self._weights = weights
-        self._sampled = sampled
+        self._completion_check = completion_check
 
-    def answer(self, said: Scored | GroupScored | Replied, asked: Score | ScoreGroup | Reply) -> Lie | None:
+    def answer(self, said: Scored | GroupScored | Replied, asked: Score | ScoreGroup | Reply) -> Violation | None:
         """The first thing that cannot be, or None. That it is an answer to this request is known."""
         if not (math.isfinite(said.duration_s) and said.duration_s >= 0.0):
-            return Lie(kind=Kind.BOUNDS, words=f"{_about(said)}: it took {said.duration_s} s, expected a finite number from 0")
+            return Violation(kind=Kind.BOUNDS, words=f"{_about(said)}: it took {said.duration_s} s, expected a finite number from 0")
         match said, asked:
             case Scored(), Score():
                 if said.outcome is Outcome.STOPPED:  # which is this orchestrator's own word
-                    return Lie(kind=Kind.SCORES, words=f"{_about(said)}: outcome stopped, expected ok, timeout, error or invalid")
+                    return Violation(kind=Kind.SCORES, words=f"{_about(said)}: outcome stopped, expected ok, timeout, error or invalid")
                 return self._sum(said.components, said.reward or 0.0, about=_about(said)) if said.outcome is Outcome.OK else None
             case GroupScored(), ScoreGroup():
                 return self._of_group(said, num_members=len(asked.members))
             case Replied(), Reply():
-                return None if said.observation is None else self._sampled.ids(said.observation.token_ids, about=_about(said))
+                return None if said.observation is None else self._completion_check.ids(said.observation.token_ids, about=_about(said))
             case _:
                 expected = type(asked).__name__
-                return Lie(kind=Kind.UNASKED, words=f"{_about(said)}: a {type(said).__name__}, expected what answers a {expected}")
+                return Violation(kind=Kind.UNASKED, words=f"{_about(said)}: a {type(said).__name__}, expected what answers a {expected}")
 
-    def _of_group(self, said: GroupScored, *, num_members: int) -> Lie | None:
+    def _of_group(self, said: GroupScored, *, num_members: int) -> Violation | None:
         if said.outcome is not Outcome.OK:
             return None
         if len(said.rewards) != num_members:
-            return Lie(kind=Kind.SCORES, words=f"{_about(said)}: {len(said.rewards)} rewards, expected {num_members}, one a sibling")
+            return Violation(kind=Kind.SCORES, words=f"{_about(said)}: {len(said.rewards)} rewards, expected {num_members}, one a sibling")
         for reward, components in zip(said.rewards, said.components, strict=True):
-            if (lie := self._sum(components, reward, about=_about(said))) is not None:
-                return lie
+            if (violation := self._sum(components, reward, about=_about(said))) is not None:
+                return violation
         return None
 
-    def _sum(self, components: Mapping[str, float], reward: float, *, about: str) -> Lie | None:
+    def _sum(self, components: Mapping[str, float], reward: float, *, about: str) -> Violation | None:
         if unknown := _unknown(components, self._weights):
-            return Lie(kind=Kind.SCORES, words=f"{about}: a score of {unknown}, expected {', '.join(self._weights)}")
+            return Violation(kind=Kind.SCORES, words=f"{about}: a score of {unknown}, expected {', '.join(self._weights)}")
         if not all(map(math.isfinite, components.values())):
-            return Lie(kind=Kind.SCORES, words=f"{about}: components {dict(components)}, expected finite ones")
+            return Violation(kind=Kind.SCORES, words=f"{about}: components {dict(components)}, expected finite ones")
         expected = sum(self._weights[name] * value for name, value in components.items())
         scale = sum(abs(self._weights[name] * value) for name, value in components.items())
         if abs(reward - expected) <= SUM_TOLERANCE * max(1.0, scale):
             return None
-        return Lie(kind=Kind.SCORES, words=f"{about}: reward {reward:g}, expected {expected:g}, the weighted sum of {dict(components)}")
+        return Violation(
+            kind=Kind.SCORES, words=f"{about}: reward {reward:g}, expected {expected:g}, the weighted sum of {dict(components)}"
+        )
 
 
-def steps_scored(said: StepsScored, *, num_sent: int, last_end: int) -> Lie | None:
+def steps_scored(said: StepsScored, *, num_sent: int, last_end: int) -> Violation | None:
     """What cannot be about a process reward model's answer to `num_sent` tokens of a trace, whose last scored step ended at `last_end`
     (-1: none yet); None where all is well."""
     about = f"StepsScored of rollout {said.rollout_id}, attempt {said.attempt}"
     if not 0 <= said.num_taken <= num_sent:
-        return Lie(kind=Kind.LENGTH, words=f"{about}: {said.num_taken} tokens taken, expected at most {num_sent}, as were sent")
+        return Violation(kind=Kind.LENGTH, words=f"{about}: {said.num_taken} tokens taken, expected at most {num_sent}, as were sent")
     ends = np.concatenate((np.array([last_end]), said.ends))
     if len(said.ends) and ((np.diff(ends) < 0).any() or int(ends[-1]) >= said.num_taken):
         expected = f"rising, after {last_end} and before {said.num_taken}"
-        return Lie(kind=Kind.SCORES, words=f"{about}: steps end at {said.ends[:20].tolist()}, expected {expected}")
+        return Violation(kind=Kind.SCORES, words=f"{about}: steps end at {said.ends[:20].tolist()}, expected {expected}")
     if said.outcome is Outcome.OK and not np.isfinite(said.scores).all():
-        return Lie(kind=Kind.SCORES, words=f"{about}: scores {said.scores[:20].tolist()}, expected finite ones")
+        return Violation(kind=Kind.SCORES, words=f"{about}: scores {said.scores[:20].tolist()}, expected finite ones")
     return None
 
 

@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from orchestrator.rules.announced import MAX_SLOTS, AnnouncedRule, gauges, policy_of
-from orchestrator.rules.lies import MAX_LIES, MAX_REPLACED, WINDOW_S, Kind, Trust, Verdict, impostor
-from orchestrator.rules.trained import MAX_PULLS, Standing, checkpoint_failed, checkpoint_saved, figures, policy_published, pull, step_done
+from orchestrator.rules.validation.announcements import MAX_SLOTS, AnnouncementCheck, gauges, policy_of
+from orchestrator.rules.validation.penalties import MAX_REPLACED, MAX_VIOLATIONS, WINDOW_S, Penalties, Penalty
+from orchestrator.rules.validation.trainer import (
+    MAX_PULLS,
+    TrainerProgress,
+    checkpoint_failed,
+    checkpoint_saved,
+    figures,
+    policy_published,
+    pull,
+    step_done,
+)
+from orchestrator.rules.validation.violations import Kind, wrong_identity
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
@@ -26,7 +36,7 @@ from pipelinerl.messages import (
 )
 
 NAMES = {"engine-0", "engine-1"}
-RULE = AnnouncedRule(max_outstanding=3, num_steps=10)
+RULE = AnnouncementCheck(max_outstanding=3, num_steps=10)
 
 
 def load(engine_id: int = 1, **changes: Any) -> EngineLoad:
@@ -41,45 +51,45 @@ def ready(**changes: Any) -> EngineReady:
 
 @pytest.mark.parametrize(("peer", "engine_id", "is_one"), [("engine-1", 1, False), ("engine-1", 0, True), ("engine-30000", 30000, True)])
 def test_a_peer_is_who_its_key_says_and_one_that_the_config_has(peer: str, engine_id: int, is_one: bool):
-    lie = impostor(peer, load(engine_id), names=NAMES)
-    assert (lie is not None) == is_one
-    assert lie is None or lie.kind == Kind.IDENTITY
+    violation = wrong_identity(peer, load(engine_id), names=NAMES)
+    assert (violation is not None) == is_one
+    assert violation is None or violation.kind == Kind.IDENTITY
 
 
 def test_every_third_lie_costs_a_process_and_the_fourth_process_its_name():
-    trust = Trust(can_replace=True)
+    penalties = Penalties(can_replace=True)
     for _ in range(MAX_REPLACED):
-        verdicts = [trust.lied("engine-1", now_s=1.0) for _ in range(MAX_LIES + 5)]
-        assert verdicts == [Verdict.REFUSE] * (MAX_LIES - 1) + [Verdict.REPLACE] + [Verdict.REFUSE] * 5, "once for each process"
-        assert trust.lied("engine-0", now_s=1.0) is Verdict.REFUSE, "nobody answers for another"
-        assert trust.began_anew("engine-1", now_s=1.0) is Verdict.REFUSE
-        assert trust.began_anew("engine-0", now_s=1.0) is Verdict.REFUSE
-    assert [trust.lied("engine-1", now_s=1.0) for _ in range(MAX_LIES)][-1] is Verdict.BAN
+        verdicts = [penalties.violated("engine-1", now_s=1.0) for _ in range(MAX_VIOLATIONS + 5)]
+        assert verdicts == [Penalty.REFUSE] * (MAX_VIOLATIONS - 1) + [Penalty.REPLACE] + [Penalty.REFUSE] * 5, "once for each process"
+        assert penalties.violated("engine-0", now_s=1.0) is Penalty.REFUSE, "nobody answers for another"
+        assert penalties.began_anew("engine-1", now_s=1.0) is Penalty.REFUSE
+        assert penalties.began_anew("engine-0", now_s=1.0) is Penalty.REFUSE
+    assert [penalties.violated("engine-1", now_s=1.0) for _ in range(MAX_VIOLATIONS)][-1] is Penalty.BAN
 
 
 def test_who_can_be_of_no_use_is_replaced_for_a_single_lie():
-    trust = Trust(can_replace=True)
-    assert trust.lied("trainer-0", now_s=1.0, is_hopeless=True) is Verdict.REPLACE
-    assert trust.lied("trainer-0", now_s=1.0, is_hopeless=True) is Verdict.REFUSE, "it is being replaced"
-    trust.began_anew("trainer-0", now_s=1.0)
-    assert trust.lied("trainer-0", now_s=1.0) is Verdict.REFUSE, "that was another process"
-    assert Trust(can_replace=False).lied("trainer-0", now_s=1.0, is_hopeless=True) is Verdict.BAN
+    penalties = Penalties(can_replace=True)
+    assert penalties.violated("trainer-0", now_s=1.0, is_hopeless=True) is Penalty.REPLACE
+    assert penalties.violated("trainer-0", now_s=1.0, is_hopeless=True) is Penalty.REFUSE, "it is being replaced"
+    penalties.began_anew("trainer-0", now_s=1.0)
+    assert penalties.violated("trainer-0", now_s=1.0) is Penalty.REFUSE, "that was another process"
+    assert Penalties(can_replace=False).violated("trainer-0", now_s=1.0, is_hopeless=True) is Penalty.BAN
 
 
 def test_old_replacements_are_forgotten_and_where_nobody_can_replace_a_liar_is_banned_at_once():
-    trust = Trust(can_replace=True)
+    penalties = Penalties(can_replace=True)
     for number in range(3 * MAX_REPLACED):
-        verdicts = [trust.lied("engine-1", now_s=number * WINDOW_S / 2) for _ in range(MAX_LIES)]
-        assert verdicts[-1] is Verdict.REPLACE
-        trust.began_anew("engine-1", now_s=number * WINDOW_S / 2)
-    alone = Trust(can_replace=False)
-    assert [alone.lied("engine-1", now_s=0.0) for _ in range(MAX_LIES)][-1] is Verdict.BAN
+        verdicts = [penalties.violated("engine-1", now_s=number * WINDOW_S / 2) for _ in range(MAX_VIOLATIONS)]
+        assert verdicts[-1] is Penalty.REPLACE
+        penalties.began_anew("engine-1", now_s=number * WINDOW_S / 2)
+    alone = Penalties(can_replace=False)
+    assert [alone.violated("engine-1", now_s=0.0) for _ in range(MAX_VIOLATIONS)][-1] is Penalty.BAN
 
 
 def test_a_name_that_has_one_process_after_another_is_banned():
-    trust = Trust(can_replace=True, max_lives=5)
-    assert [trust.began_anew("engine-1", now_s=0.0) for _ in range(6)] == [Verdict.REFUSE] * 5 + [Verdict.BAN]
-    assert trust.began_anew("engine-1", now_s=2 * WINDOW_S) is Verdict.REFUSE
+    penalties = Penalties(can_replace=True, max_processes=5)
+    assert [penalties.began_anew("engine-1", now_s=0.0) for _ in range(6)] == [Penalty.REFUSE] * 5 + [Penalty.BAN]
+    assert penalties.began_anew("engine-1", now_s=2 * WINDOW_S) is Penalty.REFUSE
 
 
 @pytest.mark.parametrize(
@@ -98,8 +108,8 @@ def test_a_name_that_has_one_process_after_another_is_banned():
     ],
 )
 def test_an_engine_announces_what_this_run_can_have(kind: Kind | None, changes: dict[str, Any]):
-    lie = RULE.engine(ready(**changes), newest=4)
-    assert (None if lie is None else lie.kind) == kind
+    violation = RULE.engine(ready(**changes), newest=4)
+    assert (None if violation is None else violation.kind) == kind
 
 
 def test_a_scorer_has_some_slots_and_a_trainer_no_version_after_the_last_step():
@@ -115,18 +125,18 @@ def test_a_scorer_has_some_slots_and_a_trainer_no_version_after_the_last_step():
 def test_gauges_are_finite_and_from_zero(name: str, value: float):
     assert gauges(load(kv_used=0.5)) is None
     changed: dict[str, Any] = {name: value}
-    lie = gauges(load(**changed))
-    assert lie is not None
-    assert name in lie.words
+    violation = gauges(load(**changed))
+    assert violation is not None
+    assert name in violation.words
 
 
 def test_gauges_inside_gauges_are_looked_at_too():
     function = FunctionLoad(
         num_calls=1, num_failed={"error": -1}, num_retries=0, p50_s=0.1, p95_s=0.1, max_s=0.1, slowest="0/0", breaker="closed"
     )
-    lie = gauges(ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0, functions={"right": function}))
-    assert lie is not None
-    assert "functions.right.num_failed.error" in lie.words
+    violation = gauges(ScorerLoad(scorer_id=0, num_running=0, num_scored=0, busy_s=0.0, functions={"right": function}))
+    assert violation is not None
+    assert "functions.right.num_failed.error" in violation.words
 
 
 @pytest.mark.parametrize(
@@ -139,54 +149,52 @@ def test_an_engine_commits_what_it_was_told_of(version: int, rollback_epoch: int
 
 # --- a trainer ---
 
-STANDING = Standing(num_done=3, is_next_sealed=True, num_steps=10)
-OPEN = Standing(num_done=3, is_next_sealed=False, num_steps=10)
+CLOSED = TrainerProgress(num_done=3, is_next_closed=True, num_steps=10)
+OPEN = TrainerProgress(num_done=3, is_next_closed=False, num_steps=10)
 
 
-@pytest.mark.parametrize(
-    ("step", "standing", "is_good"), [(3, STANDING, True), (4, STANDING, False), (2, STANDING, False), (3, OPEN, False)]
-)
-def test_a_step_is_done_once_in_order_and_after_its_seal(step: int, standing: Standing, is_good: bool):
-    assert (step_done(StepDone(step=step, metrics={}), standing) is None) == is_good
+@pytest.mark.parametrize(("step", "progress", "is_good"), [(3, CLOSED, True), (4, CLOSED, False), (2, CLOSED, False), (3, OPEN, False)])
+def test_a_step_is_done_once_in_order_and_after_its_seal(step: int, progress: TrainerProgress, is_good: bool):
+    assert (step_done(StepDone(step=step, metrics={}), progress) is None) == is_good
 
 
 def test_of_a_steps_figures_the_finite_ones_stand_and_there_are_not_too_many():
-    finite, lie = figures(StepDone(step=3, metrics={"loss": 0.5, "kl": math.nan, "norm": math.inf}))
+    finite, violation = figures(StepDone(step=3, metrics={"loss": 0.5, "kl": math.nan, "norm": math.inf}))
     assert finite == {"loss": 0.5}
-    assert lie is not None
-    assert "kl nan" in lie.words
+    assert violation is not None
+    assert "kl nan" in violation.words
     assert figures(StepDone(step=3, metrics={"loss": 0.5}))[1] is None
     many = StepDone(step=3, metrics={str(number): 0.0 for number in range(2000)})
-    assert step_done(many, STANDING) is not None
+    assert step_done(many, CLOSED) is not None
 
 
 @pytest.mark.parametrize(
-    ("version", "standing", "is_good"), [(4, STANDING, True), (3, OPEN, True), (4, OPEN, False), (5, STANDING, False), (0, OPEN, True)]
+    ("version", "progress", "is_good"), [(4, CLOSED, True), (3, OPEN, True), (4, OPEN, False), (5, CLOSED, False), (0, OPEN, True)]
 )
-def test_a_policy_is_no_newer_than_the_step_it_comes_after(version: int, standing: Standing, is_good: bool):
+def test_a_policy_is_no_newer_than_the_step_it_comes_after(version: int, progress: TrainerProgress, is_good: bool):
     said = PolicyPublished(version=version, buffer="a", digest="", num_bytes=1, publish_s=0.1)
-    assert (policy_published(said, standing) is None) == is_good
+    assert (policy_published(said, progress) is None) == is_good
 
 
 @pytest.mark.parametrize(("version", "commit", "is_good"), [(3, "c", True), (3, "d", False), (4, "c", False), (0, "c", False)])
 def test_a_checkpoint_is_of_what_was_trained_and_names_the_ledgers_commit(version: int, commit: str, is_good: bool):
     said = CheckpointSaved(version=version, commit=commit, num_bytes=1, save_s=0.1)
-    assert (checkpoint_saved(said, STANDING, commit="c") is None) == is_good
-    assert (checkpoint_failed(CheckpointFailed(version=version, error=""), STANDING) is None) == (0 < version <= 3)
+    assert (checkpoint_saved(said, CLOSED, commit="c") is None) == is_good
+    assert (checkpoint_failed(CheckpointFailed(version=version, error=""), CLOSED) is None) == (0 < version <= 3)
 
 
 @pytest.mark.parametrize(("oldest", "is_good"), [(None, True), (0, True), (3, True), (4, False), (-1, False)])
 def test_a_checkpoint_lets_no_rows_go_that_it_would_need_itself(oldest: int | None, is_good: bool):
     said = CheckpointSaved(version=3, commit="c", num_bytes=1, save_s=0.1, oldest=oldest)
-    assert (checkpoint_saved(said, STANDING, commit="c") is None) == is_good
+    assert (checkpoint_saved(said, CLOSED, commit="c") is None) == is_good
     ready = TrainerReady(replica=0, num_replicas=1, process_id=1, version=3, oldest=oldest)
     assert (RULE.trainer(ready) is None) == is_good
 
 
 def test_rows_are_pulled_of_steps_that_are_not_done_and_not_without_end():
     for step, is_good in ((2, False), (3, True), (4, True), (6, True), (7, False)):
-        lie = pull(TakeMicroBatch(replica=0, step=step, index=0), STANDING, num_asked=0, is_starting=False)
-        assert (lie is None) == is_good
-    assert pull(TakeMicroBatch(replica=0, step=9, index=0), STANDING, num_asked=0, is_starting=True) is None
-    assert pull(TakeMicroBatch(replica=0, step=3, index=-1), STANDING, num_asked=0, is_starting=False) is not None
-    assert pull(TakeMicroBatch(replica=0, step=3, index=0), STANDING, num_asked=MAX_PULLS, is_starting=False) is not None
+        violation = pull(TakeMicroBatch(replica=0, step=step, index=0), CLOSED, num_asked=0, is_starting=False)
+        assert (violation is None) == is_good
+    assert pull(TakeMicroBatch(replica=0, step=9, index=0), CLOSED, num_asked=0, is_starting=True) is None
+    assert pull(TakeMicroBatch(replica=0, step=3, index=-1), CLOSED, num_asked=0, is_starting=False) is not None
+    assert pull(TakeMicroBatch(replica=0, step=3, index=0), CLOSED, num_asked=MAX_PULLS, is_starting=False) is not None

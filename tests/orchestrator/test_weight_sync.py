@@ -1,4 +1,4 @@
-"""Refresh: every engine hears of every policy, and a buffer goes back only when no engine can read it; on simulated time."""
+"""WeightSync: every engine hears of every policy, and a buffer goes back only when no engine can read it; on simulated time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
-from orchestrator.rules.admission import Admission, pace_of
-from orchestrator.stages.weight_sync import Refresh
+from orchestrator.rules.admission import Admission, schedule_of
+from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.config import Mode
 from pipelinerl.errors import PeerRefused, PeerSilent
 from pipelinerl.messages import (
@@ -44,14 +44,14 @@ from tests.sim.clock import simulate
 
 @dataclasses.dataclass(kw_only=True)
 class Bench:
-    """A refresh stage with a hand on two engines and a trainer."""
+    """A weight_sync stage with a hand on two engines and a trainer."""
 
     published: Channel[TrainerReady | PolicyPublished]
     admission: Admission
     credits: Signal
     engines: list[MemoryLink]
     known: Engines
-    refresh: Refresh
+    weight_sync: WeightSync
     trainer: MemoryLink
 
     async def publish(self, version: int, *, rollback_epoch: int = 0) -> None:
@@ -100,11 +100,11 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
     trainer = Peers(trainer_hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
     watch, credits = Watch(stall_limit_s=1000.0), Signal()
     journal = Journal(folder, "orchestrator")
-    published = Channel[TrainerReady | PolicyPublished]("policies", giver="delivery", taker="refresh", watch=watch, bound_bytes=10)
-    pace = pace_of(mode, max_staleness=2)
-    admission = Admission(pace=pace, groups_per_step=4, num_steps=100, max_running=100)
+    published = Channel[TrainerReady | PolicyPublished]("policies", giver="training", taker="weight_sync", watch=watch, bound_bytes=10)
+    schedule = schedule_of(mode, max_staleness=2)
+    admission = Admission(schedule=schedule, groups_per_step=4, num_steps=100, max_running=100)
     known = Engines(peers, expected=2, watch=watch, credits=Signal())
-    refresh = Refresh(
+    weight_sync = WeightSync(
         published=published,
         engines=known,
         trainer=trainer,
@@ -119,7 +119,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
     trainer_link = trainer_hub.connect("trainer-0", accepts=ToTrainer)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(peers.run()), group.create_task(refresh.run())]
+            tasks = [group.create_task(peers.run()), group.create_task(weight_sync.run())]
             for engine_id, link in enumerate(links):
                 link.send(EngineReady(engine_id=engine_id, process_id=1, max_model_tokens=100, max_running=4, tensors=()))
             await asyncio.sleep(0.01)
@@ -129,7 +129,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
                 credits=credits,
                 engines=links,
                 known=known,
-                refresh=refresh,
+                weight_sync=weight_sync,
                 trainer=trainer_link,
             )
             for task in tasks:

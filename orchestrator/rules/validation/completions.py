@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from orchestrator.rules.lies import Kind, Lie
+from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.data.expert_routes import table_of
 from pipelinerl.messages import Completion, Finish, Generate, Int32, Routes, Tokens
 
@@ -20,7 +20,7 @@ half precision by less than this. Larger lets forged weights above 1 through."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AnswerBounds:
     """What an engine was asked, and what it can have done since."""
 
     request: Generate
@@ -51,29 +51,29 @@ class Experts:
     """Experts of each token."""
 
 
-class SampledRule:
+class CompletionCheck:
     """Says what cannot be about an engine's answer. `vocabulary` None: the model's folder does not say; `experts` None: none travel."""
 
     def __init__(self, *, vocabulary: int | None, experts: Experts | None = None) -> None:
         self._vocabulary = vocabulary
         self._experts = experts
 
-    def completion(self, said: Completion, asked: Asked) -> Lie | None:
+    def completion(self, said: Completion, asked: AnswerBounds) -> Violation | None:
         """The first thing that cannot be, or None."""
         for check in (self._ids, _logprobs, _versions, _length, _finish, self._routes, _rest):
-            if (lie := check(said, asked)) is not None:
-                return lie
+            if (violation := check(said, asked)) is not None:
+                return violation
         return None
 
-    def tokens(self, said: Tokens, asked: Asked) -> Lie | None:
+    def tokens(self, said: Tokens, asked: AnswerBounds) -> Violation | None:
         """The same of a part of a sequence that goes on."""
         end = said.start + len(said.token_ids)
         if said.start < 0 or end > asked.request.sampling.max_tokens:
             limit = asked.request.sampling.max_tokens
-            return Lie(kind=Kind.LENGTH, words=f"{_about(said)}: tokens {said.start} to {end}, expected at most {limit}")
+            return Violation(kind=Kind.LENGTH, words=f"{_about(said)}: tokens {said.start} to {end}, expected at most {limit}")
         return self.ids(said.token_ids, about=_about(said))
 
-    def ids(self, token_ids: Int32, *, about: str) -> Lie | None:
+    def ids(self, token_ids: Int32, *, about: str) -> Violation | None:
         """Of tokens that anybody made: each must be one of the vocabulary's."""
         if not len(token_ids):
             return None
@@ -81,47 +81,49 @@ class SampledRule:
         if low >= 0 and (self._vocabulary is None or high < self._vocabulary):
             return None
         expected = "0 or more" if self._vocabulary is None else f"0 to {self._vocabulary - 1}"
-        return Lie(kind=Kind.TOKENS, words=f"{about}: token ids from {low} to {high}, expected {expected}")
+        return Violation(kind=Kind.TOKENS, words=f"{about}: token ids from {low} to {high}, expected {expected}")
 
-    def _ids(self, said: Completion, asked: Asked) -> Lie | None:
+    def _ids(self, said: Completion, asked: AnswerBounds) -> Violation | None:
         return self.ids(said.token_ids, about=_about(said))
 
-    def _routes(self, said: Completion, asked: Asked) -> Lie | None:
+    def _routes(self, said: Completion, asked: AnswerBounds) -> Violation | None:
         if said.routes is None:
             return None
         if self._experts is None:
-            return Lie(kind=Kind.ROUTES, words=f"{_about(said)}: routes, expected none: model.replay_routing is false")
+            return Violation(kind=Kind.ROUTES, words=f"{_about(said)}: routes, expected none: model.replay_routing is false")
         wrong = _wrong_routes(said.routes, self._experts, num_rows=asked.num_prompt + len(said.token_ids) - 1)
-        return Lie(kind=Kind.ROUTES, words=f"{_about(said)}: {wrong}") if wrong else None
+        return Violation(kind=Kind.ROUTES, words=f"{_about(said)}: {wrong}") if wrong else None
 
 
-def _logprobs(said: Completion, asked: Asked) -> Lie | None:
+def _logprobs(said: Completion, asked: AnswerBounds) -> Violation | None:
     if not len(said.logprobs):
         return None
     low, high = float(said.logprobs.min()), float(said.logprobs.max())  # NaN where any is
     if math.isfinite(low) and high <= MAX_LOGPROB:
         return None
-    return Lie(kind=Kind.LOGPROBS, words=f"{_about(said)}: log-probabilities from {low:g} to {high:g}, expected finite ones of at most 0")
+    return Violation(
+        kind=Kind.LOGPROBS, words=f"{_about(said)}: log-probabilities from {low:g} to {high:g}, expected finite ones of at most 0"
+    )
 
 
-def _versions(said: Completion, asked: Asked) -> Lie | None:
+def _versions(said: Completion, asked: AnswerBounds) -> Violation | None:
     if not len(said.versions):
         return None
     first, last = int(said.versions[0]), int(said.versions[-1])  # they never fall: the message itself refuses that
     if asked.oldest <= first and last <= asked.newest:
         return None
     expected = f"{asked.oldest}, which it held when it was asked, to {asked.newest}, the newest it was told of"
-    return Lie(kind=Kind.VERSIONS, words=f"{_about(said)}: versions from {first} to {last}, expected {expected}")
+    return Violation(kind=Kind.VERSIONS, words=f"{_about(said)}: versions from {first} to {last}, expected {expected}")
 
 
-def _length(said: Completion, asked: Asked) -> Lie | None:
+def _length(said: Completion, asked: AnswerBounds) -> Violation | None:
     num, limit = len(said.token_ids), asked.request.sampling.max_tokens
     if num <= limit:
         return None
-    return Lie(kind=Kind.LENGTH, words=f"{_about(said)}: {num} tokens, expected at most {limit}")
+    return Violation(kind=Kind.LENGTH, words=f"{_about(said)}: {num} tokens, expected at most {limit}")
 
 
-def _finish(said: Completion, asked: Asked) -> Lie | None:
+def _finish(said: Completion, asked: AnswerBounds) -> Violation | None:
     num, sampling = len(said.token_ids), asked.request.sampling
     is_full = num >= sampling.max_tokens or asked.num_prompt + num >= asked.max_model_tokens - 1
     match said.finish:
@@ -135,17 +137,17 @@ def _finish(said: Completion, asked: Asked) -> Lie | None:
             wrong = "with words of an error"
         case _:
             return None
-    return Lie(kind=Kind.FINISH, words=f"{_about(said)}: ended as {said.finish}, but {wrong}")
+    return Violation(kind=Kind.FINISH, words=f"{_about(said)}: ended as {said.finish}, but {wrong}")
 
 
-def _rest(said: Completion, asked: Asked) -> Lie | None:
+def _rest(said: Completion, asked: AnswerBounds) -> Violation | None:
     if len(said.recomputed) > asked.max_swaps:
         num = len(said.recomputed)
         wrong = f"its KV cache was computed anew {num} times, expected at most {asked.max_swaps}, once for each version since"
-        return Lie(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
+        return Violation(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
     if not (math.isfinite(said.started_at) and math.isfinite(said.finished_at)):
         wrong = f"times {said.started_at} and {said.finished_at}, expected finite ones"
-        return Lie(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
+        return Violation(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
     return None
 
 
