@@ -593,15 +593,15 @@ class Assembly:
         config = self._config
         return {
             "group_size": config.rollout.group_size,
-            "adds_greedy": self._adds_greedy,
+            "has_greedy_baseline": self._adds_greedy,
             "groups_per_step": config.batch.groups_per_step,
             "max_row_tokens": config.batch.max_tokens,
             "max_turns": config.environment.max_turns if config.environment.function is not None else None,
             "max_staleness": self._schedule.max_staleness,
             "num_steps": config.trainer.steps,
-            "follows_traces": config.prm.is_used,
-            "compares_siblings": config.compares_siblings,
-            "stops_below": config.prm.early_stop.threshold,
+            "has_prm": config.prm.is_used,
+            "has_group_rewards": config.compares_siblings,
+            "early_stop_threshold": config.prm.early_stop.threshold,
             "seed": config.run.seed,
         }
 

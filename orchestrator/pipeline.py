@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from orchestrator.assembly import Assembly, Dependencies
-from orchestrator.ledger.ledger import Counts
+from orchestrator.ledger.rollouts import Counts
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import Stop

@@ -232,7 +232,7 @@ def test_changes_of_more_elements_than_there_are_make_no_room_for_them(size: int
 
 CHECKPOINT = json.dumps(
     {
-        "schema": 3,
+        "schema": 4,
         "version": 3,
         "commit": "a:7",
         "num_samples": 2,

@@ -58,7 +58,7 @@ class RecordedStep:
     quarantined_rows: frozenset[int] = frozenset()
     """Numbers of the rows that are sent no more: they killed the trainer."""
     closed: tuple[int, int, str] | None = None
-    """(tokens with a loss, samples, commit) where the step was sealed."""
+    """(tokens with a loss, samples, commit) where the step is closed."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -76,19 +76,19 @@ class Snapshot:
     """Of the prompt source: the next prompt to draw."""
     interrupted: tuple[InterruptedGroup, ...]
     scored: tuple[ScoredTrajectory, ...]
-    """Scored, and not placed in a step."""
+    """Scored, and not assigned to a step."""
     group_scored: frozenset[str]
-    """Rollouts that were compared with their siblings."""
+    """Rollouts whose scores take their siblings into account."""
     prm_scored: frozenset[str]
     """Rollouts whose steps have scores."""
     early_stops: dict[tuple[str, int], EarlyStopDecision]
-    """By rollout in flight and attempt: how its coin fell."""
+    """By rollout in flight and attempt: its early-stop decision."""
     steps: dict[int, RecordedStep]
     """Steps from `num_done` on; the last one may be open."""
     num_assigned_groups: int
-    """Groups placed in any step so far."""
+    """Groups assigned to any step so far."""
     running_groups: frozenset[int]
-    """Groups admitted and neither placed nor given up."""
+    """Groups admitted and not completed."""
     deaths: dict[str, dict[str, int]]
     """By role, by prompt: how often it was there when a peer died, and has not come through since."""
 
@@ -112,12 +112,12 @@ def read_snapshot(ledger: Ledger) -> Snapshot:
 
 
 def _read_snapshot(ledger: Ledger) -> Snapshot:
-    num_done = ledger.read_state("done", 0)
+    num_done = ledger.read_state("num_done", 0)
     drawn, *position = ledger.read_state("drawn", (-1, 0, 0))
     steps = _read_steps(ledger, first=num_done, end=None)
     scored = _scored(ledger, "step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE number IS NULL)")
     names = {one.trajectory.rollout_id for one in scored}
-    amended = [(name, flags) for name, *_, followed, compared in ledger.store.rows("samples") for flags in [(followed, compared)]]
+    rescored = [(name, is_prm_scored, is_group_scored) for name, *_, is_prm_scored, is_group_scored in ledger.store.rows("samples")]
     interrupted = _interrupted(ledger)
     running = {scored_one.trajectory.group_id for scored_one in scored} | {group.group_id for group in interrupted}
     return Snapshot(
@@ -126,11 +126,11 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
         position=(position[0], position[1]),
         interrupted=interrupted,
         scored=scored,
-        group_scored=frozenset(name for name, (_, is_compared) in amended if is_compared and name in names),
-        prm_scored=frozenset(name for name, (is_followed, _) in amended if is_followed and name in names),
+        group_scored=frozenset(name for name, _, is_scored in rescored if is_scored and name in names),
+        prm_scored=frozenset(name for name, is_scored, _ in rescored if is_scored and name in names),
         early_stops=_early_stops(ledger),
         steps=steps,
-        num_assigned_groups=ledger.read_state("placed", 0),
+        num_assigned_groups=ledger.read_state("num_assigned", 0),
         running_groups=frozenset(running),
         deaths=ledger.read_state("deaths", {}),
         evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
@@ -138,7 +138,7 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
 
 
 def read_steps(ledger: Ledger, *, first: int, end: int | None = None) -> dict[int, RecordedStep]:
-    """Steps `first` .. `end` - 1 as they were packed and sealed: what a trainer that starts again is given once more.
+    """Steps `first` .. `end` - 1 as they were packed and closed: what a trainer that starts again is given once more.
 
     Raises `LedgerError` for a ledger that was damaged.
     """
@@ -152,16 +152,16 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
     bodies = {one.trajectory.rollout_id: one for one in _scored(ledger, between)}
     rows: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     unpacked: dict[int, list[Sample]] = collections.defaultdict(list)
-    for rollout_id, _, advantages, step, row, *_ in ledger.store.rows("samples", f"{between} ORDER BY step, row, place, rowid"):
+    for rollout_id, _, advantages, step, row, *_ in ledger.store.rows("samples", f"{between} ORDER BY step, row, position, rowid"):
         sample = _sample(bodies[rollout_id], np.frombuffer(advantages, np.float32))
         (unpacked[step] if row is None else rows[step][row]).append(sample)
-    seals = ledger.store.rows("steps", between)
-    closed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, _, num_tokens, num_samples, seq in seals}
-    groups = collections.Counter(step for _, _, _, step, is_placed in ledger.store.rows("groups", between) if is_placed)
-    greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE is_placed AND {between})"
+    closings = ledger.store.rows("steps", between)
+    closed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, _, num_tokens, num_samples, seq in closings}
+    groups = collections.Counter(step for _, _, _, step, is_assigned in ledger.store.rows("groups", between) if is_assigned)
+    greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE is_assigned AND {between})"
     baselines = {one.trajectory.group_id: one for one in _scored(ledger, greedy) if one.trajectory.is_greedy}
-    stopped = ledger.store.rows("samples", between.replace("step", "stopped"))
-    num_stopped = collections.Counter(row[COLUMNS["samples"].index("stopped")] for row in stopped)
+    stopped = ledger.store.rows("samples", between.replace("step", "stopped_step"))
+    num_stopped = collections.Counter(row[COLUMNS["samples"].index("stopped_step")] for row in stopped)
     steps = {
         step: RecordedStep(
             rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
@@ -174,9 +174,9 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
         )
         for step in sorted(rows.keys() | unpacked.keys() | closed.keys() | groups.keys())
     }
-    for step, num_rows, *_ in seals:
+    for step, num_rows, *_ in closings:
         if len(steps[step].rows) != num_rows:
-            raise LedgerError(f"step {step} was sealed with {num_rows} rows, but the ledger holds {len(steps[step].rows)} of them")
+            raise LedgerError(f"step {step} was closed with {num_rows} rows, but the ledger holds {len(steps[step].rows)} of them")
     return steps
 
 
@@ -188,39 +188,41 @@ def read_resting(ledger: Ledger) -> dict[int, Rest]:
 
 
 def read_successes(ledger: Ledger, *, correct_reward: float, group_size: int) -> list[tuple[str, float]]:
-    """(prompt, part of its scored siblings that were correct) of every group that was settled and scored, in that order, and that
+    """(prompt, part of its scored siblings that were correct) of every group that was completed and scored, in that order, and that
     `read_resting` knows nothing of: all of them in a run that was begun without `data.difficulty`, or by an earlier version.
 
     Siblings from `group_size` on are greedy, and not counted.
     """
-    settled = ledger.store.rows("settled", "number > ? ORDER BY number", ledger.read_state("measured", 0))
-    if not settled:  # no look at the whole history
+    completed = ledger.store.rows("completed", "number > ? ORDER BY number", ledger.read_state("num_measured", 0))
+    if not completed:  # no look at the whole history
         return []
     rewards: dict[int, list[float | None]] = collections.defaultdict(list)
-    last = "SELECT rollout_id, reward, max(seq) FROM events WHERE kind IN ('scored', 'followed', 'compared') AND rollout_id IS NOT NULL"
+    last = (
+        "SELECT rollout_id, reward, max(seq) FROM events WHERE kind IN ('scored', 'prm_scored', 'group_scored') AND rollout_id IS NOT NULL"
+    )
     for rollout_id, reward, _ in ledger.store.read(f"{last} GROUP BY rollout_id"):
         group_id, _, sibling = rollout_id.partition("/")
         if int(sibling) < group_size:
             rewards[int(group_id)].append(reward)
     prompts = {group_id: prompt_id for group_id, prompt_id, *_ in ledger.store.rows("drawn")}
-    found = [(prompts[group_id], success_of(rewards[group_id], correct_reward=correct_reward)) for _, group_id, *_ in settled]
+    found = [(prompts[group_id], success_of(rewards[group_id], correct_reward=correct_reward)) for _, group_id, *_ in completed]
     return [(prompt_id, success) for prompt_id, success in found if success is not None]
 
 
 def commit_of(ledger: Ledger, step: int) -> str | None:
-    """The commit under which a step was sealed; None where it was not, or where no checkpoint of it may be used any more."""
+    """The commit under which a step was closed; None where it was not, or where no checkpoint of it may be used any more."""
     found = ledger.store.rows("steps", "step = ?", step)
     return f"{ledger.store.ledger_id}:{found[0][-1]}" if found else None
 
 
 def saved_versions(ledger: Ledger) -> list[int]:
     """Versions of the checkpoints that the ledger counts on, in order; those that `checkpoint.keep` removed are not among them."""
-    return [version for version, _ in ledger.store.rows("saves", "TRUE ORDER BY version")]
+    return [version for version, _ in ledger.store.rows("checkpoints", "TRUE ORDER BY version")]
 
 
 def first_kept_step(ledger: Ledger) -> int:
     """The step from which on rows are kept: the oldest version that a trainer may start from."""
-    return ledger.read_state("oldest", 0)
+    return ledger.read_state("oldest_version", 0)
 
 
 def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
@@ -248,7 +250,7 @@ def _groups(scored: Iterable[ScoredTrajectory], *, baselines: Mapping[int, Score
 
 
 def _sample(scored: ScoredTrajectory, advantages: np.ndarray) -> Sample:
-    assert scored.score.reward is not None, "a sample that was placed has a reward"
+    assert scored.score.reward is not None, "a sample that was assigned has a reward"
     return Sample(trajectory=scored.trajectory, reward=scored.score.reward, advantages=advantages, weight=scored.weight)
 
 
@@ -271,6 +273,8 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
 
 def _early_stops(ledger: Ledger) -> dict[tuple[str, int], EarlyStopDecision]:
     """Of the last attempt of each rollout in flight: an earlier one is asked about no more."""
-    said = {name: rollout.flag for name, rollout in ledger.rollouts_in_flight().items()}
-    fallen = {name: msgspec.json.decode(flag, type=tuple[int, EarlyStopDecision]) for name, flag in said.items() if flag is not None}
-    return {(name, attempt): flag for name, (attempt, flag) in fallen.items()}
+    said = {name: rollout.early_stop for name, rollout in ledger.rollouts_in_flight().items()}
+    decisions = {
+        name: msgspec.json.decode(decision, type=tuple[int, EarlyStopDecision]) for name, decision in said.items() if decision is not None
+    }
+    return {(name, attempt): decision for name, (attempt, decision) in decisions.items()}

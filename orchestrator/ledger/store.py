@@ -5,11 +5,11 @@ holds a prefix of the run's history: whatever ends the process, at whatever inst
 survives the end of the process; one that is asked to be durable also survives the end of the machine.
 
 Two kinds of tables stand in it. **History**, which is only ever added to: `events`, `drawn`, the prompts in the order in which they were
-drawn, and `settled`, the groups in the order in which they were placed in a step or given up. Nothing that a run does reads it, but for a
-curriculum that begins in the middle; `pipelinerl check`, `ledger` and `replay` do. **State**, which is all that a resumed run reads: what
-is in flight, what was scored, the steps that a checkpoint may have to do without, which prompts rest, and counts. A
-row of it goes once nothing can ask for it any more and `run.record_groups` newer groups were settled, whose bodies are for
-`orchestrator.replay`: so what a resumed run reads is as much after 10^7 rollouts as after 10^3.
+drawn, and `completed`, the groups in the order in which they were assigned to a step or dropped. Nothing that a run does reads it, but for
+a curriculum that begins in the middle; `pipelinerl check`, `ledger` and `replay` do. **State**, which is all that a resumed run reads: what
+is in flight, what was scored, the steps that a checkpoint may have to do without, which prompts rest, and counts. A row of it goes once
+nothing can ask for it any more and `run.record_groups` newer groups were completed, whose bodies are for `orchestrator.replay`: so what a
+resumed run reads is as much after 10^7 rollouts as after 10^3.
 
 Every row of either kind ends with a checksum of itself (`pipelinerl.storage.checksum`), which is compared whenever the row is read; a row
 of the state that a damaged page has lost is missed when the file is opened. A trajectory stands apart from what becomes of it, since a
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrator.ledger import events
 from pipelinerl.errors import LedgerError, WireError
 from pipelinerl.messages import Message
 from pipelinerl.storage import checksum
@@ -37,45 +38,57 @@ from pipelinerl.transport.codec import encode
 ENDS = "('trained', 'filtered', 'stale', 'failed', 'cancelled')"
 PAGE_BYTES = 1 << 14
 """A trajectory of a thousand tokens in one or two pages, not five: half the time of writing it."""
-_EVENT = f"INSERT INTO events VALUES ({', '.join('?' * 17)})"
+_EVENT = f"INSERT INTO events VALUES ({', '.join('?' * (len(events.NAMES) + 4))})"
 
 COLUMNS = {
     "state": ("key", "value"),
-    "counts": ("fate", "reason", "number"),
-    "in_flight": ("rollout_id", "group_id", "prompt_id", "attempt", "version", "flag", "revives"),
-    "groups": ("group_id", "prompt", "number", "step", "is_placed"),
-    "samples": ("rollout_id", "group_id", "advantages", "step", "row", "place", "stopped", "is_followed", "is_compared"),
+    "counts": ("status", "reason", "number"),
+    "in_flight": ("rollout_id", "group_id", "prompt_id", "attempt", "version", "early_stop", "revives"),
+    "groups": ("group_id", "prompt", "number", "step", "is_assigned"),
+    "samples": (
+        *("rollout_id", "group_id", "advantages", "step", "row", "position"),
+        *("stopped_step", "is_prm_scored", "is_group_scored"),
+    ),
     "trajectories": ("rollout_id", "scored"),
     "steps": ("step", "num_rows", "num_tokens", "num_samples", "seq"),
-    "saves": ("version", "commit_id"),
+    "checkpoints": ("version", "commit_id"),
     "evaluations": ("version", "reward"),
     "drawn": ("group_id", "prompt_id", "epoch", "row"),
-    "settled": ("number", "group_id", "step", "is_placed"),
+    "completed": ("number", "group_id", "step", "is_assigned"),
 }
 """Of every table but `events` the columns that its checksum, the last one, is of."""
-_SEARCHED = ("state", "counts", "in_flight", "groups", "samples", "steps", "saves", "evaluations")
+_SEARCHED = ("state", "counts", "in_flight", "groups", "samples", "steps", "checkpoints", "evaluations")
 """Tables in which a row might be missing without anybody asking for it by name."""
 
 _SCHEMA = f"""
 CREATE TABLE ledger (id TEXT NOT NULL) STRICT;
 CREATE TABLE events (
-    seq        INTEGER PRIMARY KEY,
-    t          REAL NOT NULL,
-    kind       TEXT NOT NULL,
-    rollout_id TEXT,
-    group_id   INTEGER,
-    prompt_id  TEXT,
-    attempt    INTEGER,
-    step       INTEGER,
-    row        INTEGER,
-    place      INTEGER,
-    peer       TEXT,
-    reason     TEXT,
-    reward     REAL,
-    oldest     INTEGER,
-    newest     INTEGER,
-    num_tokens INTEGER,
-    checksum   INTEGER NOT NULL
+    seq            INTEGER PRIMARY KEY,
+    t              REAL NOT NULL,
+    kind           TEXT NOT NULL,
+    rollout_id     TEXT,
+    group_id       INTEGER,
+    prompt_id      TEXT,
+    attempt        INTEGER,
+    step           INTEGER,
+    row            INTEGER,
+    position       INTEGER,
+    turn           INTEGER,
+    prm_step       INTEGER,
+    peer           TEXT,
+    reason         TEXT,
+    reward         REAL,
+    score          REAL,
+    version        INTEGER,
+    oldest_version INTEGER,
+    newest_version INTEGER,
+    num_tokens     INTEGER,
+    num_rows       INTEGER,
+    num_samples    INTEGER,
+    commit_id      TEXT,
+    suspect        TEXT,
+    data           TEXT,
+    checksum       INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX events_of_run ON events (kind, step) WHERE rollout_id IS NULL;
 CREATE INDEX revivals ON events (rollout_id) WHERE kind = 'revived';
@@ -86,11 +99,11 @@ CREATE TABLE drawn (
     row        INTEGER NOT NULL,
     checksum   INTEGER NOT NULL
 ) STRICT;
-CREATE TABLE settled (
+CREATE TABLE completed (
     number     INTEGER PRIMARY KEY,
     group_id   INTEGER NOT NULL,
     step       INTEGER NOT NULL,
-    is_placed  INTEGER NOT NULL,
+    is_assigned INTEGER NOT NULL,
     checksum   INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE state (
@@ -99,11 +112,11 @@ CREATE TABLE state (
     checksum   INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE counts (
-    fate       TEXT NOT NULL,
+    status     TEXT NOT NULL,
     reason     TEXT NOT NULL,
     number     INTEGER NOT NULL,
     checksum   INTEGER NOT NULL,
-    PRIMARY KEY (fate, reason)
+    PRIMARY KEY (status, reason)
 ) STRICT;
 CREATE TABLE in_flight (
     rollout_id TEXT PRIMARY KEY,
@@ -111,7 +124,7 @@ CREATE TABLE in_flight (
     prompt_id  TEXT NOT NULL,
     attempt    INTEGER NOT NULL,
     version    INTEGER NOT NULL,
-    flag       TEXT,
+    early_stop TEXT,
     revives    INTEGER NOT NULL,
     checksum   INTEGER NOT NULL
 ) STRICT;
@@ -120,7 +133,7 @@ CREATE TABLE groups (
     prompt     BLOB NOT NULL,
     number     INTEGER,
     step       INTEGER,
-    is_placed  INTEGER,
+    is_assigned INTEGER,
     checksum   INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE samples (
@@ -129,13 +142,13 @@ CREATE TABLE samples (
     advantages BLOB,
     step       INTEGER,
     row        INTEGER,
-    place      INTEGER,
-    stopped    INTEGER,
-    is_followed INTEGER NOT NULL,
-    is_compared INTEGER NOT NULL,
+    position   INTEGER,
+    stopped_step INTEGER,
+    is_prm_scored INTEGER NOT NULL,
+    is_group_scored INTEGER NOT NULL,
     checksum   INTEGER NOT NULL
 ) STRICT;
-CREATE INDEX samples_of_step ON samples (step, row, place) WHERE step IS NOT NULL;
+CREATE INDEX samples_of_step ON samples (step, row, position) WHERE step IS NOT NULL;
 CREATE TABLE trajectories (
     rollout_id TEXT PRIMARY KEY REFERENCES samples ON DELETE CASCADE,
     scored     BLOB NOT NULL,
@@ -149,7 +162,7 @@ CREATE TABLE steps (
     seq         INTEGER NOT NULL,
     checksum    INTEGER NOT NULL
 ) STRICT;
-CREATE TABLE saves (
+CREATE TABLE checkpoints (
     version    INTEGER PRIMARY KEY,
     commit_id  TEXT NOT NULL,
     checksum   INTEGER NOT NULL
@@ -159,9 +172,9 @@ CREATE TABLE evaluations (
     reward     REAL,
     checksum   INTEGER NOT NULL
 ) STRICT;
-CREATE VIEW fates AS
-    SELECT e.rollout_id, a.group_id, a.prompt_id, e.kind AS fate, coalesce(e.reason, '') AS reason, e.step, e.reward,
-           e.oldest AS oldest_version, e.newest AS newest_version, e.num_tokens, a.t AS admitted_s, e.t AS ended_s
+CREATE VIEW ended_rollouts AS
+    SELECT e.rollout_id, a.group_id, a.prompt_id, e.kind AS status, coalesce(e.reason, '') AS reason, e.step, e.reward,
+           e.oldest_version, e.newest_version, e.num_tokens, a.t AS admitted_s, e.t AS ended_s
     FROM events e JOIN events a ON a.rollout_id = e.rollout_id AND a.kind = 'admitted'
     WHERE e.rollout_id IS NOT NULL AND e.kind IN {ENDS} AND NOT EXISTS (
         SELECT 1 FROM events r WHERE r.rollout_id = e.rollout_id AND r.kind = 'revived' AND r.seq > e.seq
@@ -238,22 +251,22 @@ class Store:
             self._fence()
             with self._taking:
                 self.before_flush()
-                events, self._events = self._events, []
+                entries, self._events = self._events, []
                 taken, self._waiting = self._waiting, []
-            if not events and not taken and not durably:
+            if not entries and not taken and not durably:
                 return
             try:
                 self._database.execute(f"PRAGMA synchronous = {'FULL' if durably else 'NORMAL'}")
                 self._database.execute("BEGIN IMMEDIATE")
-                if events:
-                    self._database.executemany(_EVENT, [(*event, checksum.of_row(event)) for event in events])
-                    self._database.execute(_STATE, ("seq", str(events[-1][0])))
+                if entries:
+                    self._database.executemany(_EVENT, [(*entry, checksum.of_row(entry)) for entry in entries])
+                    self._database.execute(_STATE, ("seq", str(entries[-1][0])))
                 for statement, rows in _batches(taken):
                     self._database.executemany(statement, [tuple(map(_plain, values)) for values in rows])
                 self._database.execute("COMMIT")
             except sqlite3.Error as error:
                 self._failure = LedgerError(
-                    f"cannot write {len(events) + len(taken)} entries to {self._path}: {error}. What stands in it is whole; make"
+                    f"cannot write {len(entries) + len(taken)} entries to {self._path}: {error}. What stands in it is whole; make"
                     " room on the disk, and resume the run"
                 )
                 raise self._failure from error

@@ -34,6 +34,7 @@ from pipelinerl.messages import ScoredTrajectory
 STAGES = ("prompts", "generation", "prm", "scoring", "batching", "training", "weight_sync")
 _OTHER_NAMES = {
     "group_rewards": "it is part of scoring",
+    "comparing": "it is now called group_rewards, and part of scoring",
     "dispatch": "it is now called generation",
     "following": "it is now called prm",
     "delivery": "it is now called training",

@@ -53,20 +53,20 @@ def compare_scores(groups: list[RecordedGroup], again: Mapping[str, ScoredTrajec
 
 
 def compare_batches(groups: list[RecordedGroup], again: list[RecordedGroup], *, path: Path) -> Iterator[str]:
-    """Old and new fates and advantages of every rollout, written to `path`; the summary, line by line."""
+    """Old and new statuses and advantages of every rollout, written to `path`; the summary, line by line."""
     new_ones = {name: result for group in again for name, result in group.results.items()}
     pairs = [(group, name, old, new_ones[name]) for group in groups for name, old in group.results.items()]
     with open(path, "w") as file:
         for group, name, old, new in pairs:
             line = {"rollout_id": name, "prompt_id": group.prompt.prompt_id, "old": _result_line(old), "new": _result_line(new)}
             file.write(json.dumps(line) + "\n")
-    moved = [pair for pair in pairs if pair[2].fate != pair[3].fate]
+    moved = [pair for pair in pairs if pair[2].status != pair[3].status]
     credited = [pair for pair in pairs if _gap(pair[2], pair[3]) > TOLERANCE]
     rows = sum(old.row != new.row for _, _, old, new in pairs)
     first = f"from step {groups[0].step} on" if groups else "no whole step is recorded"
     yield f"batching: {len(pairs):,} rollouts, {first}: {len(moved):,} end otherwise, {len(credited):,} with other advantages"
-    fates = collections.Counter((_kind(old.fate), _kind(new.fate)) for _, _, old, new in moved)
-    for (old, new), count in fates.most_common():
+    statuses = collections.Counter((_kind(old.status), _kind(new.status)) for _, _, old, new in moved)
+    for (old, new), count in statuses.most_common():
         yield f"  {old} -> {new if new != old else 'another ' + new}: {count:,}"
     for group, name, old, new in sorted(credited, key=lambda pair: _gap(pair[2], pair[3]), reverse=True)[:SHOWN]:
         yield f"  rollout {name}, prompt {group.prompt.prompt_id}: advantage {_mean(old)} -> {_mean(new)}"
@@ -128,7 +128,7 @@ def _score(score: Scored) -> dict[str, Any]:
 
 def _result_line(result: BatchingResult) -> dict[str, Any]:
     trained = None if result.advantages is None else float(result.advantages[result.advantages != 0].sum())
-    return {"fate": result.fate, "row": result.row, "advantage_sum": trained}
+    return {"status": result.status, "row": result.row, "advantage_sum": trained}
 
 
 def _gap(old: BatchingResult, new: BatchingResult) -> float:
@@ -143,5 +143,5 @@ def _mean(result: BatchingResult) -> str:
     return f"{told.mean():.4g}" if len(told) else "0"
 
 
-def _kind(fate: str) -> str:
-    return "step" if fate.startswith("step ") else fate
+def _kind(status: str) -> str:
+    return "step" if status.startswith("step ") else status

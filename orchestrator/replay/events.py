@@ -1,6 +1,6 @@
 """What a run's ledger and journal say of the stages that wait for engines and trainer, on one clock, in the order in which it happened.
 
-Of a run that was resumed this is the first life: what a later one began with is in no recording, only in the memory of that moment.
+A run that was resumed is read up to its first restart: what it went on with is in no recording, only in the memory of that moment.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ _COLUMNS: tuple[str, ...] = (
     "attempt",
     "step",
     "row",
-    "place",
+    "position",
     "peer",
     "reason",
-    "newest",
+    "version",
     "num_tokens",
 )
-
-
-_RENAMED = {"lineage": "rollback_epoch", "slot": "buffer"}
-"""Fields of the journal under the names that they had in runs of before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +48,13 @@ class Event:
 
 
 def read_events(run_folder: Path, *, kinds: Collection[str]) -> list[Event]:
-    """Those of these kinds, of a run's first life. Raises `LedgerError` where nothing is recorded, or an earlier version recorded it."""
+    """Entries of these kinds, up to a run's first restart. Raises `LedgerError` where nothing or too little is recorded."""
     began, ended, entries = _read_ledger(run_folder, kinds)
     journal = run_folder / "journal" / "orchestrator.jsonl"
     lines = [line for line in read_journal(journal) if line["t"] < ended]
     if lines and not any(line["kind"] == "joined" for line in lines):
         raise LedgerError(f"{journal} says nothing of engines that joined: it was recorded by an earlier version, or no engine came")
-    lines = [{_RENAMED.get(name, name): value for name, value in line.items()} for line in lines if line["kind"] in kinds]
-    entries = [(line["t"], str(line["kind"]), line) for line in lines] + entries
+    entries = [(line["t"], str(line["kind"]), line) for line in lines if line["kind"] in kinds] + entries
     entries.sort(key=lambda entry: entry[0])
     return [Event(t=t - began, kind=kind, fields=fields) for t, kind, fields in entries]
 
@@ -80,10 +75,10 @@ def in_turns(events: list[Event], *, answers: Collection[str]) -> Iterator[Event
 def _read_ledger(run_folder: Path, kinds: Collection[str]) -> tuple[float, float, list[tuple[float, str, dict[str, Any]]]]:
     """When the first life began and the second did, in Unix seconds, and what the ledger has in between."""
     with open_ledger(run_folder / "ledger.sqlite") as database:
-        lives = database.execute("SELECT seq, t, reason FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq").fetchall()
+        lives = database.execute("SELECT seq, t, data FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq").fetchall()
         if not lives:
             raise LedgerError(f"{run_folder} has no recorded entry: its run has not begun")
-        unix_s = [json.loads(reason)["unix_s"] for _, _, reason in lives]
+        unix_s = [json.loads(data)["unix_s"] for _, _, data in lives]
         offset = unix_s[0] - lives[0][1]
         marks = ", ".join("?" * len(kinds))
         query = f"SELECT {', '.join(_COLUMNS)} FROM events WHERE kind IN ({marks}) AND seq < ? ORDER BY seq"

@@ -34,7 +34,7 @@ SAME_TIME_S = 1.0
 """An attempt that is asked for within this much of when it was is answered when it was. Less lets the milliseconds by which a busy loop is
 late add up; more gives an engine that is asked earlier or later, under other settings, an answer that did not take its time."""
 WORTH_SAYING_S = 0.05
-_FATES = ("placed", "filtered", "stale", "failed")
+_STATUSES = ("assigned", "filtered", "stale", "failed")
 _SAID = ("admitted", "issued", "lost")
 """What generation says itself. It admits and issues at once, so that nothing it hears violations between."""
 _NOTHING = np.zeros(0, np.int32)
@@ -56,12 +56,12 @@ class Issue:
 
 def replay_generation(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
     """Which engine each attempt goes to, beside the recorded one; line by line."""
-    kinds = ENGINE_KINDS | {*_FATES, *_SAID, "generated", "limit", "evaluation"}
+    kinds = ENGINE_KINDS | {*_STATUSES, *_SAID, "generated", "limit", "evaluation"}
     events = needed(read_events(run_folder, kinds=kinds), run_folder=run_folder)
     old = {_attempt(event): _issue(event) for event in events if event.kind == "issued"}
     with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
         simulate(_run(config, events, old=old, drawn=_drawn(run_folder, events), ledger=ledger, journal=journal))
-        query = "SELECT rollout_id, attempt, t, peer, newest FROM events WHERE kind = 'issued' ORDER BY seq"
+        query = "SELECT rollout_id, attempt, t, peer, version FROM events WHERE kind = 'issued' ORDER BY seq"
         new = {(name, attempt): Issue(t=t, peer=peer, version=version) for name, attempt, t, peer, version in ledger.store.read(query)}
     yield from _say(old, new, path=folder / "generation.jsonl")
     yield from _not_recorded(config, events)
@@ -101,7 +101,7 @@ async def _run(
         "generated": lambda event: None,
         "limit": functools.partial(_limit, side),
         "trainer": begin,
-        **dict.fromkeys(_FATES, steps.settled),
+        **dict.fromkeys(_STATUSES, steps.settled),
     }
     await run_recorded(
         heard,
@@ -152,7 +152,7 @@ class _Steps:
     name = "steps"
 
     def __init__(self, events: list[Event], side: RecordedEngines, *, num_siblings: int) -> None:
-        placed = {_group_of(event) for event in events if event.kind == "placed"}
+        placed = {_group_of(event) for event in events if event.kind == "assigned"}
         self._placed = placed
         self._side = side
         self._num_siblings = num_siblings
@@ -235,7 +235,7 @@ def _attempt(event: Event) -> Attempt:
 
 
 def _issue(event: Event) -> Issue:
-    return Issue(t=event.t, peer=event.fields["peer"], version=event.fields["newest"])
+    return Issue(t=event.t, peer=event.fields["peer"], version=event.fields["version"])
 
 
 def _plain(issue: Issue | None) -> dict[str, object] | None:

@@ -22,17 +22,22 @@ from pipelinerl.transport.codec import Decoder
 class BatchingResult:
     """What batching did with a rollout."""
 
-    fate: str
-    """`step N`, or the fate with its reason."""
+    status: str
+    """`step N`, or the terminal status with its reason."""
     row: tuple[int, int] | None
-    """(row, place) in its step."""
+    """(row, position) in its step."""
     advantages: Float32 | None
     """[L] float32; None where it does not train."""
 
     @property
+    def is_stopped(self) -> bool:
+        """The rollout was stopped early, and counts in the step of its group."""
+        return self.status == "filtered: stopped early"
+
+    @property
     def step(self) -> int | None:
         """That it is placed in."""
-        return int(self.fate.removeprefix("step ")) if self.fate.startswith("step ") else None
+        return int(self.status.removeprefix("step ")) if self.status.startswith("step ") else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,19 +95,19 @@ def read_recording(path: Path) -> Recording:
     """Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         ends = "SELECT rollout_id, kind, reason FROM events WHERE rollout_id IN (SELECT rollout_id FROM samples) AND kind = ?"
-        fates = {
+        statuses = {
             rollout_id: f"{kind}: {reason}" if reason else kind
             for each in ("filtered", "stale", "failed")
             for rollout_id, kind, reason in database.execute(ends, (each,))
         }
         members: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
         results: dict[int, dict[str, BatchingResult]] = collections.defaultdict(dict)
-        samples = "SELECT group_id, rollout_id, scored, step, row, place, advantages FROM samples JOIN trajectories USING (rollout_id)"
-        for group_id, rollout_id, scored, step, row, place, advantages in database.execute(samples):
+        samples = "SELECT group_id, rollout_id, scored, step, row, position, advantages FROM samples JOIN trajectories USING (rollout_id)"
+        for group_id, rollout_id, scored, step, row, position, advantages in database.execute(samples):
             members[group_id].append(_trajectories.decode(scored))
             results[group_id][rollout_id] = BatchingResult(
-                fate=f"step {step}" if step is not None else fates.get(rollout_id, "in flight"),
-                row=None if row is None else (row, place),
+                status=f"step {step}" if step is not None else statuses.get(rollout_id, "in flight"),
+                row=None if row is None else (row, position),
                 advantages=None if advantages is None else np.frombuffer(advantages, np.float32),
             )
         sizes = dict(database.execute("SELECT group_id, count(*) FROM events WHERE kind = 'admitted' GROUP BY group_id"))
@@ -112,7 +117,7 @@ def read_recording(path: Path) -> Recording:
             for number, group_id, step, prompt in database.execute(f"{query} ORDER BY number")
             if len(members[group_id]) == sizes[group_id]
         ]
-        return Recording(groups=groups, num_completed=database.execute("SELECT count(*) FROM settled").fetchone()[0])
+        return Recording(groups=groups, num_completed=database.execute("SELECT count(*) FROM completed").fetchone()[0])
 
 
 def read_drawn(path: Path) -> list[Drawn]:
@@ -134,7 +139,7 @@ def read_closed_steps(path: Path) -> dict[int, StepEnd]:
     """By step, every seal. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         ledger_id = database.execute("SELECT id FROM ledger").fetchone()[0]
-        query = "SELECT step, num_tokens, place, seq FROM events WHERE kind = 'sealed' AND rollout_id IS NULL ORDER BY seq"
+        query = "SELECT step, num_tokens, num_samples, seq FROM events WHERE kind = 'closed' AND rollout_id IS NULL ORDER BY seq"
         return {
             step: StepEnd(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=f"{ledger_id}:{seq}")
             for step, num_tokens, num_samples, seq in database.execute(query)

@@ -48,7 +48,12 @@ def replay_training(config: Config, recording: Recording, *, ledger_path: Path, 
     with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
         received: dict[tuple[int, int], Received] = simulate(_run(num_replicas, rows, seals=seals, ledger=ledger, journal=journal))
     _write(received, folder / "training.jsonl")
-    wrong = [problem for step in rows for problem in _problems(step, rows[step], seals[step], received, num_replicas=num_replicas)]
+    stopped = collections.Counter(group.step for group in recording.groups for name in group.results if group.results[name].is_stopped)
+    wrong = [
+        problem
+        for step in rows
+        for problem in _problems(step, rows[step], seals[step], received, num_stopped=stopped[step], num_replicas=num_replicas)
+    ]
     num_rows = sum(map(len, rows.values()))
     yield (
         f"training: steps {min(rows)} to {max(rows)}, {num_rows:,} rows to {num_replicas} replicas;"
@@ -130,9 +135,18 @@ async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]
 
 
 def _problems(
-    step: int, rows: list[list[Sample]], seal: StepEnd, received: dict[tuple[int, int], Received], *, num_replicas: int
+    step: int,
+    rows: list[list[Sample]],
+    seal: StepEnd,
+    received: dict[tuple[int, int], Received],
+    *,
+    num_stopped: int,
+    num_replicas: int,
 ) -> Iterator[str]:
-    """Where what replicas are received is not what batching packed, or the seal not what they are received."""
+    """Where replicas receive something else than batching packed, or are told other counts than those of what they receive.
+
+    Rollouts that were stopped early count as samples.
+    """
     for number, samples in enumerate(rows):
         batch = received[step, number % num_replicas].batches[number // num_replicas]
         packed = tuple(sample.trajectory.rollout_id for sample in samples)
@@ -141,7 +155,8 @@ def _problems(
         elif not np.array_equal(batch.advantages, np.concatenate([sample.advantages for sample in samples])):
             yield f"step {step}, row {number}: other advantages"
     batches = [batch for replica in range(num_replicas) for batch in received[step, replica].batches]
-    counted = (sum(int(batch.loss_mask.sum()) for batch in batches), sum(len(batch.rollout_ids) for batch in batches), seal.commit)
+    num_samples = num_stopped + sum(len(batch.rollout_ids) for batch in batches)
+    counted = (sum(int(batch.loss_mask.sum()) for batch in batches), num_samples, seal.commit)
     for replica in range(num_replicas):
         told = received[step, replica].seal
         for what, one, other in zip(

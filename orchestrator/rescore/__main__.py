@@ -45,7 +45,7 @@ from pipelinerl.rewards.pool.calls import component_names
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Exits with 1 where a function failed, or nothing could be row."""
+    """Exits with 1 where a function failed, or nothing could be tried."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.rescore", description=__doc__)
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -145,7 +145,7 @@ class Rescoring:
     def say_end(self) -> None:
         """The sum of it."""
         failed = f"{self.num_failed:,} without a reward, see FAILED above" if self.num_failed else "every function answered"
-        print(f"{self._num_shown:,} completions row: {failed}")
+        print(f"{self._num_shown:,} completions tried: {failed}")
 
     def _score(self, number: int, row: RescoredRow) -> ScoredTrajectory:
         trajectory = row.members[number]

@@ -1,4 +1,4 @@
-"""Where the completions come from that are row: typed, a column of the data, a recorded run, or the engine."""
+"""Completions to score come from four places: typed, a column of the data, a recorded run, or the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Answer = Callable[[Reply], Replied]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RescoredRow:
-    """A row of the data, and what is row on it."""
+    """A row of the data, and the completions to score on it."""
 
     where: str
     """Where the row stands."""

@@ -1,4 +1,4 @@
-"""What was row, for a person: one block for each row."""
+"""Prints scored completions for a person: one block for each row."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from orchestrator.ledger.ledger import Ledger, summary_of
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.rollouts import summary_of
 from orchestrator.ledger.snapshot import RecordedStep
 from orchestrator.observe.progress import Progress
 from orchestrator.rules.admission import Admission

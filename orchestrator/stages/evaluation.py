@@ -162,7 +162,7 @@ class Evaluation:
         correct = [reward >= self._correct_reward for reward in rewards]
         of_prompt = [sum(correct[first : first + num_samples]) for first in range(0, len(correct), num_samples)]
         self.results.append((version, mean))
-        self._ledger.record("evaluated", now_s=asyncio.get_running_loop().time(), step=version, reward=mean)
+        self._ledger.record("evaluated", now_s=asyncio.get_running_loop().time(), version=version, reward=mean)
         fields: dict[str, Any] = {
             "version": version,
             "reward_mean": mean,

@@ -229,7 +229,7 @@ class Generation:
         self._leave(rollout)
         is_last = rollout.group_id not in self._running and rollout.group_id not in self._again
         if is_last and self._quarantine.came_through("engine", rollout.prompt.prompt_id):
-            self._ledger.record("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(rollout.prompt.prompt_id))
+            self._ledger.record("cleared", now_s=_now_s(), peer=f"engine-{engine_id}", suspect=row_of(rollout.prompt.prompt_id))
             self._credits.set()
         self._book(rollout, completion, engine_id)
 
@@ -302,9 +302,9 @@ class Generation:
     def _on_died(self, engine_id: int) -> None:
         prompt_ids = self._taken.pop(engine_id, set())
         for prompt_id in sorted(prompt_ids):
-            self._ledger.record("suspected", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row_of(prompt_id))
+            self._ledger.record("suspected", now_s=_now_s(), peer=f"engine-{engine_id}", suspect=row_of(prompt_id))
         for row in self._quarantine.died("engine", prompt_ids):
-            self._ledger.record("quarantined", now_s=_now_s(), peer=f"engine-{engine_id}", reason=row)
+            self._ledger.record("quarantined", now_s=_now_s(), peer=f"engine-{engine_id}", suspect=row)
         self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
     async def _issue_again(self) -> None:

@@ -92,7 +92,7 @@ class GroupRewards:
         self._answer((*plan.done, *join_comparison(plan.compared, answer)))
 
     def _answer(self, members: tuple[ScoredTrajectory, ...]) -> None:
-        self._ledger.update_scores("compared", members, now_s=asyncio.get_running_loop().time())
+        self._ledger.update_scores("group_scored", members, now_s=asyncio.get_running_loop().time())
         self._answers.put_claimed(members)
 
     async def _collect(self) -> None:

@@ -293,7 +293,7 @@ class PrmScoring:
             return
         trace.decision, trace.decided_at = decision, len(trace.token_ids)
         self.num_flagged += 1
-        self._ledger.record_early_stop(rollout_id, attempt=trace.attempt, flag=decision, now_s=_now_s())
+        self._ledger.record_early_stop(rollout_id, attempt=trace.attempt, decision=decision, now_s=_now_s())
         if not decision.stops:
             return
         self._ledger.flush()  # before the engine hears of it: see the module
@@ -357,7 +357,7 @@ class PrmScoring:
         self._answer(msgspec.structs.replace(scored, score=score))
 
     def _answer(self, scored: ScoredTrajectory) -> None:
-        self._ledger.update_scores("followed", (scored,), now_s=_now_s())
+        self._ledger.update_scores("prm_scored", (scored,), now_s=_now_s())
         self._answers.put_claimed(scored)
 
     def _owed(self) -> str | None:

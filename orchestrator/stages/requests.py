@@ -111,7 +111,7 @@ class Asking:
     def _take(self, request: _Request, answer: Scored | GroupScored | Replied) -> None:
         self._leave(request.prompt_id)
         if request.prompt_id not in self._running and self._quarantine.came_through("scorer", request.prompt_id):
-            self._ledger.record("cleared", now_s=_now_s(), peer="scorer", reason=row_of(request.prompt_id))
+            self._ledger.record("cleared", now_s=_now_s(), peer="scorer", suspect=row_of(request.prompt_id))
         request.sink(answer)
 
     def _lose(self, request: _Request) -> None:
@@ -140,9 +140,9 @@ class Asking:
         if is_condemned:  # it goes for what it said, and no prompt is suspected of it
             return
         for prompt_id in sorted(prompt_ids):
-            self._ledger.record("suspected", now_s=_now_s(), peer=f"scorer-{scorer_id}", reason=row_of(prompt_id))
+            self._ledger.record("suspected", now_s=_now_s(), peer=f"scorer-{scorer_id}", suspect=row_of(prompt_id))
         for row in self._quarantine.died("scorer", prompt_ids):
-            self._ledger.record("quarantined", now_s=_now_s(), peer=f"scorer-{scorer_id}", reason=row)
+            self._ledger.record("quarantined", now_s=_now_s(), peer=f"scorer-{scorer_id}", suspect=row)
         self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.ledger.ledger import Ledger, summary_of
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.rollouts import summary_of
 from orchestrator.ledger.snapshot import RecordedStep, commit_of, first_kept_step, read_steps, saved_versions
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.peers import Peers
@@ -305,9 +306,9 @@ class Training:
             self._last_checkpoint = ready.version if ready.saved is None else ready.saved
             self._book_checkpoints(ready)
             if _outlived(ready):
-                self._ledger.record("outlived", now_s=loop.time(), step=ready.version)
+                self._ledger.record("survived", now_s=loop.time(), version=ready.version)
             elif ready.version or self.num_booked or not is_first:
-                self._ledger.record("restarted", now_s=loop.time(), step=ready.version)
+                self._ledger.record("restarted", now_s=loop.time(), version=ready.version)
             is_first = False
             for step in [step for step in self._steps if step < ready.version]:
                 del self._steps[step]
@@ -343,7 +344,7 @@ class Training:
         keys = sorted(known.intersection(rows))
         now_s = asyncio.get_running_loop().time()
         for key in keys:
-            self._ledger.record("suspected", now_s=now_s, peer="trainer", reason=key)
+            self._ledger.record("suspected", now_s=now_s, peer="trainer", suspect=key)
         for key in self._quarantine.died("trainer", keys):
             step, row = map(int, key.split("/"))
             samples = self._steps[step].rows[row].samples
@@ -358,7 +359,7 @@ class Training:
         """A step is done: what was suspected in it has come through."""
         for row in range(len(self._steps[step].rows)):
             if self._quarantine.came_through("trainer", key := f"{step}/{row}"):
-                self._ledger.record("cleared", now_s=asyncio.get_running_loop().time(), peer="trainer", reason=key)
+                self._ledger.record("cleared", now_s=asyncio.get_running_loop().time(), peer="trainer", suspect=key)
 
     def _miscounts(self, peer: str, ready: TrainerReady) -> Violation | None:
         if ready.num_replicas == self._num_replicas:
@@ -449,7 +450,7 @@ class Training:
         engines = self._name_who_differs(done)
         now_s = asyncio.get_running_loop().time()
         if done.step < self.num_booked:
-            self._ledger.record("replayed", now_s=now_s, step=done.step)
+            self._ledger.record("retrained", now_s=now_s, step=done.step)
             del self._steps[done.step]
         else:
             self._learn_of_kv(done)
@@ -507,7 +508,7 @@ class Training:
         if not self._leads(peer, failed) or self._is_refused(peer, validate.checkpoint_failed(failed, self._trainer_progress)):
             return
         error = shorten(failed.error)
-        self._ledger.record("unsaved", now_s=asyncio.get_running_loop().time(), step=failed.version, reason=error)
+        self._ledger.record("unsaved", now_s=asyncio.get_running_loop().time(), version=failed.version, reason=error)
         self._progress.journal.write("checkpoint", version=failed.version, num_bytes=0, save_s=0.0, error=error)
         self._last_checkpoint = failed.version
         self._check_finished()

@@ -37,7 +37,7 @@ def main() -> None:
         print(f"BROKEN: {problem}")
     if checker.problems:
         sys.exit(
-            f"{len(checker.problems)} settings broken" + (f", the first {MAX_SHOWN} are shown" if len(checker.problems) > MAX_SHOWN else "")
+            f"{len(checker.problems)} promises broken" + (f", the first {MAX_SHOWN} are shown" if len(checker.problems) > MAX_SHOWN else "")
         )
     print("every promise was kept")
 

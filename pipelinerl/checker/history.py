@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
-SCHEMA = 3
-TABLES = ("drawn", "settled", "state", "counts", "in_flight", "groups", "samples", "trajectories", "steps", "saves", "evaluations")
+SCHEMA = 4
+TABLES = ("drawn", "completed", "state", "counts", "in_flight", "groups", "samples", "trajectories", "steps", "checkpoints", "evaluations")
 """Beside `events`: in each the last column is a checksum of those before."""
 
 
@@ -34,13 +34,22 @@ class Entry:
     attempt: int | None
     step: int | None
     row: int | None
-    place: int | None
+    position: int | None
+    turn: int | None
+    prm_step: int | None
     peer: str | None
     reason: str | None
     reward: float | None
-    oldest: int | None
-    newest: int | None
+    score: float | None
+    version: int | None
+    oldest_version: int | None
+    newest_version: int | None
     num_tokens: int | None
+    num_rows: int | None
+    num_samples: int | None
+    commit_id: str | None
+    suspect: str | None
+    data: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

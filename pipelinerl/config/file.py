@@ -20,7 +20,7 @@ from pipelinerl.config.renamed import renamed, renamed_value
 from pipelinerl.config.validation import problems_between_sections
 from pipelinerl.errors import ConfigError
 from pipelinerl.storage import checksum
-from pipelinerl.storage.schema import SCHEMA, refusal
+from pipelinerl.storage.schema import OLDEST_MIGRATED, SCHEMA, refusal
 
 
 def load(path: Path, *, overrides: Sequence[str] = (), for_run: bool = True) -> Config:
@@ -50,26 +50,37 @@ def write_run(run_folder: Path, config: Config) -> None:
 
 
 def load_run(run_folder: Path, *, overrides: Sequence[str] = ()) -> Config:
-    """The settings of a run, some of them changed. Raises `ConfigError`."""
+    """The settings of a run, some of them changed. Raises `ConfigError`, also for those of another schema."""
+    path = run_folder / "config.json"
+    schema, tree = read_settings(run_folder)
+    if (reason := refusal(schema, what=str(path))) is not None:
+        raise ConfigError(reason)
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, origin=str(path), for_run=False)  # it was, when the run began
+
+
+def read_settings(run_folder: Path) -> tuple[object, dict[str, Any]]:
+    """The number of the form of a run's settings, and the settings as they stand in the file, under the names of their time.
+
+    Raises `ConfigError` where there are none, or where they were changed after they were written.
+    """
     path = run_folder / "config.json"
     try:
         tree = json.loads(path.read_text())
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}")
     except FileNotFoundError:
         raise ConfigError(f"no settings at {path}: name the folder of a run") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not the settings of a run: {error}. {_restore(run_folder)}") from None
-    if isinstance(tree, dict):
-        # Settings of schema 2 had neither, and are otherwise those of schema 3.
-        if (schema := tree.pop("schema", SCHEMA)) != SCHEMA:
-            raise ConfigError(refusal(schema, what=str(path)))
-        if (said := tree.pop("checksum", None)) not in (None, found := _checksum(tree)):
-            raise ConfigError(
-                f"{path} was changed after it was written: its checksum is {found}, expected {said}. {_restore(run_folder)}; a file that"
-                " was changed on purpose goes without `checksum`"
-            )
-    for override in overrides:
-        _apply(tree, override)
-    return parse(tree, origin=str(path), for_run=False)  # it was, when the run began
+    schema = tree.pop("schema", OLDEST_MIGRATED)  # it had no number
+    if (said := tree.pop("checksum", None)) not in (None, found := _checksum(tree)):
+        raise ConfigError(
+            f"{path} was changed after it was written: its checksum is {found}, expected {said}. {_restore(run_folder)}; a file that"
+            " was changed on purpose goes without `checksum`"
+        )
+    return schema, tree
 
 
 def _restore(run_folder: Path) -> str:

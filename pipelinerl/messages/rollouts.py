@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 
-import msgspec
 import numpy as np
 
 from pipelinerl.messages.base import Float32, Id, Int32, Mask, Message, Outcome, Prompt, Text, check_lengths
@@ -42,8 +41,8 @@ class Trajectory(Message, frozen=True):
     prompt: Prompt
     token_ids: Int32
     """[L] int32, prompt included."""
-    loss_mask: Mask = msgspec.field(name="trains")
-    """[L] bool, true where the policy sampled the token. `trains` is its name in the bodies that ledgers keep."""
+    loss_mask: Mask
+    """[L] bool, true where the policy sampled the token."""
     logprobs: Float32
     """[L] float32, natural log under the policy that sampled; 0.0 where `loss_mask` is false."""
     versions: Int32
@@ -106,11 +105,8 @@ class TraceScores(Message, frozen=True):
         check_lengths(self, "ends", "scores")
 
 
-class EarlyStopDecision(Message, frozen=True, tag="Flag"):
-    """A process reward model found a rollout hopeless while it was being written, and a coin decided whether it went on.
-
-    `Flag` is its tag in the bodies that ledgers keep.
-    """
+class EarlyStopDecision(Message, frozen=True):
+    """A process reward model found a rollout hopeless while it was being written, and a coin decided whether it went on."""
 
     step: int
     """Index of the step that flagged it."""
@@ -139,8 +135,8 @@ class ScoredTrajectory(Message, frozen=True):
     score: Scored
     steps: TraceScores | None = None
     """None in a run without a process reward model, and where it could not score the trace; of a stopped one, those up to the stop."""
-    early_stop: EarlyStopDecision | None = msgspec.field(default=None, name="flag")
-    """None where no coin fell: then it went on with probability 1. `flag` is its name in the bodies that ledgers keep."""
+    early_stop: EarlyStopDecision | None = None
+    """None where no coin fell: then it went on with probability 1."""
 
     @property
     def weight(self) -> float:

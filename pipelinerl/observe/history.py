@@ -1,6 +1,6 @@
-"""What a run's ledger says, for a person: the fates by reason, and the way of one prompt or rollout, entry by entry.
+"""What a run's ledger says, for a person: terminal statuses by reason, and the way of one prompt or rollout, entry by entry.
 
-Reads `ledger.sqlite` as anyone with sqlite3 could, also while the run goes on; its columns are explained in `orchestrator.ledger.ledger`.
+Reads `ledger.sqlite` as anyone with sqlite3 could, also while the run goes on; its columns are explained in `orchestrator.ledger.events`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pipelinerl.errors import LedgerError
 
 _SAID = {
     "admitted": "admitted",
-    "issued": "asked of {peer}, which sampled under version {newest}",
-    "adopted": "still in {peer}, which outlived the orchestrator",
-    "replied": "turn {place}, by {peer}; the environment: {reason}",
+    "issued": "asked of {peer}, which sampled under version {version}",
+    "reattached": "still in {peer}, which survived the orchestrator",
+    "observed": "turn {turn}, by {peer}; the environment: {reason}",
     "lost": "attempt {attempt} lost: {reason}",
-    "generated": "{num_tokens} tokens, versions {oldest} to {newest}, finished by {reason}",
+    "generated": "{num_tokens} tokens, versions {oldest_version} to {newest_version}, finished by {reason}",
     "scored": "scored: {reason}, reward {reward}",
-    "placed": "placed in step {step}",
-    "packed": "row {row}, place {place} of step {step}",
+    "assigned": "assigned to step {step}",
+    "packed": "row {row}, position {position} of step {step}",
     "trained": "TRAINED in step {step}",
     "revived": "in flight again: the run goes on",
 }
 
 
 def summary_of(run_folder: Path) -> Iterator[str]:
-    """Fates by reason, and what happened to the run as a whole."""
+    """Terminal statuses by reason, and what happened to the run as a whole."""
     with _open(run_folder) as database:
-        yield "rollouts  fate"
-        for fate, reason, count in database.execute("SELECT fate, reason, count(*) FROM fates GROUP BY 1, 2 ORDER BY 3 DESC"):
-            yield f"{count:>8,}  {fate}{': ' + reason if reason else ''}"
-        num_open = "SELECT count(*) FROM events WHERE kind = 'admitted' AND rollout_id NOT IN (SELECT rollout_id FROM fates)"
+        yield "rollouts  status"
+        for status, reason, count in database.execute("SELECT status, reason, count(*) FROM ended_rollouts GROUP BY 1, 2 ORDER BY 3 DESC"):
+            yield f"{count:>8,}  {status}{': ' + reason if reason else ''}"
+        num_open = "SELECT count(*) FROM events WHERE kind = 'admitted' AND rollout_id NOT IN (SELECT rollout_id FROM ended_rollouts)"
         yield f"{database.execute(num_open).fetchone()[0]:>8,}  in flight"
         yield "\n   times  what happened to the run"
         runs = "SELECT kind, count(*) FROM events WHERE rollout_id IS NULL GROUP BY kind ORDER BY min(seq)"
@@ -53,7 +53,7 @@ def story_of(run_folder: Path, name: str) -> Iterator[str]:
         query = f"SELECT rollout_id FROM events WHERE kind = 'admitted' AND {column} = ? ORDER BY seq"
         rollouts = [rollout_id for (rollout_id,) in database.execute(query, (name,))]
         row = name.rpartition(":")[2]
-        about = "SELECT seq, kind, peer, prompt_id FROM events WHERE rollout_id IS NULL AND (reason = ? OR prompt_id = ?) ORDER BY seq"
+        about = "SELECT seq, kind, peer, prompt_id FROM events WHERE rollout_id IS NULL AND (suspect = ? OR prompt_id = ?) ORDER BY seq"
         entries = [
             entry for entry in database.execute(about, (row, name)) if entry[1] in ("suspected", "cleared", "quarantined", "skipped")
         ]
@@ -68,7 +68,7 @@ def story_of(run_folder: Path, name: str) -> Iterator[str]:
 
 
 def _story(database: sqlite3.Connection, rollout_id: str, clocks: list[tuple[int, float]]) -> Iterator[str]:
-    names = "seq, t, kind, attempt, step, row, place, peer, reason, reward, oldest, newest, num_tokens"
+    names = "seq, t, kind, attempt, step, row, position, turn, peer, reason, reward, version, oldest_version, newest_version, num_tokens"
     for values in database.execute(f"SELECT {names} FROM events WHERE rollout_id = ? ORDER BY seq", (rollout_id,)):
         entry = dict(zip(names.split(", "), values, strict=True))
         offset = next(offset for seq, offset in reversed(clocks) if seq <= entry["seq"])
@@ -80,9 +80,9 @@ def _story(database: sqlite3.Connection, rollout_id: str, clocks: list[tuple[int
 
 
 def _clocks(database: sqlite3.Connection) -> list[tuple[int, float]]:
-    """For each life its first entry, and what to add to its times to get Unix seconds."""
-    lives = database.execute("SELECT seq, t, reason FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq")
-    return [(0, 0.0)] + [(seq, json.loads(reason)["unix_s"] - t) for seq, t, reason in lives]
+    """The first entry of each start, and what to add to its times to get Unix seconds."""
+    starts = database.execute("SELECT seq, t, data FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq")
+    return [(0, 0.0)] + [(seq, json.loads(data)["unix_s"] - t) for seq, t, data in starts]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ KINDS = {"evaluation_given_up": "evaluation_dropped"}
 FIELDS = {
     "step": {"set_aside_groups": "filtered_groups", "let_through_groups": "unfiltered_groups", "engines_differ": "engine_mismatch"},
     "sample": {"fate": "status", "steps": "step_scores"},
+    **{kind: {"lineage": "rollback_epoch", "slot": "buffer"} for kind in ("joined", "trainer", "policy", "staged", "swap", "refused")},
 }
 """Fields by the kind of line, which is today's."""
 TRAINER_METRICS = {

@@ -20,7 +20,7 @@ import msgspec
 from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.messages import Damage
 from pipelinerl.storage import checksum
-from pipelinerl.storage.schema import SCHEMA, refusal
+from pipelinerl.storage.schema import OLDEST_MIGRATED, SCHEMA, refusal
 
 MANIFEST = "manifest.json"
 _REASON = "damage.txt"
@@ -61,15 +61,33 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Complete a checkpoint's folder, down to the disk. Raises `OSError`."""
     content = msgspec.to_builtins(manifest)
-    with open(folder / MANIFEST, "w") as file:
+    draft = folder / f"{MANIFEST}.draft"
+    with open(draft, "w") as file:
         json.dump(content | {"checksum": _checksum(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    draft.rename(folder / MANIFEST)
     sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises `CheckpointDamaged` where it is not as it was written, `ConfigError` where another version wrote it."""
+    path = folder / MANIFEST
+    content = read_content(folder)
+    try:
+        if (reason := refusal(content["schema"], what=str(path))) is not None:
+            raise ConfigError(reason)
+        manifest = msgspec.convert(content, Manifest)
+        int(manifest.samples, 16)
+    except (ValueError, KeyError) as error:  # msgspec's own is a ValueError
+        raise CheckpointDamaged(f"{path} was damaged after it was written: {error}") from None
+    if folder.suffix == "" and folder.name != name_of(manifest.version):
+        raise CheckpointDamaged(f"{path} is of version {manifest.version}, expected that of its folder")
+    return manifest
+
+
+def read_content(folder: Path) -> dict[str, Any]:
+    """A manifest of any schema, without its checksum. Raises `CheckpointDamaged` where it is not as it was written."""
     path = folder / MANIFEST
     try:
         content: Any = json.loads(path.read_bytes())
@@ -77,18 +95,12 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"it holds a {type(content).__name__}")
         said = content.pop("checksum", None)
         if "schema" not in content and said is None:  # before it had either
-            raise ConfigError(refusal(2, what=str(path)))
+            return content | {"schema": OLDEST_MIGRATED}
         if said != (expected := _checksum(content)):
             raise ValueError(f"its checksum is {expected}, expected {said}")
-        if (reason := refusal(content["schema"], what=str(path))) is not None:
-            raise ConfigError(reason)
-        manifest = msgspec.convert(content, Manifest)
-        int(manifest.samples, 16)
-    except (OSError, ValueError, KeyError, RecursionError) as error:  # msgspec's own is a ValueError
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{path} was damaged after it was written: {error}") from None
-    if folder.suffix == "" and folder.name != name_of(manifest.version):
-        raise CheckpointDamaged(f"{path} is of version {manifest.version}, expected that of its folder")
-    return manifest
+    return content
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:

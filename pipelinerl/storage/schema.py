@@ -6,9 +6,12 @@ number with every change that an older program would misread, and teach `orchest
 
 from __future__ import annotations
 
-SCHEMA = 3
+SCHEMA = 4
 OLDEST_MIGRATED = 2
-"""Written by version 0.1.0 until November 2026: no checksums, no number in manifests and settings."""
+"""Written by version 0.1.0 until November 2026: no checksums, no number in manifests and settings.
+
+Schema 3 had checksums and numbers, and other names for the ledger's columns, its kinds of entries and the config keys.
+"""
 
 
 def refusal(found: object, *, what: str) -> str | None:

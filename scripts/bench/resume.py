@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from orchestrator.ledger.ledger import Ledger, summary_of
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.rollouts import summary_of
 from orchestrator.ledger.snapshot import Snapshot, commit_of, read_snapshot
 from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Sample, Scored, ScoredTrajectory, TerminalStatus, Trajectory
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, write_manifest

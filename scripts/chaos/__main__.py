@@ -296,7 +296,7 @@ class Chaos:
         if not (self._run_folder / "ledger.sqlite").exists():
             return 0
         with contextlib.closing(sqlite3.connect(f"file:{self._run_folder / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
-            query = "SELECT count(*) FROM events WHERE kind IN ('done', 'replayed') AND rollout_id IS NULL"
+            query = "SELECT count(*) FROM events WHERE kind IN ('done', 'retrained') AND rollout_id IS NULL"
             return database.execute(query).fetchone()[0]
 
     async def _fill(self, role: str, process_id: int) -> None:

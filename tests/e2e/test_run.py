@@ -74,7 +74,7 @@ def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: 
     assert steps[0]["trainer"]["logprob_gap_max"] <= 1e-4
     assert (f"{OWN_RULES}:mask_dropped_fraction" in steps[0]["trainer"]) == bool(overrides)
     with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
-        trained = ledger.execute("SELECT step, count(*) FROM fates WHERE fate = 'trained' GROUP BY step").fetchall()
+        trained = ledger.execute("SELECT step, count(*) FROM ended_rollouts WHERE status = 'trained' GROUP BY step").fetchall()
     assert trained == [(step, 32) for step in range(4)]
     identity = next(line["identity"] for line in lines if line["kind"] == "end")
     assert identity["in_flight"] == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.config.file import parse
+from pipelinerl.config.file import parse, write_run
 from pipelinerl.messages import (
     Alive,
     Completion,
@@ -56,7 +56,7 @@ class Engines:
             },
             origin="test",
         )
-        (folder / "config.json").write_text(config.model_dump_json())
+        write_run(folder, config)
         make_keys(folder, PEERS)
         self.folder = folder
         self.hub = ZmqHub(folder, "engine", accepts=FromEngine)

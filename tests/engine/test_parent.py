@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.file import parse
+from pipelinerl.config.file import parse, write_run
 from pipelinerl.messages import EngineReady, FromEngine, Stop
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
@@ -40,7 +40,7 @@ async def ready(hub: ZmqHub, expected: set[str]) -> dict[str, int]:
 def test_an_engine_that_was_told_to_end_while_another_lives_on_is_forked_again(tmp_path: Path):
     make_keys(tmp_path, ("engine-0", "engine-1"))
     config = parse(SETTINGS | {"engine": {"kind": "fake", "count": 2}}, origin="a test")
-    (tmp_path / "config.json").write_text(config.model_dump_json())
+    write_run(tmp_path, config)
 
     async def program(parent: subprocess.Popen[bytes]) -> None:
         hub = ZmqHub(tmp_path, "engine", accepts=FromEngine)
@@ -77,7 +77,7 @@ KILLED = """
 
 def test_an_engine_that_lost_a_rank_to_a_signal_ends_by_it_and_is_forked_again(tmp_path: Path):
     config = parse(SETTINGS | {"engine": {"kind": "fake"}, "run": {"restart_wait_s": 0.01}}, origin="a test")
-    (tmp_path / "config.json").write_text(config.model_dump_json())
+    write_run(tmp_path, config)
     ended = subprocess.run(processes.program(KILLED, folder=tmp_path), capture_output=True, text=True, check=True)
     assert "engine-0 (process " in ended.stderr
     assert "was killed by signal SIGKILL" in ended.stderr

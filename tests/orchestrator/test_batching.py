@@ -94,7 +94,7 @@ def test_a_row_and_a_seal_stand_in_the_file_before_they_leave(tmp_path: Path, jo
             await scored.put(put(ledger, group_id))
         for _ in range(GROUPS_PER_STEP + 1):
             item = await rows.get()
-            found.append((type(item).__name__, in_file(path, "packed"), in_file(path, "sealed")))
+            found.append((type(item).__name__, in_file(path, "packed"), in_file(path, "closed")))
             if isinstance(item, StepEnd):
                 assert item.commit == commit_of(ledger, 0)
         assert [name for name, *_ in found] == ["Row", "Row", "StepEnd"]
@@ -143,7 +143,7 @@ def test_a_step_that_had_all_its_groups_is_sealed_at_once(journal: Journal):
         assert isinstance(row, Row)
         assert isinstance(seal, StepEnd)
         assert (seal.step, seal.num_samples, seal.num_tokens) == (0, 2, 8)
-        packed = ledger.store.read("SELECT rollout_id, row, place FROM events WHERE kind = 'packed'")
+        packed = ledger.store.read("SELECT rollout_id, row, position FROM events WHERE kind = 'packed'")
         assert packed == [("1/0", 1, 0)], "row 0 stands there already"
         running.cancel()
 

@@ -393,7 +393,7 @@ def test_what_a_trainer_says_at_once_after_its_announcement_is_judged_by_where_i
             await asyncio.sleep(1.0)
             assert it.trainer.refused == {Kind.STEPS: 1}, "a policy of a step that nobody has trained"
             assert it.training.num_booked == 1
-            assert it.ledger.store.read("SELECT step FROM events WHERE kind = 'saved'") == [(1,)]
+            assert it.ledger.store.read("SELECT version FROM events WHERE kind = 'saved'") == [(1,)]
             assert len(it.published) == 2, "the trainer, and its policy"
 
     simulate(program())
@@ -506,8 +506,10 @@ def test_steps_since_the_checkpoint_are_offered_again_row_by_row_and_booked_once
 
     ledger = simulate(program())
     assert ledger.counts().trained == 3
-    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'replayed') ORDER BY seq")
-    assert kinds == [("done", 0), ("done", 1), ("done", 2), ("saved", 1), ("restarted", 1), ("replayed", 1), ("replayed", 2)]
+    kinds = ledger.store.read(
+        "SELECT kind, coalesce(step, version) FROM events WHERE kind IN ('done', 'saved', 'restarted', 'retrained') ORDER BY seq"
+    )
+    assert kinds == [("done", 0), ("done", 1), ("done", 2), ("saved", 1), ("restarted", 1), ("retrained", 1), ("retrained", 2)]
 
 
 def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path):
@@ -528,7 +530,7 @@ def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path)
 
     ledger = simulate(program())
     assert ledger.counts().trained == 2
-    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted') ORDER BY seq")
+    kinds = ledger.store.read("SELECT kind, coalesce(step, version) FROM events WHERE kind IN ('done', 'saved', 'restarted') ORDER BY seq")
     assert kinds == [("done", 0), ("done", 1), ("saved", 2), ("restarted", 2)]
     steps = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
     assert [(line["step"], line["num_samples"]) for line in steps] == [(0, 0), (1, 1)], "no step is without its line"
@@ -556,8 +558,10 @@ def test_a_trainer_that_outlives_the_orchestrator_goes_on_where_it_is_and_its_sa
 
     ledger = simulate(program())
     assert ledger.counts().trained == 2
-    kinds = ledger.store.read("SELECT kind, step FROM events WHERE kind IN ('done', 'saved', 'restarted', 'outlived') ORDER BY seq")
-    assert kinds == [("done", 0), ("done", 1), ("saved", 1), ("outlived", 2)]
+    kinds = ledger.store.read(
+        "SELECT kind, coalesce(step, version) FROM events WHERE kind IN ('done', 'saved', 'restarted', 'survived') ORDER BY seq"
+    )
+    assert kinds == [("done", 0), ("done", 1), ("saved", 1), ("survived", 2)]
     assert ledger.store.read("SELECT rollout_id FROM samples") == [("1/0",)]
 
 

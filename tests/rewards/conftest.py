@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.messages import Finish, FromScorer, Message, Prompt, Score, Scored, ScorerLoad, Stop
+from pipelinerl.storage.schema import SCHEMA
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 from tests.keys import PEERS
@@ -202,7 +203,7 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
         }
         if environment:
             config["environment"] = {"function": f"{REWARDS}:{environment}", "options": {"mark": "!"}}
-        (run_folder / "config.json").write_text(json.dumps(config))
+        (run_folder / "config.json").write_text(json.dumps({"schema": SCHEMA} | config))
         started.append(Scorer(run_folder, scratch=tmp_path_factory.mktemp("scratch")))
         return started[-1]
 

@@ -146,7 +146,7 @@ def test_an_orchestrator_of_an_older_epoch_stops_before_it_writes(tmp_path: Path
     ledger = Ledger(tmp_path / "ledger.sqlite", fence=fence_of(tmp_path, {EPOCH: "5"}))
     ledger.begin({}, now_s=0.0, unix_s=0.0)
     of_another_machine(tmp_path, epoch=6)
-    ledger.record("saved", now_s=1.0, step=1, reason="commit")
+    ledger.record("saved", now_s=1.0, version=1, commit_id="commit")
     with pytest.raises(LeaseError, match=re.escape("this process writes nothing more")):
         ledger.flush(durably=True)
     ledger.store.abandon()

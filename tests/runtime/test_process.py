@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.file import load_run, parse
+from pipelinerl.config.file import load_run, parse, write_run
 from pipelinerl.runtime.process import ask_to_replace, asked_to_replace, register
 from tests import processes
 
@@ -115,7 +115,7 @@ def test_every_process_reads_the_same_settings(tmp_path: Path):
     config = parse(
         {"model": {"path": "m"}, "data": {"source": "d"}, "reward": [{"function": "f:g"}], "trainer": {"steps": 7}}, origin="here"
     )
-    (tmp_path / "config.json").write_text(config.model_dump_json())
+    write_run(tmp_path, config)
     assert load_run(tmp_path) == config
 
 

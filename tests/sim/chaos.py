@@ -24,7 +24,8 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Pipeline, RunResult
 from orchestrator.rules.batch import Credit, StepRules
 from pipelinerl.checker.history import open_history
-from pipelinerl.checker.invariants import Checker, check_history
+from pipelinerl.checker.invariants import check_history
+from pipelinerl.checker.state import RunState
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -131,7 +132,7 @@ class Survived:
     """What came of a run under kills."""
 
     ending: RunResult
-    checker: Checker
+    checker: RunState
     disk: Disk
     kills: collections.Counter[str]
     seconds: float

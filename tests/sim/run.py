@@ -19,7 +19,7 @@ from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.rules.curriculum import Rest
 from orchestrator.rules.validation.completions import Experts
 from pipelinerl.config import Config, Mode
-from pipelinerl.config.file import parse
+from pipelinerl.config.file import parse, write_run
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
@@ -148,7 +148,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
     loop = asyncio.get_running_loop()
     path = folder / "ledger.sqlite" if given.is_recorded else None
     ledger, journal = Ledger(path, keep_groups=settings.run.record_groups), Journal(folder, "orchestrator", clock=loop.time)
-    (folder / "config.json").write_text(settings.model_dump_json())
+    write_run(folder, settings)
     with contextlib.closing(ledger), contextlib.closing(journal):
         pipeline = Pipeline(
             settings,

@@ -124,7 +124,7 @@ def test_episodes_survive_whoever_is_killed_and_an_environment_that_hangs_fails_
     reasons = collections.Counter(row[4] for row in survived.rows if row[3] == "failed")
     assert {"timeout", "error", "invalid"} <= reasons.keys()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
-        replied = ledger.execute("SELECT rollout_id, attempt, place FROM events WHERE kind = 'replied' ORDER BY seq").fetchall()
+        replied = ledger.execute("SELECT rollout_id, attempt, turn FROM events WHERE kind = 'observed' ORDER BY seq").fetchall()
         lost = {(name, attempt) for name, attempt in ledger.execute("SELECT rollout_id, attempt FROM events WHERE kind = 'lost'")}
     went_on = [(name, attempt) for name, attempt, place in replied if place > 0 and (name, attempt - 1) in lost]
     assert who != "engine" or went_on, "an engine that dies takes one turn with it, not the turns before"

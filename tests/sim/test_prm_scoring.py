@@ -153,7 +153,7 @@ def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Pat
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
     with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
-        said = ledger.execute("SELECT rollout_id, attempt, reason FROM events WHERE kind = 'flagged' ORDER BY seq").fetchall()
+        said = ledger.execute("SELECT rollout_id, attempt, data FROM events WHERE kind = 'early_stop' ORDER BY seq").fetchall()
         cut_off = {name for (name,) in ledger.execute("SELECT rollout_id FROM events WHERE kind = 'generated' AND reason = 'cancelled'")}
         last = dict(ledger.execute("SELECT rollout_id, max(attempt) FROM events WHERE kind = 'issued' GROUP BY rollout_id").fetchall())
     flags = {name: json.loads(reason) for name, attempt, reason in said if attempt == last[name]}

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.config.file import parse
+from pipelinerl.config.file import parse, write_run
 from pipelinerl.errors import CheckpointDamaged, ConfigError, LeaseError
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved
 from pipelinerl.runtime.lease import EPOCH, fence_of
@@ -268,7 +268,9 @@ def test_an_export_takes_the_newest_whole_one(folders: dict[str, Path], tmp_path
     assert names(tmp_path) == ["step-000001", "step-000002"], "a reader changes nothing"
 
 
-@pytest.mark.parametrize(("schema", "says"), [(4, "schema is 4, this version .* reads 3"), (1, "knows the way from 2 on")])
+@pytest.mark.parametrize(
+    ("schema", "says"), [(5, "schema is 5, this version .* reads 4"), (3, "schema is 3, this one reads 4"), (1, "knows the way from 2 on")]
+)
 def test_a_checkpoint_of_another_schema_is_no_damage(folders: dict[str, Path], tmp_path: Path, schema: int, says: str) -> None:
     save_two(folders["llama"], tmp_path)
     folder = tmp_path / "checkpoints" / "step-000002"
@@ -396,7 +398,7 @@ def test_a_trainers_process_whose_run_was_taken_over_ends_before_it_touches_anyt
         {"model": {"path": str(folders["qwen2"]), "dtype": "float32"}, "data": {"source": "d"}, "reward": [{"function": "f:g"}]},
         origin="here",
     )
-    (tmp_path / "config.json").write_text(config.model_dump_json())
+    write_run(tmp_path, config)
     of_another_machine(tmp_path, epoch=6)
     ended = subprocess.run(
         [sys.executable, "-m", "trainer", "--run-folder", str(tmp_path)],

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import Config
+from pipelinerl.config.file import write_run
 from pipelinerl.errors import MismatchError, PeerSilent, WeightsError
 from pipelinerl.messages import FromTrainer, Stop, Tensor, ToTrainer, TrainerReady, TrainingEnded
 from pipelinerl.observe.lines import read_journals
@@ -54,7 +55,7 @@ async def _as_launched(config: Config, run_folder: Path) -> int:
 
 
 async def _launch(config: Config, run_folder: Path, *module: str) -> int:
-    (run_folder / "config.json").write_text(config.model_dump_json())
+    write_run(run_folder, config)
     command = (sys.executable, "-m", *module, "--run-folder", str(run_folder))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
     output, _ = await process.communicate()
@@ -261,7 +262,7 @@ def test_an_orchestrator_that_has_nothing_to_send_but_lives_is_waited_for(tmp_pa
 
 def test_a_terminated_trainer_removes_its_buffers(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(folders["qwen3"])
-    (tmp_path / "config.json").write_text(config.model_dump_json())
+    write_run(tmp_path, config)
     monkeypatch.setattr(sys, "argv", ["trainer", "--run-folder", str(tmp_path)])
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     process = multiprocessing.get_context("fork").Process(target=main)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from pipelinerl.config.file import load_run
+from pipelinerl.config.file import load_run, write_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import FromTrainer
 from pipelinerl.transport.keys import make_keys
@@ -101,7 +101,7 @@ def test_two_ranks_go_through_a_run_and_end_together(
     folders: dict[str, Path], tmp_path: Path, stop_after: int | None, starved: int | None, parallel: dict[str, int]
 ) -> None:
     config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2, parallel=parallel)
-    (tmp_path / "config.json").write_text(config.model_dump_json())
+    write_run(tmp_path, config)
     make_keys(tmp_path, PEERS)
     ranks = Ranks(_run_trainer_rank, tmp_path, size=2)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.file import parse
+from pipelinerl.config.file import write_run as write_settings
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.tracking.beside import command, where_to_look
@@ -31,7 +32,7 @@ TREE = {"model": {"path": "m"}, "data": {"source": "p.jsonl"}, "reward": [{"func
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(parse(TREE, origin="test").model_dump_json())
+    write_settings(tmp_path, parse(TREE, origin="test"))
     return tmp_path
 
 

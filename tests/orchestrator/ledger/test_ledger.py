@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.ledger.ledger import RUN_ENDED, Counts, Ledger, RolloutSummary
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.rollouts import RUN_ENDED, Counts, RolloutSummary
 from orchestrator.ledger.snapshot import commit_of, first_kept_step, read_resting, read_snapshot, read_steps, read_successes, saved_versions
 from orchestrator.rules.curriculum import Rest
 from pipelinerl.checker.history import open_history
@@ -36,7 +37,7 @@ def score(ledger: Ledger, *samples: Sample) -> None:
 # --- counting ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_fate_is_counted_apart_and_the_identity_holds_at_every_moment():
+def test_every_terminal_status_is_counted_apart_and_the_identity_holds_at_every_moment():
     ledger = Ledger(None)
     handmade.admit(ledger, 0, group_size=12)
     assert ledger.counts() == Counts(admitted=12, in_flight=12, trained=0, filtered=0, stale=0, failed=0, cancelled=0)
@@ -84,7 +85,7 @@ def test_nothing_ends_twice_or_without_having_been_admitted():
 # --- the file ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_flushed_fates_are_read_by_a_plain_sqlite3_connection_while_the_run_goes_on(tmp_path: Path):
+def test_flushed_statuses_are_read_by_a_plain_sqlite3_connection_while_the_run_goes_on(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     handmade.admit(ledger, 7, group_size=4, at_s=1.5)
@@ -98,8 +99,8 @@ def test_flushed_fates_are_read_by_a_plain_sqlite3_connection_while_the_run_goes
     handmade.admit(ledger, 8, at_s=5.0)
     ledger.end("8/0", TerminalStatus.FAILED, now_s=6.0, reason="timeout")
     query = (
-        "SELECT rollout_id, group_id, prompt_id, fate, reason, step, reward, oldest_version, newest_version, num_tokens,"
-        " admitted_s, ended_s FROM fates ORDER BY rollout_id"
+        "SELECT rollout_id, group_id, prompt_id, status, reason, step, reward, oldest_version, newest_version, num_tokens,"
+        " admitted_s, ended_s FROM ended_rollouts ORDER BY rollout_id"
     )
     with contextlib.closing(sqlite3.connect(path)) as database:
         assert database.execute(query).fetchall() == [("7/3", 7, "0:7", "trained", "", 2, 0.25, 1, 3, 40, 1.5, 4.5)]
@@ -256,7 +257,7 @@ def test_a_step_that_lost_a_row_is_refused(path: Path):
     ledger = Ledger(path)
     handmade.admit(ledger, 0)
     ledger.close_step(0, num_rows=1, num_tokens=3, num_samples=1, now_s=3.0)
-    with pytest.raises(LedgerError, match="step 0 was sealed with 1 rows, but the ledger holds 0"):
+    with pytest.raises(LedgerError, match="step 0 was closed with 1 rows, but the ledger holds 0"):
         read_steps(ledger, first=0)
 
 
@@ -312,7 +313,7 @@ def test_deaths_are_remembered_by_role_and_prompt_until_it_came_through(path: Pa
         ("suspected", "engine-1", "7"),
         ("cleared", "engine-1", "8"),
     ):
-        ledger.record(kind, now_s=1.0, peer=peer, reason=row)
+        ledger.record(kind, now_s=1.0, peer=peer, suspect=row)
     killed(ledger)
     assert read_snapshot(Ledger(path)).deaths == {"engine": {"7": 2}, "scorer": {"7": 1}}
 
@@ -347,13 +348,13 @@ def test_a_full_disk_is_told_and_leaves_a_prefix_even_where_there_is_room_again_
         handmade.admit(again, 1)
 
 
-def test_success_rates_come_back_in_the_order_in_which_groups_were_settled(path: Path):
+def test_success_rates_come_back_in_the_order_in_which_groups_completed(path: Path):
     ledger = Ledger(path)
     for group_id, rewards in ((0, (1.0, 0.0)), (1, (1.0, Outcome.TIMEOUT)), (2, (0.0, 0.5)), (3, (1.0, 1.0))):
         handmade.admit(ledger, group_id, group_size=3)
         for member in handmade.plain_group(group_id, (*rewards, 0.0)).members:  # the third is greedy, and does not count
             ledger.record_score(member, now_s=1.0)
-    ledger.update_scores("compared", [handmade.scored(handmade.trajectory(group_id=2, sibling=1), 2.0)], now_s=2.0)
+    ledger.update_scores("group_scored", [handmade.scored(handmade.trajectory(group_id=2, sibling=1), 2.0)], now_s=2.0)
     for group_id in (2, 0, 1):
         ledger.drop(group_id, step=0)
     killed(ledger)
@@ -361,7 +362,7 @@ def test_success_rates_come_back_in_the_order_in_which_groups_were_settled(path:
         ("0:2", 0.5),
         ("0:0", 0.5),
         ("0:1", 1.0),
-    ], "group 3 is not settled"
+    ], "group 3 is not completed"
 
 
 def test_which_prompts_rest_comes_back_and_the_history_is_read_only_where_it_was_not_kept(path: Path):
@@ -384,15 +385,16 @@ def test_which_prompts_rest_comes_back_and_the_history_is_read_only_where_it_was
     assert not [statement for statement in read if "events" in statement or "drawn" in statement], "however long the run was"
     again.store._database.set_trace_callback(None)
     again.drop(4, step=0)
-    assert read_successes(again, correct_reward=1.0, group_size=2) == [("0:4", 1.0)], "only what was settled since"
+    assert read_successes(again, correct_reward=1.0, group_size=2) == [("0:4", 1.0)], "only what was completed since"
 
 
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
         (1, "schema is 1, and `pipelinerl migrate` knows the way from 2 on"),
-        (2, "schema is 2, this one reads 3. Bring the run folder up to date: `pipelinerl migrate RUN`"),
-        (4, r"schema is 4, this version \(0.1.0\) reads 3. Use the version that wrote it"),
+        (2, "schema is 2, this one reads 4. Bring the run folder up to date: `pipelinerl migrate RUN`"),
+        (3, "schema is 3, this one reads 4. Bring the run folder up to date: `pipelinerl migrate RUN`"),
+        (5, r"schema is 5, this version \(0.1.0\) reads 4. Use the version that wrote it"),
     ],
 )
 def test_a_ledger_of_another_schema_is_refused_before_anything_is_lost(path: Path, schema: int, says: str) -> None:
@@ -460,13 +462,13 @@ def busy_ledger(path: Path) -> None:
     commits = train(ledger, *range(6))
     ledger.record_checkpoint(2, commits[1], oldest=0, now_s=5.0)
     ledger.record_checkpoint(4, commits[3], oldest=2, now_s=5.0)
-    ledger.record("evaluated", now_s=5.0, step=3, reward=0.5)
-    ledger.record("suspected", now_s=5.0, peer="engine-0", reason="7")
+    ledger.record("evaluated", now_s=5.0, version=3, reward=0.5)
+    ledger.record("suspected", now_s=5.0, peer="engine-0", suspect="7")
     ledger.store_baselines({"3": 0.25}, now_s=5.0)
     handmade.admit(ledger, 6, group_size=4)
     for sibling in range(3):
         ledger.issue(f"6/{sibling}", attempt=0, engine_id=0, version=4, now_s=6.0)
-    ledger.record_early_stop("6/1", attempt=0, flag=EarlyStopDecision(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
+    ledger.record_early_stop("6/1", attempt=0, decision=EarlyStopDecision(step=1, predicted=0.1, probability=0.5, stops=False), now_s=6.0)
     score(ledger, sample_of(6, 0))
     ledger.end("6/2", TerminalStatus.FAILED, now_s=6.0, reason="timeout")
     ledger.finish("stopped", now_s=7.0)

@@ -24,7 +24,7 @@ from orchestrator.replay.prompts import replay_prompts
 from orchestrator.replay.recorded import RecordedGroup, Recording, read_drawn, read_recording
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import DataSection
-from pipelinerl.config.file import load_run, parse
+from pipelinerl.config.file import load_run, parse, write_run
 from pipelinerl.data.tokenizer import TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, LedgerError
 from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
@@ -56,7 +56,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "scorer": {"slots": 1},
     }
     settings = parse(tree, origin="test")
-    (folder / "config.json").write_text(settings.model_dump_json())
+    write_run(folder, settings)
     tokenizer = load_tokenizer(folder / "model")
     groups = [_group(number, texts, tokenizer) for number, texts in enumerate(COMPLETIONS)]
     members = {member.trajectory.rollout_id: member for group in groups for member in group.members}
@@ -146,8 +146,10 @@ def test_a_reward_that_does_not_load_is_told(run_folder: Path) -> None:
 
 
 def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(ConfigError, match=r"comparing cannot be replayed: it is part of scoring"):
-        replay(run_folder, stages=["group_rewards"], overrides=[])
+    with pytest.raises(ConfigError, match=r"comparing cannot be replayed: it is now called group_rewards, and part of scoring"):
+        replay(run_folder, stages=["comparing"], overrides=[])
+    with pytest.raises(ConfigError, match=r"delivery cannot be replayed: it is now called training"):
+        replay(run_folder, stages=["delivery"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded step scores"):
         replay(run_folder, stages=["prm"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded entry"):
@@ -272,7 +274,7 @@ def test_training_gives_replicas_what_was_packed_also_to_more_of_them(
     lines = [json.loads(line) for line in (simulated / "replay" / "training.jsonl").read_text().splitlines()]
     assert {line["replica"] for line in lines} == {0, 1, 2}
     assert sum(bool(line["rollouts"]) for line in lines) == num_rows
-    wrong = "UPDATE events SET num_tokens = num_tokens + 1 WHERE kind = 'sealed' AND step = 3"
+    wrong = "UPDATE events SET num_tokens = num_tokens + 1 WHERE kind = 'closed' AND step = 3"
     said = replayed(changed(simulated, tmp_path / "run", sql=wrong), "training", capsys)
     assert re.search(r"step 3: its seal says tokens \d+ to replica 0, its rows hold \d+", said)
 

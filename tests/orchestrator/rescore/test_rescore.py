@@ -80,7 +80,7 @@ class Shown:
 
 
 @pytest.fixture
-def row(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shown]:
+def tried(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shown]:
     """What the process behind `pipelinerl try` does, in this one: the scorer's processes are its own."""
     monkeypatch.chdir(folder)
 
@@ -93,8 +93,8 @@ def row(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     return run
 
 
-def test_siblings_are_scored_compared_and_given_advantages_and_a_failure_has_its_line(row: Callable[..., Shown]):
-    shown = row(EVERY_REWARD, "--rows=1", "--completion=4", "--completion=7", "--completion=8", "--completion=12")
+def test_siblings_are_scored_compared_and_given_advantages_and_a_failure_has_its_line(tried: Callable[..., Shown]):
+    shown = tried(EVERY_REWARD, "--rows=1", "--completion=4", "--completion=7", "--completion=8", "--completion=12")
     assert shown.returncode == 1, "functions failed"
     text = shown.stdout
     assert text.startswith("== rows.jsonl:1: prompt of 4 tokens\n   | 2+2=\n   answer = '4'\n")
@@ -107,45 +107,45 @@ def test_siblings_are_scored_compared_and_given_advantages_and_a_failure_has_its
     assert re.search(r"fussy +FAILED: no answer within 1 s, its deadline; its process was killed at \S*rewards.py:11\n", text)
     assert "no reward: timeout: fussy did not return within 1 s; its process was killed" in text
     assert "-- grpo over 2 of 4 siblings\n   reward       2.05   advantage +0.7071\n   reward        0.1   advantage -0.7071\n" in text
-    assert text.endswith("4 completions row: 2 without a reward, see FAILED above\n")
+    assert text.endswith("4 completions tried: 2 without a reward, see FAILED above\n")
 
 
-def test_a_column_is_tried_on_every_row(row: Callable[..., Shown]):
-    shown = row("--column=answer")
+def test_a_column_is_tried_on_every_row(tried: Callable[..., Shown]):
+    shown = tried("--column=answer")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("right                             1 x 1 = 1 ") == 2
-    assert shown.stdout.endswith("2 completions row: every function answered\n")
-    missing = row("--column=solution")
+    assert shown.stdout.endswith("2 completions tried: every function answered\n")
+    missing = tried("--column=solution")
     assert missing.returncode == 1
     assert missing.stderr == "DataError: rows.jsonl:1 has no column 'solution'; it has answer\n"
 
 
-def test_completions_are_asked_for_where_none_is_named(row: Callable[..., Shown]):
-    shown = row("--rows=2", typed="4\n\n\n")
+def test_completions_are_asked_for_where_none_is_named(tried: Callable[..., Shown]):
+    shown = tried("--rows=2", typed="4\n\n\n")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("== rows.jsonl:1: ") == 1, "the prompt is shown once, before the question"
     assert "   | 4\n   right                             1 x 1 = 1 " in shown.stdout
-    assert shown.stdout.endswith("1 completions row: every function answered\n"), "nothing was typed for the second row"
+    assert shown.stdout.endswith("1 completions tried: every function answered\n"), "nothing was typed for the second row"
 
 
-def test_with_an_environment_completions_are_the_turns_of_one_rollout(row: Callable[..., Shown]):
+def test_with_an_environment_completions_are_the_turns_of_one_rollout(tried: Callable[..., Shown]):
     options = ('environment.function="rewards.py:reply"', 'reward=[{function="rewards.py:solved"}]')
-    shown = row(*options, "--rows=1", "--completion=3", "--completion=4")
+    shown = tried(*options, "--rows=1", "--completion=3", "--completion=4")
     assert shown.returncode == 0, shown.stderr
     assert (
         "   [turn 1]\n   | 3\n   [environment 1]\n   | no\n   [turn 2]\n   | 4\n   solved                            1 x 1 = 1 "
         in shown.stdout
     )
-    failed = row(*options, "--rows=1", "--completion=9")
+    failed = tried(*options, "--rows=1", "--completion=9")
     assert failed.returncode == 1
     assert "reply                    FAILED: KeyError(" in failed.stdout
     assert "at rewards.py:19\n" in failed.stdout
     assert "no reward: error: environment: reply raised KeyError" in failed.stdout
 
 
-def test_the_engine_writes_siblings(row: Callable[..., Shown]):
+def test_the_engine_writes_siblings(tried: Callable[..., Shown]):
     """The engine without a model; with vLLM it is the same process with another engine in it."""
-    shown = row("engine.kind=fake", "--sample=3", "--rows=1")
+    shown = tried("engine.kind=fake", "--sample=3", "--rows=1")
     assert shown.returncode == 0, shown.stderr
     assert "-- completion 3 of 3: " in shown.stdout
     assert "-- grpo over 3 of 3 siblings" in shown.stdout
@@ -175,9 +175,9 @@ def judge() -> Iterator[str]:
         thread.join()
 
 
-def test_a_judge_says_what_it_thinks_of_every_step(row: Callable[..., Shown], judge: str):
+def test_a_judge_says_what_it_thinks_of_every_step(tried: Callable[..., Shown], judge: str):
     prm = f'prm={{ separator = ";", judge = {{ url = "{judge}", model = "m" }} }}'
-    shown = row(prm, "--rows=1", "--completion=first;second")
+    shown = tried(prm, "--rows=1", "--completion=first;second")
     assert shown.returncode == 0, shown.stderr
     assert f"   steps, by m at {judge}:\n            0.9  (to token 5) first\n            0.3  (to token 11) second\n" in shown.stdout
 
@@ -186,13 +186,13 @@ def test_one_way_of_naming_completions_at_a_time(folder: Path):
     command = [sys.executable, "-m", "pipelinerl", "try", "my.toml"]
     refused = subprocess.run([*command, "--column=answer", "--sample=2"], capture_output=True, text=True, check=False, cwd=folder)
     assert refused.returncode == 1
-    assert "--column and --sample: a row is row with one of them" in refused.stderr
+    assert "--column and --sample: a row is tried with one of them" in refused.stderr
     shown = subprocess.run([*command, "--column=answer", "--rows=1"], capture_output=True, text=True, check=False, cwd=folder)
-    assert shown.stdout.endswith("1 completions row: every function answered\n")
+    assert shown.stdout.endswith("1 completions tried: every function answered\n")
 
 
-def test_a_reward_that_cannot_be_imported_is_told(row: Callable[..., Shown]):
-    shown = row('reward=[{function="rewards.py:rigth"}]', "--column=answer")
+def test_a_reward_that_cannot_be_imported_is_told(tried: Callable[..., Shown]):
+    shown = tried('reward=[{function="rewards.py:rigth"}]', "--column=answer")
     assert shown.returncode == 1
     assert "rewards.py has no 'rigth'; did you mean 'right'?" in shown.stderr
     assert "Traceback" not in shown.stderr

@@ -1,31 +1,20 @@
-"""`python -m orchestrator.ledger.migration RUN` brings a run folder of schema 2 to schema 3: it can then be resumed, checked and replayed.
+"""Reads a ledger of schema 2, which had no checksums, and kept no state beside the history: a resumed run read all that had ever happened.
 
-Schema 2 had no checksums, and kept no state beside the history: a resumed run read all that had ever happened. What it found there is put
-into tables of its own, by the very questions that it asked. Checksums are of what is found now: nobody can tell whether that was damaged
-before. The old ledger stays beside the new one as `ledger.sqlite.schema-2`, and everything old is read before anything new takes its name;
-a migration that was interrupted is begun again.
+What it found there is put into the tables of schema 3, by the very questions that it asked. Checksums are of what is found now: nobody can
+tell whether that was damaged before.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import shutil
 import sqlite3
-import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from orchestrator.ledger.ledger import RUN_ENDED, count_death
-from orchestrator.ledger.store import PAGE_BYTES, create, writing
-from pipelinerl.config.file import load_run, write_run
-from pipelinerl.errors import LedgerError, PipelineError
-from pipelinerl.storage import checksum
-from pipelinerl.storage.checkpoint_folder import MANIFEST, File, Manifest, write_manifest
-from pipelinerl.storage.schema import OLDEST_MIGRATED, SCHEMA, refusal
+from orchestrator.ledger.ledger import count_death
+from orchestrator.ledger.rollouts import RUN_ENDED
 
+Row = tuple[Any, ...]
 _FATES = """
     SELECT rollout_id, kind, coalesce(reason, '') AS reason FROM events e
     WHERE rollout_id IS NOT NULL AND kind IN ('trained', 'filtered', 'stale', 'failed', 'cancelled') AND NOT EXISTS (
@@ -33,70 +22,13 @@ _FATES = """
 """
 
 
-def migrate(run_folder: Path, *, say: Callable[[str], None] = print) -> bool:
-    """Bring a run folder to the present schema; return whether there was anything to do. Raises `LedgerError`, `ConfigError`.
-
-    Nobody may be running it meanwhile.
-    """
-    path = run_folder / "ledger.sqlite"
-    if not path.is_file():
-        raise LedgerError(f"no ledger at {path}: name the folder of a run")
-    config = load_run(run_folder)
-    with contextlib.closing(sqlite3.connect(path)) as old:
-        (found,) = old.execute("PRAGMA user_version").fetchone()
-        if found not in (OLDEST_MIGRATED, SCHEMA):
-            raise LedgerError(refusal(found, what=str(path)))
-        if found == SCHEMA and (run_folder / "config.json").read_text().find('"schema"') >= 0:
-            return False
-        for folder in sorted((run_folder / "checkpoints").glob("step-*")):
-            if not folder.suffix and (folder / MANIFEST).is_file():
-                _migrate_checkpoint(folder, say=say)
-        if found == OLDEST_MIGRATED:
-            old.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            _migrate_ledger(old, path, say=say)
-    write_run(run_folder, config)  # the last to be done is what says that all is
-    return True
+def read_events(old: sqlite3.Connection) -> Iterable[Row]:
+    """Every entry, in order."""
+    return old.execute("SELECT * FROM events ORDER BY seq")
 
 
-def _migrate_checkpoint(folder: Path, *, say: Callable[[str], None]) -> None:
-    """Give a checkpoint's files their checksums."""
-    content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-    if "schema" in content:
-        return
-    for name, size in content["files"].items():
-        if (found := (folder / name).stat().st_size) != size:
-            raise LedgerError(f"{folder / name} has {found} bytes, expected {size}: remove {folder}, or restore it")
-    content["files"] = {name: File(bytes=size, xxh3=checksum.of_file(folder / name)) for name, size in content["files"].items()}
-    (folder / MANIFEST).rename(draft := folder / f"{MANIFEST}.schema-2")
-    write_manifest(folder, Manifest(**content))
-    draft.unlink()
-    say(f"{folder.name}: checksums of {len(content['files'])} files")
-
-
-def _migrate_ledger(old: sqlite3.Connection, path: Path, *, say: Callable[[str], None]) -> None:
-    draft = path.with_name(path.name + ".draft")
-    draft.unlink(missing_ok=True)
-    with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as new:
-        new.create_function("row_checksum", -1, lambda *values: checksum.of_row(values), deterministic=True)
-        new.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        (ledger_id,) = old.execute("SELECT id FROM ledger").fetchone()
-        create(new, ledger_id=ledger_id)
-        new.execute("BEGIN")
-        events = old.execute("SELECT * FROM events ORDER BY seq")
-        new.executemany(f"INSERT INTO events VALUES ({', '.join('?' * 17)})", ((*row, checksum.of_row(row)) for row in events))
-        for table, rows in _tables(old).items():
-            new.executemany(writing(table), rows)
-        new.execute("COMMIT")
-        (num_events,) = new.execute("SELECT count(*) FROM events").fetchone()
-    shutil.copy2(path, path.with_name(f"{path.name}.schema-{OLDEST_MIGRATED}"))
-    for left in (path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
-        left.unlink(missing_ok=True)
-    draft.rename(path)
-    say(f"ledger.sqlite: {num_events:,} entries, from schema {OLDEST_MIGRATED} to {SCHEMA}")
-
-
-def _tables(old: sqlite3.Connection) -> dict[str, Iterable[tuple[Any, ...]]]:
-    """The rows of every table but `events`, from what schema 2 kept."""
+def read_tables(old: sqlite3.Connection) -> dict[str, Iterable[Row]]:
+    """The rows of every table but `events`, as schema 3 would have kept them; raises `KeyError`, `ValueError` for what cannot be read."""
     read = old.execute
     is_live = "group_id IN (SELECT group_id FROM groups WHERE prompt IS NOT NULL)"
     settled = "SELECT group_id, prompt, number, settled.step, is_placed FROM groups LEFT JOIN settled USING (group_id)"
@@ -177,7 +109,7 @@ def _state(old: sqlite3.Connection, *, oldest: int) -> dict[str, Any]:
     deaths: dict[str, dict[str, int]] = {}
     entries = "SELECT kind, peer, reason FROM events WHERE kind IN ('suspected', 'cleared') AND rollout_id IS NULL ORDER BY seq"
     for kind, peer, row in old.execute(entries):
-        count_death(deaths, kind, peer=peer, row=row)
+        count_death(deaths, kind, peer=peer, suspect=row)
     baselines = old.execute("SELECT reason FROM events WHERE kind = 'baselines' ORDER BY seq DESC LIMIT 1").fetchone()
     drawn = old.execute("SELECT group_id, epoch, row FROM groups ORDER BY group_id DESC LIMIT 1").fetchone()
     return {
@@ -190,19 +122,3 @@ def _state(old: sqlite3.Connection, *, oldest: int) -> dict[str, Any]:
         "baselines": json.loads(baselines[0]) if baselines else {},
         "oldest": oldest,
     }
-
-
-def main() -> None:
-    """Migrate and say what was done. An error of our own tree prints as one message and exits with 1."""
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.ledger.migration", description=__doc__)
-    parser.add_argument("run_folder", type=Path, help="run folder")
-    run_folder = parser.parse_args().run_folder
-    try:
-        is_changed = migrate(run_folder)
-    except PipelineError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    print(f"{run_folder} is of schema {SCHEMA}" + ("" if is_changed else " already"))
-
-
-if __name__ == "__main__":
-    main()
