@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-import xxhash
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
@@ -83,11 +82,6 @@ def layout_problems(shapes: Mapping[str, tuple[int, ...]], tensors: Collection[T
 def itemsize_of(tensor: Tensor) -> int:
     """Bytes of one element."""
     return _dtype_of(tensor).itemsize
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """xxh3-128 of the bytes of a contiguous CPU tensor, hexadecimal. Other threads run on meanwhile: the hash holds no interpreter lock."""
-    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _problem_of(tensor: Tensor) -> str:

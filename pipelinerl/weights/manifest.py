@@ -63,6 +63,11 @@ def digest_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def digest_of_tensor(tensor: torch.Tensor) -> str:
+    """The digest of the bytes of a contiguous CPU tensor."""
+    return digest_of(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
 def open_manifest(encoded: bytes, *, digest: str, name: str) -> Manifest:
     """Decode a manifest that was found in `buffer`. Raises `WeightsError` unless it is the one that was announced."""
     found = digest_of(encoded)

@@ -15,10 +15,9 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
-from pipelinerl.weights.base import digest
 from pipelinerl.weights.codec import decode
 from pipelinerl.weights.delta import Delta, Space
-from pipelinerl.weights.manifest import Manifest, check, compare, verify
+from pipelinerl.weights.manifest import Manifest, check, compare, digest_of_tensor, verify
 from pipelinerl.weights.swap import SparseSwap, WeightSwap
 from pipelinerl.weights.throttle import throttle
 from pipelinerl.weights.transport import Payload, Receiver
@@ -42,8 +41,8 @@ class _Step:
 class WeightReceiver:
     """Stages policies in a thread of its own, commits them in the engine's; never both at the same time."""
 
-    def __init__(self, commit: WeightSwap, *, layout: tuple[Tensor, ...], receiver: Receiver, verify: Verify = verify) -> None:
-        self._commit = commit
+    def __init__(self, swap: WeightSwap, *, layout: tuple[Tensor, ...], receiver: Receiver, verify: Verify = verify) -> None:
+        self._swap = swap
         self._verify = verify
         self._layout = layout
         self._space = Space(layout)
@@ -64,7 +63,7 @@ class WeightReceiver:
 
         def spare(manifest: Manifest) -> torch.Tensor:
             check_it(manifest)
-            buffer = self._commit.spare()
+            buffer = self._swap.spare()
             self._versions.pop(buffer.data_ptr(), None)
             return buffer
 
@@ -82,31 +81,31 @@ class WeightReceiver:
         if self._staged is None:
             raise WeightsError("nothing is staged: commit follows stage")
         version, self._staged = self._staged, None
-        self._commit.commit()
+        self._swap.commit()
         self._held = version
 
     def _stage_whole(self, buffer: torch.Tensor, version: int) -> None:
         self._last = None
         self._versions[buffer.data_ptr()] = version
-        self._commit.stage(buffer)
+        self._swap.stage(buffer)
 
     def _stage_changes(self, payload: Payload, *, name: str) -> None:
         step = self._open(payload, name=name)
-        if isinstance(self._commit, SparseSwap):
-            changed = self._changed(step.changes, self._commit)
-            compare(payload.manifest, self._digests_with(changed, self._commit), name=name)
-            self._commit.stage_delta(list(changed.values()))
+        if isinstance(self._swap, SparseSwap):
+            changed = self._changed(step.changes, self._swap)
+            compare(payload.manifest, self._digests_with(changed, self._swap), name=name)
+            self._swap.stage_delta(list(changed.values()))
             return
-        buffer = self._commit.spare()
+        buffer = self._swap.spare()
         self._bring_up(buffer, step)
         self._verify(payload.manifest, buffer, name=name)
         self._versions[buffer.data_ptr()] = step.version
         self._last = step
-        self._commit.stage(buffer)
+        self._swap.stage(buffer)
 
     def _open(self, payload: Payload, *, name: str) -> _Step:
         manifest = payload.manifest
-        found = digest(payload.data)
+        found = digest_of_tensor(payload.data)
         if found != manifest.payload_digest:
             raise WeightsError(
                 f"weight buffer {name}: digest of its {len(payload.data)} bytes of changes is {found}, published was"
@@ -130,25 +129,25 @@ class WeightReceiver:
             self._space.lay_over(buffer, last.changes)
             version = last.version
         if version is None or not step.base <= version <= step.version:
-            self._commit.save(buffer)
+            self._swap.save(buffer)
         self._space.lay_over(buffer, step.changes)
 
-    def _changed(self, changes: Delta, commit: SparseSwap) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _changed(self, changes: Delta, swap: SparseSwap) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """By tensor: its bits in the model, indices and new bits, where the model is."""
         tensors = {tensor.name: tensor for tensor in self._layout}
         found = {}
         for name, (positions, values) in self._space.by_tensor(changes).items():
-            bits = commit.bits_of(tensors[name])
+            bits = swap.bits_of(tensors[name])
             new = torch.from_numpy(values.view(f"<i{values.itemsize}"))
             found[name] = bits, torch.from_numpy(positions).to(bits.device), new.to(bits.device)
         return found
 
-    def _digests_with(self, changed: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]], commit: SparseSwap) -> Iterator[str]:
+    def _digests_with(self, changed: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]], swap: SparseSwap) -> Iterator[str]:
         """Every tensor's digest once the changes are in force; takes the memory of the largest tensor, not of the model."""
         for tensor in self._layout:
-            bits = commit.bits_of(tensor)
+            bits = swap.bits_of(tensor)
             if tensor.name in changed:
                 _, indices, new = changed[tensor.name]
                 bits = bits.clone().index_copy_(0, indices, new)
-            yield digest(bits.cpu())
+            yield digest_of_tensor(bits.cpu())
             throttle()

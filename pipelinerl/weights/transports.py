@@ -1,4 +1,4 @@
-"""An engine's end of every transport: the weight buffer's name says by which one it is reached."""
+"""All transports of weights: the trainer's end is chosen by the transport's name, an engine's end by the weight buffer's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,33 @@ from pathlib import Path
 import torch
 
 from pipelinerl.errors import WeightsError
+from pipelinerl.transport.endpoint import own_address
 from pipelinerl.weights import cuda_ipc, files, gloo, nccl, point_to_point, shared_memory
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl.weights.transport import Payload, Receiver
+from pipelinerl.weights.shared_names import run_token
+from pipelinerl.weights.transport import Payload, Receiver, Sender
+
+
+def open_sender(transport: str, *, run_folder: Path, address: str | None = None) -> Sender:
+    """Open the trainer's end of a transport. Raises `WeightsError` where that cannot be.
+
+    `address` is this machine's, where policies travel over the network; default: the one on its way to the orchestrator.
+    """
+    match transport:
+        case "shared_memory":
+            return shared_memory.SharedMemorySender(run_token(run_folder))
+        case "files":
+            return files.FilesSender(run_folder / "weights")
+        case "cuda_ipc":
+            return cuda_ipc.CudaIpcSender(run_token(run_folder))
+        case "gloo":
+            return gloo.sender(address or own_address(run_folder, "trainer"))
+        case "nccl":
+            return nccl.sender(address=address or own_address(run_folder, "trainer"))
+        case _:
+            raise WeightsError(
+                f"the orchestrator asks for the transport {transport!r}; this trainer knows shared_memory, cuda_ipc, files, gloo, nccl"
+            )
 
 
 class AutoReceiver:

@@ -82,7 +82,7 @@ class ShardedEngine(Engine):
         for worker in self.executor.workers:
             worker._policy_whole = both._layout = LAYOUT  # which has a tensor without elements, as no model does
         self._receiver = receiver
-        self.intake = WeightReceiver(policies, layout=LAYOUT, receiver=receiver, verify=both.verify)
+        self.weight_receiver = WeightReceiver(policies, layout=LAYOUT, receiver=receiver, verify=both.verify)
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]

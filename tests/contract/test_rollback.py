@@ -33,10 +33,10 @@ class Taking(FakeEngine):
         self.weights = Engine(SharedMemoryReceiver())
 
     def stage(self, order: StageWeights) -> None:
-        self.weights.intake.stage(order)
+        self.weights.weight_receiver.stage(order)
 
     def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
-        self.weights.intake.commit()
+        self.weights.weight_receiver.commit()
         return []
 
 

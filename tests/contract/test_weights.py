@@ -82,10 +82,10 @@ def test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(trans
     for version in range(1, 7):
         order = transport.publish(version)
         for engine in engines:
-            engine.intake.stage(order)
+            engine.weight_receiver.stage(order)
             assert engine.holds(version - 1), "staging changes nothing"
         for engine in engines:
-            engine.intake.commit()
+            engine.weight_receiver.commit()
             assert engine.holds(version)
         if previous is not None:
             transport.pool.release(previous.buffer)
@@ -105,11 +105,11 @@ def test_a_policy_staged_twice_or_staged_over_is_committed_once(transport: Trans
     first, second = transport.publish(1), transport.publish(2)
     engine = engines[0]
     for order in (first, first, second):
-        engine.intake.stage(order)
-    engine.intake.commit()
+        engine.weight_receiver.stage(order)
+    engine.weight_receiver.commit()
     assert engine.holds(2)
     with pytest.raises(WeightsError, match="nothing is staged"):
-        engine.intake.commit()
+        engine.weight_receiver.commit()
     assert engine.holds(2)
 
 
@@ -139,21 +139,21 @@ def test_a_damaged_policy_is_refused_the_old_one_stays_and_the_next_is_taken(
 ):
     engines[0].take(transport.publish(1))
     with pytest.raises(WeightsError, match=said):
-        engines[0].intake.stage(transport.publish(2, tamper=tamper))
+        engines[0].weight_receiver.stage(transport.publish(2, tamper=tamper))
     assert engines[0].holds(1)
     with pytest.raises(WeightsError, match="nothing is staged"):
-        engines[0].intake.commit()
+        engines[0].weight_receiver.commit()
     assert engines[0].holds(1)
     engines[0].take(transport.publish(3))
     assert engines[0].holds(3)
 
 
 def test_a_failed_staging_takes_back_what_was_staged_before(transport: Transport, engines: list[Engine]):
-    engines[0].intake.stage(transport.publish(1))
+    engines[0].weight_receiver.stage(transport.publish(1))
     with pytest.raises(WeightsError):
-        engines[0].intake.stage(transport.publish(2, tamper=flip_a_bit))
+        engines[0].weight_receiver.stage(transport.publish(2, tamper=flip_a_bit))
     with pytest.raises(WeightsError, match="nothing is staged"):
-        engines[0].intake.commit()
+        engines[0].weight_receiver.commit()
     assert engines[0].holds(0)
 
 
@@ -174,7 +174,7 @@ def test_a_policy_of_another_layout_is_refused(
     change(made)
     engine = Engine((transport := make_transport(plan_layout(made))).receive())
     with pytest.raises(WeightsError, match=said):
-        engine.intake.stage(transport.publish(1))
+        engine.weight_receiver.stage(transport.publish(1))
     assert engine.holds(0)
     engine.close()
 
@@ -182,7 +182,7 @@ def test_a_policy_of_another_layout_is_refused(
 def test_an_order_with_another_digest_is_refused(transport: Transport, engines: list[Engine]):
     order = transport.publish(1)
     with pytest.raises(WeightsError, match="announced was abcd"):
-        engines[0].intake.stage(StageWeights(version=1, buffer=order.buffer, digest="abcd"))
+        engines[0].weight_receiver.stage(StageWeights(version=1, buffer=order.buffer, digest="abcd"))
     assert engines[0].holds(0)
 
 
@@ -190,7 +190,7 @@ def test_a_truncated_policy_is_refused_and_harms_no_other_engine(transport: Tran
     first, second = transport.publish(1), transport.publish(2)
     transport.damage(second.buffer)
     with pytest.raises(WeightsError, match=r"truncated|the trainer sends \d+ bytes, the manifest says"):
-        engines[0].intake.stage(second)
+        engines[0].weight_receiver.stage(second)
     assert engines[0].holds(0)
     engines[1].take(first)
     assert engines[1].holds(1)
@@ -202,7 +202,7 @@ def test_a_buffer_of_a_trainer_that_is_gone_is_refused(transport: Transport):
     engine = Engine(transport.receive())
     transport.pool.close()
     with pytest.raises(WeightsError, match="cannot"):
-        engine.intake.stage(order)
+        engine.weight_receiver.stage(order)
     assert engine.holds(0)
     engine.close()
 
@@ -210,7 +210,7 @@ def test_a_buffer_of_a_trainer_that_is_gone_is_refused(transport: Transport):
 @pytest.mark.parametrize("buffer", ["", "nowhere", "../etc/passwd", "pipelinerl-a-0\n", "policy-../../x", "gloo://nowhere"])
 def test_a_name_that_is_no_buffer_is_refused(engines: list[Engine], buffer: str):
     with pytest.raises(WeightsError, match="not the name of a weight buffer"):
-        engines[0].intake.stage(StageWeights(version=1, buffer=buffer, digest="ab"))
+        engines[0].weight_receiver.stage(StageWeights(version=1, buffer=buffer, digest="ab"))
 
 
 # --- changes, over every transport --------------------------------------------------------------------------------------------------------
@@ -266,11 +266,11 @@ def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(transport: T
         order = trainer.publish(version, buffers[version])
         for number, engine in enumerate(drifters):
             if number == 0 or version in taken_by_both:
-                engine.intake.stage(order)
+                engine.weight_receiver.stage(order)
                 assert holds(engine, buffers[held[number]]), "staging changes nothing"
                 if version % 3 == 0:
-                    engine.intake.stage(order)
-                engine.intake.commit()
+                    engine.weight_receiver.stage(order)
+                engine.weight_receiver.commit()
                 held[number] = version
                 assert holds(engine, buffers[version])
         trainer.delta_base.move(min(held))
@@ -288,7 +288,7 @@ def test_changes_over_another_base_are_refused_and_a_whole_policy_heals(transpor
     trainer.delta_base.move(1)
     second = trainer.publish(2, buffers[2])
     with pytest.raises(WeightsError, match="changes from policy 1 to 2 do not fit over policy 0, which this engine holds; not taken"):
-        stranger.intake.stage(second)
+        stranger.weight_receiver.stage(second)
     assert holds(stranger, buffers[0])
     engine.take(second)
     trainer.delta_base.move(None)
@@ -308,7 +308,7 @@ def test_damaged_changes_are_refused_and_the_next_ones_still_fit(transport: Tran
         buffer[10] ^= 1
 
     with pytest.raises(WeightsError, match=r"digest of its \d+ bytes of changes is [0-9a-f]{32}, published was [0-9a-f]{32}; not taken"):
-        engine.intake.stage(trainer.publish(2, buffers[2], tamper=flip_a_bit))
+        engine.weight_receiver.stage(trainer.publish(2, buffers[2], tamper=flip_a_bit))
     assert holds(engine, buffers[1])
     engine.take(trainer.publish(3, buffers[3]))
     assert holds(engine, buffers[3]), "policy 2 was never taken: policy 3 holds its changes too"
@@ -328,7 +328,7 @@ def test_changes_fit_after_a_whole_policy_was_refused(transport: Transport, drif
         buffer[LAYOUT[4].offset_bytes + 5] ^= 64
 
     with pytest.raises(WeightsError, match="1 of 5 tensors of policy 4: head"):
-        engine.intake.stage(trainer.publish(4, buffers[4], tamper=flip_a_bit))
+        engine.weight_receiver.stage(trainer.publish(4, buffers[4], tamper=flip_a_bit))
     trainer.delta_base.move(3)
     engine.take(trainer.publish(5, buffers[5]))
     assert holds(engine, buffers[5])
@@ -342,12 +342,12 @@ def test_an_engine_whose_weights_were_damaged_is_found_out_and_healed(transport:
     for version in (1, 2, 3):
         engine.take(trainer.publish(version, buffers[version]))
         trainer.delta_base.move(version)
-    if isinstance(engine.intake._commit, SparseSwap):
+    if isinstance(engine.weight_receiver._swap, SparseSwap):
         engine.parameters["head"].data.view(-1).view(torch.int16)[-1] ^= 1
     else:
-        engine.intake._commit.spare()[LAYOUT[4].offset_bytes] ^= 1
+        engine.weight_receiver._swap.spare()[LAYOUT[4].offset_bytes] ^= 1
     with pytest.raises(WeightsError, match=r"of 5 tensors of policy 4: head"):
-        engine.intake.stage(trainer.publish(4, buffers[4]))
+        engine.weight_receiver.stage(trainer.publish(4, buffers[4]))
     trainer.delta_base.move(None)
     engine.take(trainer.publish(5, buffers[5]))
     assert holds(engine, buffers[5])

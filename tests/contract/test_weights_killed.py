@@ -223,10 +223,10 @@ def test_a_trainer_killed_between_announcement_and_fetch_is_refused_or_its_polic
         child.tell("go on")
         order = order_of(child.hear())
         child.kill()
-        patient, one.intake._receiver = one.intake._receiver, RECEIVERS[name](tmp_path, 1.0)
+        patient, one.weight_receiver._receiver = one.weight_receiver._receiver, RECEIVERS[name](tmp_path, 1.0)
         with contextlib.suppress(WeightsError):
             one.take(order)
-        one.intake._receiver = patient
+        one.weight_receiver._receiver = patient
         assert one.holds(2) == (name not in CALLS), "what lies in memory or on the disk outlives who wrote it"
         check_successor(name, tmp_path, one, held=1 if name in CALLS else 2)
 
@@ -246,12 +246,12 @@ def test_a_trainer_killed_while_an_engine_stages_harms_nothing(name: str, phase:
         monkeypatch.setattr(receiver, real.__name__, kill_and_go_on) if phase != "staged" else None
         is_refused = name in CALLS and phase == "fetching"
         with pytest.raises(WeightsError, match="cannot fetch a policy from the trainer") if is_refused else contextlib.nullcontext():
-            one.intake.stage(order)
+            one.weight_receiver.stage(order)
         if phase == "staged":
             child.kill()
         assert one.holds(1), "staging changes nothing"
         if not is_refused:
-            one.intake.commit()
+            one.weight_receiver.commit()
         monkeypatch.undo()
         check_successor(name, tmp_path, one, held=1 if is_refused else 2)
 
@@ -280,7 +280,7 @@ def test_a_buffer_half_written_by_a_killed_trainer_is_never_read(tmp_path: Path)
         child.tell("go on")
         child.wait_until_killed()
         with pytest.raises(WeightsError, match=r"2 of 5 tensors of policy 1: embed .*; not taken"):
-            one.intake.stage(order)
+            one.weight_receiver.stage(order)
         assert one.holds(0)
     finally:
         child.close()

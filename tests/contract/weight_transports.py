@@ -151,11 +151,11 @@ class Engine:
             for tensor in LAYOUT
         ]
         self._receiver = receiver
-        self.intake = WeightReceiver(swap(placed), layout=LAYOUT, receiver=self._receiver)
+        self.weight_receiver = WeightReceiver(swap(placed), layout=LAYOUT, receiver=self._receiver)
 
     def take(self, order: StageWeights) -> None:
-        self.intake.stage(order)
-        self.intake.commit()
+        self.weight_receiver.stage(order)
+        self.weight_receiver.commit()
 
     def holds(self, version: int) -> bool:
         expected = tensors(version)

@@ -136,19 +136,19 @@ def assert_same(found: Completion, expected: Completion, *, name: str) -> None:
 class Taker:
     """A real engine that takes adapters, as the transports' contract knows engines."""
 
-    intake: VllmEngine
+    weight_receiver: VllmEngine
 
     def take(self, order: StageWeights) -> None:
-        self.intake.stage(order)
-        self.intake.commit()
+        self.weight_receiver.stage(order)
+        self.weight_receiver.commit()
 
     def holds(self, version: int) -> bool:
         """The newest adapter, in the row that forward passes read, is this version's, bit for bit."""
-        adapters = self.intake._adapters
+        adapters = self.weight_receiver._adapters
         assert adapters is not None
         rows: Any = adapters._rows
         row = rows._row_of(next(reversed(adapters._versions)))
-        expected = adapter(self.intake.limits.tensors, version)
+        expected = adapter(self.weight_receiver.limits.tensors, version)
         layers = {name: layer for name, layer in rows._manager.modules.items() if name.endswith("down_proj")}
         assert layers
         return all(
@@ -169,7 +169,7 @@ def fresh_transports(engine: VllmEngine, folder: Path, *, num: int) -> Iterator[
                 folder if name == "files" else folder / str(number)
             )  # engines know buffers in shared memory by name, and names by the folder
             transport = dataclasses.replace(TRANSPORTS[name](own, layout), made=lambda version: adapter(layout, version))
-            Taker(intake=engine).take(transport.publish(0))
+            Taker(weight_receiver=engine).take(transport.publish(0))
             yield transport
             transport.pool.close()
 
@@ -178,7 +178,7 @@ def keep_the_contract(engine: VllmEngine, folder: Path) -> None:
     """What every transport promises, of adapters alone. Two engines of the contract are one and the same here."""
     from tests.contract import test_weights as contract
 
-    taker: Any = Taker(intake=engine)
+    taker: Any = Taker(weight_receiver=engine)
     cases = (
         lambda transport: contract.test_every_engine_gets_every_policy_bit_for_bit_and_only_at_its_commit(transport, [taker]),
         lambda transport: contract.test_an_engine_may_skip_policies_and_load_the_newest_late(transport, [taker, taker]),
@@ -199,7 +199,7 @@ def keep_the_contract(engine: VllmEngine, folder: Path) -> None:
 def refuse_another_layout(taker: Taker, transport: Transport) -> None:
     transport.layout = transport.layout[:-1]
     with pytest.raises(WeightsError, match="missing: base_model"):
-        taker.intake.stage(transport.publish(1))
+        taker.weight_receiver.stage(transport.publish(1))
     assert taker.holds(0)
 
 

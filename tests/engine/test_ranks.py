@@ -37,9 +37,9 @@ def test_what_one_rank_cannot_stage_none_takes_and_the_next_policy_all_do(
     with monkeypatch.context() as patch:
         patch.setattr(engine.executor.workers[1]._policy_commit, "spare", fail)
         with pytest.raises(WeightsError, match=said):
-            engine.intake.stage(transport.publish(2))
+            engine.weight_receiver.stage(transport.publish(2))
     with pytest.raises(WeightsError, match="nothing is staged"):
-        engine.intake.commit()
+        engine.weight_receiver.commit()
     assert engine.holds(1), "rank 0 had staged its part"
     engine.take(transport.publish(3))
     assert engine.holds(3)
@@ -48,10 +48,10 @@ def test_what_one_rank_cannot_stage_none_takes_and_the_next_policy_all_do(
 def test_a_rank_that_has_another_staging_ready_ends_the_engine(transport: Transport):
     """Ranks of different versions would sample tokens of neither."""
     engine = ShardedEngine(transport.receive())
-    engine.intake.stage(transport.publish(1))
+    engine.weight_receiver.stage(transport.publish(1))
     engine.executor.workers[1]._policy_staged = None
     with pytest.raises(RuntimeError, match="rank 1 has staging None ready, told to commit staging 1"):
-        engine.intake.commit()
+        engine.weight_receiver.commit()
 
 
 def test_ranks_that_do_not_hold_the_whole_model_between_them_are_refused_at_start(transport: Transport, monkeypatch: pytest.MonkeyPatch):
@@ -71,7 +71,7 @@ def test_without_room_for_a_whole_policy_the_old_one_serves_on(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(ranks.SharedMemorySender, "make", full)
         with pytest.raises(NoRoom, match=r"no room for \d+ bytes"):
-            engine.intake.stage(transport.publish(1))
+            engine.weight_receiver.stage(transport.publish(1))
     assert engine.holds(0)
     engine.take(transport.publish(2))
     assert engine.holds(2)
@@ -84,9 +84,9 @@ def test_a_rank_that_scatters_stages_what_differs_and_mends_what_was_damaged(tra
     worker = engine.executor.workers[1]
     worker.model.get_parameter("head").data.view(torch.int16)[3, 4] ^= 1
     again = transport.publish(1)
-    engine.intake.stage(again)
+    engine.weight_receiver.stage(again)
     commit = worker._policy_commit
     assert isinstance(commit, SparseSwap)
     assert [len(places) for _, places, _ in commit._changes or ()] == [1]
-    engine.intake.commit()
+    engine.weight_receiver.commit()
     assert engine.holds(1)

@@ -109,7 +109,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
     published: list[PolicyPublished] = []
     done: list[StepDone] = []
     with small_disk(tmp_path / "weights", size_bytes=5 * num_bytes(layout)) as disk:
-        monkeypatch.setattr("trainer.weights.publisher.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
+        monkeypatch.setattr("pipelinerl.weights.shared_memory.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
         receiver = FilesReceiver(disk) if transport == "files" else SharedMemoryReceiver(folder=disk)
         publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
         publisher.fix_layout(layout, num_engines=4, transport=transport)

@@ -183,7 +183,7 @@ def test_sharded_weights_without_room_are_passed_over_or_tried_by_one_rank_until
     expected = make_model(folders["qwen3"]).tensors()
     size = 5 * sum(tensor.numel() * 4 for tensor in expected.values())
     with small_disk(tmp_path / "weights", size_bytes=size) as disk:
-        monkeypatch.setattr("trainer.weights.publisher.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
+        monkeypatch.setattr("pipelinerl.weights.shared_memory.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
         monkeypatch.setattr("trainer.weights.sharded_weights.attach_to_write", functools.partial(attach_to_write, folder=disk))
         job = functools.partial(publish_without_room, folder=folders["qwen3"], disk=disk)
         transports = ("shared_memory", "files")

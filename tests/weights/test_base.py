@@ -5,7 +5,8 @@ import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.base import check_layout, digest, num_bytes, plan_layout, views
+from pipelinerl.weights.base import check_layout, num_bytes, plan_layout, views
+from pipelinerl.weights.manifest import digest_of_tensor
 
 
 def _tensor(name: str, shape: tuple[int, ...], offset_bytes: int, *, dtype: str = "float32", size: int = 4) -> Tensor:
@@ -76,9 +77,11 @@ def test_a_layout_beyond_the_buffer_is_refused() -> None:
 
 def test_digest_is_xxh3_128_and_sees_every_byte() -> None:
     buffer = torch.arange(200, dtype=torch.uint8)
-    assert digest(torch.tensor(list(b"a"), dtype=torch.uint8)) == "a96faf705af16834e6c632b61e964e1f"
-    before = digest(buffer)
+    assert digest_of_tensor(torch.tensor(list(b"a"), dtype=torch.uint8)) == "a96faf705af16834e6c632b61e964e1f"
+    before = digest_of_tensor(buffer)
     buffer[137] ^= 1
-    assert digest(buffer) != before
-    assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5]))
-    assert digest(torch.arange(50, dtype=torch.float32)) == digest(torch.arange(50, dtype=torch.float32).view(torch.uint8))
+    assert digest_of_tensor(buffer) != before
+    assert digest_of_tensor(torch.tensor(1.5)) == digest_of_tensor(torch.tensor([1.5]))
+    assert digest_of_tensor(torch.arange(50, dtype=torch.float32)) == digest_of_tensor(
+        torch.arange(50, dtype=torch.float32).view(torch.uint8)
+    )

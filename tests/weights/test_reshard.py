@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.reshard import Cut, Grid, Move, index_map, of_rank, shards_of, whole
+from pipelinerl.weights.reshard import Move, index_map, of_rank, whole
+from tests.weights.model_parallel import Cut, Grid, shards_of
 
 NUM_LAYERS, NUM_EXPERTS, NUM_KEY_HEADS = 4, 4, 2
 SIZES = (1, 2, 4)
@@ -115,14 +116,3 @@ def test_one_overlap_by_hand():
 def test_layouts_that_do_not_fit_are_refused(sources: list[dict], targets: list[dict], said: str):
     with pytest.raises(WeightsError, match=said):
         index_map({"w": (4,)}, sources=sources, targets=targets)
-
-
-def test_what_cannot_be_cut_evenly_is_refused():
-    with pytest.raises(WeightsError, match="4 layers cannot be cut into 3 equal stages"):
-        shards_of(SHAPES, grid=Grid(pipeline=3), cuts=cuts, num_layers=NUM_LAYERS)
-    with pytest.raises(WeightsError, match="8 indices of dimension 0 cannot be cut into 3 equal parts"):
-        shards_of(SHAPES, grid=Grid(tensor=3), cuts=cuts, num_layers=NUM_LAYERS)
-    with pytest.raises(WeightsError, match="4 experts cannot be spread evenly over 3 ranks"):
-        shards_of(
-            {"0.alone.1": (8, 4)}, grid=Grid(expert=3), cuts=lambda name: Cut(layer=0, expert=(1, NUM_EXPERTS)), num_layers=NUM_LAYERS
-        )

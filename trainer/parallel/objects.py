@@ -28,14 +28,17 @@ def refuse_foreign_objects() -> None:
     c10d._unpickler = PlainUnpickler
 
 
-def gathered(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank of a gloo group gives, by rank; plain JSON values, which travel as bytes. Every rank calls this."""
-    frame = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(frame)]), group=group)
-    frames = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+def gathered(value: Any, *, group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[Any]:
+    """What every rank of a group gives, by rank; plain JSON values, which travel as bytes. Every rank calls this.
+
+    `device`: where the group's collectives take tensors from; default: the host, as gloo's do.
+    """
+    frame = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8).to(device or "cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(frame)], device=device), group=group)
+    frames = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(frames, torch.nn.functional.pad(frame, (0, len(frames[0]) - len(frame))), group=group)
-    return [msgspec.json.decode(other[: int(size)].numpy().tobytes()) for other, size in zip(frames, sizes, strict=True)]
+    return [msgspec.json.decode(other[: int(size)].cpu().numpy().tobytes()) for other, size in zip(frames, sizes, strict=True)]
 
 
 class PlainUnpickler(c10d._unpickler):

@@ -14,18 +14,13 @@ import torch
 
 from pipelinerl.errors import NoRoom, PeerSilent, WeightsError
 from pipelinerl.messages import PolicyPublished, Tensor
-from pipelinerl.transport.endpoint import own_address
-from pipelinerl.weights import gloo, nccl
 from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.buffer_pool import WeightBufferPool, num_buffers_for
-from pipelinerl.weights.cuda_ipc import CudaIpcSender
 from pipelinerl.weights.delta_base import DeltaBase, fill
-from pipelinerl.weights.files import FilesSender
 from pipelinerl.weights.manifest import Manifest, seal
-from pipelinerl.weights.shared_memory import SharedMemorySender
-from pipelinerl.weights.shared_names import run_token
-from pipelinerl.weights.transport import Sender, WeightBuffer
+from pipelinerl.weights.transport import WeightBuffer
+from pipelinerl.weights.transports import open_sender
 
 Write = Callable[[str, torch.Tensor, tuple[Tensor, ...]], None]
 """Writes the present weights into memory ([bytes] uint8) of this layout; the first argument names it where other ranks may map it."""
@@ -148,10 +143,11 @@ class Publisher:
             check_layout(self._adapter_shapes, tensors)
             self._tensors = self._adapters
         self._layout = tensors
+        sender = open_sender(transport, run_folder=self._run_folder, address=self._address)
         with self._changed:
             size = num_bytes(tensors)
             self._is_mapped = transport == "shared_memory"
-            self._pool = WeightBufferPool(self._open(transport), num_bytes=size, max_buffers=num_buffers_for(num_engines))
+            self._pool = WeightBufferPool(sender, num_bytes=size, max_buffers=num_buffers_for(num_engines))
             self._rollback_epoch = rollback_epoch
             if self._sends_deltas:
                 self._delta_base = self._new_delta_base()
@@ -204,26 +200,6 @@ class Publisher:
     def _new_delta_base(self) -> tuple[DeltaBase, torch.Tensor]:
         size = num_bytes(self._layout)
         return DeltaBase(self._layout, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
-
-    def _open(self, transport: str) -> Sender:
-        match transport:
-            case "shared_memory":
-                return SharedMemorySender(run_token(self._run_folder))
-            case "files":
-                return FilesSender(self._run_folder / "weights")
-            case "gloo":
-                return gloo.sender(self._own_address())
-            case "nccl":
-                return nccl.sender(address=self._own_address())
-            case "cuda_ipc":
-                return CudaIpcSender(run_token(self._run_folder))
-            case _:
-                raise WeightsError(
-                    f"the orchestrator asks for the transport {transport!r}; this trainer knows shared_memory, cuda_ipc, files, gloo, nccl"
-                )
-
-    def _own_address(self) -> str:
-        return self._address or own_address(self._run_folder, "trainer")
 
     def release(self, name: str) -> None:
         """Note that no engine reads a buffer any more. Raises `WeightsError` for one that was not published."""

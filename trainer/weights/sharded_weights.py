@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.core_model_loading import revert_weight_conversion
@@ -27,6 +26,7 @@ from pipelinerl.weights.base import views
 from pipelinerl.weights.reshard import Box, Move, index_map, of_rank, whole
 from pipelinerl.weights.shared_memory import attach_to_write
 from trainer.model.model import Model
+from trainer.parallel.objects import gathered
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
 
@@ -63,18 +63,18 @@ class ShardedWeights:
         Raises `PeerSilent` where a rank is lost or late, `WeightsError` where one could not write.
         """
         self._has_led = True
-        self._tell(_Call(name=name, layout=layout))
+        self._call(_Call(name=name, layout=layout))
         self._write(buffer, layout, is_shared=bool(name))
 
     def end(self) -> None:
         """Let the others go on where nothing was published; rank 0 calls it after every publication."""
         if not self._has_led:
-            self._tell(_Call())
+            self._call(_Call())
         self._has_led = False
 
     def follow(self) -> None:
         """Take part in a publication that rank 0 leads."""
-        call = msgspec.msgpack.decode(self._hear(), type=_Call)
+        call = self._call(None)
         if not call.layout:
             return
         if call.name and call.name not in self._mapped:
@@ -125,31 +125,23 @@ class ShardedWeights:
 
     def _all_boxes(self, boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Box]]:
         """Every rank's boxes, of tensors that all of them name in the same order."""
-        edges = [edge for name in shapes for pair in boxes[name] for edge in pair]
-        here = torch.tensor(edges, dtype=torch.int64, device=self._replicas.device)
-        everywhere = [torch.empty_like(here) for _ in range(self._replicas.size)]
-        self._replicas.bounded(lambda: dist.all_gather(everywhere, here), "to say what each holds of the model")
-        return [_boxes_from(found.tolist(), shapes) for found in everywhere]
+        by_rank = self._gather([boxes[name] for name in shapes], "to say what each holds of the model")
+        return [dict(zip(shapes, msgspec.convert(found, list[Box]), strict=True)) for found in by_rank]
 
     def _names_of(self, name: str) -> dict[str, torch.Tensor]:
         """What a tensor of the module is published as, without memory."""
         empty: Any = torch.empty(self._model.shapes[name], dtype=self._model.dtype, device="meta")
         return revert_weight_conversion(self._model.module, {name: empty})
 
-    def _tell(self, call: _Call) -> None:
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(call)), dtype=torch.uint8).to(self._replicas.device)
-        self._broadcast(torch.tensor([len(data)], device=self._replicas.device))
-        self._broadcast(data)
+    def _gather(self, value: Any, what: str) -> list[Any]:
+        """What every rank gives, by rank."""
+        found: list[Any] = []
+        self._replicas.bounded(lambda: found.extend(gathered(value, group=None, device=self._replicas.device)), what)
+        return found
 
-    def _hear(self) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64, device=self._replicas.device)
-        self._broadcast(size)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=self._replicas.device)
-        self._broadcast(data)
-        return data.cpu().numpy().tobytes()
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        self._replicas.bounded(lambda: dist.broadcast(tensor, 0), "to publish a policy together")
+    def _call(self, call: _Call | None) -> _Call:
+        """What rank 0 calls the others to; they give None."""
+        return msgspec.convert(self._gather(call, "to publish a policy together")[0], _Call)
 
 
 def _box_of(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> Box:
@@ -162,14 +154,6 @@ def _box_of(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> Box:
     if tuple(sizes) != tuple(tensor.to_local().shape):
         return tuple((0, 0) for _ in shape)
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-
-
-def _boxes_from(edges: list[int], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Box]:
-    boxes: dict[str, Box] = {}
-    at = iter(edges)
-    for name, shape in shapes.items():
-        boxes[name] = tuple((next(at), next(at)) for _ in shape)
-    return boxes
 
 
 def _is_covered(boxes: list[Box], shape: tuple[int, ...]) -> bool:

@@ -84,9 +84,9 @@ class VllmEngine:
         self._ranks = Ranks(self._llm) if is_sharded else None
         if self._ranks is not None and engine.num_stages > 1:
             self._ranks.call("policy_pipeline")
-        commit, layout, choice = self._taker(Path(model.path), adapters, weights)
+        swap, layout, choice = self._make_swap(Path(model.path), adapters, weights)
         verify = manifest.verify if self._ranks is None else self._ranks.verify
-        self._weights = WeightReceiver(commit, layout=layout, receiver=AutoReceiver(folder=policies), verify=verify)
+        self._weights = WeightReceiver(swap, layout=layout, receiver=AutoReceiver(folder=policies), verify=verify)
         self._routes = self._recorder() if model.replay_routing else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -224,7 +224,9 @@ class VllmEngine:
             routes=self._routes.take(output.request_id) if self._routes is not None and output.finish_reason is not None else None,
         )
 
-    def _taker(self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection) -> tuple[WeightSwap, tuple[Tensor, ...], str]:
+    def _make_swap(
+        self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection
+    ) -> tuple[WeightSwap, tuple[Tensor, ...], str]:
         """What brings policies into force here, the layout they are wanted in, and a sentence that says why."""
         if adapters is not None:
             layout = adapter_layout(checkpoint_shapes(folder), adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
