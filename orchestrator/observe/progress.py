@@ -19,6 +19,7 @@ from pipelinerl.algorithms.staleness import split
 from pipelinerl.messages import Finish, Sample, ScoredTrajectory, StepDone, TerminalStatus, WeightsCommitted
 from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.alarms.rules import Alarms
+from pipelinerl.observe.fold.rows import evaluation_row, step_row
 from pipelinerl.observe.journal import Journal
 
 
@@ -105,11 +106,11 @@ class Progress:
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
         self._sample_log.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, members=step.members)
-        self._tell(self._alarms.take_step(fields))
+        self._tell(self._alarms.take_step(step_row(fields)))
 
     def evaluated(self, fields: dict[str, Any]) -> None:
         """An evaluation is done: its journal fields."""
-        self._tell(self._alarms.take_evaluation(fields))
+        self._tell(self._alarms.take_evaluation(evaluation_row(fields)))
 
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:

@@ -43,3 +43,18 @@ def keys(markdown: Annotated[bool, typer.Option("--markdown", help="as a page, w
         return
     for key, kind, default, meaning in described_keys():
         console.print(f"{key:<36} {kind:<24} {default:<14} {meaning}", markup=False, highlight=False, soft_wrap=True)
+
+
+@commands.command(rich_help_panel=PANEL)
+def metrics(markdown: Annotated[bool, typer.Option("--markdown", help="as a page, which is docs/metrics.md")] = False) -> None:
+    """List every metric with its unit, its formula and what to do about it."""
+    from pipelinerl.observe.metrics.page import SECTIONS
+    from pipelinerl.observe.metrics.page import markdown as page
+
+    if markdown:
+        print(page(), end="")
+        return
+    for title, _, listed in SECTIONS:
+        console.print(f"{title}", style="bold")
+        for one in listed:
+            console.print(f"{one.name:<46} {one.unit:<14} {one.formula}. {one.action}", markup=False, highlight=False, soft_wrap=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from pipelinerl.observe.alarms.names import Alarm
+from pipelinerl.observe.fold import rows
+from pipelinerl.observe.fold.rows import EXITS, EvaluationRow
+from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.renamed import Line
-from pipelinerl.observe.report import rows, units
-from pipelinerl.observe.report.rows import EXITS, EvaluationRow
-from pipelinerl.observe.report.state import RunState, alarm_words
+from pipelinerl.observe.report import units
 
 PLAIN_LINES = 50
 """About so many lines of steps for a whole run."""
@@ -64,30 +66,27 @@ class PlainLines:
         return due
 
     def _news_of(self, line: Line) -> str | None:
-        match line["kind"]:
-            case "run":
+        match line["kind"], rows.row_of(line):
+            case "run", _:
                 return "the orchestrator is up; engines, scorers and trainer load"
-            case "joined":
+            case "joined", _:
                 return f"engine {line.get('engine_id')} is ready"
-            case "left":
+            case "left", _:
                 return f"engine {line.get('engine_id')} is gone"
-            case "trainer":
+            case "trainer", _:
                 return "the trainer is ready"
-            case "status":
-                return self._first_of(rows.status_row(line))
-            case "evaluation":
-                return held_out_words(rows.evaluation_row(line))
-            case "evaluation_dropped":
-                return f"the evaluation of version {line.get('version')} was given up: {line.get('error')}"
-            case "alarm" if line.get("is_over"):
-                return f"alarm over: {line.get('name')}"
-            case "alarm":
-                return f"ALARM {alarm_words(line)}. {line.get('change')}"
-            case "mismatch":
+            case _, rows.StatusRow() as status:
+                return self._first_of(status)
+            case _, EvaluationRow() as evaluation:
+                return held_out_words(evaluation)
+            case "evaluation_dropped", _:
+                return f"the evaluation of version {line.get('version')} was dropped: {line.get('error')}"
+            case _, Alarm() as alarm:
+                return f"alarm over: {alarm.name}" if alarm.is_over else f"ALARM {alarm}. {alarm.change}"
+            case "mismatch", _:
                 return f"step {line.get('step')}: {line.get('words')}"
-            case "function_error":
-                error = rows.function_error_row(line)
-                return error_words(error) if self._is_first(error.key) else None
+            case _, rows.FunctionErrorRow() as error if self._is_first(error.key):
+                return error_words(error)
         return None
 
     def _first_of(self, status: rows.StatusRow) -> str | None:
@@ -155,10 +154,10 @@ def plain_line(state: RunState) -> str:
         parts.append(f"held-out {_short(state.last_evaluation.reward_mean)}")
     if state.seconds_left:
         parts.append(f"{units.duration(state.seconds_left)} left")
-    if state.function_errors:
-        parts.append(f"function errors {units.whole(sum(error.count for error in state.function_errors.values()))}")
-    if state.alarms:
-        parts.append(f"alarms: {', '.join(state.alarms)}")
+    if state.errors.now:
+        parts.append(f"function errors {units.whole(sum(error.count for error in state.errors.now.values()))}")
+    if state.active_alarms:
+        parts.append(f"alarms: {', '.join(state.active_alarms)}")
     if off := rows.imbalance(state.identity):
         parts.append(f"ACCOUNTS OFF BY {off}")
     return "  ".join(parts)
@@ -166,9 +165,8 @@ def plain_line(state: RunState) -> str:
 
 def end_lines(state: RunState) -> list[str]:
     """How the run ended: failures of functions by cause, alarms that still hold, the accounts."""
-    worst = sorted(state.function_errors.values(), key=lambda error: -error.count)
-    errors = [f"{error_words(error)}, {units.whole(error.count)} times" for error in worst]
-    return [*errors, *(f"ALARM {words}" for words in state.alarms.values()), f"ended: {state.end_reason}; {identity_words(state)}"]
+    errors = [f"{error_words(error)}, {units.whole(error.count)} times" for error in state.errors.commonest()]
+    return [*errors, *(f"ALARM {alarm}" for alarm in state.active_alarms.values()), f"ended: {state.end_reason}; {identity_words(state)}"]
 
 
 def identity_words(state: RunState) -> str:

@@ -1,7 +1,7 @@
-"""A run in the terminal: who waits for whom, how far it is, what it has learnt. Reads the journals and nothing else.
+"""A run in the terminal: who waits for whom, how far it is, and what it has learnt. It reads the journals and nothing else.
 
-`RunState` (report.state) folds journal lines; `render` draws it, purely; `show` follows the files. Where the output is no terminal,
-`show` prints plain lines instead (`plain`).
+`fold` follows the journals, `render` draws the state that they add up to, and `show` does both until the run ends. Where the output is no
+terminal, `show` prints plain lines instead (`plain`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observe.lines import JournalTail
+from pipelinerl.observe.fold import rows
+from pipelinerl.observe.fold.followed import FollowedRun
+from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.plain import STUCK_S, PlainLines, end_lines, error_words, identity_words, waiting_words
 from pipelinerl.observe.renamed import Line
-from pipelinerl.observe.report import rows, units
-from pipelinerl.observe.report.reading import read_failures
-from pipelinerl.observe.report.state import RunState
+from pipelinerl.observe.report import units
 
 LOOK_EVERY_S = 0.5
 """Between two looks at the journals; as often as the orchestrator writes its gauges."""
@@ -33,27 +33,8 @@ ERRORS_SHOWN = 4
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class LiveView:
-    """A run's folder, followed: `look` takes what the journals have gained, and the view renders itself."""
-
-    def __init__(self, run_folder: Path, *, began: float = 0.0) -> None:
-        """`began`: Unix seconds of the start that is followed; 0: of whatever there is."""
-        self.state = RunState()
-        self._began = began
-        self._run_folder = run_folder
-        self._tail = JournalTail(run_folder)
-
-    def look(self) -> list[Line]:
-        """Fold the lines written since the last look, in order of time, and the last words of processes that failed; return the lines.
-
-        Of a start that is followed, an end from before it is no end: the run goes on.
-        """
-        lines = sorted(self._tail.new_lines(), key=lambda line: line["t"])
-        for line in lines:
-            if line["kind"] != "end" or line["t"] >= self._began:
-                self.state.fold(line)
-        self.state.fail([failure for failure in read_failures(self._run_folder) if failure.t >= self._began])
-        return lines
+class LiveView(FollowedRun):
+    """A followed run that draws itself."""
 
     def __rich__(self) -> RenderableType:
         return render(self.state)
@@ -80,7 +61,7 @@ async def show(run_folder: Path, *, console: Console, until: asyncio.Event, bega
             if isinstance(live, Live):
                 live.refresh()
             else:
-                plain.take(lines)
+                plain.take(line for line, _ in lines)
                 say(plain.lines(view.state, now=time.time()))
             if is_last or (not began and view.state.end_reason is not None):
                 break
@@ -117,8 +98,8 @@ def render(state: RunState) -> RenderableType:
         ("rollouts", Text(identity_words(state))),
         ("queues", _queues(state)),
         *([("waits", _waits(state))] if _waits(state) is not None else []),
-        *([("errors", _errors(state))] if state.function_errors else []),
-        *([("alarms", _alarms(state))] if state.alarms else []),
+        *([("errors", _errors(state))] if state.errors.now else []),
+        *([("alarms", _alarms(state))] if state.active_alarms else []),
     ):
         table.add_row(name, cell)
     ended = Text(f"ended: {state.end_reason}", style="bold") if state.end_reason is not None else Text("")
@@ -230,14 +211,14 @@ def _waits(state: RunState) -> Text | None:
 
 def _errors(state: RunState) -> Text:
     """Failures of users' functions by cause, the commonest first."""
-    worst = sorted(state.function_errors.values(), key=lambda error: -error.count)
+    worst = state.errors.commonest()
     lines = [f"{units.whole(error.count)} × {error_words(error).removeprefix('ERROR ')}" for error in worst[:ERRORS_SHOWN]]
     more = [f"and {len(worst) - ERRORS_SHOWN} other causes"] if len(worst) > ERRORS_SHOWN else []
     return Text("\n".join([*lines, *more]), style="red")
 
 
 def _alarms(state: RunState) -> Text:
-    return Text("\n".join(state.alarms.values()), style="bold red")
+    return Text("\n".join(map(str, state.active_alarms.values())), style="bold red")
 
 
 def _gauge(fraction: float | None, words: str) -> Text:

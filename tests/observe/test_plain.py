@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.plain import LONGEST_QUIET_S, PlainLines, end_lines
-from pipelinerl.observe.report.state import RunState
 
 Line = dict[str, Any]
 BEGAN = 1000.0

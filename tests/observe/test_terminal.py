@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pipelinerl.observe.fold.state import WINDOW_S, RunState
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.plain import PlainLines, plain_line
-from pipelinerl.observe.report.state import WINDOW_S, RunState
 from pipelinerl.observe.terminal import LiveView, renderable, show, sparkline
 
 Line = dict[str, Any]
@@ -255,7 +255,7 @@ def test_a_run_that_is_resumed_is_followed_past_ends_and_past_a_process_that_is_
     failure.write_text(json.dumps({"t": 200.2, "process": "engine-1", "error": "PeerGone: the orchestrator"}))
     looks, look = [], LiveView.look
 
-    def looked(view: LiveView) -> list[Line]:
+    def looked(view: LiveView) -> Any:
         found = look(view)
         looks.append(view)
         if len(looks) == 2:

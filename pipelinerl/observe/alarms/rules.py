@@ -10,10 +10,10 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from pipelinerl.config.alarm_names import AlarmName
-from pipelinerl.observe.alarms.names import CHANGE, Alarm
+from pipelinerl.observe.alarms.names import ALARMS, Alarm
+from pipelinerl.observe.fold.rows import EvaluationRow, StepRow
 
 WINDOW = 10
 """Steps of a mean. Fewer takes noise for news; more notices later."""
@@ -71,23 +71,22 @@ class Alarms:
         self._best: tuple[int, float, float] | None = None
         """(version, held-out reward, training reward then) of the best evaluation so far."""
 
-    def take_step(self, line: Mapping[str, Any]) -> list[Alarm]:
-        """Take a `step` line's fields; return what it raised and ended."""
-        step = _step_of(line)
+    def take_step(self, row: StepRow) -> list[Alarm]:
+        """Take a step; return what it raised and ended."""
+        step = _step_of(row)
         while self._steps and self._steps[-1].step >= step.step:
             self._steps.pop()  # done again after a resume
         self._steps.append(step)
         if len(self._first) < WINDOW:
             self._first.append(step)
-        words = line.get("engine_mismatch")  # `pipelinerl.algorithms.mismatch`
-        of_engines = self._judge(AlarmName.ENGINE_MISMATCH, (step.step, "; ".join(map(str, words))) if isinstance(words, list) else None)
+        of_engines = self._judge(AlarmName.ENGINE_MISMATCH, (step.step, "; ".join(row.engine_mismatch)) if row.engine_mismatch else None)
         if len(self._steps) < WINDOW:
             return of_engines
         return of_engines + [alarm for name, rule in self._rules() for alarm in self._judge(name, rule())]
 
-    def take_evaluation(self, line: Mapping[str, Any]) -> list[Alarm]:
-        """Take an `evaluation` line's fields: held-out that falls from its best while the training reward has risen since."""
-        held_out, version, num = _number(line.get("reward_mean")), _number(line.get("version")), _number(line.get("num_prompts"))
+    def take_evaluation(self, row: EvaluationRow) -> list[Alarm]:
+        """Take an evaluation: held-out that falls from its best while the training reward has risen since."""
+        held_out, version, num = row.reward_mean, row.version, row.num_prompts
         trained = _mean(self._recent(), "reward")
         if held_out is None or version is None or trained is None:
             return []
@@ -100,7 +99,6 @@ class Alarms:
         noise = ERRORS * self._scale * math.sqrt(2 * part * (1 - part) / num) if num else 0.0
         if best - held_out < max(MOVED * self._scale, noise) or trained - then < MOVED * self._scale:
             return []
-        rose = f"training reward rose from {then:.3g} to {trained:.3g}"
         rose = f"training reward rose from {then:.3g} to {trained:.3g}"
         figure = f"held-out fell from {best:.3g} to {held_out:.3g} since version {of_version}, {rose}"
         return self._raise(AlarmName.REWARD_HACKING, began=of_version, figure=figure)
@@ -134,7 +132,7 @@ class Alarms:
     def _raise(self, name: AlarmName, *, began: int, figure: str) -> list[Alarm]:
         if name in self.active:
             return []
-        self.active[name] = alarm = Alarm(name=name, began=began, step=self._steps[-1].step, figure=figure, change=CHANGE[name])
+        self.active[name] = alarm = Alarm(name=name, began=began, step=self._steps[-1].step, figure=figure, change=ALARMS[name].change)
         self.raised.append(alarm)
         return [alarm]
 
@@ -241,34 +239,24 @@ class Alarms:
         ].step, f"the reward was {then:.3g} at the start and is {now:.3g} after {recent[-1].step - self._first[0].step + 1} steps"
 
 
-def _step_of(line: Mapping[str, Any]) -> _Step:
-    trainer = line.get("trainer")
-    trainer = trainer if isinstance(trainer, dict) else {}
-    groups, flat = _number(line.get("num_groups")), _number(line.get("zero_variance_fraction"))
-    aside, stale = _number(line.get("filtered_groups")) or 0.0, _number(line.get("stale_groups"))
-    components = line.get("components")
+def _step_of(row: StepRow) -> _Step:
+    groups, flat, filtered = row.num_groups, row.zero_variance_fraction, row.filtered_groups or 0.0
     return _Step(
-        step=int(line["step"]),
+        step=row.step,
         figures={
-            "reward": _number(line.get("reward_mean")),
-            "length": _number(line.get("length_mean")),
-            "truncated": _number(line.get("truncated_fraction")),
-            "repeated": _number(line.get("repeated_fraction")),
-            "no_signal": None if flat is None else (flat * (groups or 0.0) + aside) / (groups + aside) if groups else flat,
-            "stale": None if stale is None or not groups else stale / (stale + groups),
-            "entropy": _number(trainer.get("entropy")),
-            "ess": _number(trainer.get("ess_fraction")),
-            "mismatch": _number(trainer.get("mismatch_kl_on_policy")),
-            "stale_kv": _number(trainer.get("mismatch_kl_stale_kv")),
+            "reward": row.reward_mean,
+            "length": row.length_mean,
+            "truncated": row.truncated_fraction,
+            "repeated": row.repeated_fraction,
+            "no_signal": flat if flat is None or not groups else (flat * groups + filtered) / (groups + filtered),
+            "stale": None if row.stale_groups is None or not groups else row.stale_groups / (row.stale_groups + groups),
+            "entropy": row.trainer.get("entropy"),
+            "ess": row.trainer.get("ess_fraction"),
+            "mismatch": row.trainer.get("mismatch_kl_on_policy"),
+            "stale_kv": row.trainer.get("mismatch_kl_stale_kv"),
         },
-        components={str(name): value for name, told in components.items() if (value := _number(told)) is not None}
-        if isinstance(components, dict)
-        else {},
+        components=row.components,
     )
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
 def _mean(steps: Iterable[_Step], name: str) -> float | None:

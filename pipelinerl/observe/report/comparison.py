@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipelinerl.errors import DataError
-from pipelinerl.observe.report import counters
+from pipelinerl.observe.fold import counters
 from pipelinerl.observe.report.diagnosis import Diagnosis, diagnose
 from pipelinerl.observe.report.figures import generated_rate, rolling_mean
 from pipelinerl.observe.report.headline import Headline, headline
@@ -146,7 +146,7 @@ def _times(runs: Sequence[Run]) -> Table:
 
 
 def _settings(runs: Sequence[Run]) -> Table:
-    settings = [{key: written(value) for key, value in flat(run.tables.config)} for run in runs]
+    settings = [{key: written(value) for key, value in flat(run.tables.run.config)} for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if key not in IGNORED_SETTINGS]
     rows = [[key, *(each.get(key, NOT_RECORDED) for each in settings)] for key in keys if len({each.get(key) for each in settings}) > 1]
     return _side_by_side(runs, rows, name="settings", heading="key", kinds=("code", *["name"] * len(runs)))

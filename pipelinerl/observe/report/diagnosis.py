@@ -207,12 +207,12 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
 
 def _full_machine(measures: Measures, tables: Tables) -> str:
     """Why another engine or rank would only take from the others, in words; empty where it would not, or nobody knows."""
-    if not tables.machine or (tables.setting("slurm", "nodes") or 1) != 1:
+    if not tables.run.machine or (tables.setting("slurm", "nodes") or 1) != 1:
         return ""
     options = tables.setting("engine", "options")
     parallel = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) if isinstance(options, dict) else 1
     used = measures.num_engines * parallel + measures.num_ranks
-    cores, devices = tables.machine.get("cores", 0), tables.machine.get("devices", 0)
+    cores, devices = tables.run.machine.get("cores", 0), tables.run.machine.get("devices", 0)
     if used < (devices or cores):
         return ""
     parts = f"{plural(measures.num_engines, 'engine')} and {plural(measures.num_ranks, 'trainer rank')}"

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipelinerl.observe.report import counters
+from pipelinerl.observe.fold import counters
+from pipelinerl.observe.fold.rows import StatusRow, StepRow, SwapRow
+from pipelinerl.observe.metrics.steps import DROPPED, TRAINER_METRICS
 from pipelinerl.observe.report.headline import staleness_by_age
 from pipelinerl.observe.report.plots import COLOURS, Figure, Line, Point, by_step, over_time
 from pipelinerl.observe.report.reading import Tables
-from pipelinerl.observe.report.rows import StatusRow, StepRow, SwapRow
 from pipelinerl.observe.report.units import milliseconds, percent, plural, quantity, whole
 
 RATE_POINTS = 150
@@ -25,31 +26,6 @@ MAX_BARS = 16
 """Ages drawn one by one; older ones share the last bar."""
 MAX_DOTS = 600
 """Swaps drawn. More would hide each other; fewer would hide a rare long one."""
-
-METERS = (
-    ("mismatch_kl_on_policy", "KL between engine and trainer, same version", "nats"),
-    ("logprob_gap_mean", "|engine − trainer| log-probability, mean", "nats"),
-    ("ess_fraction", "effective sample size", "part of one"),
-    ("mismatch_kl_k3", "KL to the sampling policy", "nats"),
-    ("clip_fraction", "tokens clipped", "part of one"),
-    ("weight_zero_fraction", "tokens of importance weight 0", "part of one"),
-    ("entropy", "entropy per token", "nats"),
-    ("grad_norm", "gradient norm, before clipping", ""),
-    ("loss", "loss", ""),
-    ("ratio_mean", "importance ratio, mean", ""),
-    ("ratio_min", "importance ratio, smallest", ""),
-    ("ratio_max", "importance ratio, largest", ""),
-    ("learning_rate", "learning rate", ""),
-    ("kl_penalty", "KL to the reference, as its penalty measures it", "nats"),
-    ("divergence", "divergence from the teacher, over all words", "nats"),
-    ("kl_coef", "coefficient of the KL, which follows it", ""),
-    ("entropy_coef", "coefficient of the entropy, which follows it", ""),
-    ("sft_loss", "negative log-likelihood of the demonstrations beside RL", "nats per token"),
-    ("weight_batch_mean", "mean importance weight of the step, which all were divided by", ""),
-)
-"""Metric of the trainer, title, unit; the first eight first, because they are what goes wrong first."""
-DROPPED = "_dropped_fraction"
-"""End of the name of a metric that says which part of the tokens one mask dropped."""
 
 
 def figures(tables: Tables) -> dict[str, list[Figure]]:
@@ -184,7 +160,7 @@ def meters(tables: Tables) -> list[Figure]:
     found, limit = [], tables.setting("trainer", "max_mismatch_kl")
     masks = dict.fromkeys(name for step in tables.steps for name in step.trainer if name.endswith(DROPPED))
     dropped = tuple((name, f"tokens dropped by {name.removesuffix(DROPPED)}", "part of one") for name in masks)
-    for name, title, unit in (*METERS, *dropped):
+    for name, title, unit in (*((one.field, one.title, one.unit) for one in TRAINER_METRICS if one.title), *dropped):
         points = [(float(step.step), step.trainer[name]) for step in tables.steps if name in step.trainer]
         if points:
             alarm = f"; above {limit:g} the run ends" if name == "mismatch_kl_on_policy" and isinstance(limit, float) else ""

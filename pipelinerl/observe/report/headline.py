@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from pipelinerl.observe.report import counters
+from pipelinerl.observe.fold import counters
+from pipelinerl.observe.fold.rows import EvaluationRow, imbalance
 from pipelinerl.observe.report.measures import Measures, measure
 from pipelinerl.observe.report.reading import Tables
-from pipelinerl.observe.report.rows import EvaluationRow, imbalance
 
 FINAL_STEPS = 10
 """Steps averaged into the first and the final reward. One step is noise; many would hide the end of a short run."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.observe.alarms.rules import WINDOW
+from pipelinerl.observe.fold.rows import EXITS, is_idle
+from pipelinerl.observe.metrics.steps import BY_FIELD, step_value
 from pipelinerl.observe.report.diagnosis import Diagnosis
 from pipelinerl.observe.report.headline import Headline
 from pipelinerl.observe.report.reading import Tables
-from pipelinerl.observe.report.rows import EXITS, StepRow, is_idle
 from pipelinerl.observe.report.units import duration, percent, plural, quantity, seconds, whole
 
 MAX_STEP_ROWS = 50
@@ -29,18 +30,19 @@ STEP_COLUMNS = {
     "staleness_max": "oldest",
 }
 STEP_METRICS = {"loss": "loss", "grad_norm": "grad norm", "wait_s": "wait s", "forward_backward_s": "fwd+bwd s"}
-LEARNING: tuple[tuple[str, Callable[[StepRow], float | None]], ...] = (
-    ("reward", lambda step: step.reward_mean),
-    ("samples cut off, part of one", lambda step: step.truncated_fraction),
-    ("groups of equal reward, part of one", lambda step: step.zero_variance_fraction),
-    ("entropy, nats per token", lambda step: step.trainer.get("entropy")),
-    ("effective sample size, part of one", lambda step: step.trainer.get("ess_fraction")),
-    ("age of tokens, versions", lambda step: step.staleness_mean),
-    ("length, tokens", lambda step: step.length_mean),
-    ("4-grams said before, part of one", lambda step: step.repeated_fraction),
-    ("KL between engine and trainer, same version", lambda step: step.trainer.get("mismatch_kl_on_policy")),
-    ("the same over older KV caches", lambda step: step.trainer.get("mismatch_kl_stale_kv")),
+LEARNING = (
+    "reward_mean",
+    "truncated_fraction",
+    "zero_variance_fraction",
+    "entropy",
+    "ess_fraction",
+    "staleness_mean",
+    "length_mean",
+    "repeated_fraction",
+    "mismatch_kl_on_policy",
+    "mismatch_kl_stale_kv",
 )
+"""Fields of a step that the alarms of learning are told from."""
 
 Cell = str | float | tuple[str, str]
 """Text; a part of one, drawn as a bar; or text with a note."""
@@ -93,11 +95,11 @@ def outcomes(numbers: Headline) -> list[Table]:
 def learning(tables: Tables) -> Table:
     """The figures that the alarms of learning are told from, at the run's start and at its end."""
     rows = []
-    for name, value_of in LEARNING:
-        known = [value for step in tables.steps if (value := value_of(step)) is not None]
+    for field in LEARNING:
+        known = [value for step in tables.steps if (value := step_value(step, field)) is not None]
         if known:
             few = min(WINDOW, len(known))
-            rows.append((name, quantity(sum(known[:few]) / few), quantity(sum(known[-few:]) / few)))
+            rows.append((BY_FIELD[field].label, quantity(sum(known[:few]) / few), quantity(sum(known[-few:]) / few)))
     return Table(name="learning", headings=("figure", f"first {WINDOW} steps", f"last {WINDOW}"), kinds=("name",), rows=rows)
 
 
@@ -171,8 +173,8 @@ def steps(tables: Tables) -> Table:
 
 def settings(tables: Tables) -> list[Table]:
     """What follows from the settings, and every setting."""
-    derived = [(str(key), written(value)) for key, value in tables.derived.items()]
-    given = [(key, written(value)) for key, value in flat(tables.config)]
+    derived = [(str(key), written(value)) for key, value in tables.run.derived.items()]
+    given = [(key, written(value)) for key, value in flat(tables.run.config)]
     return [
         Table(name="derived", headings=("derived from the settings", ""), kinds=("name",), rows=derived),
         Table(name="settings", headings=("key", "value"), kinds=("code", "code"), rows=given),

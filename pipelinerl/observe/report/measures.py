@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pipelinerl.observe.report import counters
+from pipelinerl.observe.fold import counters
+from pipelinerl.observe.fold.rows import ADMISSION_WAIT, BATCH_WAIT, StatusRow, StepRow
 from pipelinerl.observe.report.reading import Tables
-from pipelinerl.observe.report.rows import ADMISSION_WAIT, BATCH_WAIT, StatusRow, StepRow
 
 WARM_UP_STEPS = 1
 """Steps left out at the start: until the first one the pipeline fills. With fewer than three steps nothing is left out."""

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pipelinerl.observe.fold.rows import StepRow
 from pipelinerl.observe.report.reading import Tables
-from pipelinerl.observe.report.rows import StepRow
 from pipelinerl.observe.report.units import quantity
 
 Point = tuple[float, float]

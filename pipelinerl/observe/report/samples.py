@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.observe.fold import rows
 from pipelinerl.observe.renamed import Line
-from pipelinerl.observe.report import rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import DataError
+from pipelinerl.observe.fold.rows import StatusRow, StepRow, SwapRow, row_of
 from pipelinerl.observe.lines import JournalTail, read_spans
 from pipelinerl.observe.renamed import Line
-from pipelinerl.observe.report import rows
 
 Event = dict[str, Any]
 
@@ -64,19 +64,19 @@ def events(run_folder: Path, *, began: float) -> Iterator[Event]:
 
 def _of_line(line: Line, lanes: dict[str, tuple[int, int]], *, began: float) -> Iterator[Event]:
     at = _us(line["t"] - began)
-    match line["kind"]:
-        case "swap" if rows.number(line.get("engine_id")) is not None:
-            swap = rows.swap_row(line)
+    match row_of(line):
+        case SwapRow() as swap if swap.engine_id >= 0:
             process, thread = lanes.get(f"engine-{swap.engine_id}", (_PROCESSES["engine"], 0))
             facts = {"pause_s": swap.pause_s, "stage_s": swap.stage_s, "sequences": swap.num_running}
             yield {"name": f"swap to v{swap.version}", "ph": "i", "s": "t", "ts": at, "pid": process, "tid": thread, "args": facts}
-        case "step" if rows.number(line.get("step")) is not None:
-            yield {"name": f"step {line['step']} trained", "ph": "i", "s": "g", "ts": at, "pid": _PROCESSES["run"], "tid": 0}
-            yield from _counter("reward", at, {"mean": rows.number(line.get("reward_mean"))})
-        case "status":
-            row = rows.status_row(line)
+        case StepRow() as step:
+            yield {"name": f"step {step.step} trained", "ph": "i", "s": "g", "ts": at, "pid": _PROCESSES["run"], "tid": 0}
+            yield from _counter("reward", at, {"mean": step.reward_mean})
+        case StatusRow() as row:
             yield from _counter("queues", at, {name: queue.items for name, queue in row.queues.items()})
             yield from _counter("sequences", at, {f"engine {engine.engine_id}": engine.num_running for engine in row.engines})
+        case _:
+            pass
 
 
 def _counter(name: str, at: float, values: dict[str, float | None]) -> Iterator[Event]:

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import DataError
+from pipelinerl.observe.fold import rows
+from pipelinerl.observe.fold.rows import RunRow
 from pipelinerl.observe.renamed import Line
-from pipelinerl.observe.report import rows
 from pipelinerl.observe.report.samples import Decoder, ShownSample, shown_sample
 
 HELD = 2000
@@ -94,9 +95,9 @@ class Samples:
         self.num_seen = 0
         """In the journal, those included that are held no more."""
 
-    def begin(self, line: Line) -> None:
-        """Take a line of kind `run`: its model's tokenizer decodes what follows."""
-        self._decoder = Decoder(self._run_folder, (line.get("config") or {}).get("model", {}).get("path"))
+    def begin(self, run: RunRow) -> None:
+        """Take a start of the run: its model's tokenizer decodes what follows."""
+        self._decoder = Decoder(self._run_folder, run.setting("model", "path"))
 
     def add(self, line: Line) -> None:
         """Take a line of kind `sample`; one without a step is passed over."""

@@ -1,17 +1,15 @@
-"""What the page shows, folded from the journals as they grow: small whatever the run's length, because curves are thinned."""
+"""The live page's view of the fold, as JSON: small whatever the run's length, because curves are thinned."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.observe.lines import JournalTail
-from pipelinerl.observe.renamed import Line
-from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.counters import growth, growth_of_all
-from pipelinerl.observe.report.reading import Thinned, read_failures
-from pipelinerl.observe.report.rows import EvaluationRow, StatusRow, StepRow, SwapRow
-from pipelinerl.observe.report.state import RunState
+from pipelinerl.observe.fold import rows
+from pipelinerl.observe.fold.counters import growth, growth_of_all
+from pipelinerl.observe.fold.followed import FollowedRun
+from pipelinerl.observe.fold.rows import EvaluationRow, RunRow, StatusRow, StepRow, SwapRow
+from pipelinerl.observe.fold.thinned import Thinned
 from pipelinerl.observe.view.samples import Samples
 
 POINTS = 400
@@ -34,24 +32,33 @@ class Snapshot:
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
-        self._tail = JournalTail(run_folder)
-        self._state = RunState()
+        self._run = FollowedRun(run_folder)
+        self._state = self._run.state
         self._steps: Thinned[StepRow] = Thinned(POINTS)
         self._rates: Thinned[tuple[float, float | None, float]] = Thinned(POINTS)
         self._swaps: Thinned[SwapRow] = Thinned(POINTS)
         self._evaluations: Thinned[EvaluationRow] = Thinned(POINTS)
-        self._alarms: dict[str, Json] = {}
-        """By name: those that hold, and those that held and ended, since the run began or was resumed."""
-        self._first_failed: dict[tuple[str, str, str], int] = {}
-        """By function, place and cause: the step that was under way at the first failure."""
         self.samples = Samples(run_folder)
-        self._began: float | None = None
 
     def look(self) -> None:
-        """Fold what the journals have gained since the last look."""
-        for line in sorted(self._tail.new_lines(), key=lambda line: line["t"]):
-            self._fold(line)
-        self._state.fail(read_failures(self._run_folder))
+        """Take what the journals have gained since the last look."""
+        for line, row in self._run.fold_new():
+            match row:
+                case RunRow():
+                    self.samples.begin(row)
+                case StepRow():
+                    self._steps.add(row)
+                case StatusRow():
+                    running = sum(engine.num_running or 0.0 for engine in row.engines)
+                    self._rates.add((row.t, self._state.generated_tokens_per_s, running))
+                case SwapRow():
+                    self._swaps.add(row)
+                case EvaluationRow():
+                    self._evaluations.add(row)
+                case _ if line["kind"] == "sample":
+                    self.samples.add(line)
+                case _:
+                    pass
 
     def as_json(self) -> Json:
         """Everything the page draws."""
@@ -81,7 +88,7 @@ class Snapshot:
             "idled": self._waited(status, is_idle=True),
             "idle": [name for name, _ in status.waits if rows.is_idle(name)],
             "waits": [[name, seconds] for name, seconds in status.waits if not rows.is_idle(name)],
-            "alarms": list(self._alarms.values())[-TROUBLES:],
+            "alarms": self._alarms(),
             "function_errors": self._function_errors(),
             "reasons": sorted(status.reasons.items(), key=lambda item: -item[1])[:TROUBLES],
             "engines": self._engines(status),
@@ -93,44 +100,15 @@ class Snapshot:
             "samples": self.samples.as_json(),
         }
 
-    def _fold(self, line: Line) -> None:
-        self._state.fold(line)
-        self._began = line["t"] if self._began is None else self._began
-        match line["kind"]:
-            case "run":
-                self.samples.begin(line)
-                self._alarms.clear()
-                self._first_failed.clear()
-            case "alarm":
-                self._take_alarm(line)
-            case "function_error":
-                self._first_failed.setdefault(rows.function_error_row(line).key, self._state.num_steps_done)
-            case "step" if rows.number(line.get("step")) is not None:
-                self._steps.add(rows.step_row(line))
-            case "status":
-                status = rows.status_row(line)
-                running = sum(engine.num_running or 0.0 for engine in status.engines)
-                self._rates.add((line["t"] - self._began, self._state.generated_tokens_per_s, running))
-            case "swap":
-                self._swaps.add(rows.swap_row({"engine_id": -1, **line}))
-            case "evaluation":
-                self._evaluations.add(rows.evaluation_row(line))
-            case "sample":
-                self.samples.add(line)
-
-    def _take_alarm(self, line: Line) -> None:
-        """An alarm was raised, or it ended: the last word of each name is told, the newest at the end."""
-        name, is_over = str(line.get("name", "")), bool(line.get("is_over"))
-        earlier = self._alarms.pop(name, {})
-        told = {key: str(line.get(key) or "")[:TEXT] for key in ("figure", "change")}
-        began = rows.number(line.get("began"))
-        if is_over:
-            told, began = {key: earlier.get(key, text) for key, text in told.items()}, earlier.get("began", began)
-        self._alarms[name] = {"name": name, "began": began, "over": rows.number(line.get("step")) if is_over else None, **told}
+    def _alarms(self) -> list[Json]:
+        """Alarms of learning that hold, and those that ended, since this start, the newest last."""
+        return [
+            {"name": alarm.name, "began": alarm.began, "over": over, "figure": alarm.figure[:TEXT], "change": alarm.change[:TEXT]}
+            for alarm, over in list(self._state.alarms.values())[-TROUBLES:]
+        ]
 
     def _function_errors(self) -> list[Json]:
         """Failures of users' functions in this life of the run by cause, the commonest first."""
-        worst = sorted(self._state.function_errors.values(), key=lambda row: -row.count)
         return [
             {
                 "function": row.function,
@@ -139,9 +117,9 @@ class Snapshot:
                 "where": row.where[:TEXT],
                 "count": row.count,
                 "num_calls": row.num_calls,
-                "began": self._first_failed.get(row.key),
+                "began": self._state.errors.first_step.get(row.key),
             }
-            for row in worst[:TROUBLES]
+            for row in self._state.errors.commonest()[:TROUBLES]
         ]
 
     def _rate(self, status: StatusRow, name: str) -> float | None:
@@ -190,7 +168,7 @@ class Snapshot:
 
     def _curves(self) -> dict[str, list[list[float]]]:
         steps, swaps, rates = self._steps.rows(), self._swaps.rows(), self._rates.rows()
-        began = self._began or 0.0
+        began = self._state.began or 0.0
         curves = {
             "reward": [(step.step, step.reward_mean) for step in steps],
             "held_out": [(row.version, row.reward_mean) for row in self._evaluations.rows()],
@@ -200,8 +178,8 @@ class Snapshot:
             "staleness_max": [(step.step, step.staleness_max) for step in steps],
             "entropy": [(step.step, step.trainer.get("entropy")) for step in steps],
             "mismatch": [(step.step, step.trainer.get("logprob_gap_mean")) for step in steps],
-            "generated": [(t, rate) for t, rate, _ in rates],
-            "running": [(t, running) for t, _, running in rates],
+            "generated": [(t - began, rate) for t, rate, _ in rates],
+            "running": [(t - began, running) for t, _, running in rates],
             "pause_ms": [(swap.t - began, None if swap.pause_s is None else 1000 * swap.pause_s) for swap in swaps],
         }
         return {name: [[x, y] for x, y in points if x is not None and y is not None] for name, points in curves.items()}

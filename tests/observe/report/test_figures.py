@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelinerl.observe.fold.rows import RunRow, StepRow, SwapRow
 from pipelinerl.observe.report import figures
 from pipelinerl.observe.report.plots import time_unit
 from pipelinerl.observe.report.reading import Tables, read_tables
-from pipelinerl.observe.report.rows import StepRow, SwapRow
 from tests.observe.report.synthetic import Plan, write_run
 
 
@@ -95,7 +95,11 @@ def test_staleness_is_drawn_with_its_parts_and_its_extremes() -> None:
 
 def test_every_mask_has_a_meter_and_the_mismatch_says_when_it_ends_the_run() -> None:
     trainer = {"geo_rs_dropped_fraction": 0.2, "mismatch_kl_on_policy": 0.001, "ratio_min": 0.5, "weight_zero_fraction": 0.1}
-    tables = Tables(folder=Path(), config={"trainer": {"max_mismatch_kl": 0.03}}, steps=(StepRow(t=1.0, step=0, trainer=trainer),))
+    tables = Tables(
+        folder=Path(),
+        run=RunRow(config={"trainer": {"max_mismatch_kl": 0.03}}),
+        steps=(StepRow(t=1.0, step=0, trainer=trainer),),
+    )
     notes = {figure.title: figure.note for figure in figures.meters(tables)}
     assert notes["KL between engine and trainer, same version"] == "last 0.00100; above 0.03 the run ends"
     assert {"tokens dropped by geo_rs", "importance ratio, smallest", "tokens of importance weight 0"} < set(notes)

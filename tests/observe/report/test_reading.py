@@ -4,10 +4,10 @@ import itertools
 import json
 from pathlib import Path
 
+from pipelinerl.observe.fold import rows
+from pipelinerl.observe.fold.counters import growth, growth_of_all, rate_points
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import JournalTail, Span, read_spans
-from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.counters import growth, growth_of_all, rate_points
 from pipelinerl.observe.report.reading import Thinned, read_tables
 from tests.observe.report.synthetic import BEGAN, START_UP_S, Plan, write_run
 

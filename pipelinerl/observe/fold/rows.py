@@ -1,7 +1,7 @@
-"""Journal lines as typed rows, one dataclass per kind of line that the report and the live view read.
+"""Journal lines as typed rows: one dataclass per kind of line that a view shows, and `row_of`, which alone reads a line's fields.
 
-A run that ended early, or an older journal, lacks fields: a number that is missing or not finite is None, a missing table is empty,
-so that every reader has to say what it shows in its place. Nothing here raises on a line that has `t` and `kind`.
+A run that ended early, or an older journal, lacks fields: a number that is missing or not finite is None, and a missing table is empty,
+so every view has to say what it shows in its place. Nothing here raises on a line that has `t` and `kind`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
+from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.renamed import Line
 
 ADMISSION_WAIT = "generation: an admission credit"
@@ -19,6 +21,25 @@ BATCH_WAIT = "trainer: a micro-batch"
 """Key of `waited_s`: the trainer asked for a micro-batch that was not there yet."""
 EXITS = ("trained", "filtered", "stale", "failed", "cancelled")
 """The ways out of the pipeline; with `in_flight` they add up to `admitted`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """A start of the run: its settings, which are empty where they are not recorded."""
+
+    t: float = 0.0
+    config: Line = dataclasses.field(default_factory=dict)
+    """Resolved settings."""
+    derived: Line = dataclasses.field(default_factory=dict)
+    machine: dict[str, int] = dataclasses.field(default_factory=dict)
+    """`cores` and `devices` of the orchestrator's machine; empty where that is not recorded."""
+
+    def setting(self, *path: str) -> Any:
+        """A configured value by section and key; None where it is not recorded."""
+        value: Any = self.config
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +126,8 @@ class StatusRow:
 class StepRow:
     """One optimizer step."""
 
-    t: float
+    t: float = 0.0
+    """Unix seconds."""
     step: int
     version: float | None = None
     reward_mean: float | None = None
@@ -122,6 +144,12 @@ class StepRow:
     repeated_fraction: float | None = None
     """4-grams that a sample has said before; absent where samples are short."""
     zero_variance_fraction: float | None = None
+    filtered_groups: float | None = None
+    """Groups that the method filtered while the step was being filled."""
+    stale_groups: float | None = None
+    """Groups dropped for their age while the step was being filled."""
+    engine_mismatch: tuple[str, ...] = ()
+    """What is to be said of engines whose log-probabilities differ from the trainer's (`pipelinerl.algorithms.mismatch`)."""
     staleness_mean: float | None = None
     """In versions, over trained tokens; the part in flight came while the rollout was sampled, the part in queue after it."""
     staleness_min: float | None = None
@@ -157,7 +185,7 @@ class SwapRow:
 class EvaluationRow:
     """One pass over the held-out prompts."""
 
-    t: float
+    t: float = 0.0
     version: float | None = None
     reward_mean: float | None = None
     num_prompts: float | None = None
@@ -180,6 +208,7 @@ class FunctionErrorRow:
     kind: str
     cause: str
     where: str
+    outcome: str = ""
     count: float
     num_calls: float | None = None
     """Of the function."""
@@ -199,6 +228,9 @@ class EndRow:
     elapsed_s: float | None = None
 
 
+Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """The error that ended a process."""
@@ -206,6 +238,12 @@ class Failure:
     t: float
     process: str
     error: str
+
+
+def row_of(line: Line) -> Row | None:
+    """The typed row of a journal line; None for a kind that no view shows, and for a line without what its row stands for."""
+    read = _READ.get(line["kind"])
+    return None if read is None else read(line)
 
 
 def number(value: Any) -> float | None:
@@ -239,9 +277,10 @@ def status_row(line: Line) -> StatusRow:
 
 def step_row(line: Line) -> StepRow:
     """A line of kind `step`."""
-    ages = numbers(line.get("staleness"))
+    ages, differ = numbers(line.get("staleness")), line.get("engine_mismatch")
     return StepRow(
         **_scalars(StepRow, line),
+        engine_mismatch=tuple(map(str, differ)) if isinstance(differ, list) else (),
         staleness={int(age): tokens for age, tokens in ages.items() if age.lstrip("-").isdigit()},
         components=numbers(line.get("components")),
         trainer=numbers(line.get("trainer")),
@@ -249,13 +288,20 @@ def step_row(line: Line) -> StepRow:
 
 
 def swap_row(line: Line) -> SwapRow:
-    """A line of kind `swap`."""
-    return SwapRow(**_scalars(SwapRow, line))
+    """A line of kind `swap`; engine -1 where it does not say which."""
+    return SwapRow(**_scalars(SwapRow, {"engine_id": -1, **line}))
 
 
 def evaluation_row(line: Line) -> EvaluationRow:
     """A line of kind `evaluation`."""
     return EvaluationRow(**_scalars(EvaluationRow, line), pass_at=numbers(line.get("pass_at")), components=numbers(line.get("components")))
+
+
+def alarm_row(line: Line) -> Alarm:
+    """A line of kind `alarm`."""
+    name, figure, change = (str(line.get(key) or "") for key in ("name", "figure", "change"))
+    began, step = (int(number(line.get(key)) or 0) for key in ("began", "step"))
+    return Alarm(name=name, began=began, step=step, figure=figure, change=change, is_over=bool(line.get("is_over")))
 
 
 def function_error_row(line: Line) -> FunctionErrorRow:
@@ -264,7 +310,13 @@ def function_error_row(line: Line) -> FunctionErrorRow:
     return FunctionErrorRow(**_scalars(FunctionErrorRow, {"count": 1, **line}), **texts)
 
 
-_ERROR_TEXTS = {"function": "function", "kind": "function_kind", "cause": "cause", "where": "where"}
+def run_row(line: Line) -> RunRow:
+    """A line of kind `run`."""
+    machine = {name: value for name, value in numbers(line.get("machine")).items() if isinstance(value, int)}
+    return RunRow(t=line["t"], config=_object(line.get("config")), derived=_object(line.get("derived")), machine=machine)
+
+
+_ERROR_TEXTS = {"function": "function", "kind": "function_kind", "cause": "cause", "where": "where", "outcome": "outcome"}
 
 
 def is_idle(wait: str) -> bool:
@@ -300,6 +352,10 @@ def _number_fields(row: type[Any]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(row) if field.type in ("int", "float", "float | None"))
 
 
+def _object(value: Any) -> Line:
+    return value if isinstance(value, dict) else {}
+
+
 def _objects(line: Line, name: str) -> dict[str, Line]:
     value = line.get(name)
     return {str(key): entry for key, entry in value.items() if isinstance(entry, dict)} if isinstance(value, dict) else {}
@@ -308,3 +364,15 @@ def _objects(line: Line, name: str) -> dict[str, Line]:
 def _list(line: Line, name: str) -> list[Line]:
     value = line.get(name)
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+_READ: dict[str, Callable[[Line], Row | None]] = {
+    "run": run_row,
+    "status": status_row,
+    "step": lambda line: step_row(line) if number(line.get("step")) is not None else None,
+    "swap": swap_row,
+    "evaluation": evaluation_row,
+    "function_error": function_error_row,
+    "alarm": alarm_row,
+    "end": end_row,
+}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from pipelinerl.observe.report.rows import ADMISSION_WAIT, StatusRow
+from pipelinerl.observe.fold.rows import ADMISSION_WAIT, StatusRow
 
 
 def growth(values: Iterable[float | None]) -> float | None:

@@ -1,14 +1,17 @@
-"""What the journal lines so far add up to, for a view that is redrawn twice a second: folded line by line, never read again."""
+"""The state of a run, folded from its journal line by line: a view that is redrawn twice a second never reads a line again."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+from pipelinerl.observe.alarms.names import Alarm
+from pipelinerl.observe.fold import rows
+from pipelinerl.observe.fold.counters import empty_fraction, growth, growth_of_all
+from pipelinerl.observe.fold.rows import BATCH_WAIT, EndRow, EvaluationRow, Failure, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
 from pipelinerl.observe.renamed import Line
-from pipelinerl.observe.report import rows
-from pipelinerl.observe.report.counters import empty_fraction, growth, growth_of_all
-from pipelinerl.observe.report.rows import BATCH_WAIT, EvaluationRow, Failure, FunctionErrorRow, StatusRow, StepRow
 
 WINDOW_S = 10.0
 """Gauges are averaged over the last so many seconds. Shorter flickers with every step; longer hides a change."""
@@ -22,6 +25,12 @@ class RunState:
     """What the lines so far add up to: the last gauges, the last few seconds of them, and the last few steps."""
 
     def __init__(self) -> None:
+        self.run: RunRow | None = None
+        """The newest start."""
+        self.began: float | None = None
+        """Unix seconds of the earliest line; None before the first one."""
+        self.last_t: float | None = None
+        """Unix seconds of the latest line."""
         self.status: StatusRow | None = None
         self.recent: collections.deque[StatusRow] = collections.deque()
         """Gauges of the last `WINDOW_S`."""
@@ -29,61 +38,85 @@ class RunState:
         self.first_evaluation: EvaluationRow | None = None
         self.last_evaluation: EvaluationRow | None = None
         self.last_pause_s: float | None = None
-        self.name = ""
         self.num_steps: int | None = None
-        self.sequence_slots: int | None = None
-        """Sequences that one engine decodes at once."""
         self.identity: dict[str, float] = {}
-        """Counts of the conservation identity; empty before the first gauges."""
-        self.rewards: list[str] = []
-        """Reward functions, as configured."""
-        self.alarms: dict[str, str] = {}
-        """Alarms of learning that hold, by name: since when and what was seen."""
-        self.function_errors: dict[tuple[str, str, str], FunctionErrorRow] = {}
-        """By function, place and cause, in this life of the run."""
+        """Counts of rollouts by how they ended, with `admitted` and `in_flight`; empty before the first gauges."""
+        self.alarms: dict[str, tuple[Alarm, int | None]] = {}
+        """Alarms of learning since this start, by name, the newest last: as raised, and the step at which it ended, None while it holds."""
+        self.errors = FunctionErrors()
         self.scored_at: float | None = None
         """Unix seconds since which reward calls are under way and none has ended; None where none is, or none was told."""
+        self.end: EndRow | None = None
         self._num_scored = -1.0
-        self._ended: str | None = None
         self._failed: str | None = None
-        self._began = 0.0
 
-    def fold(self, line: Line) -> None:
-        """Take one journal line; kinds it does not show are passed over."""
-        match line["kind"]:
-            case "run":
-                self._begin(line)
-            case "status":
-                self._take_status(rows.status_row(line))
-            case "step" if rows.number(line.get("step")) is not None:
-                self.steps.append(rows.step_row(line))
-            case "swap":
-                self.last_pause_s = rows.number(line.get("pause_s"))
-            case "evaluation":
-                self.last_evaluation = rows.evaluation_row(line)
-                self.first_evaluation = self.first_evaluation or self.last_evaluation
-            case "alarm" if line.get("is_over"):
-                self.alarms.pop(str(line.get("name")), None)
-            case "alarm":
-                self.alarms[str(line.get("name"))] = alarm_words(line)
-            case "function_error":
-                row = rows.function_error_row(line)
-                self.function_errors[row.key] = row
-            case "end":
-                end = rows.end_row(line)
-                self._ended = end.reason or "no reason recorded"
-                self.identity = end.identity or self.identity
+    def fold(self, line: Line) -> rows.Row | None:
+        """Take one journal line and return its row; None for a kind that no view shows."""
+        self.see(line)
+        row = rows.row_of(line)
+        match row:
+            case RunRow():
+                self._begin(row)
+            case StatusRow():
+                self._take_status(row)
+            case StepRow():
+                self.steps.append(row)
+            case SwapRow():
+                self.last_pause_s = row.pause_s
+            case EvaluationRow():
+                self.last_evaluation = row
+                self.first_evaluation = self.first_evaluation or row
+            case Alarm():
+                raised, _ = self.alarms.pop(row.name, (row, None))
+                self.alarms[row.name] = (raised, row.step) if row.is_over else (row, None)
+            case FunctionErrorRow():
+                self.errors.take(row, step=self.num_steps_done)
+            case EndRow():
+                self.end = row
+                self.identity = row.identity or self.identity
+            case None:
+                pass
+        return row
+
+    def see(self, line: Line) -> None:
+        """Take the time of a line, and nothing else of it."""
+        self.began = line["t"] if self.began is None else min(self.began, line["t"])
+        self.last_t = line["t"] if self.last_t is None else max(self.last_t, line["t"])
 
     def fail(self, failures: Sequence[Failure]) -> None:
-        """Take the last words of processes that stand now: of one that was started again they are gone, those from before the run was
+        """Take the crash reports of processes that stand now: a process that was started again has none, and those from before the run was
         resumed are old."""
-        words = (f"{failure.process} failed: {' '.join(failure.error.split())}" for failure in failures if failure.t >= self._began)
+        began = self.run.t if self.run else 0.0
+        words = (f"{failure.process} failed: {' '.join(failure.error.split())}" for failure in failures if failure.t >= began)
         self._failed = next(words, None)
+
+    @property
+    def name(self) -> str:
+        return str(self.setting("run", "name") or "")
+
+    @property
+    def sequence_slots(self) -> int | None:
+        """Sequences that one engine decodes at once."""
+        return self.setting("engine", "max_running")
+
+    @property
+    def rewards(self) -> list[str]:
+        """Reward functions, as configured."""
+        return [str(entry.get("function")) for entry in self.setting("reward") or () if isinstance(entry, dict)]
+
+    def setting(self, *path: str) -> Any:
+        """A configured value by section and key; None where it is not recorded."""
+        return self.run.setting(*path) if self.run else None
+
+    @property
+    def active_alarms(self) -> dict[str, Alarm]:
+        """Alarms of learning that hold, by name."""
+        return {name: alarm for name, (alarm, over) in self.alarms.items() if over is None}
 
     @property
     def end_reason(self) -> str | None:
         """None while the run goes on."""
-        return self._ended or self._failed
+        return (self.end.reason or "no reason recorded") if self.end else self._failed
 
     @property
     def num_reward_calls(self) -> float:
@@ -143,17 +176,13 @@ class RunState:
         """Part of the engines' sequence slots that stood empty in the last seconds because admission was closed."""
         return empty_fraction(list(self.recent), slots_per_engine=self.sequence_slots)
 
-    def _begin(self, line: Line) -> None:
-        config = line.get("config") or {}
-        self.name = str(config.get("run", {}).get("name", ""))
-        self.num_steps = config.get("trainer", {}).get("steps", self.num_steps)
-        self.sequence_slots = config.get("engine", {}).get("max_running")
-        self.rewards = [str(entry.get("function")) for entry in config.get("reward") or () if isinstance(entry, dict)]
-        self._ended = None  # an earlier end was not the end: the run is resumed
+    def _begin(self, row: RunRow) -> None:
+        self.run = row
+        self.num_steps = row.setting("trainer", "steps") or self.num_steps
+        self.end = None  # an earlier end was not the end: the run is resumed
         self.alarms.clear()
-        self.function_errors.clear()
+        self.errors.begin_life()
         self.recent.clear()
-        self._began = line["t"]
 
     def _take_status(self, status: StatusRow) -> None:
         self.status = status
@@ -176,6 +205,35 @@ def _clipped(fraction: float | None) -> float | None:
     return None if fraction is None else min(1.0, max(0.0, fraction))
 
 
-def alarm_words(line: Line) -> str:
-    """`truncation since step 20: 54% of samples ...`."""
-    return f"{line.get('name')} since step {line.get('began')}: {line.get('figure')}"
+class FunctionErrors:
+    """Failures of users' functions by cause. Each start of a run counts from zero."""
+
+    def __init__(self) -> None:
+        self.now: dict[tuple[str, str, str], FunctionErrorRow] = {}
+        """Since this start, by function, place and cause, each with the time of its first failure."""
+        self.first_step: dict[tuple[str, str, str], int] = {}
+        """The step that was under way at the first failure since this start."""
+        self._before: dict[tuple[str, str, str], FunctionErrorRow] = {}
+
+    def begin_life(self) -> None:
+        """The run is started again: count from zero."""
+        self._before = {row.key: row for row in self.rows()}
+        self.now.clear()
+        self.first_step.clear()
+
+    def take(self, row: FunctionErrorRow, *, step: int) -> None:
+        """Take a cause's newest count."""
+        self.now[row.key] = dataclasses.replace(row, t=self.now.get(row.key, row).t)
+        self.first_step.setdefault(row.key, step)
+
+    def commonest(self) -> list[FunctionErrorRow]:
+        """Those since this start, the commonest first."""
+        return sorted(self.now.values(), key=lambda row: -row.count)
+
+    def rows(self) -> list[FunctionErrorRow]:
+        """Those over all starts, the commonest first."""
+        together = dict(self._before)
+        for key, row in self.now.items():
+            before = together.get(key)
+            together[key] = row if before is None else dataclasses.replace(row, t=before.t, count=row.count + before.count)
+        return sorted(together.values(), key=lambda row: -row.count)
