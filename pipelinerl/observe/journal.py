@@ -1,6 +1,6 @@
-"""What a run writes about itself: one JSON-lines journal per process, in `<run>/journal/`, local and first.
+"""A run writes about itself in one JSON-lines journal per process, in `<run>/journal/`, local and first.
 
-Live view, report and trackers read the journals; nothing else has to be up. Every line has `t` (Unix seconds), `kind` and `process`.
+Terminal, live view, report and trackers read the journals through `lines` and `fold`; nothing else has to be up. Every line has `t` (Unix seconds), `kind` and `process`.
 
 | kind | written by | fields |
 | --- | --- | --- |
@@ -8,7 +8,7 @@ Live view, report and trackers read the journals; nothing else has to be up. Eve
 | `status` | orchestrator, twice a second | gauges of the moment, see `orchestrator.observe.status` |
 | `step` | orchestrator, per optimizer step | `step`, `reward_mean`, ..., `staleness` (tokens by versions of age), `trainer` (its metrics) |
 | `swap` | orchestrator, per engine and version | `engine_id`, `version`, `pause_s`, `stage_s`, `num_running` |
-| `sample` | orchestrator, some of a step | `step`, `fate`, `reason`, `prompt`, `columns`, ..., see `orchestrator.observe.sample_log` |
+| `sample` | orchestrator, some of a step | `step`, `status`, `reason`, `prompt`, `columns`, ..., see `orchestrator.observe.sample_log` |
 | `evaluation` | orchestrator | `version`, `reward_mean`, `components` (means), `num_prompts`, `oldest_version` |
 | `alarm` | orchestrator | `name`, `began` and `step` (where it began and was noticed), `figure`, `change`, `is_over`: see `alarms` |
 | `end` | orchestrator, once | `identity` (the conservation identity), `reason` |
