@@ -20,7 +20,7 @@ from orchestrator.ledger.rollouts import Counts
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import Stop
-from pipelinerl.observe.alarms.names import Alarm
+from pipelinerl.observe.fold.rows import Alarm
 from pipelinerl.runtime.watch import wait_for
 
 

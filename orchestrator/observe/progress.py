@@ -17,9 +17,8 @@ from orchestrator.rules.batch import Verdict, greedy_of, sampled_of
 from orchestrator.rules.repetition import repeated_fraction
 from pipelinerl.algorithms.staleness import split
 from pipelinerl.messages import Finish, Sample, ScoredTrajectory, StepDone, TerminalStatus, WeightsCommitted
-from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.alarms.rules import Alarms
-from pipelinerl.observe.fold.rows import evaluation_row, step_row
+from pipelinerl.observe.fold.rows import Alarm, evaluation_row, step_row
 from pipelinerl.observe.journal import Journal
 
 

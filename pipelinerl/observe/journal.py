@@ -1,6 +1,7 @@
 """A run writes about itself in one JSON-lines journal per process, in `<run>/journal/`, local and first.
 
-Terminal, live view, report and trackers read the journals through `lines` and `fold`; nothing else has to be up. Every line has `t` (Unix seconds), `kind` and `process`.
+Terminal, live view, report and trackers read the journals through `lines` and `fold`; nothing else has to be up. Every line has `t`
+(Unix seconds), `kind` and `process`.
 
 | kind | written by | fields |
 | --- | --- | --- |

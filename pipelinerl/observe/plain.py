@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.fold import rows
-from pipelinerl.observe.fold.rows import EXITS, EvaluationRow
+from pipelinerl.observe.fold.rows import EXITS, Alarm, EvaluationRow
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import units

@@ -7,26 +7,6 @@ import dataclasses
 from pipelinerl.config.alarm_names import AlarmName
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Alarm:
-    """One that was raised, or, with `is_over`, that ended."""
-
-    name: str
-    """An `AlarmName`; of an older run it may be one that is gone."""
-    began: int
-    """Step from which on it holds; of an evaluation, the version."""
-    step: int
-    """At which it was noticed."""
-    figure: str
-    """What was seen, in one sentence."""
-    change: str
-    """What to change."""
-    is_over: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} since step {self.began}: {self.figure}"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
     """What an alarm means, and what to change."""

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipelinerl.config.alarm_names import AlarmName
-from pipelinerl.observe.alarms.names import ALARMS, Alarm
-from pipelinerl.observe.fold.rows import EvaluationRow, StepRow
+from pipelinerl.observe.alarms.names import ALARMS
+from pipelinerl.observe.fold.rows import Alarm, EvaluationRow, StepRow
 
 WINDOW = 10
 """Steps of a mean. Fewer takes noise for news; more notices later."""

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.renamed import Line
 
 ADMISSION_WAIT = "generation: an admission credit"
@@ -196,6 +195,26 @@ class EvaluationRow:
     components: dict[str, float] = dataclasses.field(default_factory=dict)
     """Mean of each reward function, before weighting."""
     oldest_version: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """An alarm of learning that was raised, or, with `is_over`, that ended."""
+
+    name: str
+    """A `config.alarm_names.AlarmName`; of an older run it may be one that is gone."""
+    began: int
+    """Step from which on it holds; of an evaluation, the version."""
+    step: int
+    """At which it was noticed."""
+    figure: str
+    """What was seen, in one sentence."""
+    change: str
+    """What to change."""
+    is_over: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} since step {self.began}: {self.figure}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

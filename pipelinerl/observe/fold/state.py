@@ -7,10 +7,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.fold import rows
 from pipelinerl.observe.fold.counters import empty_fraction, growth, growth_of_all
-from pipelinerl.observe.fold.rows import BATCH_WAIT, EndRow, EvaluationRow, Failure, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
+from pipelinerl.observe.fold.rows import (
+    BATCH_WAIT,
+    Alarm,
+    EndRow,
+    EvaluationRow,
+    Failure,
+    FunctionErrorRow,
+    RunRow,
+    StatusRow,
+    StepRow,
+    SwapRow,
+)
 from pipelinerl.observe.renamed import Line
 
 WINDOW_S = 10.0

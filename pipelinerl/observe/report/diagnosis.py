@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import math
 
-from pipelinerl.observe.alarms.names import Alarm
+from pipelinerl.observe.fold.rows import Alarm
 from pipelinerl.observe.report.arithmetic import Finding, findings_of, share
 from pipelinerl.observe.report.measures import Measures, measure
 from pipelinerl.observe.report.reading import Tables

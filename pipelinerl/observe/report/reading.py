@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import DataError
-from pipelinerl.observe.alarms.names import Alarm
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.fold import rows
 from pipelinerl.observe.fold.followed import read_failures
-from pipelinerl.observe.fold.rows import EndRow, EvaluationRow, Failure, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
+from pipelinerl.observe.fold.rows import Alarm, EndRow, EvaluationRow, Failure, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.fold.thinned import Thinned
 from pipelinerl.observe.lines import JournalTail

@@ -14,8 +14,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from pipelinerl.observe.alarms.names import Alarm
-from pipelinerl.observe.fold.rows import EvaluationRow, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
+from pipelinerl.observe.fold.rows import Alarm, EvaluationRow, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.metrics.gauges import evaluation_metrics, gauges_of
 from pipelinerl.observe.metrics.steps import COUNTED, STEP_METRICS, trainer_metric

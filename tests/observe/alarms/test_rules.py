@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.alarm_names import AlarmName
-from pipelinerl.observe.alarms.names import ALARMS, Alarm
+from pipelinerl.observe.alarms.names import ALARMS
 from pipelinerl.observe.alarms.rules import FLAT_AFTER, WINDOW, Alarms
-from pipelinerl.observe.fold.rows import evaluation_row, step_row
+from pipelinerl.observe.fold.rows import Alarm, evaluation_row, step_row
 from pipelinerl.observe.renamed import current
 
 Line = dict[str, Any]
