@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.observe.journal import read_journals
+from pipelinerl.observe.lines import read_journals
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
