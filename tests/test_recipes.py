@@ -25,11 +25,14 @@ def follow(title: str, root: Path) -> list[str]:
     """Follow a recipe in a copy of the repository; what each command printed, in order."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "results", "bench", "*.tar.xz")
     for name in COPIED:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, root / name, **({"ignore": ignored} if copy is shutil.copytree else {}))
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, root / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, root / name)
     (root / ".venv").symlink_to(ROOT / ".venv")
     printed: list[str] = []
     path = ""
+    """Named last: what the next block is about."""
     for before, language, block in re.findall(r"(.*?)\n```(\w*)\n(.*?)```", recipe(title), re.DOTALL):
         path = next(reversed(re.findall(r"`([\w./]+\.(?:py|toml))`", before)), path)
         if language in ("python", "toml"):

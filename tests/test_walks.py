@@ -44,8 +44,8 @@ from pipelinerl.messages import (
     Scored,
     ScorerReady,
     StageWeights,
+    StepClosed,
     StepDone,
-    StepSealed,
     Stop,
     TakeMicroBatch,
     TrainerReady,
@@ -302,9 +302,9 @@ def cast(folder: Path) -> run.Cast:
                 index = 0
                 while True:
                     link.send(TakeMicroBatch(replica=0, step=number, index=index))
-                    while not isinstance(row := await link.wait(), MicroBatch | StepSealed):
+                    while not isinstance(row := await link.wait(), MicroBatch | StepClosed):
                         pass
-                    if isinstance(row, StepSealed):
+                    if isinstance(row, StepClosed):
                         break
                     step.add(row)
                     index += 1
