@@ -49,16 +49,16 @@ def engines_of_part(part: str | None, *, count: int) -> range:
 
 
 class _Parent:
-    """Forks the engines, and those that are killed once more."""
+    """Forks the engines, and forks those that are killed again."""
 
     def __init__(self, config: Config, run_folder: Path, *, engine_ids: range) -> None:
         self._config = config
         self._engine_ids = engine_ids
         self._run_folder = run_folder
         self._children: dict[int, tuple[int, float]] = {}
-        """By process id: engine id, and when it was forked."""
+        """(engine id, time of its fork in Unix seconds) by process id."""
         self._left_at: dict[int, float] = {}
-        """By engine id: when it ended well, in Unix seconds."""
+        """The time at which an engine ended well, in Unix seconds, by engine id."""
         budget = {"budget": config.run.restarts, "first_wait_s": config.run.restart_wait_s}
         self._restarts = {engine_id: Restarts(**budget) for engine_id in engine_ids}
 

@@ -1,7 +1,7 @@
 """The seam between the step loop and an inference engine.
 
 `pipelinerl.engine.loop` owns the loop and stamps every token with the version that sampled it; an `Engine` runs forward passes and
-takes weights. Two of them pass the same contract tests: `vllm_engine` (real) and `fake` (deterministic, no model).
+takes weights. Two of them pass the same contract tests: `vllm.engine` (real) and `fake` (deterministic, no model).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipelinerl.messages import Finish, Generate, Routes, StageWeights, Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an engine can serve, fixed once its model is loaded."""
+    """Limits of an engine, fixed once its model is loaded."""
 
     max_model_tokens: int
     """Longest prompt plus completion."""
@@ -24,14 +24,14 @@ class Limits:
     tensors: tuple[Tensor, ...]
     """Layout it wants a published policy in."""
     choices: tuple[str, ...] = ()
-    """What was decided when it started, and why: a sentence each."""
+    """Decisions made when it started, each a sentence with its reason."""
     transports: tuple[str, ...] = ()
     """Transports between devices by which policies could reach it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one forward pass sampled for one request."""
+    """The tokens that one forward pass sampled for one request."""
 
     rollout_id: str
     token_ids: list[int]

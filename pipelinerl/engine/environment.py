@@ -13,7 +13,7 @@ from pipelinerl.runtime.network import device_of
 
 
 def set_environment(*, num_ranks: int = 1, is_of_run: bool = False) -> None:
-    """What vLLM reads from the environment, set before it is imported; values the user has set stand.
+    """Set what vLLM reads from the environment, before it is imported; values that the user has set stand.
 
     `num_ranks` of one engine: on CPUs each has a core of its own, where there are as many. `is_of_run`: it takes policies, perhaps from
     another machine by NCCL, whose interface is then known only once the orchestrator listens (`road_interface`).
@@ -45,7 +45,7 @@ def set_environment(*, num_ranks: int = 1, is_of_run: bool = False) -> None:
 
 @functools.cache
 def _private_folder() -> str:
-    """One of mode 0700 for the sockets of this process and its children, gone when it ends. A socket's path has 107 bytes at most."""
+    """A folder of mode 0700 for the sockets of this process and its children, gone when it ends. A socket's path has 107 bytes at most."""
     found = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="pipelinerl-", dir=found if len(found) < 50 else "/tmp")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -26,7 +26,7 @@ class FakeEngine:
         self._mean_tokens = mean_tokens
         self._vocabulary = vocabulary
         self._requests: dict[str, tuple[Generate, int, int]] = {}
-        """By rollout id: the request, the hash of its prompt, the length at which it stops."""
+        """(request, hash of its prompt, length at which it stops) by rollout id."""
         self._positions: dict[str, int] = {}
         self._num_commits = 0
         self._staged: str | None = None

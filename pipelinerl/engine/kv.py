@@ -1,11 +1,11 @@
-"""How large an engine's KV cache is, from the model's config.json alone: no torch, no vLLM, nothing loaded.
+"""The size of an engine's KV cache, from the model's config.json alone: no torch, no vLLM, nothing loaded.
 
 A token of a layer with attention keeps a key and a value for each of its heads of keys, in the model's dtype; with multi-head latent
 attention (arXiv 2405.04434) one compressed vector and the rotary part of the key. vLLM cuts the cache into blocks, keeps one of them back,
 and refuses to start unless one sequence as long as the context fits into the rest: so that is the least.
 
-Layers with a sliding window are counted as if they kept everything, so the figure is then what is needed at most. Of a model with layers
-that keep a state instead (Mamba, linear attention) nothing is said.
+Layers with a sliding window are counted as if they kept everything, so the figure is then what is needed at most. A model with layers
+that keep a state instead (Mamba, linear attention) gets no plan.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class KvPlan:
     """The KV cache of each rank of an engine."""
 
     token_bytes: int
-    """That one token takes, in all layers of the rank."""
+    """Bytes of one token in all layers of the rank."""
     block_tokens: int
-    """Of one block, the unit in which a sequence is given room."""
+    """Tokens of one block, the unit in which a sequence is given room."""
     context_tokens: int
     """Longest sequence."""
     cache_bytes: int | None
     """None: vLLM takes what the GPU has left."""
     why: str
-    """Where the size comes from, for a person."""
+    """The reason for the size, for a person."""
 
     def sequence_bytes(self, num_tokens: int) -> int:
-        """What a sequence of so many tokens takes, in whole blocks."""
+        """Bytes of a sequence of so many tokens, in whole blocks."""
         return -(-num_tokens // self.block_tokens) * self.block_tokens * self.token_bytes
 
     @property
@@ -53,7 +53,7 @@ class KvPlan:
         return self.sequence_bytes(self.context_tokens) + self.block_tokens * self.token_bytes
 
     def num_sequences(self, num_tokens: int) -> int | None:
-        """How many sequences of so many tokens the cache holds; None where its size is not known here."""
+        """The number of sequences of so many tokens that the cache holds; None where its size is not known here."""
         if self.cache_bytes is None:
             return None
         return (self.cache_bytes - self.block_tokens * self.token_bytes) // self.sequence_bytes(num_tokens)
@@ -147,7 +147,7 @@ def _token_bytes(tree: dict[str, Any], model: ModelSection, engine: EngineSectio
 
 
 def _block_tokens(tree: dict[str, Any], engine: EngineSection, *, on_cpu: bool) -> int:
-    """As vLLM chooses it: 128 on a CPU, where latent attention has a kernel for 16 alone, and 16 on a GPU."""
+    """Choose a block's tokens as vLLM does: 16 on a GPU; on a CPU 128, and 16 for latent attention, whose kernel knows no other."""
     if on_cpu and tree.get("kv_lora_rank"):
         return 16
     return int(engine.options.get("block_size") or (128 if on_cpu else 16))

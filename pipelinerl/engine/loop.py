@@ -57,26 +57,26 @@ class _Running:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     kv_versions_sum: int
-    """Of its KV cache's tokens, each under the version that sampled it; the prompt's under that of the prefill."""
+    """Sum of the versions of its KV cache's tokens, each the one that sampled it; the prompt's count under that of the prefill."""
     recomputed: list[int] = dataclasses.field(default_factory=list)
-    """Tokens there were each time its KV cache was computed anew."""
+    """Number of tokens each time that its KV cache was computed anew."""
     num_told: int = 0
-    """Tokens told of by `Tokens`."""
+    """Tokens sent in `Tokens` messages."""
     stop_strings: StopStrings | None
-    """Where the request names texts that end it."""
+    """Finds the texts that end it; None where the request names none."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.request.token_ids) + len(self.token_ids)
 
     def is_staler(self, version: int, *, max_staleness: int | None, max_mean_staleness: float | None) -> bool:
-        """Its KV cache would be further behind a version than it may."""
+        """Tell whether its KV cache would be further behind a version than it may."""
         if max_staleness is not None and abs(version - self.kv_version) > max_staleness:
             return True
         return max_mean_staleness is not None and abs(version - self.kv_versions_sum / self.num_tokens) > max_mean_staleness
 
     def recompute(self, version: int) -> None:
-        """Its KV cache is computed anew under a version."""
+        """Note that its KV cache is computed anew under a version."""
         self.kv_version, self.kv_versions_sum = version, version * self.num_tokens
         self.recomputed.append(len(self.token_ids))
 
@@ -116,7 +116,7 @@ class EngineLoop:
         self._orphans: set[str] = set()
         """Running sequences of an orchestrator that is gone; the one after it has not said yet which it wants."""
         self._withheld: list[Completion] = []
-        """Answers of the same kind."""
+        """Completions of such sequences."""
         self._staging: _Staging | None = None
         self._next: StageWeights | None = None
         self._num_tokens = 0

@@ -1,4 +1,4 @@
-"""Are `engine.options` arguments that vLLM takes: names, kinds and values, against a table of the pinned version.
+"""The check of `engine.options` against a table of the pinned vLLM's arguments: names, kinds and values.
 
 vLLM says so itself, once it has been imported: half a minute into the run, on another machine. The table is made by
 `python -m scripts.vllm_options`, and a test holds it against the vLLM that is installed there.
@@ -33,7 +33,7 @@ _KINDS = {"bool": bool, "int": int, "float": (int, float), "str": str, "table": 
 
 @cache
 def known_options() -> tuple[str, dict[str, dict[str, list[Any]]]]:
-    """The version that the table is of, and what each of its options takes: `kinds`, or `choices`."""
+    """(version of vLLM, by option its `kinds` or `choices`) of the table."""
     tree = json.loads(resources.files("pipelinerl.engine.vllm").joinpath("options.json").read_text())
     return tree["vllm"], tree["options"]
 
@@ -41,7 +41,7 @@ def known_options() -> tuple[str, dict[str, dict[str, list[Any]]]]:
 def problems_of_options(
     options: Mapping[str, Any], *, section: str, installed: str | None, own_keys: Mapping[str, str] = OWN_KEYS
 ) -> Iterator[str]:
-    """What is wrong with `<section>.options`; `installed` is the version of vLLM here, where there is one.
+    """Say what is wrong with `<section>.options`; `installed` is the version of vLLM here, where there is one.
 
     An option that the table lacks is let through where another version is installed: that one may have it.
     """
@@ -65,7 +65,7 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _wanted(value: Any, option: Mapping[str, list[Any]]) -> str | None:
-    """What the option takes, for a person, where the value is not that."""
+    """Say what the option takes, for a person; None where the value is that."""
     if choices := option.get("choices"):
         return None if value in choices else " or ".join(json.dumps(choice) for choice in choices)
     kinds: list[str] = option["kinds"]

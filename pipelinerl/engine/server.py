@@ -22,7 +22,7 @@ LOAD_EVERY_S = 1.0
 IDLE_WAIT_S = 0.25
 """Longest sleep on the connection with no sequence running; shorter wakes for nothing, longer delays the gauges."""
 STAGING_WAIT_S = 0.001
-"""The same while a version is being staged and no sequence runs: how late its commit may be noticed."""
+"""Longest sleep while a version is being staged and no sequence runs: its commit may be noticed so late."""
 
 
 def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal, finder: Finder | None = None) -> None:

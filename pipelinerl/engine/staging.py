@@ -13,12 +13,14 @@ from pipelinerl.messages import StageWeights
 from pipelinerl.weights.throttle import limit_cpu
 
 NICENESS = 17
-"""How far staging yields to decoding where both want the same core: at 17 the scheduler gives it 23 shares to 1,024, 2 %, and measured it
-takes twice that. On a free core it makes no difference. Higher delays a policy for longer on a machine without one; lower takes more from
-decoding."""
+"""Niceness by which staging yields to decoding where both want the same core: at 17 the scheduler gives it 23 shares to 1,024, 2 %, and
+measured it takes twice that. On a free core it makes no difference. Higher delays a policy for longer on a machine without one; lower takes
+more from decoding.
+"""
 SHARE = 0.03
-"""Of the core, while a policy is staged, where decoding has only that one. Higher stages sooner and takes more from decoding. 0.02 was no
-better for decoding, and took half as long again."""
+"""Fraction of the core for staging a policy, where decoding has only that one. Higher stages sooner and takes more from decoding. 0.02 was
+no better for decoding, and took half as long again.
+"""
 
 
 class StagingThread:

@@ -17,11 +17,11 @@ from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
 
 Finder = Callable[[Sequence[int], Sequence[str]], "StopStrings"]
-"""Makes what finds stop strings behind a prompt: of its tokens and the strings."""
+"""Makes the `StopStrings` of a request from its prompt's tokens and its strings."""
 
 
 def finder_of(folder: Path) -> Finder:
-    """With the tokenizer of a model folder. Raises `ConfigError`."""
+    """Make a finder with the tokenizer of a model folder. Raises `ConfigError`."""
     backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ConfigError(f"rollout.stop: the tokenizer of {folder} cannot decode token by token: a tokenizer.json is needed")
@@ -29,10 +29,10 @@ def finder_of(folder: Path) -> Finder:
 
 
 class StopStrings:
-    """Of one sequence."""
+    """Finds the stop strings of one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, *, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        """What the prompt says never counts; its tokens are there because some tokenizers write a first token differently."""
+        """Text of the prompt never counts; its tokens are there because some tokenizers write a first token differently."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._keep = max(map(len, self._stop)) - 1
@@ -41,7 +41,7 @@ class StopStrings:
         self._tail = ""
 
     def end_in(self, token_ids: Sequence[int]) -> int | None:
-        """How many of these, sampled next, belong to the sequence, where a stop string is complete in them; None where none is."""
+        """The number of these, sampled next, that belong to the sequence, where a stop string is complete in them; None where none is."""
         for number, token_id in enumerate(token_ids, 1):
             text = self._tail + self._text(token_id)
             if any(one in text for one in self._stop):
@@ -50,7 +50,7 @@ class StopStrings:
         return None
 
     def _text(self, token_id: int) -> str:
-        """What a token adds; nothing while it is part of a character whose other bytes are to come."""
+        """The text that a token adds; empty while it is part of a character whose other bytes are to come."""
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception:  # the stream raises a plain one where bytes that are no text change what stood before them

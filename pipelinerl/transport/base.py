@@ -1,12 +1,12 @@
 """The seam between messages and the bytes that carry them: a `Hub` in the orchestrator, a `Link` in each peer.
 
 Two transports pass the same contract tests: `zmq` (ROUTER and DEALER over TCP, encrypted) and `memory` (in one process, on whatever
-clock the event loop has, with faults on demand). Both promise, by `session`:
+clock the event loop has, with faults on demand). Both promise, by `session.Session`:
 
 - between one pair messages arrive whole, in order and once, while both live, also when frames are lost, doubled or reordered, and when the
   connection breaks and comes back;
 - sending never blocks, and what one peer has not taken is bounded in bytes: beyond, `send` raises `PeerFull`;
-- an orchestrator that takes the place of a dead one is found and met by every link, and hears each peer's introduction first;
+- every link finds an orchestrator that takes the place of a dead one, which receives each peer's introduction first;
 - bytes that are not an accepted message cost one counter, by reason, in `refused`, and an `Unread` in their place; they never reach a
   stage.
 """
@@ -20,7 +20,7 @@ from typing import Protocol
 from pipelinerl.messages import Message
 
 Introduction = Callable[[Sequence[bytes]], Iterable[Message]]
-"""What a peer says of itself to an orchestrator it meets; see `Link.introduce`."""
+"""Makes the messages by which a peer introduces itself to an orchestrator; see `Link.introduce`."""
 
 
 class Hub(Protocol):
@@ -28,7 +28,7 @@ class Hub(Protocol):
 
     @property
     def refused(self) -> collections.Counter[str]:
-        """What was turned away, by reason: `unauthenticated`, `schema`, `malformed`, `oversize`, `name`."""
+        """Number of connections and messages that were refused, by reason: `unauthenticated`, `schema`, `malformed`, `oversize`, `name`."""
         ...
 
     async def receive(self) -> list[tuple[str, Message]]:

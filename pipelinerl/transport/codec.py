@@ -65,7 +65,7 @@ class Decoder(Generic[_M]):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """Which answer bytes would have been that are none; what else they hold is not looked at."""
+    """The request that an unreadable answer belongs to; its other fields are not looked at."""
 
     rollout_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
     episode_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
@@ -82,7 +82,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def about(frame: bytes | memoryview) -> About:
-    """What bytes that could not be decoded tell of themselves; nothing where even that cannot be read."""
+    """Read which request undecodable bytes belong to; empty where even that cannot be read."""
     try:
         return _about.decode(frame) if len(frame) <= MAX_MESSAGE_BYTES else About()
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -130,5 +130,7 @@ def _wanted(expected: Any) -> np.dtype[Any]:
 
 
 _wanted_cache: dict[int, tuple[np.dtype[Any], Any]] = {}
-"""By the identity of a column's type (hashing one takes longer than reading the column), which is kept beside, so that it stays its own."""
+"""The dtype of a column's type, by the type's identity (hashing one takes longer than reading the column); the type is kept, so that its
+identity stays its own.
+"""
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -1,4 +1,4 @@
-"""What travels between two ends: a header of 40 bytes, and behind it, in frames that carry a message or several, the messages' msgpack.
+"""Frames between two ends: a header of 40 bytes, followed, in frames that carry a message or several, by the messages' msgpack.
 
 The header says which schema the sender speaks. It is a fingerprint of every message's name, fields and types, so two ends of different
 code refuse each other in words, instead of misreading a field.
@@ -29,12 +29,12 @@ MAX_BATCH_FRAME_BYTES = (1 << 16) - HEADER_BYTES - 1
 
 
 class Kind(enum.IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     MESSAGE = 1
     """`number` counts frames that carry messages from 1; a message follows."""
     ACK = 2
-    """Only says what was heard, see `Header.acked`."""
+    """Only acknowledges, see `Header.acked`."""
     PROBE = 3
     """Asks for a sign: frames up to `number` were sent. The answer is `ACK`, or `RESEND`."""
     RESEND = 4
@@ -42,11 +42,11 @@ class Kind(enum.IntEnum):
     GOODBYE = 5
     """The sender closes; nothing more should be sent to it."""
     MESSAGES = 6
-    """As `MESSAGE`; several follow, each behind its length (4 bytes, little-endian)."""
+    """Several messages follow, each behind its length (4 bytes, little-endian); `number` as in `MESSAGE`."""
 
 
 class Header(NamedTuple):
-    """What a header says. `sender` and `receiver` are the identities that both ends drew at random when they came to life."""
+    """The fields of a header. `sender` and `receiver` are the identities that both ends drew at random when they came to life."""
 
     kind: Kind
     sender: int

@@ -1,8 +1,8 @@
-"""Who may connect: CURVE key pairs of one run, and the allow-list that ZeroMQ asks for every connection.
+"""CURVE key pairs of one run, and the allow-list that ZeroMQ asks for every connection.
 
 The launcher makes one key pair for the orchestrator and one for each peer, in `<run>/keys/`, readable by their owner only. A secret key
 never stands on a command line or in a config. A connection whose public key is not on the list is refused before a byte of it is decoded:
-the list is fail-closed, an empty one lets nobody in. Who a peer is, its key says, and not the peer: the holder of one key speaks for one.
+the list is fail-closed, an empty one lets nobody in. The key says who a peer is, not the peer: the holder of one key speaks for one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AllowList:
 
     def __init__(self, names: dict[bytes, str]) -> None:
         self.names = names
-        """Of peers, by their public keys (Z85 text)."""
+        """Names of peers by their public keys (Z85 text)."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """True where `key` (Z85 text) is on the list; called by pyzmq's authenticator for every new connection."""

@@ -24,7 +24,7 @@ from pipelinerl.transport.session import PROBE_EVERY_S, Session
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFaults:
-    """What the network does to frames. Delays are seconds on the loop's clock; frames of one pair stay in order unless `reorders`."""
+    """Faults of a network. Delays are seconds on the loop's clock; frames of one pair stay in order unless `reorders`."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
@@ -128,7 +128,7 @@ class MemoryLink:
 
     @property
     def identity(self) -> int:
-        """Who it is to the hub, see `session`."""
+        """Its identity to the hub, see `session`."""
         return self._session.identity
 
     @property

@@ -1,10 +1,10 @@
-"""Counts those whom ZeroMQ turned away at the door: without a key, with a key that is not on the list, or not speaking its language.
+"""Counts the connections that ZeroMQ rejected: without a key, with a key that is not on the list, or with another protocol.
 
-Of those that have said nothing so far only so many are kept, the newest: else they would take the descriptors that the process needs for
-its files and its peers. A peer that is shut out with them connects again.
+Only so many connections that have said nothing are kept, the newest: more would take the descriptors that the process needs for its files
+and its peers. A peer that is shut out with them connects again.
 
-They are the connections that ended without a handshake. ZeroMQ also reports why a handshake failed, but the same report of later bytes that
-it cannot decrypt overwrites the error it is about to act on (libzmq 4.3.5): it then neither reads that connection nor closes it.
+Rejected connections are those that ended without a handshake. ZeroMQ also reports why a handshake failed, but the same report of later
+bytes that it cannot decrypt overwrites the error it is about to act on (libzmq 4.3.5): it then neither reads that connection nor closes it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pipelinerl.errors import PeerGone, PeerSilent
 from pipelinerl.transport.keys import AllowList, KeyPair
 
 MAX_BYTES = 1 << 20
-"""Of one message. What ranks tell each other here are addresses and ids of a few hundred bytes."""
+"""Largest message. Ranks tell each other addresses and ids of a few hundred bytes here."""
 HANDSHAKE_MS = 5000
 """See `transport.zmq`."""
 HEARTBEAT_MS, DEAD_MS = 5000, 30000
@@ -37,7 +37,7 @@ _CUT |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Operation(enum.StrEnum):
-    """What may be asked of the store."""
+    """The operations of the store."""
 
     SET = "set"
     """Keep `value` under the key."""
@@ -56,7 +56,7 @@ class Operation(enum.StrEnum):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One question of a client."""
+    """One request of a client."""
 
     operation: Operation
     keys: tuple[str, ...] = ()
@@ -65,12 +65,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KeyValues:
-    """What a store holds, and who waits for what. No socket, no clock."""
+    """The values of a store, and the clients that wait for some. No socket, no clock."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self._waiting: dict[bytes, Request] = {}
-        """By client, which asks one thing at a time: what it asked last, while a key is missing."""
+        """A client's last request, while a key is missing, by client; each asks one thing at a time."""
 
     def ask(self, client: bytes, request: Request) -> Iterator[tuple[bytes, bytes]]:
         """Do what a client asks, and give the answers that are due now: its own, and those of clients that waited for what it set."""
@@ -111,7 +111,7 @@ class RendezvousServer:
     def __init__(self, address: str, token: str) -> None:
         """Raises `OSError` where nobody may listen on `address`."""
         self.calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        """What clients called, in order."""
+        """Values of `CALL`, in order."""
         self._store = KeyValues()
         self._lock = threading.Lock()
         """Held while the table is read or changed."""

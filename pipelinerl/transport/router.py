@@ -1,7 +1,7 @@
 """The orchestrator's half that both transports share: one session for each peer, and what was refused, by reason.
 
-Whatever a peer sends costs at most one counter: a frame that is none, a message it may not send, a name nobody has. Whose it was, an
-`Unread` in its place says: what it was asked for is asked of another.
+A frame that is none, a message that a peer may not send, or a name that nobody has costs one counter. An `Unread` in its place says whose
+it was, so that the request can go to another peer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Router:
 
     def __init__(self, *, accepts: Any, carry: Callable[[str, bytes], bool], clock: Callable[[], float]) -> None:
         self.refused: collections.Counter[str] = collections.Counter()
-        """What was not accepted, by reason."""
+        """Number of frames and messages that were not accepted, by reason."""
         self._decoder: Decoder[Message] = Decoder(accepts)
         self._carry = carry
         self._clock = clock

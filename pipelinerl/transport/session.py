@@ -1,4 +1,4 @@
-"""One end of the talk between two processes: every message arrives once and in order, while both live, whatever the connection does.
+"""One end of a session between two processes: every message arrives once and in order, while both live, whatever the connection does.
 
 No socket, no clock, no loop: frames go in by `receive_frame`, out by `transmit`. Both transports and both ends use this class.
 
@@ -7,12 +7,12 @@ No socket, no clock, no loop: frames go in by `receive_frame`, out by `transmit`
 - A frame is kept until the other end says that it was handed over. Credit: kept frames are on their way only up to `WINDOW_BYTES`,
   the rest waits here, up to `LIMIT_BYTES`; beyond, `send` raises. So a peer that takes nothing costs `LIMIT_BYTES` at most, of which
   at most `WINDOW_BYTES` (or one message) lie in the network's queues on either side.
-- Who is owed an acknowledgement asks (`probe`, now and then). On a connection that keeps order the answer is exact: what was sent before
-  the question and is not in the answer is lost. So it is sent again, also after the connection broke and came back.
+- An end that is owed an acknowledgement asks for it (`probe`, now and then). On a connection that keeps order the answer is exact: what was
+sent before the question and is not in the answer is lost. So it is sent again, also after the connection broke and came back.
 - Each end draws an identity when it comes to life. A peer that was restarted has another one: what its predecessor never took is dropped,
   for it was told to a process that is dead. An orchestrator that was restarted has another one, too: what the old one never took is
-  numbered anew and sent to the new one, unless the peer says otherwise: with an `introduction`, that is what the new one hears first, and
-  the only thing it hears of what was before. So nobody answers what a dead one asked, or only in words of its own.
+  numbered anew and sent to the new one, unless the peer says otherwise: with an `introduction`, the new one receives that first, and
+  nothing else of what was before. So no peer answers what a dead orchestrator asked, unless its introduction does.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Session:
     def __init__(self, name: str, *, transmit: Callable[[bytes], None], resends_to_successor: bool) -> None:
         """`transmit` puts a frame on the wire, or loses it; `resends_to_successor` is true at a peer, false at the orchestrator."""
         self.name = name
-        """Of the other end, for messages of errors."""
+        """Name of the other end, for messages of errors."""
         self.identity = secrets.randbits(64) or 1
         self.has_left = False
         """The other end said goodbye."""
         self.num_repeated = 0
         """Messages that came again."""
         self.unacked_bytes = 0
-        """Of messages not yet acknowledged."""
+        """Bytes of messages that the other end has not acknowledged."""
         self.introduction: Callable[[Sequence[bytes]], Iterable[bytes]] | None = None
-        """Given what the other end, which is gone, never took: what to send in its stead to the one that takes its place."""
+        """Makes, from what the other end, which is gone, never took, the messages for the one that takes its place."""
         self._transmit = transmit
         self._resends_to_successor = resends_to_successor
         self._other = 0
@@ -68,12 +68,12 @@ class Session:
         self._received = 0
         """Number of the last frame taken."""
         self._early: dict[int, tuple[int, list[memoryview]]] = {}
-        """By frame's number, size and messages of those that came before one that is missing."""
+        """(size, messages) of frames that came before one that is missing, by number."""
         self._early_bytes = 0
         self._ack_due_bytes = 0
-        """Of messages taken since the other end was last told."""
+        """Bytes of messages taken and not yet acknowledged to the other end."""
         self._reported_gap = -1
-        """What `_received` was when a gap was last told."""
+        """Value of `_received` when a gap was last reported."""
         self._first_at_probe = 0
 
     @property

@@ -1,7 +1,7 @@
 """ZeroMQ over TCP: a ROUTER in the orchestrator, a DEALER in each peer, CURVE on both.
 
 The hub binds first, to a port the system picks, and then publishes it in `<run>/endpoints/<role>.json`; no port is fixed, none can be
-taken in between. ZeroMQ would drop silently at its own high-water marks, so sending has none: `session` bounds what is on its way.
+taken in between. ZeroMQ would drop silently at its own high-water marks, so sending has none: a `Session` bounds what is on its way.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pipelinerl.transport.session import PROBE_EVERY_S, Session
 
 _NOBLOCK, _NOBLOCK_MORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 _SRCFD = int(zmq.SRCFD)
-"""As plain numbers: combining members of an enumeration costs more than sending a small frame."""
+"""Flags as plain numbers: combining members of an enumeration costs more than sending a small frame."""
 LINGER_MS = 1000
-"""How long a closing socket tries to deliver what was sent. Longer delays the end of a run whose peer is dead."""
+"""Longest time that a closing socket tries to deliver what was sent. Longer delays the end of a run whose peer is dead."""
 COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are cheaper copied than shared with ZeroMQ's thread."""
 FREE_BYTES = 64 << 20
@@ -56,8 +56,8 @@ RENEW_AFTER = 2
 cannot decrypt, ZeroMQ gives a connection up for good. Fewer breaks connections to one that is merely busy; what was sent comes again.
 """
 HANDSHAKE_MS = 5000
-"""How long who connects may take to show its key; then its connection is closed, so that those who have none keep no descriptor. Shorter
-cuts off honest peers of a machine that is very busy, which connect again.
+"""Longest time that a new connection may take to show its key; then its connection is closed, so that those who have none keep no
+descriptor. Shorter cuts off honest peers of a machine that is very busy, which connect aga
 """
 MAX_FORMER = 10_000
 """Connections remembered that were replaced, of all peers. Each peer replaces one when its connection breaks."""
@@ -75,7 +75,7 @@ class ZmqHub:
     def __init__(self, run_folder: Path, role: str, *, accepts: Any, interface: str = "127.0.0.1") -> None:
         self._router = Router(accepts=accepts, carry=self._carry, clock=time.monotonic)
         self._routes: dict[str, bytes] = {}
-        """By peer: the newest connection it was heard on."""
+        """The newest connection of each peer, by its name."""
         self._former: dict[bytes, None] = {}
         """Connections before those: what they still have on its way brings them not back."""
         self._role = role
@@ -244,7 +244,7 @@ class ZmqLink:
         self._bodies: collections.deque[memoryview] = collections.deque()
         """Messages to be handed over, still encoded."""
         self._is_dismissed = False
-        """The orchestrator's last word was read where it was published."""
+        """The orchestrator's closing message was read where it was published."""
         self._heard_at = time.monotonic()
         self._silent_looks = 0
         self._next_probe = self._heard_at + PROBE_EVERY_S

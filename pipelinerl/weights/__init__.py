@@ -1,1 +1,1 @@
-"""The tensor transport: how a policy travels from the trainer to the engines."""
+"""A policy's way from the trainer to the engines: transports, weight buffers, deltas, and the swap in an engine."""

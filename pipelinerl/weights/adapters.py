@@ -1,4 +1,4 @@
-"""Policies that are LoRA adapters alone (arXiv:2106.09685): how their tensors are named, and when they travel so.
+"""Policies that are LoRA adapters alone (arXiv:2106.09685): the names of their tensors, and the choice to send them so.
 
 The weights under the adapters stay as they were loaded, in the trainer and in the engines. Tensors are named as PEFT names them:
 `base_model.model.<module>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], to be multiplied as alpha / rank * B A.
@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """What every adapter of a run has in common."""
+    """The shape that all adapters of a run share."""
 
     rank: int
     alpha: float
@@ -38,7 +38,7 @@ class AdapterShape:
 def choose_adapters(
     lora: LoraSection, weights: WeightsSection, *, max_staleness: int, is_pipelined: bool = False, has_device: bool | None = None
 ) -> tuple[AdapterShape | None, tuple[str, ...]]:
-    """What engines serve by itself, or None where policies are whole; and, where adapters are trained, a sentence that says why.
+    """Choose the adapters that engines serve separately, None where policies are whole; where adapters are trained, say why in a sentence.
 
     `is_pipelined`: engines run several forward passes at once; `has_device`: forward passes run on a GPU; default: where torch finds one.
 
@@ -69,12 +69,12 @@ def published_name(name: str) -> str:
 
 
 def are_adapters(layout: Iterable[Tensor]) -> bool:
-    """Whether a layout is that of adapters alone."""
+    """Tell whether a layout is that of adapters alone."""
     return any(tensor.name.endswith((".lora_A.weight", ".lora_B.weight")) for tensor in layout)
 
 
 def adapter_layout(shapes: Mapping[str, tuple[int, ...]], shape: AdapterShape, *, dtype: str) -> tuple[Tensor, ...]:
-    """Where each tensor of an adapter lies in a policy's buffer, for a model whose checkpoint has tensors of these `shapes`.
+    """Lay out an adapter's tensors in a policy's buffer, for a model whose checkpoint has tensors of these `shapes`.
 
     Experts have none, here as in the trainer. Raises `ConfigError` where nothing fits.
     """

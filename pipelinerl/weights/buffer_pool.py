@@ -1,4 +1,4 @@
-"""The trainer's buffers, whatever they are made of: who may write one, who may read it, and for how long.
+"""The trainer's weight buffers, whatever they are made of, and the rule that says when each may be written again.
 
 Two things hold on every transport. A buffer is written again only after the orchestrator said that no engine reads it (`release`). The
 latest published policy is never handed out, released or not, so that an engine that starts late, or is refilled, can always load it.
@@ -15,7 +15,7 @@ from pipelinerl.weights.transport import Sender, WeightBuffer
 
 
 def num_buffers_for(num_engines: int) -> int:
-    """How many buffers suffice so that no engine, however slow, holds up the trainer while another one is served.
+    """The number of buffers with which no engine, however slow, holds up the trainer while another one is served.
 
     At most one policy that each engine serves from and one that it has been told to fetch, and one being written. Slots are made when
     first needed: engines that keep pace share theirs, and three do for any number of them.

@@ -55,7 +55,7 @@ def encode(changes: Delta) -> bytes:
 
 
 def decode(data: bytes | memoryview, *, most: Mapping[int, int] | None = None) -> Delta:
-    """What was encoded. Raises `WeightsError` for bytes that are not changes.
+    """Decode a delta. Raises `WeightsError` for bytes that are none.
 
     `most` elements of each size: a few bytes that claim more are refused before room is made for them.
     """

@@ -1,6 +1,6 @@
-"""The transport on one machine between GPUs: the trainer writes a buffer in its device's memory, and engines open the very same memory.
+"""The transport between GPUs of one machine: the trainer writes a buffer in its device's memory, and engines open the same memory.
 
-What travels is a handle of the memory, in a file beside the weight buffer's manifest, readable by its owner only. Nothing is copied through
+A handle of the memory travels, in a file beside the weight buffer's manifest, readable by its owner only. Nothing is copied through
 the host but for the digests. What touches a device is behind `Memory`: tests run the same protocol over memory of the host.
 """
 
@@ -33,12 +33,12 @@ class Memory(Protocol):
         ...
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """The memory of a handle. Raises `WeightsError` where whoever made it is gone."""
+        """Open the memory of a handle. Raises `WeightsError` where the process that made it is gone."""
         ...
 
 
 class CudaIpcSender:
-    """Slots in a device's memory: a `Sender`."""
+    """Weight buffers in a device's memory: a `Sender`."""
 
     def __init__(self, token: str, *, memory: Memory | None = None, folder: Path = FOLDER) -> None:
         """Remove what a dead run of the same token left behind. Raises `WeightsError` where there is no CUDA device."""
@@ -67,7 +67,7 @@ class CudaIpcReceiver:
     """Opens weight buffers, and keeps them open: the trainer uses a few in turn. A `Receiver`."""
 
     def __init__(self, *, memory: Memory | None = None, folder: Path = FOLDER) -> None:
-        """What is missing here is said at the first fetch."""
+        """The first fetch raises where something is missing here."""
         self._memory = memory
         self._folder = folder
         self._opened: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ class CudaIpcReceiver:
 
 
 class _Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What CUDA, by way of torch, needs to open memory of another process."""
+    """The fields that CUDA, by way of torch, needs to open another process's memory."""
 
     device: int
     memory: bytes
@@ -107,7 +107,7 @@ class _Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CudaMemory:
-    """The present CUDA device's: a `Memory`."""
+    """The present CUDA device's memory: a `Memory`."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

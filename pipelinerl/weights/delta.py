@@ -1,4 +1,4 @@
-"""What changed between two policies: positions and new values of the elements whose bits differ, compared and applied in place.
+"""A delta between two policies: positions and new values of the elements whose bits differ, compared and applied in place.
 
 Elements are counted over a whole layout, tensor after tensor, apart by their size in bytes (`Space`): a position is one number, however
 many tensors there are. Values are absolute, never differences: laying the same changes over a policy twice, or over one that holds part of
@@ -70,7 +70,7 @@ class Space:
             self.num_elements[size] = first + count
 
     def compare(self, old: torch.Tensor, new: torch.Tensor) -> dict[int, Positions]:
-        """Positions at which two policies ([bytes] uint8) differ in their bits."""
+        """Find the positions at which two policies ([bytes] uint8) differ in their bits."""
         found: dict[int, list[Positions]] = {size: [] for size in self.num_elements}
         for part in self._parts:
             before, after = part.bits(old), part.bits(new)
@@ -82,7 +82,7 @@ class Space:
         return {size: np.concatenate(parts) if parts else np.zeros(0, np.int64) for size, parts in found.items()}
 
     def take(self, buffer: torch.Tensor, positions: dict[int, Positions]) -> Delta:
-        """The present bits of a policy at these positions."""
+        """Take a policy's present bits at these positions."""
         values = {size: [np.zeros(0, _UNSIGNED[size])] for size in positions}
         for part, chosen in self._split(positions):
             values[part.itemsize].append(part.bits(buffer)[positions[part.itemsize][chosen] - part.first])
@@ -95,7 +95,7 @@ class Space:
             part.bits(buffer)[indices] = changes.values[part.itemsize][chosen]
 
     def by_tensor(self, changes: Delta) -> dict[str, tuple[Positions, npt.NDArray[np.unsignedinteger[Any]]]]:
-        """The same changes by tensor name, with positions counted within each; untouched tensors are left out."""
+        """Sort a delta by tensor name, with positions counted within each tensor; untouched tensors are left out."""
         return {
             part.tensor.name: (changes.positions[part.itemsize][chosen] - part.first, changes.values[part.itemsize][chosen])
             for part, chosen in self._split(changes.positions)

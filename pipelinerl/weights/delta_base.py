@@ -1,8 +1,8 @@
 """The trainer's memory of what it published, so that it can send what changed instead of the whole.
 
-It keeps one copy of the policy published last, and for every policy since the *delta_base*, the oldest one that any engine still holds,
-which elements it changed. What is sent is the union of those with their newest values: right over every version from the delta_base on,
-whichever of them an engine holds, however often it is told. The delta_base moves when every engine holds a newer policy and says so; a
+It keeps one copy of the policy published last, and for every policy since the *delta base*, the oldest one that any engine still holds,
+which elements it changed. What is sent is the union of those with their newest values: right over every version from the delta base on,
+whichever of them an engine holds, however often it is told. The delta base moves when every engine holds a newer policy and says so; a
 publication that fails, or that nobody took, moves nothing.
 """
 
@@ -22,16 +22,16 @@ bounds what is remembered: positions of so many elements, two bytes for each ele
 
 
 class DeltaBase:
-    """Knows what changed since the oldest policy that any engine holds. Belongs to one thread."""
+    """Changes since the oldest policy that any engine holds. Belongs to one thread."""
 
     def __init__(self, layout: tuple[Tensor, ...], *, num_bytes: int) -> None:
         self.version: int | None = None
-        """What changes are laid over; None while some engine needs a whole policy."""
+        """The version that deltas are applied to; None while some engine needs a whole policy."""
         self._space = Space(layout)
         self._limit = MAX_CHANGED_FRACTION * sum(self._space.num_elements.values())
         self._last = torch.zeros(num_bytes, dtype=torch.uint8)
         self._steps: dict[int, dict[int, Positions]] = {}
-        """By version, ascending: what it changed against the one published before it."""
+        """The positions that each version changed against the one before it, by version, ascending."""
         self._oldest: int | None = None
         """Every step after this version is remembered; None before the first publication."""
 

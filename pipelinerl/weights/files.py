@@ -28,7 +28,7 @@ CHANGES = "changes"
 
 
 class FilesSender:
-    """Slots in a folder: a `Sender`. All share one buffer, because only one is written at a time."""
+    """Weight buffers in a folder: a `Sender`. All share one buffer, because only one is written at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder, readable by its owner only, and remove what a dead run left in it."""

@@ -1,4 +1,4 @@
-"""What a published policy is, and the proof of it: every tensor's name, shape, dtype, place and digest.
+"""The manifest of a published policy: every tensor's name, shape, dtype, place and digest.
 
 The manifest lies beside the bytes it speaks of, wherever those are; the announcement that travels over the wire carries only the digest
 of the manifest. So an announcement has the same few bytes for any model, and one comparison (`open_manifest`) proves the proof. An engine

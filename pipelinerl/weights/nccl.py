@@ -23,7 +23,7 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.weights.point_to_point import DEADLINE_S, TRAINER, PointToPointReceiver, PointToPointSender
 
 BUCKET_BYTES = 16 << 20
-"""Of each of two buckets. Larger hide the latency of NCCL better and take memory of the device; smaller ones the reverse."""
+"""Size of each of two buckets. Larger ones hide NCCL's latency better and take more of the device's memory."""
 POLL_S = 0.0002
 """Between two looks whether a bucket has arrived: short beside the millisecond that a bucket takes."""
 ASK_S = 0.05
@@ -46,7 +46,7 @@ class Communicator(Protocol):
         ...
 
     def is_done(self, work: Any) -> bool:
-        """Whether it is; raises `RuntimeError` where it failed."""
+        """Tell whether it is done; raises `RuntimeError` where it failed."""
         ...
 
     def abort(self) -> None:
@@ -55,7 +55,7 @@ class Communicator(Protocol):
 
 
 class Library(Protocol):
-    """What makes communicators."""
+    """A library that makes communicators."""
 
     def unique_id(self) -> bytes:
         """A name for one communicator; the trainer makes it, and both ends must have it."""
@@ -94,7 +94,7 @@ class _Connect:
 
 
 class _Line:
-    """Where each end says that it has hung up, and hears that the other has."""
+    """The store's entry by which each end says that it has hung up, and sees that the other has."""
 
     def __init__(self, store: dist.Store, prefix: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, prefix, rank

@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 def nccl_settings(
     weights: WeightsSection, run_folder: Path, role: str, *, deadline_s: float, environment: Mapping[str, str], has_gpu: bool | None = None
 ) -> dict[str, str]:
-    """What to add to a process's environment before anything in it uses NCCL; nothing where the user has set it.
+    """Settings to add to a process's environment before anything in it uses NCCL; none where the user has set it.
 
     Waits for the orchestrator to say where it listens, where that matters: loopback, for a run of one machine, else what leads there. The
     trainer's own `weights.address` comes first. Without a GPU there is no NCCL. Raises `PeerSilent`, or `ConfigError` for an address that

@@ -131,7 +131,7 @@ class PointToPointReceiver:
         self._connect = connect
         self._deadline = timedelta(seconds=deadline_s)
         self._client: RendezvousClient | None = None
-        """Of the trainer that was called last."""
+        """The connection to the trainer that was called last."""
 
     def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
         match = NAME.fullmatch(name)

@@ -1,6 +1,6 @@
 """An engine's side of the version transaction: fetch, compare with the engine's own layout, verify every tensor, and only then stage.
 
-Whatever goes wrong before `commit` is a `WeightsError` that leaves the model as it was: nothing the model reads is ever written. A policy
+Every failure before `commit` is a `WeightsError` that leaves the model as it was: nothing that the model reads is ever written. A policy
 that arrives as changes is first made whole beside the model (or, for `SparseSwap`, tensor by tensor in passing), and every one of its
 tensors must then have the digest that the trainer took of the whole policy: the proof is the same, however few bytes travelled.
 """
@@ -50,7 +50,7 @@ class WeightReceiver:
         self._held = 0
         self._staged: int | None = None
         self._versions: dict[int, int] = {}
-        """Which policy a private buffer holds whole, by the buffer's address."""
+        """The policy that a private buffer holds whole, by the buffer's address."""
         self._last: _Step | None = None
         """The changes staged last: they bring the other buffer up to date."""
 

@@ -28,10 +28,10 @@ MANIFEST_SUFFIX = ".manifest"
 
 
 class SharedMemorySender:
-    """Slots in shared memory: a `Sender`."""
+    """Weight buffers in shared memory: a `Sender`."""
 
     def __init__(self, token: str, *, folder: Path = FOLDER) -> None:
-        """Remove what a dead run of the same token left behind. Slots are made when first needed."""
+        """Remove what a dead run of the same token left behind. Buffers are made when first needed."""
         assert NAME.fullmatch(f"pipelinerl-{token}-0"), token
         self._token, self._folder = token, folder
         unlink_buffers(token, folder=folder)
@@ -100,7 +100,7 @@ def write_beside(name: str, suffix: str, data: bytes, *, folder: Path = FOLDER) 
 
 
 def read_beside(name: str, suffix: str, *, folder: Path = FOLDER, pattern: re.Pattern[str] = NAME) -> bytes:
-    """What was written beside a buffer. `name` comes off the wire. Raises `WeightsError` where it is not a weight buffer's, or not ours."""
+    """Read what was written beside a buffer. `name` comes off the wire. Raises `WeightsError` where it is no buffer's, or not ours."""
     with open(_open(name, folder, suffix=suffix, pattern=pattern), "rb") as file:
         return file.read()
 

@@ -1,8 +1,8 @@
 """The names and the owners of a run's shared buffers, known without torch: a launcher whose trainer was killed removes them by name.
 
-Who makes buffers holds a lock on a file beside them for as long as it lives, and the kernel lets go of it at whatever end. So every start
-of a run, and `pipelinerl doctor`, can remove what belongs to nobody any more (`sweep`), and never what a living process made. An engine of
-several ranks on CPUs has buffers of vLLM's there, too, without an owner: their names go as soon as all ranks have them.
+A process that makes buffers holds a lock on a file beside them for as long as it lives, and the kernel lets go of it however it ends. So
+every start of a run, and `pipelinerl doctor`, can remove what belongs to nobody any more (`sweep`), and never what a living process made.
+An engine of several ranks on CPUs has buffers of vLLM's there, too, without an owner: their names go as soon as all ranks have them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import xxhash
 from pipelinerl.runtime.machine import SHARED_MEMORY
 
 FOLDER = SHARED_MEMORY
-"""Where weight buffers live: memory that is also a file, so that a name is all an engine needs to find it."""
+"""The folder of weight buffers: memory that is also a file, so that an engine finds it by its name."""
 
 
 OWNER_SUFFIX = ".owner"
 _VLLM = "vllm_dist_"
-"""How vLLM names the few megabytes by which tensor-parallel ranks on CPUs add up; it leaves them where one is killed."""
+"""Prefix of the few megabytes by which vLLM's tensor-parallel ranks on CPUs add up; they stay where a rank is killed."""
 MEETING_S = 60.0
 """vLLM's ranks have all mapped such a buffer this long after it was made, wherever they are: in a container whose processes /proc does not
 show, too. Its name is then of no use to anybody. Shorter could part ranks of a busy machine; longer leaves it for a later sweep."""
 
 
 def run_token(run_folder: Path) -> str:
-    """A name for the run that its weight buffers carry: the same after a restart, different for every run folder of the machine."""
+    """The name of a run that its weight buffers carry: the same after a restart, different for every run folder of the machine."""
     return xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
 
 
@@ -81,7 +81,7 @@ def forget_vllm_names(identity: str, *, folder: Path = FOLDER) -> None:
 
 
 def _sweep_vllm(folder: Path) -> int:
-    """Those of engines that were killed while they started; before their ranks have met, nobody can tell them from others' but by use."""
+    """Remove the buffers of vLLM engines that were killed while they started: those that no process has mapped."""
     freed, mapped = 0, None
     for path in folder.glob(f"{_VLLM}*-cpushm_*"):
         with contextlib.suppress(FileNotFoundError):
@@ -108,7 +108,7 @@ def _mapped() -> set[tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def _all_locked(owners: list[Path]) -> Iterator[bool]:
-    """Whether nobody holds any of these, and they are ours; while the block runs, nobody can."""
+    """Lock all of these; True where nobody held any, and they are ours. While the block runs, nobody else can."""
     with contextlib.ExitStack() as at_end:
         try:
             for path in owners:

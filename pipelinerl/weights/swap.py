@@ -1,4 +1,4 @@
-"""How a staged policy takes effect, between two forward passes: the part of a swap that sequences wait for.
+"""The swap of a staged policy into the model, between two forward passes: the part that sequences wait for.
 
 Each mode keeps the same promise: `stage` does everything slow, `commit` is short and leaves all parameters of one version. They differ in
 what they cost and in what breaks them; `choose_swap_mode` picks one when the engine starts.
@@ -26,14 +26,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SwapMode(enum.StrEnum):
-    """How a policy is committed; the shortest pause first."""
+    """The way a policy takes effect; the shortest pause first."""
 
     POINTER = "pointer"
-    """Pointers into the staged buffer."""
+    """The parameters point into the staged buffer."""
     SPARSE = "sparse"
-    """What changed into the parameters, in place; only where changes are sent."""
+    """A delta is written into the parameters, in place; only where deltas are sent."""
     COPY = "copy"
-    """The staged buffer into the parameters, in place."""
+    """The staged buffer is copied into the parameters, in place."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def gather(parameters: Sequence[Placed]) -> torch.Tensor:
 
 
 CAN_SWAP_POINTER = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Whether this torch can change the address of a storage in place."""
+"""True where this torch can change the address of a storage in place."""
 
 
 class PointerSwap:
@@ -159,7 +159,7 @@ class CopySwap:
         self._parameters = sorted(parameters, key=lambda placed: placed.offset_bytes)
         self._num_bytes = _num_bytes(parameters)
         self._pieces = [(0, gather(parameters))] if gathers else [(one.offset_bytes, _bytes_of(one)) for one in self._parameters]
-        """Where each begins in a policy's buffer, and the model's own memory, [bytes] uint8."""
+        """(offset in a policy's buffer, the model's own memory [bytes] uint8) of each piece."""
         self._spare: torch.Tensor | None = None
         self._beside: torch.Tensor | None = None
         """[bytes] uint8, where parameters are in a device's memory: what is staged waits there."""

@@ -1,4 +1,4 @@
-"""Work beside decoding at a bounded share of a core: who works says where it may rest, and whoever set the share has it rest there.
+"""A bound on the core time of work beside decoding: the work calls `throttle` where it may wait, within a context of `limit_cpu`.
 
 A low priority alone does not hold a share: the scheduler lets short work run almost unhindered (niceness 17 should leave it 2 %, and
 staging 44 M parameters took 9 %).
@@ -30,9 +30,9 @@ _here = _Here()
 
 @contextlib.contextmanager
 def limit_cpu(share: float, *, lifted: threading.Event | None = None) -> Iterator[None]:
-    """Have this thread, as long as the context lasts, use no more than this part of a core's time, as far as it rests often enough.
+    """Limit this thread to a fraction of a core's time, as far as it calls `throttle` often enough, for as long as the context lasts.
 
-    While `lifted` is set nobody else wants the core: it need not rest, and what it works meanwhile does not count.
+    While `lifted` is set nobody else wants the core: the thread need not wait, and its work does not count.
     """
     _here.share = _Share(most=share, lifted=lifted, began_s=time.monotonic(), cpu_began_s=time.thread_time())
     try:
@@ -42,7 +42,7 @@ def limit_cpu(share: float, *, lifted: threading.Event | None = None) -> Iterato
 
 
 def throttle() -> None:
-    """Wait until what this thread has worked is no more than its share, or until that is lifted; at once where it has none."""
+    """Wait until this thread's work is no more than its share, or the limit is lifted; return at once where there is none."""
     share = _here.share
     if share is None:
         return

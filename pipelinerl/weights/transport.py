@@ -21,7 +21,7 @@ class WeightBuffer:
     """Memory for one policy at the trainer's end."""
 
     name: str
-    """By which engines find it."""
+    """Engines find it by this name."""
     memory: torch.Tensor
     """[bytes] uint8: where a policy is written before it is published."""
     version: int | None = None
@@ -34,7 +34,7 @@ class WeightBuffer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What an engine fetched: as announced, but not yet compared with the engine's layout."""
+    """A policy, or a delta, as an engine fetched it: it is the one announced, and not yet compared with the engine's layout."""
 
     manifest: Manifest
     data: torch.Tensor

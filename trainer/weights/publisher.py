@@ -63,7 +63,7 @@ class Publisher:
         self._address = address
         self._sends_deltas = sends_deltas
         self._delta_base: tuple[DeltaBase, torch.Tensor] | None = None
-        """Where changes are sent: what the engines hold, and the present policy, whole."""
+        """(the delta base, the present policy whole), where deltas are sent."""
         self._held: int | None = None
         self._rollback_epoch = 0
         self._newest: int | None = None

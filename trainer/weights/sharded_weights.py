@@ -1,8 +1,8 @@
 """Writes a policy that is sharded over ranks without gathering it: every rank writes its own pieces into the buffer, in shared memory.
 
-Which rank writes what is computed once, at the first publication, from the boxes that the ranks hold (`pipelinerl.weights.reshard`); what
-several hold alike, one of them writes. What engines know by other names than the trainer (experts in one tensor here, apart there), and
-everything on a transport whose weight buffers other ranks cannot map, is gathered one tensor at a time and written by rank 0.
+Which rank writes what is computed once, at the first publication, from the boxes that the ranks hold (`pipelinerl.weights.reshard`); one
+of them writes what several hold alike. Tensors that engines know by other names than the trainer (experts in one tensor here, separate
+there), and all tensors on a transport whose weight buffers other ranks cannot map, are gathered one at a time and written by rank 0.
 
 Rank 0 leads: it says which buffer to write into, and every other rank follows, in the same order of collectives.
 """
@@ -32,10 +32,10 @@ from trainer.parallel.sharding import local
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others before a publication."""
+    """Message of rank 0 to the others before a publication."""
 
     name: str = ""
-    """Where to write; empty: rank 0 writes what is gathered."""
+    """Weight buffer to write into; empty: rank 0 writes what is gathered."""
     layout: tuple[Tensor, ...] = ()
     """Empty: nothing is published after all."""
 
@@ -129,23 +129,23 @@ class ShardedWeights:
         return [dict(zip(shapes, msgspec.convert(found, list[Box]), strict=True)) for found in by_rank]
 
     def _names_of(self, name: str) -> dict[str, torch.Tensor]:
-        """What a tensor of the module is published as, without memory."""
+        """The published tensors, without memory, of a tensor of the module."""
         empty: Any = torch.empty(self._model.shapes[name], dtype=self._model.dtype, device="meta")
         return revert_weight_conversion(self._model.module, {name: empty})
 
     def _gather(self, value: Any, what: str) -> list[Any]:
-        """What every rank gives, by rank."""
+        """Exchange a value; return every rank's, by rank."""
         found: list[Any] = []
         self._replicas.bounded(lambda: found.extend(gathered(value, group=None, device=self._replicas.device)), what)
         return found
 
     def _call(self, call: _Call | None) -> _Call:
-        """What rank 0 calls the others to; they give None."""
+        """Exchange rank 0's call; the others give None."""
         return msgspec.convert(self._gather(call, "to publish a policy together")[0], _Call)
 
 
 def _box_of(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> Box:
-    """Which part of the whole this rank holds; an empty one where it holds none, or not one box."""
+    """The box of the whole that this rank holds; an empty one where it holds none, or not one box."""
     if tensor is None:
         return tuple((0, 0) for _ in shape)
     if not isinstance(tensor, DTensor):
@@ -157,5 +157,5 @@ def _box_of(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> Box:
 
 
 def _is_covered(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Whether the distinct boxes make up the whole."""
+    """Tell whether the distinct boxes make up the whole."""
     return sum(math.prod(end - first for first, end in box) for box in set(boxes)) == math.prod(shape)

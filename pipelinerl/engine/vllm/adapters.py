@@ -41,11 +41,11 @@ class Rows(Protocol):
     """The rows of adapters in a model's layers, wherever the model lies. A place is what vLLM knows an adapter by: its row is looked up."""
 
     def spare(self) -> torch.Tensor:
-        """As `WeightSwap.spare`."""
+        """See `WeightSwap.spare`."""
         ...
 
     def save(self, buffer: torch.Tensor) -> None:
-        """As `WeightSwap.save`."""
+        """See `WeightSwap.save`."""
         ...
 
     def stage(self, buffer: torch.Tensor, *, place: int) -> None:
@@ -67,16 +67,16 @@ class Adapters:
         self._rows = rows
         self._num_versions = num_versions
         self._version = 0
-        """Of what is staged."""
+        """Version of the staged adapter."""
         self._unserved = num_versions + 1
         """The place whose row is written next."""
         self._versions: dict[int, int] = {1: 0}
-        """By place, in the order they were filled: the version of its adapter."""
+        """The version of the adapter in each place, by place, in the order in which they were filled."""
         self._served: dict[str, int] = {}
         """Place by rollout."""
 
     def request_for(self, rollout_id: str, *, rollback_epoch: int) -> LoRARequest:
-        """What vLLM is told to serve a new request under: the newest adapter."""
+        """The adapter under which vLLM serves a new request: the newest."""
         place = next(reversed(self._versions))
         self._served[rollout_id] = place
         return LoRARequest(lora_name=f"v{self._versions[place]}.{rollback_epoch}", lora_int_id=place, lora_path="in memory")
@@ -120,7 +120,7 @@ class Adapters:
 
 
 class AdapterRows:
-    """Those of a process's own layers: `Rows`."""
+    """Rows of adapters in a process's own layers: `Rows`."""
 
     def __init__(self, manager: Any, *, layout: tuple[Tensor, ...], shape: AdapterShape, device: torch.device) -> None:
         """`manager` is the worker's LoRA manager. All rows begin with an adapter that changes nothing."""

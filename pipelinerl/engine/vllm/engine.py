@@ -71,7 +71,7 @@ class VllmEngine:
     ) -> None:
         """`policies` is the folder of published files, where policies travel by files; `adapters`: policies are these alone.
 
-        `choices` were made before it was made, and are said with its own.
+        `choices` were made before the engine, and are reported with its own.
         """
         keep_plain_weights()
         options = adapter_options(adapters) if adapters else {}
@@ -91,12 +91,12 @@ class VllmEngine:
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
         self._rollouts: dict[str, str] = {}
-        """The other way round."""
+        """Rollout id by vLLM's request id."""
         self._num_submitted = 0
         self._ordered = self._version = 0
         """The policy ordered last, and the one in force."""
         self._launched: collections.deque[int] = collections.deque()
-        """Of each forward pass that is under way along a pipeline, oldest first: the policy it was begun under."""
+        """The policies under which the forward passes under way along a pipeline began, oldest first."""
         self.limits = Limits(
             max_model_tokens=self._llm.model_config.max_model_len,
             max_running=engine.max_running,
@@ -227,7 +227,7 @@ class VllmEngine:
     def _make_swap(
         self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection
     ) -> tuple[WeightSwap, tuple[Tensor, ...], str]:
-        """What brings policies into force here, the layout they are wanted in, and a sentence that says why."""
+        """Make the swap of policies for this engine; return it, the layout of policies, and a sentence that says why."""
         if adapters is not None:
             layout = adapter_layout(checkpoint_shapes(folder), adapters, dtype=str(self._llm.model_config.dtype).removeprefix("torch."))
             self._adapters = Adapters(self._rows(layout, adapters), num_versions=adapters.num_versions)
@@ -324,7 +324,7 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
 
 
 def _kv_cache_bytes(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, on_cpu: bool) -> int | None:
-    """As the preflight says it, also where that ran on another machine; a model that tells too little gets the least."""
+    """Size the KV cache as the preflight does, which may run on another machine; a model that tells too little gets the least."""
     plan = plan_kv(model, engine, rollout, memory_bytes=memory_bytes(), on_cpu=on_cpu)
     if plan is None:
         return engine.kv_cache_bytes or (LEAST_CPU_BYTES if on_cpu else None)

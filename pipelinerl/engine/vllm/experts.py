@@ -18,7 +18,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
-"""Of the gate, by vLLM's name. Experts with another one are repacked as ever, and their engine is refused at start."""
+"""Activations of the gate, by vLLM's name, that plain experts compute. Experts with another one are repacked, and their engine is refused.
+"""
 
 
 def keep_plain_experts() -> None:

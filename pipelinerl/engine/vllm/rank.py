@@ -32,7 +32,7 @@ from pipelinerl.weights.throttle import throttle
 OWN = ""
 """Names the engine's own buffer, where others are named by the trainer's buffer."""
 Outcome = tuple[str, Any]
-"""What went wrong, or empty; and what was found."""
+"""(error, or empty; result)."""
 
 
 class PolicyRank:
@@ -102,7 +102,7 @@ class PolicyRank:
         threading.Thread(target=self._policy_run, args=(work, arguments), name=f"policy-{task}", daemon=True).start()
 
     def policy_outcome(self) -> Outcome | None:
-        """How what was begun last has ended; None while it is under way."""
+        """The outcome of the task begun last; None while it is under way."""
         return self._policy_outcome
 
     def policy_commit(self, number: int, adapter: dict[str, Any] | None = None) -> None:
@@ -152,7 +152,7 @@ class PolicyRank:
     def _policy_differences(
         self, boxes: dict[str, torch.Tensor], commit: SparseSwap
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
-        """As `SparseSwap.stage_delta` takes them; None where so much differs that the whole is less."""
+        """Differences in the form of `SparseSwap.stage_delta`; None where so much differs that the whole is less."""
         found, num_changed, num_all = [], 0, 0
         for name, part in self._policy_parts.items():
             bits = commit.bits_of(part.tensor)
@@ -185,7 +185,7 @@ class PolicyRank:
             self._policy_rows.save(self._policy_own)
 
     def _policy_views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What this rank holds of each tensor, in a buffer of its own."""
+        """This rank's part of each tensor, as views of a buffer of its own."""
         return views(buffer, [part.tensor for part in self._policy_parts.values()])
 
     def _policy_at(self, source: str) -> torch.Tensor:

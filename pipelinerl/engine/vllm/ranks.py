@@ -45,11 +45,11 @@ class Ranks:
         self.turns = Turns()
         """Held by who calls the ranks: for a forward pass, or for a question of the staging thread."""
         self.verified = OWN
-        """Where the policy lies that was verified last."""
+        """Name of the buffer whose policy was verified last."""
         self._layout: tuple[Tensor, ...] = ()
         self._own: torch.Tensor | None = None
         self._number = 0
-        """Of stagings."""
+        """Number of stagings."""
 
     def raise_if_lost(self, error: Exception) -> None:
         """Raise where a rank has ended: the others wait for it for ever. `RankKilled` where a signal ended it, else `RuntimeError`."""
@@ -79,7 +79,7 @@ class Ranks:
         return self._own
 
     def verify(self, manifest: Manifest, buffer: torch.Tensor, *, name: str) -> None:
-        """As `manifest.verify`, each rank its share."""
+        """See `manifest.verify`; each rank verifies its share."""
         self.verified = OWN if self._own is not None and buffer.data_ptr() == self._own.data_ptr() else name
         shares = [_split(share) for share in self.run("digests", self.verified)]
         found = itertools.chain.from_iterable(itertools.zip_longest(*shares))
@@ -101,7 +101,7 @@ class Ranks:
             raise RuntimeError(f"not every rank took the policy that all had staged: {error}") from error
 
     def run(self, task: str, *arguments: object) -> list[Any]:
-        """What every rank found by a task. Raises `WeightsError` with the words of each that failed.
+        """Run a task in every rank, and return what each found. Raises `WeightsError` with the words of each that failed.
 
         It waits for as long as all ranks live. The deadline is the orchestrator's: it fences an engine that stages for too long.
         """
@@ -113,7 +113,7 @@ class Ranks:
         return [found for _, found in outcomes]
 
     def call(self, method: str, *arguments: object) -> list[Any]:
-        """What every rank returns. Raises as `raise_if_lost` where one has ended."""
+        """Call a method of every rank, and return what each returns. Raises as `raise_if_lost` where one has ended."""
         try:
             with self.turns:
                 return self._llm.collective_rpc(method, args=arguments)

@@ -1,4 +1,4 @@
-"""Which experts vLLM sent each token to, recorded pass by pass, so that the trainer can send them to the same ones.
+"""A record of the experts to which vLLM sent each token, pass by pass, so that the trainer can send it to the same ones.
 
 vLLM's routers call a hook with what they chose, one call per layer, rows in the order of the batch. Rows are filed under their request and
 their position: a sequence that is preempted and computed again overwrites its rows with those that count. What the prefix cache spared is

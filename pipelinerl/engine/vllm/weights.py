@@ -1,4 +1,4 @@
-"""Which layout a vLLM model wants a policy in, so that its parameters are plain views of a policy's buffer.
+"""The layout in which a vLLM model wants a policy, so that its parameters are plain views of a policy's buffer.
 
 At start the plan is recorded: which part of which kernel parameter each checkpoint tensor is copied to. From it follows a layout in
 which the parts of a fused parameter (q, k and v; gate and up) lie side by side, so the trainer writes checkpoint tensors and the engine
@@ -50,7 +50,7 @@ def keep_plain_weights() -> None:
 
 
 def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[SwapMode, list[str]]:
-    """What would break each swap mode: said now, because at the first swap it would show as wrong tokens, or not at all."""
+    """Say what would break each swap mode: now, because at the first swap it would show as wrong tokens, or not at all."""
     found: dict[SwapMode, list[str]] = {mode: [] for mode in SwapMode}
     if captures_graphs:
         found[SwapMode.POINTER].append("captured graphs keep the addresses of the parameters (enforce_eager is off)")
@@ -102,16 +102,16 @@ def _is_elsewhere(module: torch.nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a rank holds of a checkpoint tensor."""
+    """A rank's part of a checkpoint tensor."""
 
     box: Box
-    """Which part, in the checkpoint tensor's coordinates."""
+    """The part, in the checkpoint tensor's coordinates."""
     tensor: Tensor
-    """The same as a tensor of its own: its place in the rank's buffer."""
+    """The part as a tensor of its own: its place in the rank's buffer."""
 
 
 def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
-    """Where each parameter lies in a policy's buffer, and where each checkpoint tensor.
+    """Plan the place of each parameter, and of each checkpoint tensor, in a policy's buffer.
 
     Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
     """
@@ -124,7 +124,7 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
 
 
 def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], dict[str, Part]]:
-    """Where each parameter of this rank lies in a buffer of its own, and where what it holds of each checkpoint tensor.
+    """Plan the place of each parameter of this rank, and of its part of each checkpoint tensor, in a buffer of its own.
 
     Raises `ConfigError` for a model whose parameters are not boxes of its checkpoint's tensors laid side by side.
     """
@@ -166,7 +166,7 @@ def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed],
 
 
 def _box_of(view: torch.Tensor, tensor: torch.Tensor) -> Box | None:
-    """Which part of a contiguous tensor a view of it is, or None where it is no box."""
+    """The box of a contiguous tensor that a view of it is; None where it is no box."""
     if view.dim() != tensor.dim() or any(
         ours != theirs for ours, theirs, size in zip(view.stride(), tensor.stride(), view.shape, strict=True) if size > 1
     ):
