@@ -1,4 +1,4 @@
-"""Where prompts come from: rows of a file, a dataset or a Python function, made into `Prompt`s without end.
+"""Prompts without end, made of the rows of a file, a dataset or a Python function.
 
 | `data.source` | rows | order |
 | --- | --- | --- |
@@ -78,11 +78,11 @@ class PromptSource:
 
     @property
     def resting(self) -> dict[int, Rest]:
-        """Prompts that rest, by number; an earlier life of the run may have left some, which are put here."""
+        """Prompts that rest, by number; a resumed run puts those here that rested before."""
         return {} if self._curriculum is None else self._curriculum.resting
 
     def measured(self, prompt_id: str, *, success: float) -> None:
-        """Of the scored siblings of a prompt, this part was correct."""
+        """Tell the curriculum which part of a prompt's scored siblings was correct."""
         if self._curriculum is not None:
             epoch, number = epoch_and_number(prompt_id)
             self._curriculum.measured(number, epoch=epoch, success=success)
@@ -200,7 +200,7 @@ class PromptBuilder:
         return {_name(name, where): _plain(value, name, where) for name, value in row.items() if name != self.prompt_column}
 
     def text(self, row: Mapping[str, Any], *, where: str) -> str:
-        """What the model sees of a row's prompt: its text, or what the chat template makes of messages. Raises `DataError`."""
+        """The prompt as the model sees it: its text, or what the chat template makes of messages. Raises `DataError`."""
         value = row[self.prompt_column]
         if isinstance(value, str):
             return self._rendered(value, row, where=where)

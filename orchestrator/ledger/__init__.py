@@ -1,1 +1,1 @@
-"""What survives a kill: the ledger, its store, the snapshot that a restarted orchestrator reads, and the migration of older run folders."""
+"""The ledger that survives a kill, its store, the snapshot that a restarted orchestrator reads, and the migration of older run folders."""

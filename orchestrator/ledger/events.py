@@ -1,4 +1,4 @@
-"""What stands in the ledger's history: the kinds of its entries, and what each column means.
+"""The kinds of entries in the ledger's history, and the meaning of each column.
 
 Every entry is `t` (seconds on the clock of the process that wrote it, see `began`), a kind, and the columns of that kind; others are NULL.
 
@@ -39,7 +39,7 @@ from typing import Any, TypedDict
 
 
 class Columns(TypedDict, total=False):
-    """What an entry says beside its number, its time and its kind, in the order of the table's columns."""
+    """Columns of an entry beside its number, its time and its kind, in the table's order."""
 
     rollout_id: str | None
     group_id: int | None

@@ -1,4 +1,4 @@
-"""What became of every prompt, group, rollout and attempt, with reasons and times; and the conservation counts:
+"""The ledger records what becomes of every prompt, group, rollout and attempt, with reasons and times, and holds the conservation identity:
 
     admitted = in flight + trained + filtered + stale + failed + cancelled
 
@@ -21,11 +21,11 @@ crash leaves, whoever dies:
     before `packed`            the trainer never saw the row: its samples are scored and untrained, and are packed again, maybe otherwise
     before `closed` is durable no checkpoint of the next version can exist: the step's rows are offered again, the rest of it is filled anew
     before the rename          the checkpoint before rules: the steps since are trained again, from the same rows in the same order
-    before `saved`             the new checkpoint rules: its commit is found here, `trained` is booked for what it proves, `saved` too
+    before `saved`             the new checkpoint rules: its commit is found here, `trained` is recorded for what it proves, `saved` too
     power fails                the file loses its last entries, but none up to the last `closed`: no checkpoint names one that is lost
 
 **Resume.** The trainer starts from the newest checkpoint that is still whole and says its version and commit (`TrainerReady`). Where that
-is not the newest that was `saved`, because that one was damaged on the disk or taken away, the newer ones are booked as `discarded`, and
+is not the newest that was `saved`, because that one was damaged on the disk or taken away, the newer ones are recorded as `discarded`, and
 the steps since the older one are undone as after any restart. So rows stay for as long as a trainer may have to fall back to before them:
 from the oldest of the `checkpoint.keep` checkpoints on; while there are fewer, from the model that the run began with. A commit that this
 ledger does not hold means that the two are of different runs, and is refused. Steps from that version on are *trained again*: what came
@@ -360,7 +360,7 @@ class Ledger:
 
 
 REST_KEY = "rest "
-"""How the keys begin under which the state has how long each prompt rests, for the curriculum; its number follows."""
+"""Prefix of the state's keys that say how long a prompt rests, for the curriculum; the prompt's number follows."""
 _STATE, _GROUP, _SAMPLE, _TRAJECTORY = map(writing, ("state", "groups", "samples", "trajectories"))
 _DRAWN, _COMPLETED, _CLOSED, _CHECKPOINT, _EVALUATED = map(writing, ("drawn", "completed", "steps", "checkpoints", "evaluations"))
 _GROUP_COMPLETED = changing("groups", "number", "step", "is_assigned")

@@ -28,7 +28,7 @@ class InFlight:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """What is known of a rollout when it ends; None where it never got that far."""
+    """Facts of a rollout that ends; None where it never got that far."""
 
     step: int | None = None
     """Step it was trained in, or counts in as one that was stopped early."""

@@ -1,4 +1,4 @@
-"""What a ledger remembers for whoever goes on with its run: read once, when an orchestrator starts.
+"""The snapshot of a ledger from which a run goes on: read once, when an orchestrator starts.
 
 A fresh ledger gives an empty snapshot, so a run that begins and one that goes on are started alike.
 """
@@ -30,7 +30,7 @@ class InterruptedRollout:
     attempt: int
     """The next one: every earlier one is fenced."""
     version: int
-    """Of the engine it was first asked of: an older engine might sample what the bound then refuses."""
+    """Version under which it was first issued: an older engine might sample what the bound then refuses."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class InterruptedGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """What the ledger holds of a step."""
+    """A step as the ledger holds it."""
 
     rows: tuple[tuple[Sample, ...], ...] = ()
     """Packed, in order."""
     unpacked: tuple[Sample, ...] = ()
     """Placed in the step and not packed yet."""
     groups: tuple[tuple[ScoredTrajectory, ...], ...] = ()
-    """What `unpacked` was made of, a group each, with its greedy sibling where it has one."""
+    """Groups that `unpacked` was made of, each with its greedy sibling where it has one."""
     num_groups: int = 0
     num_stopped: int = 0
     """Rollouts of its groups that were stopped early."""
@@ -67,13 +67,13 @@ class RecordedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Where a run stands."""
+    """The point at which a run stands."""
 
     num_done: int
     """Steps that are in a policy, whether or not a checkpoint holds it."""
     next_group_id: int
     position: tuple[int, int]
-    """Of the prompt source: the next prompt to draw."""
+    """Position of the prompt source: the next prompt to draw."""
     interrupted: tuple[InterruptedGroup, ...]
     scored: tuple[ScoredTrajectory, ...]
     """Scored, and not assigned to a step."""
@@ -255,7 +255,7 @@ def _sample(scored: ScoredTrajectory, advantages: np.ndarray) -> Sample:
 
 
 def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
-    """What is in flight and has no score."""
+    """Rollouts in flight that have no score."""
     scored = {rollout_id for (rollout_id,) in ledger.store.read("SELECT rollout_id FROM samples")}
     missing = {name: rollout for name, rollout in ledger.rollouts_in_flight().items() if name not in scored}
     wanted = {rollout.group_id for rollout in missing.values()}
@@ -272,7 +272,7 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
 
 
 def _early_stops(ledger: Ledger) -> dict[tuple[str, int], EarlyStopDecision]:
-    """Of the last attempt of each rollout in flight: an earlier one is asked about no more."""
+    """Decisions about the last attempt of each rollout in flight: an earlier attempt no longer counts."""
     said = {name: rollout.early_stop for name, rollout in ledger.rollouts_in_flight().items()}
     decisions = {
         name: msgspec.json.decode(decision, type=tuple[int, EarlyStopDecision]) for name, decision in said.items() if decision is not None

@@ -1,6 +1,6 @@
 """The ledger's file: an SQLite database in WAL mode, written in the order in which things happened, many rows at a time.
 
-Whoever books something only appends to a queue; `flush` writes the queue, in order, as one transaction, from any thread. So the file always
+Recording only appends to a queue; `flush` writes the queue, in order, as one transaction, from any thread. So the file always
 holds a prefix of the run's history: whatever ends the process, at whatever instant, no entry is there without those before it. A flush
 survives the end of the process; one that is asked to be durable also survives the end of the machine.
 
@@ -56,7 +56,7 @@ COLUMNS = {
     "drawn": ("group_id", "prompt_id", "epoch", "row"),
     "completed": ("number", "group_id", "step", "is_assigned"),
 }
-"""Of every table but `events` the columns that its checksum, the last one, is of."""
+"""Columns of every table but `events`, without the checksum, which is the last one and is of these."""
 _SEARCHED = ("state", "counts", "in_flight", "groups", "samples", "steps", "checkpoints", "evaluations")
 """Tables in which a row might be missing without anybody asking for it by name."""
 
@@ -184,7 +184,7 @@ CREATE VIEW ended_rollouts AS
 
 
 PRUNING = "DELETE /* what is over */ FROM "
-"""How a statement begins that removes rows of a table by what stands in others."""
+"""Beginning of a statement that removes rows of a table by what stands in others."""
 
 
 def writing(table: str) -> str:
@@ -218,7 +218,7 @@ class Store:
         self._taking = threading.RLock()
         """Held while the queue is taken, and while entries are put that belong together."""
         self.before_flush: Callable[[], None] = lambda: None
-        """Puts what has changed many times since the last flush and is written once."""
+        """Called first by a flush, to put what changed many times since the last one and is written once."""
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
         self._database.create_function("row_checksum", -1, lambda *values: checksum.of_row(values), deterministic=True)
         with self.readable():
@@ -360,7 +360,7 @@ def _batches(taken: list[tuple[str, tuple[Any, ...]]]) -> Iterator[tuple[str, li
 
 @functools.cache
 def _place_of(statement: str) -> int:
-    """Of its table in `COLUMNS`: what refers to another's rows comes after that."""
+    """Place of a statement's table in `COLUMNS`: a table that refers to another comes after it."""
     words = statement.split()
     return list(COLUMNS).index(words[1] if words[0] == "UPDATE" else words[words.index("INTO" if "INTO" in words else "FROM") + 1])
 

@@ -1,1 +1,1 @@
-"""What the orchestrator says of a run: progress, status, samples worth showing, errors in user functions."""
+"""The orchestrator's reports of a run: progress, status, a sample log, errors in users' functions."""

@@ -1,8 +1,8 @@
-"""What went wrong in users' functions, over the whole run: each cause in the journal at once, its count whenever it is told anew.
+"""Errors in users' functions over the whole run: each cause in the journal at once, its count whenever it is told anew.
 
 Journal line `function_error`: `function`, `function_kind` (reward, environment, prm, source, loss), `outcome`, `cause`, `where`
-(`file:line`), `traceback` (of the first failure only), `rollout_id` (of the first failure), `count` (failures by this cause in this life
-of the run), `num_calls` (calls of the function).
+(`file:line`), `traceback` (of the first failure only), `rollout_id` (of the first failure), `count` (failures by this cause since the
+orchestrator started), `num_calls` (calls of the function).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AGAIN_AT = 8
 AGAIN_AFTER_S = 10.0
 """Between two further lines of one cause. Shorter fills the journal; longer lets trackers lag."""
 MAX_CAUSES = 256
-"""Of all functions, that are told apart. A scorer tells at most 32 of a function; more than this is one that makes them up."""
+"""Causes of all functions that are told apart. A scorer tells at most 32 of a function; more than this is one that makes them up."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -81,5 +81,5 @@ class FunctionErrors:
 
 
 def error_in(failed: FunctionFailed) -> FunctionError:
-    """What a peer says went wrong."""
+    """The error that a peer reports."""
     return FunctionError(cause=failed.cause, where=failed.where, traceback=failed.traceback)

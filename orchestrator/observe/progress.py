@@ -1,4 +1,4 @@
-"""What the run has achieved so far: one journal line per optimizer step, and the gauges of the moment.
+"""Figures of the run so far: one journal line per optimizer step, and the gauges of the moment.
 
 Means over groups and samples are over what was placed in the step; `zero_variance_fraction` tells how many of its groups taught nothing.
 """
@@ -24,15 +24,15 @@ from pipelinerl.observe.journal import Journal
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Step:
-    """What was placed in a step, and when."""
+    """Samples that were assigned to a step, and when."""
 
     samples: list[tuple[Sample, float]] = dataclasses.field(default_factory=list)
     """Each with the second on the run's clock at which it was placed."""
     components: dict[str, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     members: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
-    """What was said of the samples, by rollout."""
+    """Trajectories and scores of the samples, by rollout."""
     greedy_rewards: list[float] = dataclasses.field(default_factory=list)
-    """Of the greedy siblings, which are no samples."""
+    """Rewards of the greedy siblings, which are no samples."""
     num_groups: int = 0
     num_flat_groups: int = 0
     """Groups whose rewards are all equal."""

@@ -23,7 +23,7 @@ MAX_PROMPT_CHARACTERS = 4000
 MAX_REASONS = 16
 """Reasons of which samples are shown: there are few. Without a bound, one with a number in it would fill the journal."""
 MAX_COLUMNS = 16
-"""Of the prompt's row: more than any expected answer needs."""
+"""Columns of the prompt's row that are shown: more than any expected answer needs."""
 MAX_COLUMN_CHARACTERS = 500
 """A row may hold all tests of a program; its beginning tells which row it is."""
 MAX_ERROR_CHARACTERS = 1000
@@ -75,7 +75,7 @@ def worth_showing(samples: list[Sample]) -> list[Sample]:
 
 
 def _fields(trajectory: Trajectory) -> dict[str, object]:
-    """What was asked and answered."""
+    """The prompt and the completion."""
     start = len(trajectory.prompt.token_ids)
     end = start + MAX_TOKENS
     return {
@@ -90,7 +90,7 @@ def _fields(trajectory: Trajectory) -> dict[str, object]:
 
 
 def _said(member: ScoredTrajectory) -> dict[str, object]:
-    """What the scoring stage says of it."""
+    """The scores."""
     trace, score = member.steps, member.score
     return {
         "reward": score.reward,

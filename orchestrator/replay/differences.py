@@ -1,4 +1,4 @@
-"""What came out of a replay beside what was recorded: for a person, and as JSON lines with every rollout."""
+"""Results of a replay beside what was recorded: for a person, and as JSON lines with every rollout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6
 
 
 def compare_prompts(again: RedrawnPrompts) -> Iterator[str]:
-    """What `replay_prompts` found."""
+    """Yield what `replay_prompts` found."""
     same = again.num_drawn - len(again.differences)
     yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"
     if again.num_passed:

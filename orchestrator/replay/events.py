@@ -1,4 +1,4 @@
-"""What a run's ledger and journal say of the stages that wait for engines and trainer, on one clock, in the order in which it happened.
+"""Events of a run from its ledger and its journal, on one clock, in their order, for the stages that wait for engines and trainer.
 
 A run that was resumed is read up to its first restart: what it went on with is in no recording, only in the memory of that moment.
 """
@@ -16,7 +16,7 @@ from pipelinerl.errors import LedgerError
 from pipelinerl.observe.lines import read_journal
 
 TURN_S = 0.002
-"""What a stage hears within so short a time, without an answer in between, it hears at once, as from one turn of the orchestrator's loop.
+"""A stage hears at once what comes within so short a time without an answer in between, as from one turn of the orchestrator's loop.
 More would have it answer later than it did; less would have it answer to half of what it knew."""
 _APART_S = 5e-6
 """Between two turns; several times what simulated time tells apart."""
@@ -60,7 +60,7 @@ def read_events(run_folder: Path, *, kinds: Collection[str]) -> list[Event]:
 
 
 def in_turns(events: list[Event], *, answers: Collection[str]) -> Iterator[Event]:
-    """What a stage heard, each with the time of its turn: `answers` are what it said itself, and come out no more."""
+    """Yield what a stage heard, each with the time of its turn; `answers` are what it said itself, and are left out."""
     turn: list[Event] = []
     last = -1.0
     for event in [*events, None]:
@@ -73,15 +73,15 @@ def in_turns(events: list[Event], *, answers: Collection[str]) -> Iterator[Event
 
 
 def _read_ledger(run_folder: Path, kinds: Collection[str]) -> tuple[float, float, list[tuple[float, str, dict[str, Any]]]]:
-    """When the first life began and the second did, in Unix seconds, and what the ledger has in between."""
+    """When the run began and when it was first restarted, in Unix seconds, and what the ledger has in between."""
     with open_ledger(run_folder / "ledger.sqlite") as database:
-        lives = database.execute("SELECT seq, t, data FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq").fetchall()
-        if not lives:
+        starts = database.execute("SELECT seq, t, data FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq").fetchall()
+        if not starts:
             raise LedgerError(f"{run_folder} has no recorded entry: its run has not begun")
-        unix_s = [json.loads(data)["unix_s"] for _, _, data in lives]
-        offset = unix_s[0] - lives[0][1]
+        unix_s = [json.loads(data)["unix_s"] for _, _, data in starts]
+        offset = unix_s[0] - starts[0][1]
         marks = ", ".join("?" * len(kinds))
         query = f"SELECT {', '.join(_COLUMNS)} FROM events WHERE kind IN ({marks}) AND seq < ? ORDER BY seq"
-        found = database.execute(query, (*kinds, lives[1][0] if len(lives) > 1 else 2**62))
+        found = database.execute(query, (*kinds, starts[1][0] if len(starts) > 1 else 2**62))
         entries = [(row[0] + offset, row[1], dict(zip(_COLUMNS, row, strict=True))) for row in found]
     return unix_s[0], unix_s[1] if len(unix_s) > 1 else float("inf"), entries

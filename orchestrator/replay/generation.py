@@ -36,7 +36,7 @@ late add up; more gives an engine that is asked earlier or later, under other se
 WORTH_SAYING_S = 0.05
 _STATUSES = ("assigned", "filtered", "stale", "failed")
 _SAID = ("admitted", "issued", "lost")
-"""What generation says itself. It admits and issues at once, so that nothing it hears violations between."""
+"""Entries that generation writes itself. It admits and issues at once, so nothing that it hears lies between."""
 _NOTHING = np.zeros(0, np.int32)
 
 Attempt = tuple[str, int]
@@ -55,7 +55,7 @@ class Issue:
 
 
 def replay_generation(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
-    """Which engine each attempt goes to, beside the recorded one; line by line."""
+    """Yield, line by line, which engine each attempt goes to, beside the recorded one."""
     kinds = ENGINE_KINDS | {*_STATUSES, *_SAID, "generated", "limit", "evaluation"}
     events = needed(read_events(run_folder, kinds=kinds), run_folder=run_folder)
     old = {_attempt(event): _issue(event) for event in events if event.kind == "issued"}
@@ -112,7 +112,7 @@ async def _run(
 
 
 class _Answers:
-    """What engines say to what they are asked."""
+    """Answers of the engines."""
 
     def __init__(self, issued: dict[Attempt, Issue], answers: dict[Attempt, Event]) -> None:
         self.say = lambda peer, message: None
@@ -147,7 +147,7 @@ class _Answers:
 
 
 class _Steps:
-    """Where batching stood: gives a group's credit back when it was settled, or once it is whole."""
+    """A stage in the place of batching: gives a group's credit back when the group was completed, or once it is whole."""
 
     name = "steps"
 
@@ -179,7 +179,7 @@ class _Steps:
 
 
 def _limit(side: RecordedEngines, event: Event) -> None:
-    """What adaptive concurrency came to."""
+    """Apply the limit that adaptive concurrency came to."""
     if side.config.pipeline.adaptive_concurrency:
         side.admission.max_running = event.fields["max_running"]
         side.credits.set()

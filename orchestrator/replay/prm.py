@@ -63,7 +63,7 @@ class Rescored:
 
 
 def replay_prm(config: Config, recording: Recording, *, run_folder: Path, folder: Path) -> Iterator[str]:
-    """What differs, line by line. Raises `LedgerError` where no step scores are recorded."""
+    """Yield what differs, line by line. Raises `LedgerError` where no step scores are recorded."""
     members = [member for group in recording.groups for member in group.members if member.steps is not None]
     if not members:
         raise LedgerError(f"{run_folder} has no recorded step scores: it had no process reward model, or run.record_groups was 0")
@@ -128,11 +128,11 @@ class _Replay:
         return followed
 
     def owes(self, rollout_id: str, attempt: int) -> bool:
-        """As engines do: it is still being written."""
+        """Say whether a rollout is still being written, as engines do."""
         return self._writing == rollout_id
 
     def withdraw(self, rollout_id: str, attempt: int) -> None:
-        """As engines do: it is not written on."""
+        """Stop writing a rollout, as engines do."""
         self._writing = None
 
     async def _replay_one(self, member: ScoredTrajectory) -> Rescored:

@@ -10,7 +10,7 @@ from orchestrator.stages.prompts import Source
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RedrawnPrompts:
-    """How a source compares with what it gave the run."""
+    """A source beside what it gave the run."""
 
     num_drawn: int
     num_passed: int

@@ -1,4 +1,4 @@
-"""What a ledger holds of the groups that batching settled: the input and the output of its stages."""
+"""Completed groups as a ledger holds them: the input and the output of stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelinerl.transport.codec import Decoder
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingResult:
-    """What batching did with a rollout."""
+    """The result of batching for a rollout."""
 
     status: str
     """`step N`, or the terminal status with its reason."""
@@ -36,16 +36,16 @@ class BatchingResult:
 
     @property
     def step(self) -> int | None:
-        """That it is placed in."""
+        """The step that it is assigned to."""
         return int(self.status.removeprefix("step ")) if self.status.startswith("step ") else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedGroup:
-    """A group that was placed in a step or given up."""
+    """A group that was assigned to a step or dropped."""
 
     number: int
-    """In the order in which groups were settled, from 1."""
+    """Place in the order in which groups were completed, from 1."""
     group_id: int
     step: int
     """The step being filled then."""
@@ -58,11 +58,11 @@ class RecordedGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The settled groups that stand in a ledger whole, oldest first."""
+    """The completed groups that stand in a ledger whole, oldest first."""
 
     groups: list[RecordedGroup]
     num_completed: int
-    """Groups settled in the whole run."""
+    """Groups completed in the whole run."""
 
     def from_a_step_on(self) -> list[RecordedGroup]:
         """The groups from the first step of which, and after which, nothing is missing."""
@@ -136,7 +136,7 @@ def read_drawn(path: Path) -> list[Drawn]:
 
 
 def read_closed_steps(path: Path) -> dict[int, StepEnd]:
-    """By step, every seal. Raises `LedgerError` where there is no ledger."""
+    """Every closed step, by number. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         ledger_id = database.execute("SELECT id FROM ledger").fetchone()[0]
         query = "SELECT step, num_tokens, num_samples, seq FROM events WHERE kind = 'closed' AND rollout_id IS NULL ORDER BY seq"
@@ -158,7 +158,7 @@ def _recorded_group(
 
 @contextlib.contextmanager
 def open_ledger(path: Path) -> Iterator[sqlite3.Connection]:
-    """To read. Raises `LedgerError` where there is none, or one of another version."""
+    """Open a ledger to read. Raises `LedgerError` where there is none, or one of another version."""
     if not path.is_file():
         raise LedgerError(f"no ledger at {path}: name the folder of a run")
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:

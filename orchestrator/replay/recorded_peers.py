@@ -1,4 +1,4 @@
-"""Who stands where engines and trainer stood: what they said is said again when they said it, and what they are told is kept.
+"""Recorded peers in the place of engines and trainer: they say what they said when they said it, and keep what they are told.
 
 The stages around them are the real ones, on simulated time, so a run of hours is over in seconds.
 """
@@ -35,7 +35,7 @@ from pipelinerl.runtime.stage import Signal, Stage
 from pipelinerl.runtime.watch import Watch
 
 ENGINE_KINDS = frozenset({"joined", "left", "staged", "swap", "refused", "policy", "trainer", "pin"})
-"""What weight sync hears; all of it stands in the journal."""
+"""Journal lines that weight sync hears."""
 UNLIMITED_S = 1e9
 _SAID_BY_ENGINES = {"staged": WeightsStaged, "swap": WeightsCommitted, "refused": WeightsRefused}
 
@@ -47,7 +47,7 @@ class RecordedHub:
         """`told` hears what peers are sent, too."""
         self.refused: collections.Counter[str] = collections.Counter()
         self.sent: list[tuple[float, str, Message]] = []
-        """What peers were told, in order: seconds, peer, message."""
+        """Messages to peers, in order: seconds, peer, message."""
         self._told = told
         self._said: list[tuple[str, Message]] = []
         self._something = Signal()
@@ -110,7 +110,7 @@ class RecordedEngines:
         )
 
     def hear(self, event: Event) -> None:
-        """Have happen again what the journal tells of engines and policies."""
+        """Have one event of engines or policies happen again."""
         fields = {name: value for name, value in event.fields.items() if name not in ("t", "kind", "process")}
         peer = f"engine-{fields.get('engine_id')}"
         if event.kind == "trainer":

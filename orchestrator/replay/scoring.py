@@ -31,7 +31,7 @@ from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 
 END_S = 10.0
-"""How long the scorer may take to end when it is told to. After it, it is killed."""
+"""Time for the scorer to end when it is told to; then it is killed."""
 
 
 async def replay_scoring(
@@ -39,7 +39,7 @@ async def replay_scoring(
 ) -> dict[str, ScoredTrajectory]:
     """Have the rewards of `config` score every rollout; by rollout. `told` hears how many are done.
 
-    What the process reward model said is taken over: step scores, and who was stopped early, which nobody scores.
+    Step scores are taken over, and so are the rollouts that were stopped early, which nobody scores.
 
     `folder` is a run folder to be, with the config in it. Raises what the scorer raises, for example for a function it cannot load.
     """

@@ -1,4 +1,4 @@
-"""Hands recorded rows to replicas once more, also to another number of them: which micro-batches each is received."""
+"""Replays the training stage: recorded rows go to replicas once more, also to another number of them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from pipelinerl.runtime.watch import Watch
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What a replica is received of a step."""
+    """Micro-batches that a replica receives of a step, and the message that closes it."""
 
     batches: list[MicroBatch]
     seal: StepClosed
 
 
 def replay_training(config: Config, recording: Recording, *, ledger_path: Path, folder: Path) -> Iterator[str]:
-    """What replicas of `config` are received of the sealed steps that are recorded whole; line by line. Raises `LedgerError`."""
+    """Yield, line by line, what replicas of `config` receive of the closed steps that are recorded whole. Raises `LedgerError`."""
     seals = read_closed_steps(ledger_path)
     rows = {step: samples for step, samples in _rows_of(recording).items() if step in seals}
     if not rows:
-        raise LedgerError(f"no sealed step of {ledger_path} is recorded whole: see run.record_groups")
+        raise LedgerError(f"no closed step of {ledger_path} is recorded whole: see run.record_groups")
     num_replicas = config.trainer.layout.replicas
     with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
         received: dict[tuple[int, int], Received] = simulate(_run(num_replicas, rows, seals=seals, ledger=ledger, journal=journal))
@@ -122,7 +122,7 @@ async def _feed(rows: dict[int, list[list[Sample]]], seals: dict[int, StepEnd], 
 
 
 async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]], replica: int, step: int) -> Received:
-    """Do as a replica does: take rows until the seal comes."""
+    """Take rows as a replica does, until the step is closed."""
     peer = f"trainer-{replica}"
     batches: list[MicroBatch] = []
     while True:
@@ -143,7 +143,7 @@ def _problems(
     num_stopped: int,
     num_replicas: int,
 ) -> Iterator[str]:
-    """Where replicas receive something else than batching packed, or are told other counts than those of what they receive.
+    """Yield where replicas receive something else than batching packed, or are told other counts than those of what they receive.
 
     Rollouts that were stopped early count as samples.
     """
@@ -167,7 +167,7 @@ def _problems(
 
 
 def _balance(received: dict[tuple[int, int], Received], *, num_replicas: int) -> Iterator[str]:
-    """How even the replicas' work is: they go in waves, so each wave is as long as its longest row."""
+    """Yield how even the replicas' work is: they go in waves, so each wave is as long as its longest row."""
     tokens = collections.defaultdict(lambda: np.zeros(num_replicas, np.int64))
     for (step, replica), one in received.items():
         for batch in one.batches:

@@ -24,7 +24,7 @@ Age = tuple[int, int]
 
 
 def replay_weight_sync(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
-    """What the stage orders of each engine, beside what that engine answered to in the run; line by line."""
+    """Yield, line by line, the orders to each engine, beside those that the engine answered in the run."""
     events = needed(read_events(run_folder, kinds=ENGINE_KINDS), run_folder=run_folder)
     orders = _order_again(config, events, folder=folder)
     answered = _answered(events)
@@ -68,7 +68,7 @@ def _answered(events: list[Event]) -> dict[int, list[Age]]:
 
 
 def _first_difference(old: list[Age], new: dict[Age, float]) -> str | None:
-    """Where what is ordered parts from what was answered to; an order at the end that nobody lived to answer is none."""
+    """The first order that differs from those that were answered; a last order that nobody was left to answer is no difference."""
     for number, (before, now) in enumerate(itertools.zip_longest(old, new)):
         if before != now and (before is not None or number + 1 < len(new)):
             return f"order {number + 1}: {_name(before)} -> {_name(now)}"
@@ -76,7 +76,7 @@ def _first_difference(old: list[Age], new: dict[Age, float]) -> str | None:
 
 
 def _times(events: list[Event], orders: dict[int, dict[Age, float]]) -> Iterator[str]:
-    """How long policies took to reach the engines, in the run, from the replayed order on."""
+    """Yield how long policies took to reach the engines in the run, from the replayed order on."""
     published = {_age(event): event.t for event in events if event.kind == "policy"}
     swaps = [(event.fields["engine_id"], _age(event), event.t) for event in events if event.kind == "swap"]
     for engine_id, ordered in sorted(orders.items()):

@@ -91,7 +91,7 @@ class Rescoring:
         self._weights = {name: reward.weight for name, reward in zip(names, config.reward, strict=True)}
 
     def rows(self, arguments: argparse.Namespace) -> Iterator[RescoredRow]:
-        """What to try, one after the other."""
+        """Yield rows to try, one after the other."""
         if arguments.run is not None:
             yield from recorded(arguments.run, num=arguments.rows)
             return

@@ -38,11 +38,11 @@ class RescoredRow:
     """A row of the data, and the completions to score on it."""
 
     where: str
-    """Where the row stands."""
+    """File and line, or the group of a run."""
     prompt: Prompt
     members: tuple[Trajectory, ...]
     replies: tuple[tuple[str, ...], ...] = ()
-    """Of each member, the names of its requests to the environment; empty without one, and of what was recorded."""
+    """The names of each member's requests to the environment; empty without one, and for what was recorded."""
     is_announced: bool = False
     """Its prompt was shown already, to whoever typed."""
 

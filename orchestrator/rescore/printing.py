@@ -13,7 +13,7 @@ from orchestrator.rules.batch import Filtered
 from pipelinerl.messages import Float32, Int32, Outcome, ScoredTrajectory, Trajectory
 
 PROMPT_CHARACTERS = 4000
-"""Of a prompt or a completion that are printed; the rest is counted."""
+"""Characters of a prompt or a completion that are printed; the rest is counted."""
 Decode = Callable[[list[int]], str]
 
 
@@ -66,7 +66,7 @@ def print_step_scores(said: StepScores) -> Iterator[str]:
 def print_advantages(
     credit: Sequence[Float32] | Filtered, members: Sequence[ScoredTrajectory], *, method: str, in_trainer: bool
 ) -> Iterator[str]:
-    """What the method makes of the group."""
+    """Print the advantages that the method gives the group."""
     if in_trainer:
         yield f"-- {method}: the trainer makes the advantages, from its reference or critic"
         return

@@ -31,10 +31,10 @@ _Answer = TypeVar("_Answer", Scored, GroupScored, Replied)
 
 @dataclasses.dataclass(slots=True)
 class CallReport:
-    """What became of one request."""
+    """Durations and errors of one request."""
 
     durations_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Of each function that was entered, all its tries together."""
+    """By function that was entered: all its tries together."""
     errors: list[tuple[str, FunctionError]] = dataclasses.field(default_factory=list)
     """Each try that failed: the function, and why."""
 
@@ -100,7 +100,7 @@ class Scorers:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepScores:
-    """What the process reward model said of a trajectory."""
+    """The process reward model's scores of a trajectory."""
 
     steps: tuple[tuple[int, str, float | None, str], ...]
     """Position of the last token, text, score, and why there is none."""
@@ -108,7 +108,7 @@ class StepScores:
 
     @property
     def scores(self) -> TraceScores | None:
-        """As the run keeps them; None where a step has no score."""
+        """The scores in the form that a run keeps; None where a step has no score."""
         scores = [score for _, _, score, _ in self.steps if score is not None]
         if not self.steps or len(scores) < len(self.steps):
             return None

@@ -1,4 +1,4 @@
-"""What may happen to a rollout: one method for each kind of entry about one."""
+"""Promises about a rollout: one method for each kind of entry about one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a run at some point of its history, and the promises that are broken so far."""
+"""The state of a run at some point of its history, and the promises that are broken so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDS = ("trained", "filtered", "stale", "failed", "cancelled")
 
 @dataclasses.dataclass(slots=True)
 class Rollout:
-    """What is known of a rollout at some point of the history."""
+    """A rollout at some point of the history."""
 
     group_id: int
     prompt_id: str
@@ -28,7 +28,7 @@ class Rollout:
     is_over: bool = False
     """It said that the episode is over, or failed."""
     early_stop_attempt: int | None = None
-    """Its attempt about which a coin has fallen."""
+    """Its attempt about which a decision has fallen."""
     is_stopped: bool = False
     is_scored: bool = False
     is_prm_scored: bool = False
@@ -40,14 +40,14 @@ class Rollout:
     step: int | None = None
     is_packed: bool = False
     row: int | None = None
-    """Of its step."""
+    """Row of its step."""
     status: str = ""
     reason: str = ""
 
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What is known of a step."""
+    """A step at some point of the history."""
 
     assigned: set[str] = dataclasses.field(default_factory=set)
     rows: list[int] = dataclasses.field(default_factory=list)
@@ -63,11 +63,11 @@ class Step:
     num_quarantined: int = 0
     """Samples in them."""
     digest: int = 0
-    """Of the samples that are trained."""
+    """Digest of the samples that are trained."""
 
 
 class RunState:
-    """What the entries read so far add up to. `problems` holds everything that breaks a promise."""
+    """The sum of the entries read so far. `problems` holds everything that breaks a promise."""
 
     def __init__(self, ledger_id: str) -> None:
         self.problems: list[str] = []

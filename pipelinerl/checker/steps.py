@@ -1,4 +1,4 @@
-"""What may happen to a run, its steps and its checkpoints: one method for each kind of entry that is about no rollout, and admissions."""
+"""Promises about a run, its steps and its checkpoints: one method for each kind of entry that is about no rollout, and for admissions."""
 
 from __future__ import annotations
 

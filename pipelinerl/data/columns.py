@@ -90,7 +90,7 @@ def _of_another_type(value: Any, *, depth: int) -> Any:
 
 
 def _plain(item: Any, scalar: Any) -> Any:
-    """What a numpy scalar holds; some (dates of nanoseconds) hold nothing that Python has."""
+    """The value that a numpy scalar holds; some (dates of nanoseconds) hold nothing that Python has."""
     if type(item) is type(scalar) or (isinstance(scalar, np.datetime64 | np.timedelta64) and isinstance(item, int)):
         raise NotJson(f"a numpy {type(scalar).__name__} of more precision than Python has")
     return item

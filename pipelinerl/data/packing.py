@@ -22,7 +22,7 @@ deals long samples apart more eagerly."""
 
 
 class Sized(Protocol):
-    """What fills rows."""
+    """An item that fills rows."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,5 +98,5 @@ class Packing(Generic[S]):
 
 
 def cost_of(num_tokens: int) -> float:
-    """What a sample costs to train, in tokens of a short one: linear, and quadratic for attention."""
+    """The cost of training a sample, in tokens of a short one: linear, and quadratic for attention."""
     return num_tokens * (1 + num_tokens / ATTENTION_TOKENS)

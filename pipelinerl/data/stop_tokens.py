@@ -1,4 +1,4 @@
-"""Which tokens end a completion: what tokenizer, chat template, config.json and generation_config.json say, held against each other.
+"""The tokens that end a completion: what tokenizer, chat template, config.json and generation_config.json say, held against each other.
 
 An engine is told all of them with every request, in training and in evaluations alike; fine-tuning teaches one of them, and what is
 exported names them in its generation_config.json. An engine that goes by config.json alone samples through the end that the tokenizer
@@ -33,9 +33,9 @@ class StopToken:
 
     token_id: int
     text: str
-    """As the tokenizer writes it; empty where it has no such token."""
+    """The token as the tokenizer writes it; empty where it has no such token."""
     origins: tuple[str, ...]
-    """Where it is named."""
+    """Files that name it."""
 
     def __str__(self) -> str:
         return f"{self.token_id} {self.text!r} ({', '.join(self.origins)})"
@@ -50,9 +50,9 @@ class StopTokens:
     end_of_text: int | None
     """The tokenizer's EOS: what ends a completion of plain text."""
     end_of_turn: int | None
-    """What the chat template writes behind what an assistant said; None without a template, or where it writes no token of its own."""
+    """The token that the chat template writes behind an assistant's words; None without a template, or where it writes none of its own."""
     warnings: tuple[str, ...]
-    """Where the origins disagree, for a person."""
+    """Disagreements between the origins, for a person."""
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How prompts become chats: keys of the section `data` by the same names."""
+    """Options by which prompts become chats: keys of the section `data` by the same names."""
 
     chat: bool = False
     system_prompt: str | None = None
@@ -81,7 +81,7 @@ class TextEncoder:
         return self._options.makes_chats or not isinstance(value, str)
 
     def text(self, value: str | Sequence[Mapping[str, Any]], row: Mapping[str, Any] = _NO_ROW) -> str:
-        """What the model sees of a row's prompt: its text, or what the chat template makes of messages. Raises as `prompt`."""
+        """The prompt as the model sees it: its text, or what the chat template makes of messages. Raises as `prompt`."""
         if not self.is_chat(value):
             return str(value)
         messages: list[Mapping[str, Any]] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
@@ -94,7 +94,7 @@ class TextEncoder:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **further))
 
     def _tools(self, row: Mapping[str, Any]) -> list[Any] | None:
-        """Of a row: those of the settings, or of its own column, where that holds some."""
+        """The tools of a row: those of the settings, or of its own column, where that holds some."""
         tools = self._options.tools
         if isinstance(tools, str):
             tools = row.get(tools)
@@ -113,7 +113,7 @@ class TextEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _prefix_before(self, text: str, token_ids: list[int]) -> list[int]:
-        """What the tokenizer puts before a text, found once: its own whole encoding, up to where `token_ids` begin."""
+        """Tokens that the tokenizer puts before a text, found once: its own whole encoding, up to where `token_ids` begin."""
         if self._prefix is None and token_ids:
             whole = self._tokenizer.encode(text, add_special_tokens=True)
             num_added = len(whole) - len(token_ids)
@@ -127,9 +127,9 @@ class Codec:
     """A tokenizer's two ways, for text that stands after a prompt."""
 
     decode: Callable[[list[int]], str]
-    """As `decoder`."""
+    """See `decoder`."""
     encode: Callable[[str], list[int]]
-    """As `TextEncoder.continuation`."""
+    """See `TextEncoder.continuation`."""
 
 
 def codec_of(tokenizer: Any, *, ends: Collection[int] = ()) -> Codec:
@@ -138,7 +138,7 @@ def codec_of(tokenizer: Any, *, ends: Collection[int] = ()) -> Codec:
 
 
 def decoder(tokenizer: Any, *, ends: Collection[int] = ()) -> Callable[[list[int]], str]:
-    """What turns a completion's tokens into the text that is scored: without special tokens, and without `ends`.
+    """Make a function that turns a completion's tokens into the text that is scored: without special tokens, and without `ends`.
 
     `ends` are the model's own stop tokens (`pipelinerl.data.stop_tokens`), which not every tokenizer calls special.
     """

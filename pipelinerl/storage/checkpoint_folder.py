@@ -24,7 +24,7 @@ from pipelinerl.storage.schema import OLDEST_MIGRATED, SCHEMA, refusal
 
 MANIFEST = "manifest.json"
 _REASON = "damage.txt"
-"""In a folder that was set aside: why."""
+"""File in a folder that was set aside, which says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class File:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The manifest of a checkpoint."""
 
     schema: int = SCHEMA
     version: int
@@ -152,7 +152,7 @@ def set_aside(checkpoint: Path, reason: str) -> None:
 
 
 def set_aside_before(folder: Path) -> tuple[Damage, ...]:
-    """The checkpoints that were set aside, by any life of the run, and that no newer one replaces."""
+    """The checkpoints that were set aside, before or after any restart, and that no newer one replaces."""
     found = ((_version_of(path), path / _REASON) for path in sorted(folder.glob("step-*.damaged")))
     return tuple(Damage(version=version, reason=path.read_text() if path.is_file() else "was damaged") for version, path in found)
 
@@ -179,7 +179,7 @@ def oldest_kept(folder: Path, *, keep: int) -> int:
 
 
 def name_of(version: int) -> str:
-    """Of a checkpoint's folder."""
+    """The name of a checkpoint's folder."""
     return f"step-{version:06}"
 
 

@@ -83,7 +83,7 @@ def _counts(old: sqlite3.Connection) -> Iterable[tuple[str, str, int]]:
 
 
 def _in_flight(old: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    """What is in flight, and what was when its run ended, in the order in which it was admitted."""
+    """Rollouts in flight, and those that were when the run ended, in the order in which they were admitted."""
     fates = {name: (fate, reason) for name, fate, reason in old.execute(_FATES)}
     issued = "SELECT rollout_id, max(attempt), max(newest) FROM events WHERE kind = 'issued' AND rollout_id IS NOT NULL GROUP BY rollout_id"
     attempts = {name: (attempt, version) for name, attempt, version in old.execute(issued)}

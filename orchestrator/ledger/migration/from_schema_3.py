@@ -32,7 +32,7 @@ _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "attempt", "step", "row", "place"),
     *("peer", "reason", "reward", "oldest", "newest", "num_tokens"),
 )
-"""Of an entry, after its number, its time and its kind."""
+"""Columns of an entry after its number, its time and its kind."""
 _RENAMED_COLUMNS = {"place": "position", "oldest": "oldest_version", "newest": "newest_version"}
 _KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "began": ("began", {"reason": "data"}),
@@ -63,7 +63,7 @@ _RENAMED_SETTINGS = {
     "compares_siblings": "has_group_rewards",
     "stops_below": "early_stop_threshold",
 }
-"""What an entry `began` says for the checker."""
+"""Settings that an entry `began` holds for the checker."""
 _RENAMED_FIELDS = {("Trajectory", "trains"): "loss_mask", ("ScoredTrajectory", "flag"): "early_stop"}
 """By message and former name: fields of what is recorded of prompts and trajectories."""
 _RENAMED_MESSAGES = {"Flag": "EarlyStopDecision"}
