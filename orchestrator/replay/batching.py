@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from orchestrator.channels import make_channels
 from orchestrator.credit import MethodCredit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
-from orchestrator.replay.recorded import RecordedGroup
+from orchestrator.replay.differences import compare_batches
+from orchestrator.replay.recorded import RecordedGroup, read_recording
+from orchestrator.replay.recorded_run import RecordedRun
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
@@ -22,6 +26,21 @@ from pipelinerl.messages import ScoredTrajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
+
+
+def run(recorded: RecordedRun) -> Iterator[str]:
+    """Yield, line by line, how statuses and advantages differ from those recorded; training takes the new rows."""
+    path, groups = recorded.folder / "ledger.sqlite", recorded.recording.from_a_step_on()
+    scored = recorded.scored or {member.trajectory.rollout_id: member for group in groups for member in group.members}
+    with contextlib.closing(Ledger(path, keep_groups=len(groups))) as ledger:
+        ledger.begin({}, now_s=0.0, unix_s=time.time())
+        for group in groups:
+            ledger.admit(group.group_id, group.prompt, group_size=len(group.members), position=(0, 0), now_s=0.0)
+            for member in group.members:
+                ledger.record_score(scored[member.trajectory.rollout_id], now_s=0.0)
+        asyncio.run(replay_batching(recorded.config, groups, scored=scored, folder=recorded.folder, ledger=ledger))
+    recorded.ledger_path = path
+    yield from compare_batches(groups, read_recording(path).groups, path=recorded.folder / "batching.jsonl")
 
 
 async def replay_batching(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from orchestrator.replay.prompts import RedrawnPrompts
 from orchestrator.replay.recorded import BatchingResult, RecordedGroup
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.messages import Outcome, Scored, ScoredTrajectory
@@ -21,13 +20,10 @@ TOLERANCE = 1e-6
 """Two numbers closer than this are the same: advantages are float32."""
 
 
-def compare_prompts(again: RedrawnPrompts) -> Iterator[str]:
-    """Yield what `replay_prompts` found."""
-    same = again.num_drawn - len(again.differences)
-    yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"
-    if again.num_passed:
-        yield f"  {again.num_passed:,} between them were not admitted by the run: they rested (data.difficulty), or were quarantined"
-    yield from (f"  {line}" for line in again.differences[:SHOWN])
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write objects as lines of JSON."""
+    with open(path, "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def compare_scores(groups: list[RecordedGroup], again: Mapping[str, ScoredTrajectory], *, path: Path, model_path: Path) -> Iterator[str]:
@@ -35,9 +31,7 @@ def compare_scores(groups: list[RecordedGroup], again: Mapping[str, ScoredTrajec
     tokenizer = load_tokenizer(model_path)
     pairs = [(group, member, again[member.trajectory.rollout_id].score) for group in groups for member in group.members]
     changed = [pair for pair in pairs if not same_score(pair[1].score, pair[2])]
-    with open(path, "w") as file:
-        for group, member, new in pairs:
-            file.write(json.dumps(_score_line(group, member, new, tokenizer)) + "\n")
+    write_lines(path, (_score_line(group, member, new, tokenizer) for group, member, new in pairs))
     yield f"scoring: {len(pairs):,} rollouts, {len(pairs) - len(changed):,} as recorded, {len(changed):,} differ"
     if not pairs:
         return
@@ -56,10 +50,13 @@ def compare_batches(groups: list[RecordedGroup], again: list[RecordedGroup], *, 
     """Old and new statuses and advantages of every rollout, written to `path`; the summary, line by line."""
     new_ones = {name: result for group in again for name, result in group.results.items()}
     pairs = [(group, name, old, new_ones[name]) for group in groups for name, old in group.results.items()]
-    with open(path, "w") as file:
-        for group, name, old, new in pairs:
-            line = {"rollout_id": name, "prompt_id": group.prompt.prompt_id, "old": _result_line(old), "new": _result_line(new)}
-            file.write(json.dumps(line) + "\n")
+    write_lines(
+        path,
+        (
+            {"rollout_id": name, "prompt_id": group.prompt.prompt_id, "old": _result_line(old), "new": _result_line(new)}
+            for group, name, old, new in pairs
+        ),
+    )
     moved = [pair for pair in pairs if pair[2].status != pair[3].status]
     credited = [pair for pair in pairs if _gap(pair[2], pair[3]) > TOLERANCE]
     rows = sum(old.row != new.row for _, _, old, new in pairs)

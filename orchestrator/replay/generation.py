@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,14 +18,16 @@ import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.clock import simulate
-from orchestrator.replay.differences import SHOWN
+from orchestrator.replay.differences import SHOWN, write_lines
 from orchestrator.replay.events import Event, in_turns, read_events
 from orchestrator.replay.recorded import read_drawn
 from orchestrator.replay.recorded_peers import ENGINE_KINDS, RecordedEngines, needed, run_recorded
+from orchestrator.replay.recorded_run import RecordedRun
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.generation import Generation
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.config import Config
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Completion, Finish, Generate, Message, Prompt, Sampling
 from pipelinerl.observe.journal import Journal
 
@@ -54,8 +55,14 @@ class Issue:
         return f"{self.peer} at version {self.version}"
 
 
-def replay_generation(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
+def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, which engine each attempt goes to, beside the recorded one."""
+    config, run_folder, folder = recorded.config, recorded.run_folder, recorded.folder
+    if config.environment.function is not None:
+        raise ConfigError(
+            "generation cannot be replayed: this run has an environment, and of its episodes only the end is recorded, not when each turn"
+            " was asked for. The other stages can."
+        )
     kinds = ENGINE_KINDS | {*_STATUSES, *_SAID, "generated", "limit", "evaluation"}
     events = needed(read_events(run_folder, kinds=kinds), run_folder=run_folder)
     old = {_attempt(event): _issue(event) for event in events if event.kind == "issued"}
@@ -198,10 +205,10 @@ def _drawn(run_folder: Path, events: list[Event]) -> collections.deque[Drawn]:
 def _say(old: dict[Attempt, Issue], new: dict[Attempt, Issue], *, path: Path) -> Iterator[str]:
     both = [attempt for attempt in old if attempt in new]
     moved = [attempt for attempt in both if (old[attempt].peer, old[attempt].version) != (new[attempt].peer, new[attempt].version)]
-    with open(path, "w") as file:
-        for name, attempt in old | new:
-            found = {which: _plain(issues.get((name, attempt))) for which, issues in (("old", old), ("new", new))}
-            file.write(json.dumps({"rollout_id": name, "attempt": attempt, **found}) + "\n")
+    write_lines(
+        path,
+        ({"rollout_id": each[0], "attempt": each[1], "old": _plain(old.get(each)), "new": _plain(new.get(each))} for each in old | new),
+    )
     same_order = list(filter(set(both).__contains__, old)) == list(filter(set(both).__contains__, new))
     yield (
         f"generation: {len(old):,} attempts, {len(both) - len(moved):,} of the recorded engine at the recorded version, {len(moved):,} of"

@@ -1,16 +1,14 @@
-"""Has rollouts written once more, token by token, before the stage that follows them; the model's step scores are those recorded.
+"""Replays PRM scoring: rollouts are written once more, token by token; the model's step scores are those recorded.
 
-So another `prm.early_stop` shows whom it would have stopped. The model answers at once here, while in a run it may be behind: a flag that
-came too late then may come in time now. What was stopped was never written to its end, so what it would have become nobody knows.
+Another `prm.early_stop` shows which rollouts it would have stopped. The model answers at once here, while in a run it may be behind: a
+decision that came too late then may come in time now. A stopped rollout was never written to its end, so nobody knows its reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,9 +17,10 @@ from orchestrator.channels import Channels, make_channels
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.prm import Prm
 from orchestrator.replay.clock import simulate
-from orchestrator.replay.differences import SHOWN
-from orchestrator.replay.recorded import Recording
+from orchestrator.replay.differences import SHOWN, write_lines
+from orchestrator.replay.recorded import read_recording
 from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
+from orchestrator.replay.recorded_run import RecordedRun
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.stages.prm import EarlyStopping, PrmScoring
 from pipelinerl.config import Config
@@ -62,13 +61,15 @@ class Rescored:
         return new is None or not (np.array_equal(old.ends, new.ends) and np.array_equal(old.scores, new.scores))
 
 
-def replay_prm(config: Config, recording: Recording, *, run_folder: Path, folder: Path) -> Iterator[str]:
+def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield what differs, line by line. Raises `LedgerError` where no step scores are recorded."""
-    members = [member for group in recording.groups for member in group.members if member.steps is not None]
+    config, run_folder = recorded.config, recorded.run_folder
+    groups = read_recording(recorded.ledger_path).groups
+    members = [member for group in groups for member in group.members if member.steps is not None]
     if not members:
         raise LedgerError(f"{run_folder} has no recorded step scores: it had no process reward model, or run.record_groups was 0")
     followed: list[Rescored] = simulate(_Replay(config, members).run())
-    _keep(followed, folder / "prm.jsonl")
+    write_lines(recorded.folder / "prm.jsonl", map(_line, followed))
     newly = [one for one in followed if one.is_stopped and not one.was_stopped]
     no_more = [one for one in followed if one.was_stopped and not one.is_stopped]
     other = [one for one in followed if one.has_other_steps]
@@ -195,17 +196,15 @@ def _num_sampled(member: ScoredTrajectory) -> int:
 
 def _told(member: ScoredTrajectory) -> str:
     if member.early_stop is None:
-        return "no flag"
+        return "no decision"
     return (
-        f"{'stopped' if member.early_stop.stops else 'flagged'} at step {member.early_stop.step}, scored {member.early_stop.predicted:.4g}"
+        f"{'stopped' if member.early_stop.stops else 'went on'} at step {member.early_stop.step}, scored {member.early_stop.predicted:.4g}"
     )
 
 
-def _keep(followed: list[Rescored], path: Path) -> None:
-    with open(path, "w") as file:
-        for one in followed:
-            line = {"rollout_id": one.recorded.trajectory.rollout_id, "old": _plain(one.recorded), "new": _plain(one.now)}
-            file.write(json.dumps({**line, "num_written": one.num_written}) + "\n")
+def _line(one: Rescored) -> dict[str, object]:
+    name = one.recorded.trajectory.rollout_id
+    return {"rollout_id": name, "old": _plain(one.recorded), "new": _plain(one.now), "num_written": one.num_written}
 
 
 def _plain(member: ScoredTrajectory) -> dict[str, object]:
@@ -213,5 +212,5 @@ def _plain(member: ScoredTrajectory) -> dict[str, object]:
     return {
         "ends": None if steps is None else steps.ends.tolist(),
         "scores": None if steps is None else steps.scores.tolist(),
-        "flag": None if member.early_stop is None else msgspec.to_builtins(member.early_stop),
+        "early_stop": None if member.early_stop is None else msgspec.to_builtins(member.early_stop),
     }

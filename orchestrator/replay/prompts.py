@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
-from orchestrator.replay.recorded import Drawn
+from orchestrator.data.sources import prompts_of
+from orchestrator.replay.differences import SHOWN
+from orchestrator.replay.recorded import Drawn, read_drawn
+from orchestrator.replay.recorded_run import RecordedRun
 from orchestrator.stages.prompts import Source
+from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +21,18 @@ class RedrawnPrompts:
     num_passed: int
     """Prompts between them that were not admitted: quarantined ones."""
     differences: list[str]
+
+
+def run(recorded: RecordedRun) -> Iterator[str]:
+    """Yield, line by line, how the prompts that the source gives differ from those recorded."""
+    config = recorded.config
+    encoder = TextEncoder(load_tokenizer(config.model.path), options=ChatOptions.of(config.data))
+    again = replay_prompts(prompts_of(config, encoder=encoder)[0], read_drawn(recorded.ledger_path))
+    same = again.num_drawn - len(again.differences)
+    yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"
+    if again.num_passed:
+        yield f"  {again.num_passed:,} between them were not admitted by the run: they rested (data.difficulty), or were quarantined"
+    yield from (f"  {line}" for line in again.differences[:SHOWN])
 
 
 def replay_prompts(source: Source, drawn: list[Drawn]) -> RedrawnPrompts:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.progress import Progress
 
 from orchestrator.channels import Channels, make_channels
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import Scorers
+from orchestrator.replay.differences import compare_scores
 from orchestrator.replay.recorded import RecordedGroup
+from orchestrator.replay.recorded_run import RecordedRun
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.group_rewards import GroupRewards
 from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
 from pipelinerl.config import Config
+from pipelinerl.config.file import write_run
 from pipelinerl.errors import PeerGone
 from pipelinerl.messages import FromScorer, Outcome, ScoredTrajectory, Stop
 from pipelinerl.runtime.process import die_with_parent
@@ -34,6 +40,16 @@ END_S = 10.0
 """Time for the scorer to end when it is told to; then it is killed."""
 
 
+def run(recorded: RecordedRun) -> Iterator[str]:
+    """Yield, line by line, how new scores differ from those recorded; batching takes the new ones."""
+    config, groups = recorded.config, recorded.recording.groups
+    with Progress(console=Console(stderr=True), transient=True) as bar, contextlib.closing(Ledger(None)) as ledger:
+        task = bar.add_task("scoring", total=sum(len(group.members) for group in groups))
+        told: Callable[[int], None] = lambda done: bar.update(task, completed=done)  # noqa: E731
+        recorded.scored = asyncio.run(replay_scoring(config, groups, folder=recorded.folder, ledger=ledger, told=told))
+    yield from compare_scores(groups, recorded.scored, path=recorded.folder / "scoring.jsonl", model_path=config.model.path)
+
+
 async def replay_scoring(
     config: Config, groups: list[RecordedGroup], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
 ) -> dict[str, ScoredTrajectory]:
@@ -41,8 +57,9 @@ async def replay_scoring(
 
     Step scores are taken over, and so are the rollouts that were stopped early, which nobody scores.
 
-    `folder` is a run folder to be, with the config in it. Raises what the scorer raises, for example for a function it cannot load.
+    `folder` becomes a run folder. Raises what the scorer raises, for example for a function it cannot load.
     """
+    write_run(folder, config)
     make_keys(folder, ("scorer-0",))
     hub = ZmqHub(folder, "scorer", accepts=FromScorer)
     process = await _start_scorer(folder)

@@ -6,10 +6,8 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -17,12 +15,12 @@ from orchestrator.channels import make_channels
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
 from orchestrator.replay.clock import simulate
-from orchestrator.replay.differences import SHOWN
+from orchestrator.replay.differences import SHOWN, write_lines
 from orchestrator.replay.recorded import Recording, read_closed_steps
 from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
+from orchestrator.replay.recorded_run import RecordedRun
 from orchestrator.stages.batching import Row, StepEnd
 from orchestrator.stages.training import Training
-from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Message, MicroBatch, Sample, StepClosed, TakeMicroBatch, TrainerReady
 from pipelinerl.observe.journal import Journal
@@ -38,8 +36,9 @@ class Received:
     seal: StepClosed
 
 
-def replay_training(config: Config, recording: Recording, *, ledger_path: Path, folder: Path) -> Iterator[str]:
+def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, what replicas of `config` receive of the closed steps that are recorded whole. Raises `LedgerError`."""
+    config, recording, ledger_path, folder = recorded.config, recorded.recording, recorded.ledger_path, recorded.folder
     seals = read_closed_steps(ledger_path)
     rows = {step: samples for step, samples in _rows_of(recording).items() if step in seals}
     if not rows:
@@ -47,7 +46,7 @@ def replay_training(config: Config, recording: Recording, *, ledger_path: Path, 
     num_replicas = config.trainer.layout.replicas
     with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
         received: dict[tuple[int, int], Received] = simulate(_run(num_replicas, rows, seals=seals, ledger=ledger, journal=journal))
-    _write(received, folder / "training.jsonl")
+    write_lines(folder / "training.jsonl", (_line(*key, batch) for key, one in received.items() for batch in one.batches))
     stopped = collections.Counter(group.step for group in recording.groups for name in group.results if group.results[name].is_stopped)
     wrong = [
         problem
@@ -180,9 +179,5 @@ def _balance(received: dict[tuple[int, int], Received], *, num_replicas: int) ->
     )
 
 
-def _write(received: dict[tuple[int, int], Received], path: Path) -> None:
-    with open(path, "w") as file:
-        for (step, replica), one in received.items():
-            for batch in one.batches:
-                line = {"step": step, "replica": replica, "index": batch.index, "tokens": len(batch.token_ids)}
-                file.write(json.dumps({**line, "rollouts": batch.rollout_ids}) + "\n")
+def _line(step: int, replica: int, batch: MicroBatch) -> dict[str, object]:
+    return {"step": step, "replica": replica, "index": batch.index, "tokens": len(batch.token_ids), "rollouts": batch.rollout_ids}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from orchestrator.replay.clock import simulate
+from orchestrator.replay.differences import write_lines
 from orchestrator.replay.events import Event, read_events
 from orchestrator.replay.recorded_peers import ENGINE_KINDS, RecordedEngines, needed, run_recorded
+from orchestrator.replay.recorded_run import RecordedRun
 from pipelinerl.config import Config
 from pipelinerl.messages import StageWeights
 from pipelinerl.observe.journal import Journal
@@ -23,15 +24,19 @@ Age = tuple[int, int]
 """(rollback epoch, version) of a policy."""
 
 
-def replay_weight_sync(config: Config, *, run_folder: Path, folder: Path) -> Iterator[str]:
+def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, the orders to each engine, beside those that the engine answered in the run."""
+    config, run_folder, folder = recorded.config, recorded.run_folder, recorded.folder
     events = needed(read_events(run_folder, kinds=ENGINE_KINDS), run_folder=run_folder)
     orders = _order_again(config, events, folder=folder)
     answered = _answered(events)
-    with open(folder / "weight_sync.jsonl", "w") as file:
-        for engine_id in sorted(answered.keys() | orders.keys()):
-            old, new = [list(map(list, answered[engine_id])), [[*age] for age in orders[engine_id]]]
-            file.write(json.dumps({"engine_id": engine_id, "old": old, "new": new}) + "\n")
+    write_lines(
+        folder / "weight_sync.jsonl",
+        (
+            {"engine_id": engine_id, "old": answered[engine_id], "new": [*orders[engine_id]]}
+            for engine_id in sorted(answered.keys() | orders.keys())
+        ),
+    )
     differing = {engine_id: where for engine_id in answered if (where := _first_difference(answered[engine_id], orders[engine_id]))}
     num_policies = len({_age(event) for event in events if event.kind == "policy"})
     num_orders = sum(map(len, orders.values()))

@@ -305,12 +305,12 @@ def test_prm_scoring_stops_whom_it_stopped_and_others_under_another_rule(
     said = replayed(followed, "prm", capsys)
     assert re.search(r"prm: \d{3} rollouts with [\d,]+ steps; 0 are stopped that were not, 0 were and are not, 0 have other", said)
     lines = [json.loads(line) for line in (followed / "replay" / "prm.jsonl").read_text().splitlines()]
-    assert any(line["old"]["flag"] and line["old"]["flag"]["stops"] for line in lines)
-    assert all(line["old"]["flag"] == line["new"]["flag"] for line in lines)
+    assert any(line["old"]["early_stop"] and line["old"]["early_stop"]["stops"] for line in lines)
+    assert all(line["old"]["early_stop"] == line["new"]["early_stop"] for line in lines)
     said = replayed(followed, "prm", capsys, "prm.early_stop.threshold=0.5")
     newly = int(re.findall(r"([\d,]+) are stopped that were not, 0 were", said)[0])
-    by_hand = [line for line in lines if not line["old"]["flag"] and any(score < 0.5 for score in line["old"]["scores"])]
+    by_hand = [line for line in lines if not line["old"]["early_stop"] and any(score < 0.5 for score in line["old"]["scores"])]
     assert 0.5 * len(by_hand) < newly <= len(by_hand), "three of four coins stop, where the flag comes before the end"
     said = replayed(followed, "prm", capsys, "prm.early_stop.threshold=-1")
-    stopped = sum(bool(line["old"]["flag"] and line["old"]["flag"]["stops"]) for line in lines)
+    stopped = sum(bool(line["old"]["early_stop"] and line["old"]["early_stop"]["stops"]) for line in lines)
     assert f"0 are stopped that were not, {stopped} were and are not" in said
