@@ -22,6 +22,34 @@ which settings would have no effect.
 """
 
 
+_ENDINGS = {"per_s": "1/s", "_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps", "_fraction": "part of one", "_kl": "nats"}
+"""Ending of a key's name -> unit."""
+UNITS = {
+    **dict.fromkeys(("group_size", "max_running"), "rollouts"),
+    **dict.fromkeys(("groups_per_step", "record_groups"), "groups"),
+    **dict.fromkeys(("concurrency", "slots"), "calls"),
+    **dict.fromkeys(("ranks", "shard", "context", "tensor", "pipeline", "expert"), "ranks"),
+    **dict.fromkeys(("trainer_nodes", "engine_nodes", "scorer_nodes"), "nodes"),
+    **dict.fromkeys(("steps", "every"), "steps"),
+    **dict.fromkeys(("max_staleness", "kv_max_staleness", "adapter_versions"), "versions"),
+    **dict.fromkeys(("restarts", "retries"), "tries"),
+    "batch_size": "rows",
+    "correct_reward": "reward",
+    "count": "engines",
+    "cpus_per_node": "cores",
+    "epochs": "passes",
+    "gpus_per_node": "GPUs",
+    "keep": "checkpoints",
+    "keep_probability": "probability",
+    "max_logprob_gap": "nats",
+    "max_turns": "turns",
+    "min_group_size": "rollouts",
+    "samples": "answers",
+    "threshold": "score",
+}
+"""Last name of a key -> unit, where its ending does not say it."""
+
+
 def markdown() -> str:
     """The page."""
     return "\n".join((_INTRODUCTION, *_sections()))
@@ -30,11 +58,20 @@ def markdown() -> str:
 def _sections() -> Iterator[str]:
     for section, rows in itertools.groupby(described_keys(), key=lambda row: row[0].partition(".")[0]):
         yield f"## {'`[[reward]]`' if section == 'reward' else f'`[{section}]`'}\n"
-        yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+        yield "| key | type | default | unit | meaning |\n| --- | --- | --- | --- | --- |"
         yield from (
-            f"| `{key}` | {_cell(kind)} | {_code(default)} | {_cell(meaning) or _plain(key)} |" for key, kind, default, meaning in rows
+            f"| `{key}` | {_cell(kind)} | {_code(default)} | {unit_of(key, kind)} | {_cell(meaning) or _plain(key)} |"
+            for key, kind, default, meaning in rows
         )
         yield ""
+
+
+def unit_of(key: str, kind: str) -> str:
+    """The unit of a number, by the last name of its key; empty where it has none, as a coefficient."""
+    if not kind.startswith(("integer", "number")):
+        return ""
+    name = key.rpartition(".")[2]
+    return UNITS.get(name) or next((unit for ending, unit in _ENDINGS.items() if name.endswith(ending)), "")
 
 
 def _cell(text: str) -> str:
