@@ -1,4 +1,4 @@
-"""Joins the method's advantage rules (`pipelinerl.algorithms.credit`) with trajectories: what `rules.batch` asks for a group or a step."""
+"""Joins the advantage rules of the method (`pipelinerl.algorithms.advantage`) with trajectories, for a group or a step of `rules.batch`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from orchestrator.rules.batch import Filtered, StepRules, Survivors, greedy_of, sampled_of
-from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
-from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
-from pipelinerl.algorithms.credit.batch_rule import Credit
-from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
+from pipelinerl.algorithms.advantage import group_advantages, keeps_group, step_advantages, token_columns
+from pipelinerl.algorithms.advantage.batch_rule import Credit
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup, StepScores
+from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import RewardSection

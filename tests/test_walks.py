@@ -373,7 +373,7 @@ def test_a_walk_that_skips_a_function_or_names_it_too_early_is_noticed(tmp_path:
     """Each hop is needed where it stands: in another order, or with a function that never has the thing, the walk is not gone."""
     title = "A prompt to the engine"
     hops = walks()[title]
-    elsewhere = hop("pipelinerl.algorithms.credit.advantage:grpo")
+    elsewhere = hop("pipelinerl.algorithms.advantage.outcome:grpo")
     swapped, wrong = Tracer(title, (hops[0], hops[2], hops[1], *hops[3:])), Tracer(title, (*hops[:-1], elsewhere))
     traced([swapped, wrong], lambda: train(tmp_path))
     for tracer in (swapped, wrong):

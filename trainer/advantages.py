@@ -1,7 +1,8 @@
 """Advantages that only the trainer can make, because what its models say of each token enters them.
 
-The rules are the orchestrator's (`pipelinerl.algorithms.credit`), called here once a step is whole: over all groups of all replicas, which
-every replica gathers, so that baselines and whitening are those of one process. That is a few numbers per token.
+The rules are those of `pipelinerl.algorithms.advantage`, which the orchestrator calls for all other methods. The trainer calls them once a
+step is whole, over all groups of all replicas: every replica gathers those (a few numbers per token), so that baselines and whitening are
+those of one process.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelinerl.algorithms.credit import group_advantages, prime, step_advantages, token_columns, value_returns
-from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
-from pipelinerl.algorithms.credit.optimal_baseline import energy
+from pipelinerl.algorithms.advantage import group_advantages, prime, step_advantages, token_columns, value_returns
+from pipelinerl.algorithms.advantage.optimal_baseline import energy
+from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup
 from pipelinerl.algorithms.loss import TokenColumns
 from pipelinerl.algorithms.loss.correction import importance_weights, terms_of
 from pipelinerl.algorithms.method import Method, Need

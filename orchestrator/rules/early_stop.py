@@ -6,7 +6,7 @@ is unbiased:
 
 1. the flag depends on the prefix alone, never on what follows (`decide` is given nothing else);
 2. the coin is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
-3. baselines leave the rollout itself out, and sums are divided by rollouts started, not by survivors (`algorithms.credit.roulette`).
+3. baselines leave the rollout itself out, and sums are divided by rollouts started, not by survivors (`algorithms.advantage.early_stop`).
 
 A flag that comes when the rollout is whole is none: nothing would be saved. Whether it comes in time depends on neither coin nor weight.
 

@@ -65,6 +65,12 @@ class RuleSpec:
     """An objective with a term beside its product with the advantage, which is there where the advantage is 0."""
     is_linear: bool = False
     """An objective that is linear in the advantage, so that an expectation over advantages passes through it."""
+    idle_at_one: Mapping[str, str] = field(default_factory=dict)
+    """Options that bound nothing from 1 on, each with what it bounds: a "ratio" from below, or a change of "probability"."""
+    returns: str = ""
+    """The function beside an advantage rule of a critic that gives, for the same group and options, what its values are trained towards."""
+    step_statistic: str = ""
+    """The function of `loss.step_statistics` that measures for the rule, over a whole step, what it reads of `Terms.known`."""
     is_own: bool = False
     """It is a function of the user's, see `own`: its options are bound by nothing but their kind."""
     formula: str = ""

@@ -10,9 +10,9 @@ from pipelinerl.algorithms.controllers import control_lines
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, REFERENCE_OFFERS, TRAINER_OFFERS, Aggregation, Method
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.own import CARRIED
-from pipelinerl.algorithms.refusals import needs_several_epochs
 from pipelinerl.algorithms.rules import COLUMNS
-from pipelinerl.algorithms.unused import inert_parts
+from pipelinerl.algorithms.unused import unused_parts
+from pipelinerl.algorithms.validation import needs_several_epochs
 from pipelinerl.config import Config
 
 SEVERAL_EPOCHS = "needs trainer.epochs of 2 or more"
@@ -24,7 +24,7 @@ def describe_run(config: Config) -> str:
     Raises `ConfigError` as `method_of`.
     """
     method = method_of(config)
-    return method.describe(inert=[*control_lines(method), *inert_parts(method, run=facts_of(config))])
+    return method.describe(notes=[*control_lines(method), *unused_parts(method, run=facts_of(config))])
 
 
 def table_rows() -> list[tuple[str, str, str, str]]:

@@ -186,10 +186,10 @@ class Method:
         values["needs"] = frozenset(Need(need) for need in values["needs"])
         return cls(**values)
 
-    def describe(self, *, inert: Sequence[str] = ()) -> str:
+    def describe(self, *, notes: Sequence[str] = ()) -> str:
         """Every column on a line of its own, for the log of a run: what is in force is never left to be guessed.
 
-        `inert` says what of it cannot act in the run at hand, see `inert.inert_parts`.
+        `notes` follow: coefficients that are controlled, and parts that cannot act in the run at hand (`unused.unused_parts`).
         """
         lines = [f"method       {self.name}: {self.formula}  [{self.source}]"]
         for column in (*RULE_COLUMNS, *TUPLE_COLUMNS):
@@ -197,7 +197,7 @@ class Method:
             lines.append(f"{column:<12} {' -> '.join(map(str, value)) or 'none' if isinstance(value, tuple) else value}")
         lines.append(f"{'aggregation':<12} {self.aggregation.value}")
         lines.append(f"{'needs':<12} {', '.join(sorted(self.needs)) or 'nothing beyond every run'}")
-        return "\n".join([*lines, *inert])
+        return "\n".join([*lines, *notes])
 
 
 RULE_COLUMNS = ("group_filter", "advantage", "batch", "objective", "proximal", "weight", "kl", "critic")

@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Method, Need
-from pipelinerl.algorithms.refusals import RunFacts, problems_of
 from pipelinerl.algorithms.rules import with_columns
+from pipelinerl.algorithms.validation import RunFacts, problems_of
 from pipelinerl.config import Config, Mode
 from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.plugin import nearest

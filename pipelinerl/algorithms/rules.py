@@ -21,8 +21,15 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.plugin import nearest
 
 _MODULES = (
-    *("credit.shaping", "credit.selection", "credit.advantage", "credit.roulette", "credit.role_baseline", "credit.token_advantage"),
-    *("credit.step_credit", "credit.value_advantage", "credit.optimal_baseline", "credit.prime", "credit.batch_rule"),
+    *(
+        "advantage.shaping",
+        "advantage.group_filter",
+        "advantage.outcome",
+        "advantage.early_stop",
+        "advantage.role_baseline",
+        "advantage.token_advantage",
+    ),
+    *("advantage.step_scores", "advantage.value_advantage", "advantage.optimal_baseline", "advantage.prime", "advantage.batch_rule"),
     *("loss.objective", "loss.correction", "loss.mask", "loss.kl", "loss.auxiliary", "loss.critic"),
 )
 """Where rules are declared: those of the orchestrator, with numpy, and those of the trainer, with torch."""

@@ -20,13 +20,13 @@ import msgspec
 
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import facts_of, method_of
-from pipelinerl.algorithms.unused import inert_parts
+from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.config import Config
 from pipelinerl.config.layout import check_layout
 from pipelinerl.engine.kv import SHARE_OF_MEMORY, KvPlan, context_of, plan_kv
 from pipelinerl.engine.options import problems_of_options
 from pipelinerl.launch import doctor
-from pipelinerl.launch.unused_keys import inert, refused
+from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.observe.tracking.beside import missing_packages
 from pipelinerl.planning import memory
 from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok
@@ -125,7 +125,7 @@ def _settings(config: Config) -> Iterator[Finding]:
     """Settings that would do nothing in this run."""
     method = method_of(config)
     yield from (fail("", problem) for problem in refused(config, method=method))
-    yield from (note("", sentence) for sentence in (*inert(config, method=method), *inert_parts(method, run=facts_of(config))))
+    yield from (note("", sentence) for sentence in (*unused_keys(config, method=method), *unused_parts(method, run=facts_of(config))))
 
 
 def _engine_options(config: Config) -> Iterator[Finding]:

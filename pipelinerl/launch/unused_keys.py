@@ -24,7 +24,7 @@ def refused(config: Config, *, method: Method) -> Iterator[str]:
         yield f"critic.path is {config.critic.path}, and algorithm {method.name} trains no critic. Leave it out, or choose ppo or vapo."
 
 
-def inert(config: Config, *, method: Method) -> Iterator[str]:
+def unused_keys(config: Config, *, method: Method) -> Iterator[str]:
     """One sentence for each reason, with the keys that were changed and will not act."""
     for keys, acts, reason in _conditions(config, method):
         changed = [] if acts else [key for key in keys if _is_changed(config, key)]

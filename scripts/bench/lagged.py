@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM, set_seed
 
-from pipelinerl.algorithms.credit import group_advantages
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.advantage import group_advantages
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS, Method
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.demo.sort_digits import BEHAVIOURS, CHARACTERS, held_out_prompts, reward, train_prompts
@@ -46,7 +46,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "decoupled": {"objective": "gpg", "proximal": "current", "weight": {"name": "tis_token", "cap": 5.0}},
 }
 """Overrides of the row `grpo`. Uncorrected takes every sample for the policy's own; ppo clips pi / mu (what AReaL calls naive); decoupled
-weighs by min(prox / mu, 5), which is all that is left of AReaL's form where a step is one update: prox is pi, and a clip is inert. All
+weighs by min(prox / mu, 5), which is all that is left of AReaL's form where a step is one update: prox is pi, and a clip does nothing. All
 see the same samples and the same advantages."""
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.credit import advantage, group_advantages, keeps_group, shaping, token_columns
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
-from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
+from pipelinerl.algorithms.advantage import group_advantages, keeps_group, outcome, shaping, token_columns
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup
+from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
 from tests.algorithms.rows import method_of
 
 
@@ -71,8 +71,8 @@ def test_gdpo_normalises_each_component_before_it_weighs_them() -> None:
 
 
 def test_passk_gives_a_tie_at_the_top_nothing() -> None:
-    assert not np.any(advantage.passk(group(1, 1, 0)))
-    np.testing.assert_allclose(advantage.passk(group(0.2, 0.9, 0.5)), [0, 0.4, 0])
+    assert not np.any(outcome.passk(group(1, 1, 0)))
+    np.testing.assert_allclose(outcome.passk(group(0.2, 0.9, 0.5)), [0, 0.4, 0])
 
 
 def test_role_baseline_is_the_mean_before_the_group_and_survives_a_snapshot() -> None:
@@ -166,15 +166,15 @@ def test_accuracy_band_keeps_groups_between_a_fifth_and_four_fifths(correct: lis
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=9), st.floats(-5, 5), st.floats(0.5, 4))
 def test_group_advantages_ignore_a_constant_and_grpo_a_scale(rewards: list[float], shift: float, scale: float) -> None:
     base, moved = group(*rewards), group(*[reward + shift for reward in rewards])
-    for estimator in (advantage.dr_grpo, lambda g: advantage.rloo(g, divide_by_std=False, eps=1e-6, ddof=1)):
+    for estimator in (outcome.dr_grpo, lambda g: outcome.rloo(g, divide_by_std=False, eps=1e-6, ddof=1)):
         np.testing.assert_allclose(estimator(moved), estimator(base), atol=1e-9)
         assert abs(float(estimator(base).sum())) < 1e-9
     scaled = group(*[reward * scale for reward in rewards])
     if np.std(rewards) > 0.01:
-        np.testing.assert_allclose(advantage.grpo(scaled, eps=1e-9, ddof=1), advantage.grpo(base, eps=1e-9, ddof=1), atol=1e-5)
+        np.testing.assert_allclose(outcome.grpo(scaled, eps=1e-9, ddof=1), outcome.grpo(base, eps=1e-9, ddof=1), atol=1e-5)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=9))
 def test_rloo_is_the_reward_minus_the_mean_of_the_others(rewards: list[float]) -> None:
     expected = [reward - np.mean(rewards[:i] + rewards[i + 1 :]) for i, reward in enumerate(rewards)]
-    np.testing.assert_allclose(advantage.rloo(group(*rewards), divide_by_std=False, eps=1e-6, ddof=1), expected, atol=1e-9)
+    np.testing.assert_allclose(outcome.rloo(group(*rewards), divide_by_std=False, eps=1e-6, ddof=1), expected, atol=1e-9)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.algorithms.credit import group_advantages
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
-from pipelinerl.algorithms.credit.optimal_baseline import energy
+from pipelinerl.algorithms.advantage import group_advantages
+from pipelinerl.algorithms.advantage.optimal_baseline import energy
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from pipelinerl.algorithms.loss import StepStatistics, measure_step
 from pipelinerl.algorithms.method import Method
 from pipelinerl.errors import ConfigError

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.credit import group_advantages, step_advantages
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
-from pipelinerl.algorithms.credit.batch_rule import Moments, gpg_alpha, whiten, whiten_sequences, whiten_tokens
+from pipelinerl.algorithms.advantage import group_advantages, step_advantages
+from pipelinerl.algorithms.advantage.batch_rule import Moments, gpg_alpha, whiten, whiten_sequences, whiten_tokens
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from tests.algorithms.rows import method_of
 
 

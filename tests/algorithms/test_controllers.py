@@ -15,7 +15,7 @@ from pipelinerl.algorithms.rules import COLUMNS
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
 from tests.algorithms.rows import EVERYTHING, Seq, loss_and_gradient, method_of
-from tests.algorithms.test_inert import lines_of
+from tests.algorithms.test_unused import lines_of
 
 GOLDEN = Path(__file__).with_name("golden")
 VERL: dict[str, Any] = json.loads((GOLDEN / "peer_values.json").read_text())["adaptive_kl"]
@@ -93,12 +93,12 @@ def test_what_controls_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"kl": {"name": "k3", "horizon": 500}}, "horizon of k3 inert: target is 0"),
+        ({"kl": {"name": "k3", "horizon": 500}}, "horizon of k3 unused: target is 0"),
         (
             {"auxiliary": {"name": "entropy_bonus", "coef": 0.1, "delta": 0.1, "max_coef": 2.0}},
-            "delta, max_coef of entropy_bonus inert: target is 0",
+            "delta, max_coef of entropy_bonus unused: target is 0",
         ),
-        ({"kl": {"name": "k3", "beta": 0.0, "target": 0.1}}, "k3 inert: algorithm.overrides.kl.beta is 0"),
+        ({"kl": {"name": "k3", "beta": 0.0, "target": 0.1}}, "k3 unused: algorithm.overrides.kl.beta is 0"),
     ],
 )
 def test_options_without_a_target_are_said_to_be_inert(overrides: dict[str, Any], told: str) -> None:

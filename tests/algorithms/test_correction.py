@@ -245,7 +245,7 @@ def test_loglinear_loss_has_finite_gradients_for_mixed_versions_in_a_row() -> No
 
 
 def test_weights_around_the_current_policy_equal_a_clip_that_has_nothing_to_clip() -> None:
-    """One update per batch: the clip is inert, and the forward pass that "recomputed" costs changes nothing."""
+    """One update per batch: the clip does nothing, and the forward pass that "recomputed" costs changes nothing."""
     seq = with_rho(0.7, 1.3, 2.5, advantage=-0.8)
     weighted, clipped = method_of("grpo_tis"), method_of("grpo", proximal="recomputed", weight="tis_token")
     assert loss_and_gradient([seq], method=weighted)[1] == loss_and_gradient([seq], method=clipped)[1]

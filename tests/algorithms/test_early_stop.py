@@ -12,8 +12,8 @@ import math
 import numpy as np
 import pytest
 
-from pipelinerl.algorithms.credit import group_advantages
-from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.advantage import group_advantages
+from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup
 from tests.algorithms.rows import method_of
 
 REWARD = {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.4, (1, 1): 2.0}

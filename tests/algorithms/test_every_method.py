@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
-from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup, StepScores
-from pipelinerl.algorithms.credit.batch_rule import Credit
-from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
+from pipelinerl.algorithms.advantage import group_advantages, keeps_group, step_advantages, token_columns
+from pipelinerl.algorithms.advantage.batch_rule import Credit
+from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup, StepScores
+from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
 from pipelinerl.algorithms.loss import measure_step, policy_loss
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT
 from pipelinerl.algorithms.loss.correction import terms_of

@@ -398,8 +398,8 @@ def test_the_orchestrators_side_imports_without_torch() -> None:
     """The head node has none."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pipelinerl.algorithms import credit, methods, staleness\n"
-        "from pipelinerl.algorithms.credit import optimal_baseline, prime\n"
+        "from pipelinerl.algorithms import advantage, methods, staleness\n"
+        "from pipelinerl.algorithms.advantage import optimal_baseline, prime\n"
         "print(len(methods.METHODS))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

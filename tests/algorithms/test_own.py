@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from orchestrator.preflight import look
-from pipelinerl.algorithms.credit import group_advantages
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.advantage import group_advantages
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from pipelinerl.algorithms.declare import load_rule
 from pipelinerl.algorithms.listing import render_rules
 from pipelinerl.algorithms.loss import policy_loss
@@ -227,7 +227,7 @@ def test_the_orchestrator_reads_a_loss_that_imports_torch_without_running_it(rul
     reference = rules("import torch\ndef f(ratio, advantages, *, width: float = 0.2):\n    return -ratio * advantages\n")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pipelinerl.algorithms import credit\n"
+        "from pipelinerl.algorithms import advantage\n"
         "from pipelinerl.algorithms.methods import resolve\n"
         f"print(resolve('grpo', {{'objective': {reference!r}}}, group_size=8).objective.options)"
     )

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.algorithms.credit import group_advantages, keeps_group, step_advantages, token_columns
-from pipelinerl.algorithms.credit.advantage import ScoredGroup, StepScores
-from pipelinerl.algorithms.credit.optimal_baseline import energy
-from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
+from pipelinerl.algorithms.advantage import group_advantages, keeps_group, step_advantages, token_columns
+from pipelinerl.algorithms.advantage.optimal_baseline import energy
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup, StepScores
+from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
 from pipelinerl.algorithms.loss import TokenColumns, denominator, measure_step, policy_loss
 from pipelinerl.algorithms.loss.probability import binary_kl
 from pipelinerl.algorithms.method import Method

@@ -11,7 +11,7 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config, Mode, renamed
 from pipelinerl.config.file import described_keys, known_keys, load, parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.unused_keys import inert
+from pipelinerl.launch.unused_keys import unused_keys
 
 MINIMAL = """\
 [model]
@@ -292,9 +292,9 @@ def test_demonstrations_beside_rl_have_rows_and_a_weight():
     (problem,) = problems_of(tree(sft_stream={"source": "a.jsonl", "coef": -0.1}))
     assert problem.startswith("sft_stream.coef is -0.1: input should be greater than or equal to 0")
     off = parse(tree(sft_stream={"source": "a.jsonl", "coef": 0}), origin="")
-    assert list(inert(off, method=method_of(off))) == ["sft_stream.source: no effect here, because sft_stream.coef is 0"]
+    assert list(unused_keys(off, method=method_of(off))) == ["sft_stream.source: no effect here, because sft_stream.coef is 0"]
     unnamed = parse(tree(sft_stream={"batch_size": 7}), origin="")
-    assert list(inert(unnamed, method=method_of(unnamed))) == [
+    assert list(unused_keys(unnamed, method=method_of(unnamed))) == [
         "sft_stream.batch_size: no effect here, because sft_stream.source names no rows"
     ]
 

@@ -19,7 +19,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.preflight import check
-from pipelinerl.launch.unused_keys import inert, refused
+from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.planning import memory
 from pipelinerl.runtime.findings import Finding, Level, collect, sentences
 from tests.tiny_models import make_qwen2
@@ -211,7 +211,7 @@ def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Conf
         pipeline={"mode": "sync", "max_staleness": 9},
         critic={"learning_rate": 1e-4},
     )
-    said = list(inert(config, method=method_of(config)))
+    said = list(unused_keys(config, method=method_of(config)))
     assert [sentence.partition(":")[0] for sentence in said] == [
         "lora.alpha",
         "evaluation.every",
@@ -219,7 +219,7 @@ def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Conf
         "critic.learning_rate",
         "pipeline.max_staleness",
     ]
-    assert not list(inert(settings(), method=method_of(settings())))
+    assert not list(unused_keys(settings(), method=method_of(settings())))
     reads = settings(reference={"path": "model"}, algorithm={"overrides": {"kl": "k3"}})
     assert not list(refused(reads, method=method_of(reads)))
 

@@ -99,7 +99,7 @@ def _keeps(terms: Terms, *, method: Method) -> dict[str, Tensor]:
 
 def _ordered_weights(terms: Terms, *, keeps: dict[str, Tensor], method: Method) -> Tensor:
     """[T] importance weights, formed over the kept tokens only where the method masks before it weighs."""
-    if is_normalized(method.weight):  # never before masks: `refusals` sees to it
+    if is_normalized(method.weight):  # never before masks: `validation` sees to it
         return importance_weights(terms, rule=method.weight) / terms.known.mean_weight
     if method.mask_order != "before_weight" or not keeps:
         return importance_weights(terms, rule=method.weight)

@@ -34,7 +34,12 @@ def squared_log_ratio(terms: Terms, *, tau: float = 1e-3) -> Tensor:
     return tau * log_difference(terms.logprobs, terms.behaviour).square()
 
 
-@auxiliary(source="VAPO arXiv:2504.05118, coef its mu", needs={Need.CORRECT, Need.WHOLE_STEP}, aggregations={"token-mean"})
+@auxiliary(
+    source="VAPO arXiv:2504.05118, coef its mu",
+    needs={Need.CORRECT, Need.WHOLE_STEP},
+    aggregations={"token-mean"},
+    step_statistic="positive_scale",
+)
 def positive_nll(terms: Terms, *, coef: float = 0.1) -> Tensor:
     """+ coef mean NLL of the tokens of correct sequences"""
     correct = terms.sequences.spread(terms.columns.required("correct").to(terms.logprobs.dtype))

@@ -38,7 +38,7 @@ def ratio_band(terms: Terms, *, low: float = 0.8, high: float = 1.2) -> Tensor:
     return _inside(terms.rho, low=low, high=high)
 
 
-@mask(source="ROLL")
+@mask(source="ROLL", idle_at_one={"high": "probability"})
 def probability_band(terms: Terms, *, high: float = 0.2) -> Tensor:
     """keep |prox - mu| <= high"""
     return (_anchor(terms).exp() - terms.behaviour.exp()).abs() <= high
@@ -118,13 +118,22 @@ def vaco_tv(terms: Terms, *, delta: float) -> Tensor:
     return ~(terms.sequences.spread(drifted) & (terms.log_rho * terms.advantages > 0))
 
 
-@mask(source="M2PO arXiv:2510.01161; tau as in the paper's runs, by Trinity-RFT's m2_threshold", needs={Need.WHOLE_STEP, Need.OLD_LOGPROBS})
+@mask(
+    source="M2PO arXiv:2510.01161; tau as in the paper's runs, by Trinity-RFT's m2_threshold",
+    needs={Need.WHOLE_STEP, Need.OLD_LOGPROBS},
+    step_statistic="m2po_threshold",
+)
 def m2po(terms: Terms, *, tau: float = 0.04) -> Tensor:
     """drop the largest (log rho)^2 of the step until the mean of the rest < tau"""
     return second_moments(terms.columns) <= terms.known.m2po_threshold
 
 
-@mask(source="80/20 rule arXiv:2506.01939; TRL top_entropy_quantile", needs={Need.ENTROPY, Need.WHOLE_STEP}, reads_mu=False)
+@mask(
+    source="80/20 rule arXiv:2506.01939; TRL top_entropy_quantile",
+    needs={Need.ENTROPY, Need.WHOLE_STEP},
+    reads_mu=False,
+    step_statistic="entropy_threshold",
+)
 def top_entropy(terms: Terms, *, fraction: float = 0.2) -> Tensor:
     """keep the `fraction` of the step's tokens with the largest entropy"""
     return terms.column("entropy").detach().float() >= terms.known.entropy_threshold

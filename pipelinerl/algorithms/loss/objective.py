@@ -35,7 +35,7 @@ def objective_loss(terms: Terms, *, rule: Rule) -> Loss:
     return found if isinstance(found, Loss) else Loss(found, torch.zeros_like(terms.loss_mask))
 
 
-@objective(source="PPO arXiv:1707.06347, widths as verl clip_ratio; dual clip arXiv:1912.09729")
+@objective(source="PPO arXiv:1707.06347, widths as verl clip_ratio; dual clip arXiv:1912.09729", idle_at_one={"clip_low": "ratio"})
 def clip(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> Loss:
     """-min(r A, clip(r, 1-d_l, 1+d_h) A); where A<0 and dual_clip>0 at most -dual_clip A
 
@@ -55,7 +55,11 @@ def gspo(terms: Terms, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Lo
     return _clipped(ratio, terms.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
 
 
-@objective(source="MiniMax-M1 arXiv:2506.13585; upper bound 5 as ScaleRL arXiv:2510.13786, no lower bound", is_linear=True)
+@objective(
+    source="MiniMax-M1 arXiv:2506.13585; upper bound 5 as ScaleRL arXiv:2510.13786, no lower bound",
+    is_linear=True,
+    idle_at_one={"clip_low": "ratio"},
+)
 def cispo(terms: Terms, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Loss:
     """-sg[clip(r, 1-d_l, 1+d_h)] A log pi
 
@@ -91,7 +95,7 @@ def gmpo(terms: Terms, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Loss
     return Loss(terms.sequences.spread(losses), chosen != terms.log_ratio)
 
 
-@objective(source="DPPO; verl dppo_tv", proximal={"engine"})
+@objective(source="DPPO; verl dppo_tv", proximal={"engine"}, idle_at_one={"clip_low": "probability", "clip_high": "probability"})
 def dppo_tv(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2, cap: float = 20.0) -> Loss:
     """-sg[min(r, cap)] A log pi while pi - mu <= d_h (A>0), >= -d_l (A<0)"""
     keep = _within_total_variation(terms, clip_low=clip_low, clip_high=clip_high)
@@ -110,7 +114,7 @@ def dppo_kl(terms: Terms, *, threshold: float, cap: float = 20.0) -> Loss:
     return Loss(-terms.ratio.detach().clamp(max=cap) * terms.advantages * terms.logprobs * keep, ~keep)
 
 
-@objective(source="prime-rl default loss", proximal={"engine"})
+@objective(source="prime-rl default loss", proximal={"engine"}, idle_at_one={"clip_low": "probability", "clip_high": "probability"})
 def prime_rl(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2, adv_tau: float = 1.0) -> Loss:
     """-keep adv_tau A r, keep = the mask of dppo_tv
 
@@ -120,7 +124,7 @@ def prime_rl(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2, adv
     return Loss(-(adv_tau * terms.advantages) * terms.ratio * keep, ~keep)
 
 
-@objective(source="prime-rl ipo", proximal={"engine"}, is_linear=True)
+@objective(source="prime-rl ipo", proximal={"engine"}, is_linear=True, idle_at_one={"threshold": "probability"})
 def ipo(terms: Terms, *, threshold: float, adv_tau: float = 1.0) -> Loss:
     """-keep adv_tau A r, keep = |pi - mu| <= threshold
 
@@ -130,7 +134,13 @@ def ipo(terms: Terms, *, threshold: float, adv_tau: float = 1.0) -> Loss:
     return Loss(-(adv_tau * terms.advantages) * terms.ratio * keep, ~keep)
 
 
-@objective(source="prime-rl opd", needs={Need.REFERENCE_LOGPROBS}, proximal={"engine"}, reads_advantages=False)
+@objective(
+    source="prime-rl opd",
+    needs={Need.REFERENCE_LOGPROBS},
+    proximal={"engine"},
+    reads_advantages=False,
+    idle_at_one={"threshold": "probability"},
+)
 def opd(terms: Terms, *, threshold: float = 0.2) -> Loss:
     """-keep sg[log ref - log pi] r, keep = pi - mu >= -threshold"""
     advantages = log_difference(terms.column("reference_logprobs"), terms.logprobs.detach())
@@ -215,6 +225,8 @@ def reinforce_is(terms: Terms, *, cap: float = 5.0) -> Loss:
 @objective(
     source="arXiv:2505.22617; constants as verl clip_cov_ratio, _lb, _ub, which passes over tokens the clip took",
     needs={Need.WHOLE_STEP, Need.OLD_LOGPROBS},
+    step_statistic="pick_probability",
+    idle_at_one={"clip_low": "ratio"},
 )
 def clip_cov(
     terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2, fraction: float = 2e-4, low: float = 1.0, high: float = 5.0
@@ -232,7 +244,10 @@ def clip_cov(
 
 
 @objective(
-    source="arXiv:2505.22617; constants as verl kl_cov_ratio, ppo_kl_coef", needs={Need.WHOLE_STEP, Need.OLD_LOGPROBS}, has_own_term=True
+    source="arXiv:2505.22617; constants as verl kl_cov_ratio, ppo_kl_coef",
+    needs={Need.WHOLE_STEP, Need.OLD_LOGPROBS},
+    has_own_term=True,
+    step_statistic="covariance_threshold",
 )
 def kl_cov(terms: Terms, *, fraction: float = 2e-4, beta: float = 0.1) -> Loss:
     """-r A, + beta |log r| on the tokens of largest cov(A, log pi)

@@ -7,7 +7,7 @@ patterns of float32, so they are exact values of the data, and no rank sorts any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from pipelinerl.algorithms.loss.columns import StepStatistics, TokenColumns, log_difference, masked, places_of
 from pipelinerl.algorithms.loss.correction import importance_weights, is_normalized, terms_of
 from pipelinerl.algorithms.method import Method, Need
-from pipelinerl.algorithms.rules import spec_of
+from pipelinerl.algorithms.rules import spec_of, specs_of
 
 Reduce = Callable[[Tensor], Tensor]
 """Sum of a float64 tensor [2] on the host over all ranks, given to all of them."""
@@ -35,17 +35,12 @@ def measure_step(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce
     if Need.WHOLE_STEP not in method.needs:
         return None
     values: dict[str, float] = {}
-    for rule in method.masks:
-        if rule.name == "m2po":
-            values["m2po_threshold"] = _m2po_threshold(rows, tau=float(rule.options["tau"] or 0.0), reduce=reduce)
-        if rule.name == "top_entropy":
-            values["entropy_threshold"] = _entropy_threshold(rows, fraction=float(rule.options["fraction"] or 0.0), reduce=reduce)
+    for _, rule, spec in specs_of(method):
+        if spec.step_statistic:
+            options = {name: float(value) for name, value in rule.options.items() if isinstance(value, int | float)}
+            values |= _MEASURES[spec.step_statistic](rows, options=options, reduce=reduce)
     if is_normalized(method.weight):
         values["mean_weight"] = _mean_weight(rows, method=method, reduce=reduce)
-    if method.objective.name in ("clip_cov", "kl_cov"):
-        values |= _covariance_statistics(rows, method=method, reduce=reduce)
-    if any(rule.name == "positive_nll" for rule in method.auxiliary):
-        values["positive_scale"] = _positive_scale(rows, reduce=reduce)
     return StepStatistics(**values)
 
 
@@ -73,41 +68,61 @@ def uniform_draws(columns: TokenColumns) -> Tensor:
     return (mixed & 0xFFFFFF).double() / 0x1000000
 
 
-def _m2po_threshold(rows: Sequence[TokenColumns], *, tau: float, reduce: Reduce) -> float:
+def m2po_threshold(rows: Sequence[TokenColumns], *, options: Mapping[str, float], reduce: Reduce) -> dict[str, float]:
+    """The largest second moment up to which the mean of the step's second moments stays below `tau`."""
     squares = _joined([second_moments(row)[row.loss_mask] for row in rows])
 
     def mean_is_small(threshold: float) -> bool:
         total, count = _total(squares[squares <= threshold], reduce=reduce)
-        return total < tau * count or count == 0
+        return total < options["tau"] * count or count == 0
 
-    return _largest(mean_is_small)
+    return {"m2po_threshold": _largest(mean_is_small)}
 
 
-def _entropy_threshold(rows: Sequence[TokenColumns], *, fraction: float, reduce: Reduce) -> float:
-    """The largest entropy that so large a part of the step's tokens reaches, one at least: what a sort of all ranks' tokens would give."""
+def entropy_threshold(rows: Sequence[TokenColumns], *, options: Mapping[str, float], reduce: Reduce) -> dict[str, float]:
+    """The largest entropy that `fraction` of the step's tokens reaches, one at least: what a sort of all ranks' tokens would give."""
     entropies = _joined([row.required("entropy")[row.loss_mask] for row in rows])
     _, num_tokens = _total(entropies, reduce=reduce)
-    wanted = max(1, int(fraction * num_tokens))
-    return _largest(lambda threshold: _total(entropies[entropies >= threshold], reduce=reduce)[1] >= wanted)
+    return {"entropy_threshold": _reached_by(entropies, wanted=max(1, int(options["fraction"] * num_tokens)), reduce=reduce)}
 
 
-def _covariance_statistics(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> dict[str, float]:
-    options = {name: float(value or 0.0) for name, value in method.objective.options.items()}
+def covariance_threshold(rows: Sequence[TokenColumns], *, options: Mapping[str, float], reduce: Reduce) -> dict[str, float]:
+    """The largest covariance that `fraction` of the step's tokens reaches, one at least, and the means that covariances are made with."""
+    means, covariances, wanted = _covariances(rows, options=options, reduce=reduce)
+    return means | {"covariance_threshold": _reached_by(covariances, wanted=wanted, reduce=reduce)}
+
+
+def pick_probability(rows: Sequence[TokenColumns], *, options: Mapping[str, float], reduce: Reduce) -> dict[str, float]:
+    """The chance at which picking from the covariances between `low` and `high` picks `fraction` of the step's tokens, and the means."""
+    means, covariances, wanted = _covariances(rows, options=options, reduce=reduce)
+    _, candidates = _total(covariances[(covariances > options["low"]) & (covariances < options["high"])], reduce=reduce)
+    return means | {"pick_probability": min(1.0, wanted / candidates) if candidates else 0.0}
+
+
+def positive_scale(rows: Sequence[TokenColumns], *, options: Mapping[str, float], reduce: Reduce) -> dict[str, float]:
+    """Trained tokens over trained tokens of correct sequences; 0 where none is correct."""
+    of_correct = [row.required("correct")[row.sequence_ids[row.loss_mask]] for row in rows]
+    correct, num_tokens = _total(_joined(of_correct), reduce=reduce)
+    return {"positive_scale": num_tokens / correct if correct else 0.0}
+
+
+_MEASURES = {
+    measure.__name__: measure for measure in (m2po_threshold, entropy_threshold, covariance_threshold, pick_probability, positive_scale)
+}
+
+
+def _covariances(rows: Sequence[TokenColumns], *, options: Mapping[str, float], reduce: Reduce) -> tuple[dict[str, float], Tensor, int]:
+    """The step's mean advantage and log-probability, this rank's covariances, and how many tokens `fraction` of the step is."""
     advantage_sum, num_tokens = _total(_joined([row.advantages[row.loss_mask] for row in rows]), reduce=reduce)
     logprob_sum, _ = _total(_joined([row.required("old_logprobs")[row.loss_mask] for row in rows]), reduce=reduce)
-    known = StepStatistics(mean_advantage=advantage_sum / max(num_tokens, 1), mean_logprob=logprob_sum / max(num_tokens, 1))
-    values = {"mean_advantage": known.mean_advantage, "mean_logprob": known.mean_logprob}
-    wanted = max(1, int(options["fraction"] * num_tokens))
-    covariances = _joined([covariance(row, statistics=known)[row.loss_mask] for row in rows])
-    if method.objective.name == "kl_cov":
+    means = {"mean_advantage": advantage_sum / max(num_tokens, 1), "mean_logprob": logprob_sum / max(num_tokens, 1)}
+    covariances = _joined([covariance(row, statistics=StepStatistics(**means))[row.loss_mask] for row in rows])
+    return means, covariances, max(1, int(options["fraction"] * num_tokens))
 
-        def holds_enough(threshold: float) -> bool:
-            return _total(covariances[covariances >= threshold], reduce=reduce)[1] >= wanted
 
-        return values | {"covariance_threshold": _largest(holds_enough)}
-    inside = (covariances > options["low"]) & (covariances < options["high"])
-    _, candidates = _total(covariances[inside], reduce=reduce)
-    return values | {"pick_probability": min(1.0, wanted / candidates) if candidates else 0.0}
+def _reached_by(values: Tensor, *, wanted: int, reduce: Reduce) -> float:
+    """The largest threshold that at least `wanted` values of all ranks reach."""
+    return _largest(lambda threshold: _total(values[values >= threshold], reduce=reduce)[1] >= wanted)
 
 
 def _mean_weight(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce) -> float:
@@ -122,12 +137,6 @@ def _mean_weight(rows: Sequence[TokenColumns], *, method: Method, reduce: Reduce
     total, count = _total(torch.cat(found) if found else torch.zeros(0), reduce=reduce)
     mean = total / count if count else 0.0
     return mean if mean > LEAST_MEAN_WEIGHT else 1.0
-
-
-def _positive_scale(rows: Sequence[TokenColumns], *, reduce: Reduce) -> float:
-    of_correct = [row.required("correct")[row.sequence_ids[row.loss_mask]] for row in rows]
-    correct, num_tokens = _total(_joined(of_correct), reduce=reduce)
-    return num_tokens / correct if correct else 0.0
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

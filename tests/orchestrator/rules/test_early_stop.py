@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.rules.early_stop import AUDIT_SURVIVORS, Audit, EarlyStop
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
-from pipelinerl.algorithms.credit.roulette import doubly_robust, rloo_doubly_robust
+from pipelinerl.algorithms.advantage.early_stop import doubly_robust, rloo_doubly_robust
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from pipelinerl.messages import EarlyStopDecision
 
 THETA = np.array([0.3, -0.4, 0.8])

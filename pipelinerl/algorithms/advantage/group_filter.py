@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import ScoredGroup
+from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from pipelinerl.algorithms.declare import group_filter
 from pipelinerl.algorithms.method import Need
 

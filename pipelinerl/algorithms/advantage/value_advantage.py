@@ -6,13 +6,11 @@ are those of `token_advantage.token_rewards`: the outcome at the last trained to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from pipelinerl.algorithms.credit import token_advantage
-from pipelinerl.algorithms.credit.advantage import Float64, Int64, Mask, ScoredGroup
-from pipelinerl.algorithms.credit.token_advantage import spread, token_rewards
+from pipelinerl.algorithms.advantage import token_advantage
+from pipelinerl.algorithms.advantage.outcome import Float64, Int64, Mask, ScoredGroup
+from pipelinerl.algorithms.advantage.token_advantage import spread, token_rewards
 from pipelinerl.algorithms.declare import advantage
 from pipelinerl.algorithms.method import Need
 
@@ -20,7 +18,7 @@ _Row = tuple[Float64, Float64, Mask]
 """Rewards, values and mask of one sibling, each [P]."""
 
 
-@advantage(source="arXiv:1506.02438", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL})
+@advantage(source="arXiv:1506.02438", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL}, returns="gae_returns")
 def gae(group: ScoredGroup, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0) -> list[Float64]:
     """A_t = delta_t + gamma lam A_{t+1}, carried through masked tokens"""
     return [
@@ -34,7 +32,7 @@ def gae_returns(group: ScoredGroup, *, gamma: float, lam: float, kl_coef: float)
     return [advantages + values for advantages, values in pairs]
 
 
-@advantage(source="VAPO arXiv:2504.05118", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL})
+@advantage(source="VAPO arXiv:2504.05118", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL}, returns="vapo_returns")
 def vapo_gae(group: ScoredGroup, *, gamma: float = 1.0, alpha: float = 0.05, kl_coef: float = 0.0) -> list[Float64]:
     """GAE with lam = 1 - 1/(alpha L); returns with lam 1"""
     return [
@@ -51,7 +49,7 @@ def vapo_returns(group: ScoredGroup, *, gamma: float, alpha: float, kl_coef: flo
     ]
 
 
-@advantage(source="AReaL", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL})
+@advantage(source="AReaL", needs={Need.CRITIC}, needs_if={"kl_coef": Need.TOKEN_KL}, returns="turn_returns")
 def turn_gae(group: ScoredGroup, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0) -> list[Float64]:
     """GAE over turn boundaries, constant inside a turn, whose value is that of its first token
 
@@ -69,10 +67,6 @@ def turn_returns(group: ScoredGroup, *, gamma: float, lam: float, kl_coef: float
     advantages = turn_gae(group, gamma=gamma, lam=lam, kl_coef=kl_coef)
     turns = zip(advantages, _rows(group, kl_coef=kl_coef), group.required("turns"), strict=True)
     return [a + spread(_per_turn(row, ends=ends)[1], ends=ends, num_positions=len(a)) for a, row, ends in turns]
-
-
-RETURNS: dict[str, Callable[..., list[Float64]]] = {"gae": gae_returns, "vapo_gae": vapo_returns, "turn_gae": turn_returns}
-"""By the name of the advantage rule."""
 
 
 def _rows(group: ScoredGroup, *, kl_coef: float) -> list[_Row]:

@@ -11,11 +11,10 @@ from functools import reduce
 
 import numpy as np
 
-from pipelinerl.algorithms.credit import value_advantage
-from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
-from pipelinerl.algorithms.credit.batch_rule import Credit
-from pipelinerl.algorithms.credit.role_baseline import RoleBaselines
-from pipelinerl.algorithms.declare import RuleSpec
+from pipelinerl.algorithms.advantage.batch_rule import Credit
+from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup
+from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
+from pipelinerl.algorithms.declare import RuleSpec, load_rule
 from pipelinerl.algorithms.method import Method, Option
 from pipelinerl.algorithms.rules import spec_of
 from pipelinerl.errors import ConfigError
@@ -41,7 +40,9 @@ def group_advantages(group: ScoredGroup, *, method: Method, baselines: RoleBasel
 
 def value_returns(group: ScoredGroup, *, method: Method) -> list[Float64]:
     """N arrays [P]: what a critic's values of the group are trained towards, under an advantage rule that has values."""
-    return value_advantage.RETURNS[method.advantage.name](_shaped(group, method), **method.advantage.options)
+    spec = spec_of("advantage", method.advantage.name)
+    returns = load_rule(f"{spec.reference.rpartition(':')[0]}:{spec.returns}")
+    return returns(_shaped(group, method), **method.advantage.options)
 
 
 def step_advantages(credits: Sequence[Credit], groups: Sequence[ScoredGroup], *, method: Method) -> list[Credit]:

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64, Int64, ScoredGroup, StepScores, centred, normalised
-from pipelinerl.algorithms.credit.token_advantage import spread
+from pipelinerl.algorithms.advantage.outcome import Float64, Int64, ScoredGroup, StepScores, centred, normalised
+from pipelinerl.algorithms.advantage.token_advantage import spread
 from pipelinerl.algorithms.declare import advantage
 from pipelinerl.algorithms.method import Need
 

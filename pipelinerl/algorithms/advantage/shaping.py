@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64, Int64, ScoredGroup
+from pipelinerl.algorithms.advantage.outcome import Float64, Int64, ScoredGroup
 from pipelinerl.algorithms.declare import shaping
 from pipelinerl.algorithms.method import Need
 

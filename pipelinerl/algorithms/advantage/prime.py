@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
-from pipelinerl.algorithms.credit.step_credit import following_sum
+from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup
+from pipelinerl.algorithms.advantage.step_scores import following_sum
 from pipelinerl.algorithms.declare import advantage
 from pipelinerl.algorithms.method import Need
 

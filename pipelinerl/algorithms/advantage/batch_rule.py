@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64, Mask, ScoredGroup
+from pipelinerl.algorithms.advantage.outcome import Float64, Mask, ScoredGroup
 from pipelinerl.algorithms.declare import batch
 
 Credit = Float64 | list[Float64]

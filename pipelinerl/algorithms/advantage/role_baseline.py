@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup
 from pipelinerl.algorithms.declare import advantage
 from pipelinerl.algorithms.method import Need
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.algorithms.credit.advantage import Float64, ScoredGroup
+from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup
 from pipelinerl.algorithms.declare import advantage
 from pipelinerl.algorithms.method import Need
 
