@@ -25,6 +25,7 @@ from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
+from orchestrator.recovery.open_steps import OpenSteps
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut, Credit, StepRules, sampled_of
 from orchestrator.rules.concurrency import Concurrency
@@ -374,8 +375,7 @@ class Assembly:
             ledger=self._dependencies.ledger,
             progress=self.progress,
             watch=self.watch,
-            num_booked=self.past.num_done,
-            recorded=self.past.steps,
+            steps=OpenSteps(self._dependencies.ledger, num_booked=self.past.num_done, recorded=self.past.steps),
             kv_policy=self._kv_policy,
             announcement_check=self._announcement_check,
             quarantine=self._quarantine,
@@ -459,7 +459,7 @@ class Assembly:
             watch=self.watch,
             progress=self.progress,
             num_steps=self._config.trainer.steps,
-            num_booked=lambda: self.training.num_booked,
+            num_booked=lambda: self.training.steps.num_booked,
             prm=self._prm_gauges,
             environment=self._environment_gauges,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from orchestrator.stages.batching import Row, StepEnd
+from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.messages import PolicyPublished, ScoredTrajectory, TrainerReady, Trajectory
 from pipelinerl.runtime.stage import Channel

@@ -15,10 +15,11 @@ from orchestrator.observe.progress import Progress
 from orchestrator.replay.differences import compare_batches
 from orchestrator.replay.recorded import RecordedGroup, read_recording
 from orchestrator.replay.recorded_run import RecordedRun
+from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
-from orchestrator.stages.batching import Batching, Row, StepEnd
+from orchestrator.stages.batching import Batching
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.data.packing import Packing

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from orchestrator.stages.batching import StepEnd
+from orchestrator.rollouts.rows import StepEnd
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Float32, Prompt, ScoredTrajectory
 from pipelinerl.transport.codec import Decoder

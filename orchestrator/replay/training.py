@@ -14,12 +14,13 @@ import numpy as np
 from orchestrator.channels import make_channels
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
+from orchestrator.recovery.open_steps import OpenSteps
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN, write_lines
 from orchestrator.replay.recorded import Recording, read_closed_steps
 from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
 from orchestrator.replay.recorded_run import RecordedRun
-from orchestrator.stages.batching import Row, StepEnd
+from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.stages.training import Training
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Message, MicroBatch, Sample, StepClosed, TakeMicroBatch, TrainerReady
@@ -98,7 +99,7 @@ async def _run(
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
         watch=watch,
-        num_booked=first,
+        steps=OpenSteps(ledger, num_booked=first),
     )
     commit = ledger.close_step(first - 1, num_rows=0, num_tokens=0, num_samples=0, now_s=0.0)
     for replica in range(num_replicas):

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pipelinerl.messages import UNSAMPLED, Trajectory
+
 MEMORY = 0.9
 """What earlier steps weigh after each further one. Larger follows a learning rate that changes later; smaller follows noise."""
 DOUBT = 0.98
@@ -72,3 +74,19 @@ def squared_lags(versions: npt.NDArray[np.int32], *, num_prompt: int, recomputed
     behind = (num_prompt + start) * (trained - int(versions[start])) + int((trained - versions[start:first]).sum())
     lags = behind / (num_prompt + np.arange(first, end))
     return float(np.square(lags).sum()), end - first
+
+
+def squared_lags_of(trajectory: Trajectory, *, trained: int) -> tuple[float, int]:
+    """Return `squared_lags` summed over the turns of a rollout. What precedes a turn is computed anew where the version has changed."""
+    edges = np.flatnonzero(np.diff(trajectory.versions != UNSAMPLED, prepend=False, append=False)).reshape(-1, 2).tolist()
+    num_prompt = edges[0][0] if edges else 0
+    found = [
+        squared_lags(
+            trajectory.versions[start:end],
+            num_prompt=start,
+            recomputed=[at for place in trajectory.recomputed if (at := place + num_prompt - start) >= 0],
+            trained=trained,
+        )
+        for start, end in edges
+    ]
+    return sum(square for square, _ in found), sum(count for _, count in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.rollouts import summary_of
 from orchestrator.ledger.snapshot import RecordedStep
 from orchestrator.observe.progress import Progress
+from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.batch import BatchCut, Verdict
 from orchestrator.rules.grouping import Grouping
@@ -19,34 +19,6 @@ from pipelinerl.errors import Stalled
 from pipelinerl.messages import Group, Sample, ScoredTrajectory
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Samples that go through the trainer together, laid end to end."""
-
-    step: int
-    samples: tuple[Sample, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its token columns: 17 for each token, and those of the routes of a mixture."""
-        routes = [sample.trajectory.routes for sample in self.samples]
-        num_routes = sum(each.experts.nbytes for each in routes if each is not None)
-        return 17 * sum(sample.trajectory.num_tokens for sample in self.samples) + num_routes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnd:
-    """A step has all its rows."""
-
-    step: int
-    num_tokens: int
-    num_samples: int
-    commit: str = ""
-    """The ledger's, which holds every row of the step."""
-
-    num_bytes = 0
 
 
 class Batching:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from orchestrator.stages.training import micro_batch_of
+from orchestrator.rollouts.micro_batch import micro_batch_of
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.data.packing import Packing
 from pipelinerl.messages import (

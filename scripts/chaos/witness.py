@@ -18,8 +18,8 @@ from typing import Any
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import Scorers
+from orchestrator.recovery.trainer_session import TrainerSession
 from orchestrator.rules.validation import penalties, violations
-from orchestrator.stages.training import Training
 from pipelinerl.messages import Message
 from pipelinerl.transport.router import Router
 from pipelinerl.transport.zmq import ZmqHub
@@ -118,9 +118,9 @@ class Witness:
             if self._now is not None:
                 self._now.is_fenced = not self._now.refused
 
-        once_started = Training._once_started
+        once_started = TrainerSession.once_started
 
-        def see_put_off(training: Training, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
+        def see_put_off(session: TrainerSession, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
             in_hand = self._now
 
             def handle(peer: str, said: Message) -> None:
@@ -132,12 +132,12 @@ class Witness:
                 self._now = None
                 self._put_down(in_hand)
 
-            num_early = len(training._early)
-            once_started(training, handle, peer, said)
+            num_early = len(session.early)
+            once_started(session, handle, peer, said)
             if in_hand is not None:
-                in_hand.is_put_off = len(training._early) > num_early
+                in_hand.is_put_off = len(session.early) > num_early
 
-        Training._once_started = see_put_off
+        TrainerSession.once_started = see_put_off
         Peers._hold_against, Engines._asked_of, Scorers._not_asked = see_refusal, see_asked, see_not_asked
 
     def _put_down(self, done: _InHand) -> None:

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from orchestrator.rollouts.micro_batch import micro_batch_of
 from orchestrator.rollouts.single_turn import trajectory_of
-from orchestrator.stages.training import micro_batch_of
 from pipelinerl.data.expert_routes import table_of, unknown
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread

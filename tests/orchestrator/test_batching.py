@@ -13,10 +13,11 @@ import pytest
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import RecordedStep, commit_of
 from orchestrator.observe.progress import Progress
+from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.grouping import Grouping
-from orchestrator.stages.batching import Batching, Row, StepEnd
+from orchestrator.stages.batching import Batching
 from pipelinerl.config import Mode
 from pipelinerl.data.packing import Packing
 from pipelinerl.messages import ScoredTrajectory

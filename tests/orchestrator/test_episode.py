@@ -9,7 +9,7 @@ from orchestrator.credit import MethodCredit
 from orchestrator.rollouts.multi_turn import Episode
 from orchestrator.rollouts.rollout import reply_request
 from orchestrator.rules.batch import Filtered
-from orchestrator.stages.training import _squared_lags
+from orchestrator.rules.kv import squared_lags_of
 from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
@@ -125,7 +125,7 @@ def test_gigpo_compares_turns_that_answer_equal_states():
 def test_a_turn_lags_by_swaps_within_it_alone():
     """What was before a turn is computed anew under its first version: 5 tokens of context, one of version 3, then two of version 4."""
     row = trajectory(three_turns())
-    square, count = _squared_lags(row, trained=4)
+    square, count = squared_lags_of(row, trained=4)
     assert count == 2
     assert square == pytest.approx((6 / 6) ** 2 + (6 / 7) ** 2)
-    assert _squared_lags(row, trained=6) == (0.0, 0)
+    assert squared_lags_of(row, trained=6) == (0.0, 0)

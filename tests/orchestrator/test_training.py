@@ -16,11 +16,14 @@ import pytest
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.peers import Peers
+from orchestrator.recovery.open_steps import OpenSteps
+from orchestrator.recovery.trainer_session import MAX_EARLY
+from orchestrator.rollouts.micro_batch import micro_batch_of
+from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
 from orchestrator.rules.validation.violations import Kind
-from orchestrator.stages.batching import Row, StepEnd
-from orchestrator.stages.training import MAX_EARLY, Training, micro_batch_of
+from orchestrator.stages.training import Training
 from pipelinerl.errors import DataError, PeerRefused
 from pipelinerl.messages import (
     CheckpointSaved,
@@ -101,6 +104,7 @@ async def bench(
         num_steps=num_steps,
         holds_batches=holds_batches,
         ledger=ledger,
+        steps=OpenSteps(ledger),
         progress=Progress(journal=journal, started_s=0.0),
         watch=watch,
         announcement_check=AnnouncementCheck(max_outstanding=1, num_steps=num_steps),
@@ -302,7 +306,7 @@ def test_a_done_step_that_is_not_the_next_is_refused_and_one_that_keeps_saying_s
             for count in range(1, MAX_VIOLATIONS + 1):
                 it.links[0].send(StepDone(step=step, metrics={}))
                 await asyncio.sleep(1.0)
-                assert (it.trainer.refused, it.training.num_booked) == ({Kind.STEPS: count}, 0)
+                assert (it.trainer.refused, it.training.steps.num_booked) == ({Kind.STEPS: count}, 0)
 
     expected = pytest.RaisesExc(PeerRefused, match=f"trainer-0 keeps saying what cannot be.*StepDone: step {step}, expected 0")
     with pytest.RaisesGroup(expected, flatten_subgroups=True):
@@ -316,11 +320,11 @@ def test_a_step_is_not_done_before_its_last_row_is_known(tmp_path: Path):
             await it.put(row(0, handmade.sample(5)))
             it.links[0].send(StepDone(step=0, metrics={}))
             await asyncio.sleep(0.01)
-            assert (it.trainer.refused, it.training.num_booked) == ({Kind.STEPS: 1}, 0)
+            assert (it.trainer.refused, it.training.steps.num_booked) == ({Kind.STEPS: 1}, 0)
             await it.put(StepEnd(step=0, num_tokens=4, num_samples=1))
             it.links[0].send(StepDone(step=0, metrics={"loss": 0.5, "grad_norm": float("nan")}))
             await asyncio.sleep(0.01)
-            assert (it.trainer.refused, it.training.num_booked) == ({Kind.STEPS: 1, Kind.BOUNDS: 1}, 1)
+            assert (it.trainer.refused, it.training.steps.num_booked) == ({Kind.STEPS: 1, Kind.BOUNDS: 1}, 1)
         (step,) = [line for line in read_journals(tmp_path) if line["kind"] == "step"]
         assert step["trainer"] == {"loss": 0.5}, "what is no figure is left out, and the step stands"
 
@@ -392,7 +396,7 @@ def test_what_a_trainer_says_at_once_after_its_announcement_is_judged_by_where_i
             it.links[0].send(PolicyPublished(version=3, buffer="b", digest="", num_bytes=0, publish_s=0.0))
             await asyncio.sleep(1.0)
             assert it.trainer.refused == {Kind.STEPS: 1}, "a policy of a step that nobody has trained"
-            assert it.training.num_booked == 1
+            assert it.training.steps.num_booked == 1
             assert it.ledger.store.read("SELECT version FROM events WHERE kind = 'saved'") == [(1,)]
             assert len(it.published) == 2, "the trainer, and its policy"
 
@@ -525,7 +529,7 @@ def test_a_checkpoint_proves_what_its_trainer_had_no_time_to_say(tmp_path: Path)
             await it.put(row(1, of), StepEnd(step=1, num_tokens=4, num_samples=1, commit=commit))
             it.links[0].send(ready(2, version=2, commit=commit))
             await asyncio.sleep(0.01)
-            assert it.training.num_booked == 2
+            assert it.training.steps.num_booked == 2
             return it.ledger
 
     ledger = simulate(program())

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from orchestrator.credit import MethodCredit
+from orchestrator.rollouts.micro_batch import micro_batch_of
 from orchestrator.rules.batch import BatchCut
-from orchestrator.stages.training import micro_batch_of
 from pipelinerl.algorithms.loss import denominator, policy_loss
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Need
 from pipelinerl.algorithms.methods import resolve

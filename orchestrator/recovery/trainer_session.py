@@ -1,0 +1,212 @@
+"""The trainer's session: which process trains, from where it starts, and what that leaves to be trained again.
+
+A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, as the ledger has them. One that
+survived an orchestrator goes on where it is: what it had of an open step lies in the ledger as it was given it. What it says of steps,
+policies and checkpoints before it is known where it stands waits until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import commit_of, first_kept_step, saved_versions
+from orchestrator.observe.progress import Progress
+from orchestrator.peers.peers import Peers
+from orchestrator.recovery.open_steps import OpenSteps
+from orchestrator.recovery.quarantine import RowSuspects
+from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.rules.validation.violations import Kind, Violation, number_of
+from pipelinerl.errors import PeerRefused
+from pipelinerl.messages import Message, PolicyPublished, TrainerReady
+from pipelinerl.runtime.stage import Channel, Signal
+from pipelinerl.runtime.watch import Watch
+
+MAX_EARLY = 64
+"""Messages of a trainer whose start is not dealt with yet. An honest one sends three: its policy, its checkpoint, a step. A larger bound
+only lets a dishonest one fill memory.
+"""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TrainerSession:
+    """The process that trains, one replica or several, and the start that is being dealt with.
+
+    Raises `PeerRefused`, and ends the run, where the first trainer that it hears starts from a checkpoint of another run.
+    """
+
+    trainer: Peers
+    steps: OpenSteps
+    suspects: RowSuspects
+    published: Channel[TrainerReady | PolicyPublished]
+    num_replicas: int
+    announcement_check: AnnouncementCheck | None
+    ledger: Ledger
+    progress: Progress
+    watch: Watch
+    on_replaced: Callable[[], None]
+    """Called when another process takes the trainer's place."""
+    on_started: Callable[[], None]
+    """Called once it is known where a trainer stands."""
+    replicas: dict[int, TrainerReady] = dataclasses.field(default_factory=dict)
+    """Those that have announced themselves."""
+    is_starting: bool = False
+    """A trainer has announced itself, and what it is to begin with is being fetched."""
+    last_checkpoint: int = 0
+    """Version of the newest checkpoint, also of one that could not be written."""
+    early: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    """What a trainer that starts has said already."""
+    _is_condemned: bool = False
+    """The trainer was to be replaced for what it said: no row that it had in hand is to blame."""
+    _ready: Signal = dataclasses.field(default_factory=Signal)
+    """Set when a replica announces itself."""
+    _starts: Channel[TrainerReady] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self._starts = Channel("starts", giver="trainer", taker="training", watch=self.watch, bound_bytes=1)
+        self.trainer.on(TrainerReady, self._on_ready)
+        self.trainer.on_condemned(self._on_condemned)
+
+    async def wait_until_ready(self) -> None:
+        """Wait until every replica of the config has announced itself."""
+        while len(self.replicas) < self.num_replicas:
+            await self._ready.wait()
+
+    def is_refused(self, peer: str, violation: Violation | None) -> bool:
+        """Refuse what a trainer says, where something cannot be about it."""
+        if violation is not None:
+            self.trainer.refuse(peer, violation)
+        return violation is not None
+
+    def leads(self, peer: str, said: Message) -> bool:
+        """True for the replica that speaks for all of steps, policies and checkpoints."""
+        words = f"{type(said).__name__} of {peer}, expected of trainer-0, which speaks for all replicas"
+        return not self.is_refused(peer, None if number_of(peer) == 0 else Violation(kind=Kind.IDENTITY, words=words))
+
+    def once_started(self, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
+        """Deal with a message once it is known where its trainer stands: an honest one is ahead of what the ledger knows to be done."""
+        if not (self.is_starting or 0 < len(self.replicas) < self.num_replicas):
+            handler(peer, said)
+        elif len(self.early) < MAX_EARLY:
+            self.early.append(lambda: handler(peer, said))
+        else:
+            words = f"{type(said).__name__}: {len(self.early)} messages while it starts, expected at most {MAX_EARLY}"
+            self.trainer.refuse(peer, Violation(kind=Kind.BOUNDS, words=words))
+
+    async def run(self) -> None:
+        """Deal with each start: have the steps that its trainer lacks offered again, and those that it has booked."""
+        is_first = True
+        loop = asyncio.get_running_loop()
+        async for ready in self._starts:
+            if words := self._wrong_start(ready):
+                raise PeerRefused(words)
+            num_booked = self.steps.num_booked
+            await self.steps.reopen(ready.version)
+            for step in range(num_booked, ready.version):  # its weights prove what their trainer had no time to say
+                self.progress.proven(step, self.steps.open[step].samples, now_s=loop.time())
+                self.steps.record_trained(step, now_s=loop.time())
+            if self._is_condemned:
+                self._is_condemned = False
+            else:
+                self.suspects.record_death(ready.suspects)
+            self.last_checkpoint = ready.version if ready.saved is None else ready.saved
+            self._record_checkpoints(ready)
+            if _survived(ready):
+                self.ledger.record("survived", now_s=loop.time(), version=ready.version)
+            elif ready.version or self.steps.num_booked or not is_first:
+                self.ledger.record("restarted", now_s=loop.time(), version=ready.version)
+            is_first = False
+            self.steps.go_on_from(ready.version)
+            self.is_starting = len(self._starts) > 0
+            if not self.is_starting:
+                early, self.early = self.early, []
+                for handle in early:
+                    handle()
+            self.on_started()
+
+    def _on_condemned(self, peer: str, is_banned: bool) -> None:
+        self._is_condemned = True
+
+    def _on_ready(self, peer: str, ready: TrainerReady) -> None:
+        known = self.replicas.get(ready.replica)
+        if (violation := self._miscounts(peer, ready)) is not None:
+            if known is None:
+                raise PeerRefused(violation.words)
+            self.trainer.refuse(peer, violation, is_hopeless=True)
+            return
+        if self.announcement_check is not None and self.is_refused(peer, self.announcement_check.trainer(ready)):
+            return
+        if known is not None and known.process_id == ready.process_id:
+            return
+        if known is not None and self.announcement_check is not None and (words := self._wrong_start(ready)):
+            self.trainer.refuse(peer, Violation(kind=Kind.STEPS, words=words), is_hopeless=True)
+            return
+        if known is not None:  # replicas start together: whoever else is known is gone, too
+            self.replicas.clear()
+            self.early.clear()
+            self.on_replaced()
+        self.replicas[ready.replica] = ready
+        self._ready.set()
+        if len(self.replicas) == self.num_replicas:
+            starts = {(one.version, one.commit) for one in self.replicas.values()}
+            if len(starts) > 1 and not _survived(self.replicas[0]):
+                raise PeerRefused(f"the trainer's replicas start from different checkpoints: {sorted(self.replicas.items())}")
+            self.is_starting = True
+            self.published.put_now(self.replicas[0])  # bounded: a trainer takes seconds to start
+            self._starts.put_now(self.replicas[0])  # bounded likewise
+
+    def _record_checkpoints(self, ready: TrainerReady) -> None:
+        """Have the ledger count on the very checkpoints that the trainer can still use."""
+        version, now_s = self.last_checkpoint, asyncio.get_running_loop().time()
+        known = saved_versions(self.ledger)
+        reasons = {damage.version: damage.reason for damage in ready.damaged}
+        for newer in sorted((one for one in known if one > version), reverse=True):
+            reason = reasons.get(newer, "it is not there any more")
+            self.ledger.discard_checkpoint(newer, reason, now_s=now_s)
+            self.progress.journal.write("checkpoint", version=newer, num_bytes=0, save_s=0.0, error=f"discarded: {reason}")
+            print(f"checkpoint {newer} is discarded: {reason}; version {version} is used, and what came after is trained again", flush=True)
+        if version and version not in known:
+            self.ledger.record_checkpoint(version, ready.saved_commit or ready.commit, oldest=ready.oldest, now_s=now_s)
+
+    def _miscounts(self, peer: str, ready: TrainerReady) -> Violation | None:
+        if ready.num_replicas == self.num_replicas:
+            return None
+        expected = f"the config makes {self.num_replicas} (trainer.ranks and trainer.parallel)"
+        return Violation(kind=Kind.BOUNDS, words=f"{peer} counts {ready.num_replicas} replicas, {expected}")
+
+    def _wrong_start(self, ready: TrainerReady) -> str:
+        """Why a trainer cannot go on from where it starts: a checkpoint of another run, or one too old; empty where it can.
+
+        Said by the first trainer that this orchestrator hears, it ends the run: its folders do not belong together. Of a later one it costs
+        its place, as any other violation does: that it can be done right, the one before has shown.
+        """
+        if ready.version < (first := first_kept_step(self.ledger)):
+            damage = "".join(f"\n  - {one.reason}" for one in ready.damaged)
+            return (
+                f"the trainer starts from version {ready.version}, but the ledger keeps rows of steps from {first} on: those before were in"
+                f" every checkpoint that was kept. Restore a checkpoint of version {first} or later, or start a new run from this one's"
+                f" model (checkpoint.keep says how many are kept){damage}"
+            )
+        if not ready.version:
+            return ""
+        expected = commit_of(self.ledger, ready.version - 1)
+        if ready.commit != expected:
+            return (
+                f"the trainer starts from a version {ready.version} that names the ledger's commit {ready.commit[:100]!r}, but this"
+                f" ledger has {expected!r} for step {ready.version - 1}: the two are of different runs. Resume with both as they were, or"
+                " start a new run from the checkpoint's model"
+            )
+        if ready.saved and ready.saved_commit != (expected := commit_of(self.ledger, ready.saved - 1)):
+            return (
+                f"the trainer's newest checkpoint, of version {ready.saved}, names the ledger's commit {ready.saved_commit[:100]!r}, but"
+                f" this ledger has {expected!r} for step {ready.saved - 1}: the two are of different runs. Resume with both as they were"
+            )
+        return ""
+
+
+def _survived(ready: TrainerReady) -> bool:
+    """True where a trainer goes on, under another orchestrator, with steps that no checkpoint holds."""
+    return ready.saved not in (None, ready.version)

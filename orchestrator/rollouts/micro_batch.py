@@ -1,0 +1,47 @@
+"""A micro-batch: the samples of a row laid end to end, one column for each thing that the trainer needs of a token or a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipelinerl.data.expert_routes import joined
+from pipelinerl.errors import DataError
+from pipelinerl.messages import Finish, MicroBatch, Prompt, Sample
+
+
+def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teachers: Sequence[str] = ()) -> MicroBatch:
+    """Lay samples end to end; without samples this is the zero-loss row. Raises `DataError` where a row names none of `teachers`."""
+    trajectories = [sample.trajectory for sample in samples]
+    return MicroBatch(
+        step=step,
+        index=index,
+        token_ids=_join([trajectory.token_ids for trajectory in trajectories], np.int32),
+        loss_mask=_join([trajectory.loss_mask for trajectory in trajectories], np.bool_),
+        logprobs=_join([trajectory.logprobs for trajectory in trajectories], np.float32),
+        versions=_join([trajectory.versions for trajectory in trajectories], np.int32),
+        advantages=_join([sample.advantages for sample in samples], np.float32),
+        lengths=np.array([trajectory.num_tokens for trajectory in trajectories], np.int32),
+        rollout_ids=tuple(trajectory.rollout_id for trajectory in trajectories),
+        rewards=np.array([sample.reward for sample in samples], np.float32),
+        truncated=np.array([trajectory.finish is Finish.LENGTH for trajectory in trajectories], np.bool_),
+        group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int32),
+        engine_ids=np.array([trajectory.engine_id for trajectory in trajectories], np.int32),
+        weights=np.array([sample.weight for sample in samples], np.float32) if any(sample.weight != 1.0 for sample in samples) else None,
+        teacher_ids=np.array([teacher_of(trajectory.prompt, teachers) for trajectory in trajectories], np.int32) if teachers else None,
+        routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
+    )
+
+
+def teacher_of(prompt: Prompt, teachers: Sequence[str]) -> int:
+    """Which of the teachers judges what is said to a prompt. Raises `DataError`."""
+    if (name := prompt.columns.get("teacher")) not in teachers:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: the row's column teacher is {name!r}, expected one of {', '.join(teachers)} (reference.teachers)"
+        )
+    return tuple(teachers).index(str(name))
+
+
+def _join(columns: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(columns) if columns else np.zeros(0, dtype)
