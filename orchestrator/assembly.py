@@ -272,7 +272,7 @@ class Assembly:
             queue_bytes=config.pipeline.queue_bytes,
             quarantine=self._quarantine,
             environment=self._environment,
-            first_group_id=self.past.next_group_id,
+            next_group_id=self.past.next_group_id,
             interrupted=self.past.interrupted,
         )
 

@@ -94,7 +94,7 @@ async def _run(
         group_size=num_siblings,
         queue_bytes=config.pipeline.queue_bytes,
         quarantine=Quarantine({}),
-        first_group_id=min((int(name.partition("/")[0]) for name, _ in old), default=0),
+        next_group_id=min((int(name.partition("/")[0]) for name, _ in old), default=0),
     )
 
     def begin(event: Event) -> None:

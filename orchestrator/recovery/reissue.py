@@ -1,0 +1,200 @@
+"""Issues rollouts again that an engine took with it, or answered with what cannot be true, and reattaches those that an engine still has.
+
+A rollout's next attempt goes to an engine that is no older than what has it so far; siblings that were lost together go together. A prompt
+that was there at two deaths is issued no more, and no engine has two suspects at once (`rules.quarantine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.peers.engines import Engine, Engines
+from orchestrator.recovery.quarantine import PromptSuspects
+from orchestrator.rollouts.rollout import Rollout, unanswered
+from orchestrator.rules.quarantine import Quarantine, row_of
+from orchestrator.rules.routing import route
+from orchestrator.rules.validation.violations import Violation
+from pipelinerl.messages import Completion, Generate
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import Watch
+
+MAX_REFUSED = 3
+"""Attempts of a rollout whose answers cannot be true before it fails. 1 would fail it for its engine; many let it go round without end."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Reissue:
+    """Which rollouts engines have, and which wait to be issued again."""
+
+    engines: Engines
+    quarantine: Quarantine
+    ledger: Ledger
+    credits: Signal
+    watch: Watch
+    stage: str
+    """Whose waits these are."""
+    ask: Callable[[Rollout, int], None]
+    """Asks an engine for an attempt, or for an episode's next turn."""
+    request: Callable[[Rollout], Generate]
+    """Makes the request that was sent for an attempt."""
+    take: Callable[[Rollout, Completion, int], None]
+    """Takes an engine's answer to an attempt."""
+    fail: Callable[[Rollout, Completion], None]
+    """Ends a rollout that is issued no more."""
+    full: Callable[[], str | None]
+    """Names the queue that has to get shorter before anything more is asked of engines."""
+    _waiting: dict[int, list[Rollout]] = dataclasses.field(default_factory=dict)
+    """By group: attempts to issue, in place of some that were lost, and turns that no engine may go on with yet."""
+    _running: dict[int, dict[str, int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(dict))
+    """By group: the rollouts in engines, and in which; between two turns, in which it was."""
+    _lost: dict[int, set[str]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
+    """By engine that dies: the prompts it had."""
+    _prompt_ids: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By group that has rollouts in engines."""
+    _suspects: PromptSuspects = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self._suspects = PromptSuspects(role="engine", quarantine=self.quarantine, ledger=self.ledger)
+        self.engines.on_died(self._on_died)
+        self.engines.on_joined(self._on_joined)
+
+    async def run(self) -> None:
+        """Issue what waits as engines may take it."""
+        while True:
+            for group_id in list(self._waiting):
+                if self.full() is None:
+                    self._try_again(group_id)
+            if self._waiting:
+                with self.watch.waiting(self.stage, self.full() or "an engine that may go on with what another one has begun"):
+                    await self.credits.wait()
+            else:
+                await self.credits.wait()
+
+    def put(self, rollout: Rollout) -> None:
+        """Have a rollout issued as soon as an engine may take it."""
+        self._waiting.setdefault(rollout.group_id, []).append(rollout)
+
+    def enter(self, rollout: Rollout, engine_id: int) -> None:
+        """Note that a rollout is in an engine."""
+        self._running[rollout.group_id][rollout.rollout_id] = engine_id
+        self._prompt_ids[rollout.group_id] = rollout.prompt.prompt_id
+
+    def leave(self, rollout: Rollout) -> None:
+        """Note that a rollout is in no engine any more."""
+        running = self._running[rollout.group_id]
+        del running[rollout.rollout_id]
+        if not running:
+            del self._running[rollout.group_id]
+            del self._prompt_ids[rollout.group_id]
+
+    def end(self, rollout: Rollout, engine_id: int) -> None:
+        """Note that a rollout is answered; the last of its group clears its prompt."""
+        self.leave(rollout)
+        is_last = rollout.group_id not in self._running and rollout.group_id not in self._waiting
+        if is_last and self._suspects.clear(f"engine-{engine_id}", rollout.prompt.prompt_id):
+            self.credits.set()
+
+    def lose(self, rollout: Rollout, engine_id: int) -> None:
+        """Issue the next attempt of a rollout that an engine takes with it."""
+        engine = self.engines.find(engine_id)
+        is_condemned = engine is not None and engine.is_condemned
+        if not is_condemned:  # else it goes for what it said, and no prompt is suspected of it
+            self._lost[engine_id].add(rollout.prompt.prompt_id)
+        reason = f"engine-{engine_id} {'is fenced for what it said' if is_condemned else 'ended'}"
+        self._issue_next(rollout, rollout.next_attempt(), engine_id, reason=reason)
+
+    def refuse(self, rollout: Rollout, engine_id: int, violation: Violation) -> None:
+        """Issue the next attempt of a rollout whose answer cannot be true, to another engine where there is one."""
+        self._issue_next(rollout, rollout.next_attempt(refused_by=engine_id), engine_id, reason=str(violation))
+
+    def is_quarantined(self, rollout: Rollout) -> bool:
+        return self.quarantine.holds(rollout.prompt.prompt_id)
+
+    def may_take(self, engine_id: int, rollout: Rollout) -> bool:
+        """True where an engine is no older than what has the rollout so far, and has no other suspect with a suspect."""
+        if self.engines[engine_id].version < rollout.version:
+            return False
+        if not self.quarantine.is_suspect("engine", rollout.prompt.prompt_id):
+            return True
+        others = {group_id for group_id, running in self._running.items() if engine_id in running.values()} - {rollout.group_id}
+        return not any(self.quarantine.is_suspect("engine", self._prompt_ids[group_id]) for group_id in others)
+
+    def _issue_next(self, rollout: Rollout, following: Rollout, engine_id: int, *, reason: str) -> None:
+        self.leave(rollout)
+        self.ledger.lose(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, reason=reason, now_s=_now_s())
+        self.put(dataclasses.replace(following, reason=reason))
+        self.credits.set()
+
+    def _try_again(self, group_id: int) -> None:
+        rollouts = self._waiting[group_id]
+        failed = rollouts if self.is_quarantined(rollouts[0]) else [one for one in rollouts if len(one.refused_by) >= MAX_REFUSED]
+        for rollout in failed:
+            answer = _not_sampled(rollout, is_quarantined=self.is_quarantined(rollout))
+            self.fail(rollout.said(answer), answer)
+        ended = {rollout.rollout_id for rollout in failed}
+        rollouts = self._waiting[group_id] = [rollout for rollout in rollouts if rollout.rollout_id not in ended]
+        if not rollouts:
+            del self._waiting[group_id]
+            return
+        newest = max(rollouts, key=lambda rollout: rollout.version)
+        serving = self.engines.outstanding()
+        others = serving.keys() - {engine_id for rollout in rollouts for engine_id in rollout.refused_by}
+        may_take = {
+            engine_id: num for engine_id, num in serving.items() if engine_id in (others or serving) and self.may_take(engine_id, newest)
+        }
+        engine_id = route(may_take)
+        if engine_id is None:
+            return
+        del self._waiting[group_id]
+        for rollout in rollouts:
+            self.ask(rollout, engine_id)
+
+    def _on_joined(self, engine: Engine) -> None:
+        """Await what the engine has of the attempts before those that would be issued again; it drops whatever else it has.
+
+        An episode's earlier turns went with the orchestrator before: it is played again from its prompt.
+        """
+        if not engine.ready.running:
+            return
+        reattached: dict[str, Rollout] = {}
+        for group_id in list(self._waiting):
+            left: list[Rollout] = []
+            for rollout in self._waiting.pop(group_id):
+                before = dataclasses.replace(rollout, attempt=rollout.attempt - 1)
+                has_it = engine.ready.running.get(rollout.rollout_id) == before.attempt
+                if has_it and rollout.episode is None and not self.is_quarantined(rollout):
+                    reattached[rollout.rollout_id] = before
+                else:
+                    left.append(rollout)
+            if left:
+                self._waiting[group_id] = left
+        for rollout in reattached.values():
+            self.ledger.reattach(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine.engine_id, now_s=_now_s())
+            self.enter(rollout, engine.engine_id)
+        self.engines.adopt(
+            [(self.request(rollout), rollout.version) for rollout in reattached.values()],
+            engine.engine_id,
+            sink=lambda name: functools.partial(self.take, reattached[name]),
+            lost=lambda name: functools.partial(self.lose, reattached[name]),
+            refused=lambda name: functools.partial(self.refuse, reattached[name]),
+        )
+
+    def _on_died(self, engine_id: int) -> None:
+        self._suspects.record_death(f"engine-{engine_id}", self._lost.pop(engine_id, set()))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _not_sampled(rollout: Rollout, *, is_quarantined: bool) -> Completion:
+    """What stands for an answer where nobody may be asked, or nobody gives one that can be true."""
+    error = f"{len(rollout.refused_by)} answers could not be true, the last {rollout.reason}"
+    if is_quarantined:
+        error = f"its prompt (row {row_of(rollout.prompt.prompt_id)}) is quarantined: it was there when a process died, twice"
+    return unanswered(rollout.rollout_id, attempt=rollout.attempt, error=error)
