@@ -320,7 +320,7 @@ class Assembly:
             restored=self._restored_for("prm"),
             decisions=self.past.early_stops,
         )
-        self.engines.on_tokens(prm_scoring.take)
+        self.engines.requests.on_tokens(prm_scoring.take)
         return prm_scoring
 
     @cached_property
@@ -505,7 +505,7 @@ class Assembly:
             if load.kv_used is None:
                 return
             num_held = load.num_running + load.num_waiting
-            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=engines.num_outstanding)
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=len(engines.requests))
             if concurrency.limit != admission.max_running:
                 admission.max_running = concurrency.limit
                 self._dependencies.journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)

@@ -176,7 +176,7 @@ class Reissue:
         for rollout in reattached.values():
             self.ledger.reattach(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine.engine_id, now_s=_now_s())
             self.enter(rollout, engine.engine_id)
-        self.engines.adopt(
+        self.engines.requests.reattach(
             [(self.request(rollout), rollout.version) for rollout in reattached.values()],
             engine.engine_id,
             sink=lambda name: functools.partial(self.take, reattached[name]),

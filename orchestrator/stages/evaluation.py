@@ -212,7 +212,7 @@ class Evaluation:
                 token_ids=episode.context,
                 sampling=msgspec.structs.replace(self._sampling, max_tokens=episode.num_left),
             )
-            self._engines.ask(
+            self._engines.requests.ask(
                 request,
                 engine_id,
                 sink=lambda completion, engine_id, answer=answer: _give(answer, (completion, engine_id)),

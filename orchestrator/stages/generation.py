@@ -139,7 +139,7 @@ class Generation:
             or self.backpressure()
             or self.admission.holds_back(
                 version=version,
-                num_generating=self.engines.num_outstanding,
+                num_generating=len(self.engines.requests),
                 engines_are_current=self.engines.all_hold(self.admission.version),
             )
         )
@@ -179,7 +179,7 @@ class Generation:
             version = self.engines[engine_id].version
             self.ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
         self._reissue.enter(rollout, engine_id)
-        self.engines.ask(
+        self.engines.requests.ask(
             self._request(rollout),
             engine_id,
             sink=lambda completion, engine_id: self._take(rollout, completion, engine_id),

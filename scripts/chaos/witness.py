@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.peers.engines import Engines
+from orchestrator.peers.engine_requests import EngineRequests
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import Scorers
 from orchestrator.recovery.trainer_session import TrainerSession
@@ -100,15 +100,15 @@ class Witness:
         ZmqHub.receive = receive_one
 
     def _see_verdicts(self) -> None:
-        hold, asked_of, not_asked = Peers._hold_against, Engines._asked_of, Scorers._not_asked
+        hold, asked_of, not_asked = Peers._hold_against, EngineRequests._asked_of, Scorers._not_asked
 
         def see_refusal(peers: Peers, peer: str, lie: violations.Violation, **options: Any) -> None:
             if self._now is not None:
                 self._now.refused.append(str(lie.kind))
             hold(peers, peer, lie, **options)
 
-        def see_asked(engines: Engines, *arguments: Any, **options: Any) -> Any:
-            asked = asked_of(engines, *arguments, **options)
+        def see_asked(requests: EngineRequests, *arguments: Any, **options: Any) -> Any:
+            asked = asked_of(requests, *arguments, **options)
             if asked is None and self._now is not None:
                 self._now.is_fenced = not self._now.refused
             return asked
@@ -138,7 +138,7 @@ class Witness:
                 in_hand.is_put_off = len(session.early) > num_early
 
         TrainerSession.once_started = see_put_off
-        Peers._hold_against, Engines._asked_of, Scorers._not_asked = see_refusal, see_asked, see_not_asked
+        Peers._hold_against, EngineRequests._asked_of, Scorers._not_asked = see_refusal, see_asked, see_not_asked
 
     def _put_down(self, done: _InHand) -> None:
         """A message was dealt with."""

@@ -85,7 +85,7 @@ def load(num_tokens: int) -> EngineLoad:
 
 def ask(engines: Engines, request: Generate, engine_id: int, answered: list[tuple[str, int]], lost: list[str] | None = None) -> None:
     """Ask, and note the answer or the loss."""
-    engines.ask(
+    engines.requests.ask(
         request,
         engine_id,
         sink=lambda done, engine_id: answered.append((done.rollout_id, engine_id)),
@@ -126,7 +126,7 @@ def test_an_answer_nobody_asked_for_is_refused():
             await asyncio.sleep(0.01)
             assert answered == [("0/0", 0)]
             assert engines.peers.refused == {Kind.UNASKED: 2}
-            assert engines.num_fenced == 1
+            assert engines.requests.num_fenced == 1
             assert engines.outstanding() == {0: 0, 1: 0}
 
     simulate(program())
@@ -180,7 +180,7 @@ def test_what_an_engine_had_is_given_back_once_another_process_takes_its_name(ho
             await asyncio.sleep(0.01)
             assert engines.outstanding() == {0: 0, 1: 1}
             assert (answered, lost, died) == ([], ["0/0", "0/1"], [0])
-            assert (engines.num_fenced, engines.peers.refused) == (1, {})
+            assert (engines.requests.num_fenced, engines.peers.refused) == (1, {})
 
     simulate(program())
 

@@ -124,7 +124,7 @@ def test_siblings_are_compared_as_there_is_room_in_comparisons(tmp_path: Path, l
     settings = bounded(queue_bytes=3 * BOUND)
     simulated = run(comparing(settings), folder=tmp_path, world=dataclasses.replace(SLOW_TRAINER, score_s=0.5))
     assert simulated.problems() == []
-    assert "comparing: room in comparisons" in waited(simulated)
+    assert "group_rewards: room in comparisons" in waited(simulated)
     assert levels["comparisons"].above == 0
     assert levels["comparisons"].num_items > 1
 
@@ -132,7 +132,7 @@ def test_siblings_are_compared_as_there_is_room_in_comparisons(tmp_path: Path, l
 def test_rewards_wait_for_their_steps_as_there_is_room_in_step_scores(tmp_path: Path, levels: Levels) -> None:
     simulated = run(bounded(**PRM), folder=tmp_path, world=dataclasses.replace(SLOW_TRAINER, prm_s=0.5))
     assert simulated.problems() == []
-    assert "following: room in step scores" in waited(simulated)
+    assert "prm: room in step scores" in waited(simulated)
     assert levels["step scores"].above == 0
     assert levels["step scores"].num_items > 1
 

@@ -1,0 +1,217 @@
+"""What engines were asked for and have not answered yet.
+
+An answer is taken only from the engine that was asked, and only where it can be true (`rules.validation.completions`): one that cannot
+costs its attempt, and an engine that keeps giving such ones its place. A result of an older attempt or turn is fenced.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from orchestrator.peers.engine import Engine, Lost, Refused, Request, Sink, keys_of
+from orchestrator.peers.peers import Peers
+from orchestrator.rules.fenced import FencedRequests
+from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
+from pipelinerl.messages import Cancel, Completion, Generate, Reattach, Tokens, Unread
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import Watch
+
+Follower = Callable[[Generate, Tokens], None]
+"""Takes a request and what an engine has sampled for it meanwhile."""
+
+
+class EngineRequests:
+    """Sends requests, and hands each completion to whoever asked, once.
+
+    A request that cannot be sent is given back at once; so is every request of an engine that is lost.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        engines: Mapping[int, Engine],
+        note: Callable[[Engine], None],
+        watch: Watch,
+        credits: Signal,
+        completion_check: CompletionCheck | None,
+    ) -> None:
+        """`engines` are those that have announced themselves, by id; `note` is told of each whose load has changed."""
+        self.num_fenced = 0
+        self._peers = peers
+        self._engines = engines
+        self._note = note
+        self._credits = credits
+        self._completion_check = completion_check
+        self._asked: dict[str, Request] = {}
+        """By rollout id."""
+        self._fenced: dict[int, FencedRequests] = collections.defaultdict(FencedRequests)
+        """By engine, of all its processes."""
+        self._followers: list[Follower] = []
+        watch.explain(self._owed)
+        peers.on(Completion, self._on_completion)
+        peers.on(Tokens, self._on_tokens)
+        peers.on(Unread, self._on_unread)
+
+    def __len__(self) -> int:
+        """Rollouts asked of engines and not answered."""
+        return len(self._asked)
+
+    def on_tokens(self, handler: Follower) -> None:
+        """Have `handler` called with what engines tell of sequences that go on."""
+        self._followers.append(handler)
+
+    def ask(self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost, refused: Refused | None = None) -> None:
+        """Send a request to an engine; either `sink` is called once with the answer, or `lost` once, or `refused` once, where the answer
+        cannot be; by default that is `lost`, too."""
+        engine = self._engines[engine_id]
+        if not self._peers.send(engine.peer, request):
+            self._fenced[engine_id].add(*keys_of(request))  # it may come through all the same
+            lost(engine_id)
+            return
+        self._await(engine, request, oldest=engine.version, sink=sink, lost=lost, refused=refused)
+
+    def reattach(
+        self,
+        requests: Iterable[tuple[Generate, int]],
+        engine_id: int,
+        *,
+        sink: Callable[[str], Sink],
+        lost: Callable[[str], Lost],
+        refused: Callable[[str], Refused],
+    ) -> None:
+        """Of what an engine announced as running, await the answers to these requests (each with the version it was asked at), and have
+        it drop the rest."""
+        engine = self._engines[engine_id]
+        requests = list(requests)
+        self._peers.send(engine.peer, Reattach(rollouts={request.rollout_id: request.attempt for request, _ in requests}))
+        for request, version in requests:
+            name = request.rollout_id
+            self._await(engine, request, oldest=version, sink=sink(name), lost=lost(name), refused=refused(name), is_reattached=True)
+
+    def owes(self, rollout_id: str, attempt: int) -> bool:
+        """True while an engine has this attempt and has not answered."""
+        asked = self._asked.get(rollout_id)
+        return asked is not None and asked.request.attempt == attempt
+
+    def withdraw(self, rollout_id: str, attempt: int) -> None:
+        """Have the engine that owes this attempt end it now: it answers as ever, with what it has sampled."""
+        assert self.owes(rollout_id, attempt), "nobody has it"
+        asked = self._asked[rollout_id]
+        asked.is_withdrawn = True
+        self._peers.send(self._engines[asked.engine_id].peer, Cancel(rollout_id=rollout_id, attempt=attempt))
+
+    def _await(
+        self,
+        engine: Engine,
+        request: Generate,
+        *,
+        oldest: int,
+        sink: Sink,
+        lost: Lost,
+        refused: Refused | None,
+        is_reattached: bool = False,
+    ) -> None:
+        before = self._asked.get(request.rollout_id)
+        if before is not None:  # nobody waits for that any more
+            self._fenced[before.engine_id].add(*before.keys)
+        self._asked[request.rollout_id] = Request(
+            engine_id=engine.engine_id,
+            request=request,
+            is_reattached=is_reattached,
+            oldest=oldest,
+            num_orders=engine.num_orders,
+            sink=sink,
+            lost=lost,
+            refused=refused or (lambda engine_id, violation: lost(engine_id)),
+        )
+        engine.num_outstanding += 1
+        self._note(engine)
+
+    def give_back(self, engine: Engine) -> None:
+        """Give back every request that an engine has: it will not answer."""
+        asked = {rollout_id: one for rollout_id, one in self._asked.items() if one.engine_id == engine.engine_id}
+        for rollout_id, one in asked.items():
+            del self._asked[rollout_id]
+            engine.num_outstanding -= 1
+            self._fenced[engine.engine_id].add(*one.keys)
+            one.lost(engine.engine_id)
+
+    def _on_completion(self, peer: str, completion: Completion) -> None:
+        name = completion.rollout_id
+        asked = self._asked_of(peer, name, completion.attempt, completion.turn, about="Completion")
+        if asked is None:
+            return
+        engine = self._engines[asked.engine_id]
+        if self._completion_check is not None and (violation := asked.violation_in(completion, engine, self._completion_check)) is not None:
+            self._refuse(asked, violation)
+            return
+        self._end(asked)
+        if len(completion.error) > MAX_WORDS:
+            completion = msgspec.structs.replace(completion, error=shorten(completion.error))
+        asked.sink(completion, asked.engine_id)
+
+    def _on_tokens(self, peer: str, tokens: Tokens) -> None:
+        asked = self._asked_of(peer, tokens.rollout_id, tokens.attempt, None, about="Tokens")
+        if asked is None:
+            return
+        if self._completion_check is not None:
+            violation = self._completion_check.tokens(tokens, asked.known(self._engines[asked.engine_id]))
+            if violation is not None:
+                self._refuse(asked, violation)
+                return
+        if asked.is_reattached or not self._followers:
+            return  # the first tokens of what is adopted went to an orchestrator that is gone: it is followed once it is whole
+        asked.noted(tokens)
+        for handler in self._followers:
+            handler(asked.request, tokens)
+
+    def _on_unread(self, peer: str, unread: Unread) -> None:
+        """An answer that cannot even be read costs its attempt, too."""
+        asked = self._asked.get(unread.rollout_id)
+        if asked is not None and asked.is_answered_by(number_of(peer), unread.attempt, unread.turn):
+            self._give_up(asked, Violation(kind=unread.reason, words=unread.words))
+
+    def _asked_of(self, peer: str, rollout_id: str, attempt: int, turn: int | None, *, about: str) -> Request | None:
+        """What was asked of this engine and is answered now; None where that is fenced, or was never asked of it, which it is told."""
+        engine_id = number_of(peer)
+        asked = self._asked.get(rollout_id)
+        if asked is not None and asked.is_answered_by(engine_id, attempt, asked.request.turn if turn is None else turn):
+            return asked
+        key = (rollout_id, attempt) if turn is None else (rollout_id, attempt, turn)
+        if key in self._fenced[engine_id] or engine_id not in self._engines:
+            self.num_fenced += 1
+            return None
+        known = "nobody was" if asked is None else f"engine-{asked.engine_id} was, for attempt {asked.request.attempt}"
+        words = f"{about} of rollout {rollout_id}, attempt {attempt}, of {peer}, which was not asked for it: {known}"
+        self._peers.refuse(peer, Violation(kind=Kind.UNASKED, words=words))
+        return None
+
+    def _refuse(self, asked: Request, violation: Violation) -> None:
+        """What an engine says of an attempt cannot be: the attempt fails, and in the end so does the engine."""
+        self._give_up(asked, violation)
+        self._peers.refuse(self._engines[asked.engine_id].peer, violation)
+
+    def _give_up(self, asked: Request, violation: Violation) -> None:
+        self._end(asked)
+        asked.refused(asked.engine_id, violation)
+
+    def _end(self, asked: Request) -> None:
+        """Nobody waits for an answer any more."""
+        engine = self._engines[asked.engine_id]
+        del self._asked[asked.request.rollout_id]
+        self._fenced[engine.engine_id].add(*asked.keys)
+        engine.num_outstanding -= 1
+        self._note(engine)
+        self._credits.set()
+
+    def _owed(self) -> str | None:
+        """What engines were asked for and have not answered: for the verdict on a stall."""
+        for rollout_id, asked in self._asked.items():
+            attempt = f"{rollout_id}, attempt {asked.request.attempt}, of engine-{asked.engine_id}"
+            return f"engines owe {len(self._asked)} rollouts, the first {attempt}"
+        return None
