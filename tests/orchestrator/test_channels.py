@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.channels import make_channels
-from orchestrator.stages.batching import Row
+from orchestrator.rollouts.rows import Row
 from pipelinerl.data.expert_routes import routes_of
 from pipelinerl.messages import ScoredTrajectory, Trajectory
 from pipelinerl.runtime.stage import Channel
