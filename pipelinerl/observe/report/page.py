@@ -28,9 +28,9 @@ from pipelinerl.observe.report.timeline import timeline
 from pipelinerl.observe.report.units import NOT_RECORDED, duration, plural
 
 _HERE = Path(__file__).parent
-_PLOT_LIBRARY = "assets/uplot/uPlot.iife.min.js"
-_SCRIPTS = (_PLOT_LIBRARY, "templates/plots.js")
-_STYLES = ("assets/uplot/uPlot.min.css", "templates/style.css")
+_PLOT_STYLE = "assets/uplot/uPlot.min.css"
+_SCRIPTS = ("assets/uplot/uPlot.iife.min.js", "templates/plots.js")
+_STYLES = (_PLOT_STYLE, "templates/style.css")
 
 
 def page(tables: Tables) -> str:
@@ -58,6 +58,11 @@ def render(template: str, **values: Any) -> str:
     allowed = " ".join(_digest(script) for script in scripts)
     policy = f"default-src 'none'; script-src {allowed}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
     return environment.get_template(template).render(policy=policy, scripts=map(Markup, scripts), style=Markup(style), **values)
+
+
+def plot_parts() -> tuple[list[str], str]:
+    """The scripts that draw figures, and the plot library's style sheet, for a page of another room."""
+    return [_text(name) for name in _SCRIPTS], _text(_PLOT_STYLE)
 
 
 def write_whole(path: Path, text: str) -> Path:

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from pipelinerl.errors import ConfigError, DataError
+from pipelinerl.observe.report.page import plot_parts
 from pipelinerl.observe.view.samples import Query
 from pipelinerl.observe.view.snapshot import Snapshot
 
@@ -35,7 +36,9 @@ class View:
         if not (run_folder / "journal").is_dir():
             raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
         self._snapshot, self._lock = Snapshot(run_folder), threading.Lock()
-        self._page = files("pipelinerl.observe.view").joinpath("page.html").read_text()
+        scripts, style = plot_parts()
+        page = files("pipelinerl.observe.view").joinpath("page.html").read_text()
+        self._page = page.replace("PLOT_STYLE", style).replace("PLOT_SCRIPTS", "\n".join(scripts))
         self.is_loopback = interface == "localhost" or _is_loopback(interface)
         self.token = secrets.token_urlsafe(24)
         try:

@@ -1,4 +1,4 @@
-// Draws every figure of the page with uPlot, from the numbers beside it, in the style sheet's colours: light or dark, at the window's width.
+// Draws figures with uPlot, in the style sheet's colours: light or dark, at the window's width. The report and the live page share it.
 "use strict";
 
 const FONT = "11.5px system-ui, sans-serif";
@@ -33,10 +33,16 @@ function nearest(u, at, where) {
   return where;
 }
 
-function draw(box) {
-  const figure = JSON.parse(box.querySelector("script").textContent), bars = figure.names, lines = figure.lines;
-  const data = lines.length > 1 ? uPlot.join(lines.map((line) => [line.x, line.y])) : [lines[0].x, lines[0].y];
-  const says = lines.map((line) => new Map(line.says.map((words, at) => [line.x[at], words])));
+// Draws a figure into a box, and returns a function that takes the same figure with other numbers.
+function drawFigure(box, figure) {
+  const bars = figure.names;
+  let lines, data, says;
+  function take(figure) {
+    lines = figure.lines;
+    data = lines.length > 1 ? uPlot.join(lines.map((line) => [line.x, line.y])) : [lines[0].x, lines[0].y];
+    says = lines.map((line) => new Map(line.says.map((words, at) => [line.x[at], words])));
+  }
+  take(figure);
   const tip = document.createElement("div");
   tip.className = "tip";
   tip.hidden = true;
@@ -80,8 +86,8 @@ function draw(box) {
     space: box.closest(".small") ? 24 : 34, grid: { stroke: () => colour("grid"), width: 1 }, ticks: { show: false },
     values: figure.log ? (u, values) => values.map((value) => (value === null ? "" : number(value))) : written,
   };
-  const first = data[0][0], last = data[0].at(-1), from = Math.min(figure.from ?? first, first);
   const xRange = (u, low, high) => {
+    const first = data[0][0], last = data[0].at(-1), from = Math.min(figure.from ?? first, first);
     if (bars.length) return [-0.5, bars.length - 0.5];
     if (from === last) return [from - 1, from + 1];
     return low <= first && high >= last ? [from, last] : [low, high];  // the whole, or the stretch that was dragged over
@@ -100,6 +106,7 @@ function draw(box) {
   box.classList.add("drawn");
   new ResizeObserver(() => box.clientWidth !== plot.width && plot.setSize(size())).observe(box);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw(false));
+  return (figure) => { take(figure); plot.setData(data); };
 }
 
-document.querySelectorAll(".plot").forEach(draw);
+document.querySelectorAll(".plot > script").forEach((numbers) => drawFigure(numbers.parentElement, JSON.parse(numbers.textContent)));
