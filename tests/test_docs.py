@@ -20,6 +20,7 @@ from typer.main import get_command
 
 from pipelinerl.__main__ import app
 from pipelinerl.algorithms.methods import method_of
+from pipelinerl.config.alarm_names import AlarmName
 from pipelinerl.config.file import known_keys, parse
 
 ROOT = Path(__file__).parents[1]
@@ -185,6 +186,12 @@ def test_every_message_that_troubleshooting_quotes_is_one_of_the_code() -> None:
     assert len(symptoms) >= 20
     said = [text for folder in OF_THE_CODE for path in (ROOT / folder).rglob("*.py") for text in texts_of(ast.parse(path.read_text()))]
     assert [symptom for symptom in symptoms if not any(symptom.strip() in text for text in said)] == []
+
+
+def test_alarms_that_troubleshooting_explains_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    seen = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {name for cell in seen for name in re.findall(r"`(\w+)`", cell)} <= {str(name) for name in AlarmName}
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:

@@ -31,6 +31,7 @@ def follow(title: str, root: Path) -> list[str]:
             shutil.copy(ROOT / name, root / name)
     (root / ".venv").symlink_to(ROOT / ".venv")
     printed: list[str] = []
+    touched: set[str] = set()
     path = ""
     """Named last: what the next block is about."""
     for before, language, block in re.findall(r"(.*?)\n```(\w*)\n(.*?)```", recipe(title), re.DOTALL):
@@ -41,6 +42,10 @@ def follow(title: str, root: Path) -> list[str]:
             apply(block, root / path)
         else:
             printed += [executed(line, root) for line in block.splitlines()]
+            continue
+        touched.add(path)
+    lines = " ".join(path for path in touched if path.endswith(".py"))
+    executed(f".venv/bin/ruff check {lines} && .venv/bin/ruff format --check {lines}", root)
     return printed
 
 
