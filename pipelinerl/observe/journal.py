@@ -12,11 +12,11 @@ Terminal, live view, report and trackers read the journals through `lines` and `
 | `sample` | orchestrator, some of a step | `step`, `status`, `reason`, `prompt`, `columns`, ..., see `orchestrator.observe.sample_log` |
 | `evaluation` | orchestrator | `version`, `reward_mean`, `components` (means), `num_prompts`, `oldest_version` |
 | `alarm` | orchestrator | `name`, `began` and `step` (where it began and was noticed), `figure`, `change`, `is_over`: see `alarms` |
-| `end` | orchestrator, once | `identity` (the conservation identity), `reason` |
+| `end` | orchestrator, once | `identity` (rollouts by how they ended), `reason` |
 | `load` | engine, scorer, every second | fields of `messages.EngineLoad` or `ScorerLoad`, with the figures of every reward function |
 | `function_error` | orchestrator, at a cause's first failure and when told anew | see `orchestrator.observe.function_errors` |
 | `unreadable` | nobody: stands for a damaged line | `line` (its number) |
-| `unwritten` | whoever could write again after a full disk | `num_lines` that are missing before it |
+| `unwritten` | a process that can write again after a full disk | `num_lines` that are missing before it |
 | `span` | engine, scorer, trainer | `lane`, `name`, `start`, `end` (Unix seconds), `count` |
 | `work` | nobody: stands for spans of long ago | the same, with `busy_s`, their sum |
 
@@ -37,8 +37,8 @@ from pipelinerl.observe.segments import closed_numbers, closed_path
 from pipelinerl.observe.thinning import compact_closed
 
 SEGMENT_BYTES = 16 << 20
-"""From which on a journal goes on in another file. As much again is kept as it was written, before it is thinned: smaller keeps less of
-the last hour whole, larger more of each process's disk."""
+"""Size from which on a journal goes on in another file. As much again is kept as it was written, before it is thinned: smaller keeps less
+of the last hour whole, larger takes more of each process's disk."""
 SPAN_GAP_S = 0.01
 """Work of one name closer together than this is one span. Smaller writes more lines; larger hides short idle times."""
 SPAN_MAX_S = 1.0
@@ -48,7 +48,7 @@ SPAN_MAX_S = 1.0
 class Journal:
     """Appends lines to one process's journal. Each line is handed to the system whole, so a killed process loses none before it.
 
-    What cannot be written, as on a full disk, is counted and left out: a run does not end for want of its own description.
+    A line that cannot be written, as on a full disk, is counted and left out: a run does not end for want of its own description.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Journal:
             compact_closed(self._path)  # what was closed while it worked
 
     def _open(self) -> None:
-        """Begin, or go on in, the open segment, and have older ones made small beside: also those of a life that was killed over it."""
+        """Begin, or go on in, the open segment, and have older ones made small beside: also those of a process that was killed over it."""
         closed = closed_numbers(self._path)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._num_bytes = os.fstat(self._file.fileno()).st_size
@@ -108,7 +108,7 @@ class Journal:
             self._compacting.start()
 
     def _close_segment(self) -> None:
-        """Give the open segment its number and begin the next. Whoever is killed in between begins it when he starts again."""
+        """Give the open segment its number and begin the next. A process that is killed in between begins it at its next start."""
         before, closed = self._file, closed_path(self._path, self._next_number)
         try:
             self._path.rename(closed)

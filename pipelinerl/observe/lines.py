@@ -32,7 +32,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     end: float
     """Unix seconds."""
     busy_s: float | None = None
-    """Of many spans summed up: seconds of work between start and end. None for one span, which is work from start to end."""
+    """Seconds of work between start and end, where many spans are summed up. None for one span, which is work from start to end."""
 
 
 class JournalTail:

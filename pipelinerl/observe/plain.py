@@ -103,7 +103,7 @@ class PlainLines:
 
 
 def waiting_words(state: RunState, *, now: float, began: float) -> str:
-    """What the run waits for: the longest wait that tells anything, reward calls that do not end, an orchestrator that says nothing."""
+    """Say what the run waits for: the longest wait that tells anything, reward calls that do not end, a silent orchestrator."""
     status = state.status
     if status is None or status.t < began:
         return "waiting for the orchestrator to begin"
@@ -163,7 +163,7 @@ def plain_line(state: RunState) -> str:
 
 
 def end_lines(state: RunState) -> list[str]:
-    """How the run ended: failures of functions by cause, alarms that still hold, the accounts."""
+    """The end of the run: failures of functions by cause, alarms that still hold, the accounts."""
     errors = [f"{error_words(error)}, {units.whole(error.count)} times" for error in state.errors.commonest()]
     return [*errors, *(f"ALARM {alarm}" for alarm in state.active_alarms.values()), f"ended: {state.end_reason}; {identity_words(state)}"]
 

@@ -41,12 +41,12 @@ def closed_numbers(journal: Path) -> list[int]:
 
 
 def closed_path(journal: Path, number: int) -> Path:
-    """Where a segment lies once it is closed and not yet compressed."""
+    """The path of a segment that is closed and not yet compressed."""
     return journal.with_name(f"{journal.stem}.{number:06d}.jsonl")
 
 
 def compressed_path(journal: Path, number: int) -> Path:
-    """Where it lies after that."""
+    """The path of a segment that is compressed."""
     return journal.with_name(f"{journal.stem}.{number:06d}.jsonl.gz")
 
 
@@ -56,12 +56,12 @@ class SegmentReader:
 
     journal: Path
     number: int = 0
-    """Of the next line, from 0, empty ones counted."""
+    """Number of the next line, from 0, empty ones counted."""
     _segment: int = 1
     _num_lines: int = 0
-    """Of the segment being read: lines read."""
+    """Lines read of the segment being read."""
     _offset: int = 0
-    """The same in bytes, which hold while it is not compressed."""
+    """Bytes read of it, which hold while it is not compressed."""
 
     def new_lines(self) -> Iterator[bytes]:
         """Lines that are not empty, with their ends. A half-written last line waits for the next look; `number` is one past the line."""

@@ -28,7 +28,7 @@ from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import units
 
 LOOK_EVERY_S = 0.5
-"""Between two looks at the journals; as often as the orchestrator writes its gauges."""
+"""Pause between two looks at the journals: as often as the orchestrator writes its gauges."""
 ERRORS_SHOWN = 4
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -43,7 +43,7 @@ class LiveView(FollowedRun):
 async def show(run_folder: Path, *, console: Console, until: asyncio.Event, began: float = 0.0) -> None:
     """Follow a run until it has ended or a process of it failed, or `until` is set; a finished run is shown once.
 
-    With `began`, Unix seconds, a start is followed, to which ends of earlier lives mean nothing: until `until` alone, as a process that
+    With `began`, Unix seconds, one start is followed, and ends of earlier starts count for nothing: until `until` alone, as a process that
     failed may be started again.
     """
     view = LiveView(run_folder, began=began)
@@ -72,7 +72,7 @@ async def show(run_folder: Path, *, console: Console, until: asyncio.Event, bega
 
 
 def renderable(lines: Iterable[Line]) -> RenderableType:
-    """What the view shows after these lines."""
+    """The picture after these lines."""
     state = RunState()
     for line in lines:
         state.fold(line)
@@ -155,7 +155,7 @@ def _staleness(state: RunState) -> RenderableType:
 
 
 def _steps(prm: Mapping[str, float]) -> RenderableType:
-    """What the process reward model has done, and what waits for it."""
+    """The work of the process reward model, done and waiting."""
     taken, computed, asked = (prm.get(name, 0.0) for name in ("num_taken", "num_computed", "num_asked"))
     cost = (
         f"{computed / taken:.2f} of its tokens for each of the policy's, {asked / taken:.2f} without a cache" if taken else "no token yet"
@@ -173,7 +173,7 @@ def _steps(prm: Mapping[str, float]) -> RenderableType:
 
 
 def _turns(environment: Mapping[str, float]) -> RenderableType:
-    """What the environment has replied to, and who waits for it."""
+    """The environment's replies, and the rollouts between two turns."""
     replies, between = (units.whole(environment.get(name, 0)) for name in ("num_replies", "num_between"))
     return Text(f"{replies} replied to by the environment   {between} rollouts between two turns")
 

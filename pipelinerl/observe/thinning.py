@@ -1,4 +1,4 @@
-"""What becomes of a journal's segment as it ages: what nobody looks at after the fact is thinned, the rest is written shorter, all of it
+"""A journal's segment shrinks as it ages: lines that nobody looks at after the fact are thinned, the rest is written shorter, and all of it
 is compressed. A run of 30 days keeps every step, swap, sample, alarm and evaluation, in a tenth of the bytes.
 
 - gauges (`status`, `load`): one of each process in `GAUGES_EVERY_S` stays;
@@ -6,7 +6,7 @@ is compressed. A run of 30 days keeps every step, swap, sample, alarm and evalua
 - figures of a step are rounded to `DIGITS` significant digits.
 
 A line that goes leaves an empty one, so that the others keep their numbers. The compressed segment is on the disk whole before the plain
-one goes: whoever is killed in between leaves both, and the next start of the process removes the plain one.
+one goes: a process that is killed in between leaves both, and its next start removes the plain one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 from pipelinerl.observe.segments import closed_numbers, closed_path, compressed_path
 
 GAUGES_EVERY_S = 5.0
-"""Between two gauges that stay: two within the window over which rates are told (`report.state.WINDOW_S`)."""
+"""Pause between two gauges that stay: two lie within the window over which rates are told (`fold.state.WINDOW_S`)."""
 WORK_S = 60.0
 """Seconds that one line of `work` sums up; the report's overview of a run of days has bins of many minutes."""
 DIGITS = 7
-"""As many as a float32 has, which most of them were."""
+"""A float32, which most of them were, has as many."""
 _GAUGES, _SPAN, _STEP = (b'"kind": "status"', b'"kind": "load"'), b'"kind": "span"', b'"kind": "step"'
 _KIND_WITHIN = 80
 """A line begins with its time and its kind."""
@@ -59,7 +59,7 @@ def compact(plain: Path, compressed: Path) -> None:
 
 
 def thinned(lines: Iterable[bytes]) -> list[bytes]:
-    """As many lines as came, those that go empty. A line that cannot be read stays as it is, and is counted by whoever reads it."""
+    """Thin the lines; a line that goes becomes an empty one. A line that cannot be read stays as it is, and its reader counts it."""
     kept: list[bytes] = []
     next_gauges_t = dict.fromkeys(_GAUGES, float("-inf"))
     work: dict[tuple[str, str], _Work] = {}

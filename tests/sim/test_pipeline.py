@@ -797,7 +797,7 @@ def test_with_full_kv_caches_promises_hold_and_fewer_rollouts_push_each_other_ou
 
 
 def test_an_alarm_of_learning_is_told_and_ends_the_run_saved_where_the_settings_say_so(tmp_path: Path):
-    """Of steps as small as these, engines hold so many at once that more than a quarter of the groups are given up for their age."""
+    """Of steps as small as these, engines hold so many at once that more than a quarter of the groups are dropped for their age."""
     settings = {"rollout": {"group_size": 2}, "batch": {"groups_per_step": 4}, "trainer": {"steps": 25}}
     told = run(config(**settings), folder=tmp_path / "told")
     alarm = next(line for line in told.lines if line["kind"] == "alarm")

@@ -9,7 +9,7 @@ from pipelinerl.config.alarm_names import AlarmName
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """What an alarm means, and what to change."""
+    """The meaning of an alarm, and the change to make."""
 
     meaning: str
     change: str

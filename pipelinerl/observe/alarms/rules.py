@@ -26,26 +26,26 @@ SOLVED = 0.9
 ERRORS = 3.0
 """Standard errors beyond which two means differ."""
 TRUNCATED, NO_SIGNAL, STALE = 0.5, 0.8, 0.25
-"""Parts of one from which on they are told: samples cut off, groups without a gradient, groups given up for their age."""
+"""Parts of one from which on they are told: samples cut off, groups without a gradient, groups dropped for their age."""
 LEAST_ENTROPY = 0.05
-"""Of the entropy at the start."""
+"""Part of the entropy at the start."""
 LEAST_ESS = 0.5
 """Effective sample size, part of one: below it less than half of what is trained counts."""
 DRIFT = 2.0
-"""How many times longer or shorter samples are than `LOOKBACK` steps ago."""
+"""Factor by which samples are longer or shorter than `LOOKBACK` steps ago."""
 REPEATED, REPEATED_MORE = 0.3, 0.2
 """Part of one of all 4-grams that a sample has said before, and by how much that exceeds the run's start."""
 MOVED = 0.05
-"""Of `algorithm.correct_reward`: a change of reward that is worth a word."""
+"""Part of `algorithm.correct_reward`: a change of reward that is worth a word."""
 FALLEN = 0.2
 """Part of itself that a component must lose to be told."""
 MISMATCH = 1 / 3
-"""Of `trainer.max_mismatch_kl`, at which the run ends."""
+"""Part of `trainer.max_mismatch_kl`, at which the run ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """What the rules look at; None: not recorded."""
+    """The figures of a step that the rules look at; None: not recorded."""
 
     step: int
     figures: Mapping[str, float | None]
@@ -193,7 +193,7 @@ class Alarms:
         return self._level(name, lambda kl: kl > bound, lambda kl: f"{words} {kl:.2g} (trainer.max_mismatch_kl = {self._max_kl:g})")
 
     def _stale(self) -> tuple[int, str] | None:
-        return self._level("stale", lambda part: part >= STALE, lambda part: f"{part:.0%} of groups are given up for their age")
+        return self._level("stale", lambda part: part >= STALE, lambda part: f"{part:.0%} of groups are dropped for their age")
 
     def _repetition(self) -> tuple[int, str] | None:
         first = _mean(self._first, "repeated") or 0.0
@@ -269,7 +269,7 @@ def _reward(step: _Step) -> float | None:
 
 
 def _change(before: Sequence[_Step], recent: Sequence[_Step], value_of: Callable[[_Step], float | None]) -> float:
-    """How much a mean rose; 0 where that is within its noise."""
+    """The rise of a mean; 0 where that is within its noise."""
     told = [[value for step in steps if (value := value_of(step)) is not None] for steps in (before, recent)]
     if not told[0] or not told[1]:
         return 0.0

@@ -11,7 +11,7 @@ from pipelinerl.observe.fold.rows import ADMISSION_WAIT, StatusRow
 
 
 def growth(values: Iterable[float | None]) -> float | None:
-    """How much a counter grew over its readings; a fall is a restart from zero. None with fewer than two readings."""
+    """The growth of a counter over its readings; a fall is a restart from zero. None with fewer than two readings."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return None

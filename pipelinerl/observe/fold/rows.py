@@ -117,7 +117,7 @@ class StatusRow:
     prm: dict[str, float] = dataclasses.field(default_factory=dict)
     """Gauges of the process reward model; empty in a run without one."""
     environment: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The same of an environment."""
+    """Gauges of an environment; empty in a run without one."""
     queues: dict[str, QueueGauge] = dataclasses.field(default_factory=dict)
 
 
@@ -132,7 +132,7 @@ class StepRow:
     reward_mean: float | None = None
     reward_std: float | None = None
     greedy_reward_mean: float | None = None
-    """Of the greedy siblings, under a method that has some."""
+    """Mean over the greedy siblings, under a method that has some."""
     num_groups: float | None = None
     num_samples: float | None = None
     num_tokens: float | None = None
@@ -148,9 +148,9 @@ class StepRow:
     stale_groups: float | None = None
     """Groups dropped for their age while the step was being filled."""
     engine_mismatch: tuple[str, ...] = ()
-    """What is to be said of engines whose log-probabilities differ from the trainer's (`pipelinerl.algorithms.mismatch`)."""
+    """Sentences about engines whose log-probabilities differ from the trainer's (`pipelinerl.algorithms.mismatch`)."""
     staleness_mean: float | None = None
-    """In versions, over trained tokens; the part in flight came while the rollout was sampled, the part in queue after it."""
+    """Versions, over trained tokens; the part in flight came while the rollout was sampled, the part in queue after it."""
     staleness_min: float | None = None
     staleness_max: float | None = None
     staleness_in_flight_mean: float | None = None
@@ -208,9 +208,9 @@ class Alarm:
     step: int
     """At which it was noticed."""
     figure: str
-    """What was seen, in one sentence."""
+    """The observation, in one sentence."""
     change: str
-    """What to change."""
+    """The change to make."""
     is_over: bool = False
 
     def __str__(self) -> str:
@@ -219,10 +219,10 @@ class Alarm:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionErrorRow:
-    """Failures of a user's function by one cause, within one life of the run."""
+    """Failures of a user's function by one cause, within one start of the run."""
 
     t: float
-    """Of the first, Unix seconds."""
+    """Unix seconds of the first failure."""
     function: str
     kind: str
     cause: str
@@ -230,7 +230,7 @@ class FunctionErrorRow:
     outcome: str = ""
     count: float
     num_calls: float | None = None
-    """Of the function."""
+    """Calls of the function."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -239,7 +239,7 @@ class FunctionErrorRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndRow:
-    """How the run ended."""
+    """The end of the run."""
 
     t: float
     reason: str = ""

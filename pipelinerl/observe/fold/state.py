@@ -32,7 +32,7 @@ STEPS_FOR_PACE = 20
 
 
 class RunState:
-    """What the lines so far add up to: the last gauges, the last few seconds of them, and the last few steps."""
+    """The state that the lines so far add up to: the last gauges, the last few seconds of them, and the last few steps."""
 
     def __init__(self) -> None:
         self.run: RunRow | None = None
@@ -130,7 +130,7 @@ class RunState:
 
     @property
     def num_reward_calls(self) -> float:
-        """Under way."""
+        """Reward calls under way."""
         return sum(scorer.num_running or 0 for scorer in self.status.scorers) if self.status else 0
 
     @property

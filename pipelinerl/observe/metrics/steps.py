@@ -294,7 +294,7 @@ COUNTED = (
     Metric("perf/throughput", "", "tokens/s", "trained tokens of the last steps / their seconds", "The run's speed."),
     Metric("alarm/<name>", "", "0 or 1", "1 while the alarm holds, 0 once it is over", "See the alarms below."),
 )
-"""What trackers add to a step from the lines before it."""
+"""Numbers that trackers add to a step from the lines before it."""
 
 
 def step_value(row: StepRow, field: str) -> float | None:

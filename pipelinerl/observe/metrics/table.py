@@ -1,4 +1,4 @@
-"""What a metric is, and how its values get their names."""
+"""One metric of the table, and the names that its values get."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Metric:
     """One row of the table."""
 
     name: str
-    """In trackers. `<part>` stands for a name of the run's own: a reward function, a queue; or for mean, min and max over a fleet."""
+    """The name in trackers. `<part>` stands for a name of the run's own, as a queue's, or for mean, min and max over a fleet."""
     field: str
-    """In the journal: a field of the line; for the trainer's, a key of the field `trainer` of a step."""
+    """The place in the journal: a field of the line; for the trainer's, a key of the field `trainer` of a step."""
     unit: str
     formula: str
     action: str
-    """What to do about it."""
+    """The reader's next move."""
     title: str = ""
-    """Of its figure in the report; empty where it has none of its own."""
+    """The title of its figure in the report; empty where it has none of its own."""
     read: Callable[[Any], Values] = lambda _: None
     """Takes the value from the state of the run, or from the row."""
 

@@ -62,7 +62,7 @@ def _occupancy(measures: Measures) -> list[Finding]:
 
 
 def _capacities(measures: Measures) -> list[Finding]:
-    """What each half could do if it never waited (R and T), both in trained tokens, and what the faster one idles for want of the other."""
+    """The speed of each half if it never waited (R and T), both in trained tokens, and the share that the faster one idles."""
     generation = _capacity(measures, waited_s=_per_engine_s(measures))
     training = _capacity(measures, waited_s=measures.trainer_wait_s)
     found = [

@@ -1,4 +1,4 @@
-"""Which part limits the run, by how much, and what to change; with the arithmetic a reader can check.
+"""The part that limits the run, by how much, and what to change; with the arithmetic a reader can check.
 
 Exactly one part is named. The rule, from top to bottom, on the steady stretch of the run (`measures`):
 
@@ -60,16 +60,16 @@ class Diagnosis:
 
     limiter: Limiter
     verdict: str
-    """What limits the run and by how much, in one or two sentences."""
+    """The limit and its size, in one or two sentences."""
     advice: str
-    """What to change."""
+    """The change to make."""
     findings: tuple[Finding, ...]
     trainer_wait_fraction: float | None = None
     engine_wait_fraction: float | None = None
     learning: tuple[Alarm, ...] = ()
-    """What stops learning: the alarms that hold at the end, each with its figure and what to change."""
+    """The causes that stop learning: the alarms that hold at the end, each with its figure and what to change."""
     factor: float | None = None
-    """How many times faster the run could be if the limiting part were not there; None where that cannot be told."""
+    """The speed-up if the limiting part were not there; None where that cannot be told."""
 
 
 def diagnose(tables: Tables) -> Diagnosis:
@@ -158,7 +158,7 @@ def _verdict(measures: Measures, limiter: Limiter, factor: float | None) -> str:
 
 
 def _room_of_engines(measures: Measures, gain: str) -> str:
-    """What engines could give beside a trainer that hardly waits; empty where they have nothing to spare either."""
+    """The speed that engines could add beside a trainer that hardly waits; empty where they have nothing to spare either."""
     if measures.engine_idle_s is None:
         return "What the engines could give is not recorded."
     if gain:
@@ -206,7 +206,7 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
 
 
 def _full_machine(measures: Measures, tables: Tables) -> str:
-    """Why another engine or rank would only take from the others, in words; empty where it would not, or nobody knows."""
+    """The reason why another engine or rank would only take from the others; empty where it would not, or nobody knows."""
     if not tables.run.machine or (tables.setting("slurm", "nodes") or 1) != 1:
         return ""
     options = tables.setting("engine", "options")
@@ -242,7 +242,7 @@ def _advice_for_generation(measures: Measures, factor: float, tables: Tables) ->
 
 
 def _room_of_caches(measures: Measures) -> str:
-    """What the KV caches of engines whose slots are in use say of more sequences at once; empty where they do not decide."""
+    """The room for more sequences at once in the KV caches of engines whose slots are in use; empty where caches do not decide."""
     if measures.kv_used is None or not measures.num_sequence_slots:
         return ""
     slots, used = measures.num_sequence_slots // measures.num_engines, percent(measures.kv_used)

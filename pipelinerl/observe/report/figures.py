@@ -48,7 +48,7 @@ def reward_over_time(tables: Tables) -> Figure:
 
 
 def reward_over_samples(tables: Tables) -> Figure:
-    """The same against samples trained so far: what the data was worth, whatever the machine."""
+    """Reward against samples trained so far, which tells what the data was worth on any machine."""
     so_far = list(itertools.accumulate(step.num_samples or 0.0 for step in tables.steps))
     ends = list(itertools.accumulate((step.t for step in tables.steps), max))  # in order, also where a clock went back
 
@@ -129,7 +129,7 @@ def staleness_over_time(tables: Tables) -> Figure:
 
 
 def pause_per_swap(tables: Tables) -> Figure:
-    """How long each swap kept an engine from its next forward pass, with the median and the 99th percentile."""
+    """The time that each swap kept an engine from its next forward pass, with the median and the 99th percentile."""
     swaps = [swap for swap in tables.swaps if swap.pause_s is not None]
     stride = max(1, -(-len(swaps) // MAX_DOTS))
     pauses = [1000 * (swap.pause_s or 0.0) for swap in swaps]
@@ -148,7 +148,7 @@ def pause_per_swap(tables: Tables) -> Figure:
 
 
 def staging_per_swap(tables: Tables) -> Figure:
-    """How long each version took to arrive while decoding went on."""
+    """The time that each version took to arrive while decoding went on."""
     swaps = [swap for swap in tables.swaps if swap.stage_s is not None]
     stride = max(1, -(-len(swaps) // MAX_DOTS))
     dots = _dots(swaps[::stride], lambda swap: swap.stage_s or 0.0, lambda swap: swap.stage_s, colour="score")
@@ -184,7 +184,7 @@ def lengths(tables: Tables) -> list[Figure]:
 
 
 def queues(tables: Tables) -> Figure:
-    """How full every queue was."""
+    """Items in every queue."""
     names = list(dict.fromkeys(name for row in tables.statuses for name in row.queues))
     lines = [
         Line(name=name, colour=colour, points=_gauge(tables, _queue_items(name)))

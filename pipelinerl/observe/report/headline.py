@@ -15,7 +15,7 @@ FINAL_STEPS = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """What a reader wants to know first. None: the run did not record it."""
+    """The numbers that a reader wants first. None: the run did not record it."""
 
     first_reward: float | None
     final_reward: float | None

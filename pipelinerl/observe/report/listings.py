@@ -55,7 +55,7 @@ class Table:
     name: str
     headings: Sequence[str]
     kinds: Sequence[str]
-    """Of each column: `name`, `number`, `code` or `bar`; columns past the end are numbers."""
+    """The kind of each column: `name`, `number`, `code` or `bar`; columns past the end are numbers."""
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     note: str = ""
@@ -78,7 +78,7 @@ def identity_sentence(numbers: Headline) -> tuple[str, str]:
 
 
 def outcomes(numbers: Headline) -> list[Table]:
-    """Where the admitted rollouts went, and why those that were not trained were not."""
+    """The admitted rollouts by how they ended, and the reasons why some were not trained."""
     admitted = numbers.identity.get("admitted", 0)
     ways = [
         (name.replace("_", " "), whole(value), value / admitted if admitted else 0.0)
@@ -138,7 +138,7 @@ def arithmetic(diagnosis: Diagnosis) -> Table:
 
 
 def waits(tables: Tables) -> list[Table]:
-    """What every stage waited for over the whole run, longest first: what held it up, and apart from that what it had no work without."""
+    """The waits of every stage over the whole run, longest first: those that held it up, and apart from them those for work to do."""
     waited = tables.last_status.waited_s if tables.last_status else {}
     rows = {True: [], False: []}
     for name, waited_s in sorted(waited.items(), key=lambda item: -item[1]):
@@ -152,7 +152,7 @@ def waits(tables: Tables) -> list[Table]:
 
 
 def waits_under_way(tables: Tables) -> Table:
-    """What was being waited for when the journal ended: for a run that was killed, the first thing to look at."""
+    """The waits under way when the journal ended: of a run that was killed, the first thing to look at."""
     under_way = tables.last_status.waits if tables.last_status and tables.end is None else ()
     rows = [(name, seconds(waited)) for name, waited in under_way[:MAX_WAITS]]
     title = "Waits under way when the journal ends"
@@ -172,7 +172,7 @@ def steps(tables: Tables) -> Table:
 
 
 def settings(tables: Tables) -> list[Table]:
-    """What follows from the settings, and every setting."""
+    """Values derived from the settings, and every setting."""
     derived = [(str(key), written(value)) for key, value in tables.run.derived.items()]
     given = [(key, written(value)) for key, value in flat(tables.run.config)]
     return [

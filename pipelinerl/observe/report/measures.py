@@ -1,4 +1,4 @@
-"""How every part of a run spent its time in the steady stretch: what the diagnosis reasons from."""
+"""The time that every part of a run spent in the steady stretch: the diagnosis reasons from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Measures:
     has_start_up: bool
     """The stretch begins with the run and holds the time until the first request, because nothing tells when the first step began."""
     window_s: float
-    """From the end of the step before `first_step` to the end of `last_step`."""
+    """Seconds from the end of the step before `first_step` to the end of `last_step`."""
     mode: str
     num_engines: int
     engine_busy_s: float | None
@@ -41,9 +41,9 @@ class Measures:
     trainer_wait_s: float | None
     trainer_compute_s: float | None
     trainer_publish_s: float | None
-    """In which writing a policy kept it from training."""
+    """Seconds in which writing a policy kept it from training."""
     trainer_publish_async_s: float | None
-    """In which one was written beside training."""
+    """Seconds in which one was written while training went on."""
     num_ranks: int
     admission_wait_s: float | None
     empty_fraction: float | None

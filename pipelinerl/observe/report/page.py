@@ -96,7 +96,7 @@ def _digest(text: str) -> str:
 
 
 def _facts(tables: Tables) -> list[str]:
-    """What the run was, in a few words each."""
+    """Facts about the run, in a few words each."""
     facts = []
     if tables.began is not None:
         facts.append(f"{datetime.datetime.fromtimestamp(tables.began, tz=datetime.UTC):%d %B %Y, %H:%M} UTC")

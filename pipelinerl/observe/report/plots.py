@@ -56,7 +56,7 @@ class Figure:
     y_label: str = ""
     note: str = ""
     x_from: float | None = None
-    """Where the x axis begins; None: at the first point."""
+    """The beginning of the x axis; None: the first point."""
     from_zero: bool = False
     is_log: bool = False
     names: Sequence[str] = ()
@@ -68,7 +68,7 @@ class Figure:
         return [line for line in self.lines if line.points]
 
     def data(self) -> dict[str, Any]:
-        """What the script draws."""
+        """The figure as the script draws it."""
         options = {"x": self.x_label, "from": self.x_from, "zero": self.from_zero, "log": self.is_log, "names": self.names}
         return {**options, "whole": self.x_label == "step", "lines": [line.data() for line in self.drawn]}
 

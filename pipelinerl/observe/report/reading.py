@@ -50,7 +50,7 @@ class Tables:
     past_alarms: tuple[Alarm, ...] = ()
     """Those that were raised and ended."""
     function_errors: tuple[FunctionErrorRow, ...] = ()
-    """Failures of users' functions by cause, over all lives of the run, the commonest first."""
+    """Failures of users' functions by cause, over all starts of the run, the commonest first."""
     num_unreadable: int = 0
     whole_from: float = 0.0
     """Unix seconds from which on every span is as it was written; before, they are summed by the minute."""
@@ -139,7 +139,7 @@ def _learning(run: RunRow) -> Alarms:
 
 
 def has_journal(run_folder: Path) -> Path:
-    """The same folder; raises `DataError` where it holds no journal."""
+    """Return the same folder; raises `DataError` where it holds no journal."""
     if not journals_of(run_folder / "journal"):
         raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
     return run_folder

@@ -22,18 +22,18 @@ class ShownSample:
     pieces: tuple[tuple[int, tuple[str, ...]], ...]
     """(version, text of each of its tokens) along the completion; version -1 where nobody sampled, for example tool output."""
     num_tokens: int
-    """Of the completion; more than shown where it was long."""
+    """Tokens of the completion; more than shown where it was long."""
     reward: float | None
     advantage: float | None
     finish: str
     status: str = "trained"
-    """Of `messages.TerminalStatus`."""
+    """A `messages.TerminalStatus`."""
     reason: str = ""
-    """Why it was not trained; empty where it was."""
+    """The reason why it was not trained; empty where it was."""
     error: str = ""
-    """What the engine, the environment or a reward function said of its failure."""
+    """The words of the engine, the environment or a reward function about its failure."""
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Of the prompt's row, as text, cut: an expected answer stands there. Empty in journals from before they were recorded."""
+    """Columns of the prompt's row, as text, cut: an expected answer stands there. Empty in journals from before they were recorded."""
     components: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward of each function that applied, before weighting."""
     step_scores: tuple[tuple[int, float], ...] = ()

@@ -1,4 +1,4 @@
-"""Who worked when: every engine, scoring slot and trainer rank on a lane of its own, over a stretch long enough to hold a few steps.
+"""The work of each process over time: every engine, scoring slot and trainer rank on a lane of its own, over a stretch of a few steps.
 
 Above it the whole run in thin bands, with the stretch marked. What the picture is for: lanes of engines and trainer filled at the same
 time are the overlap the pipeline exists for, and a swap (a tick) that leaves no gap in its lane is a swap without a pause.
@@ -163,7 +163,7 @@ def read_activity(tables: Tables, shown: Interval) -> Activity:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals in order."""
+    """Return the same moments as disjoint intervals in order."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:

@@ -6,7 +6,7 @@ import math
 
 NOT_RECORDED = "not recorded"
 _GAP = "\N{NO-BREAK SPACE}"
-"""Between a number and its unit, so that no line ends between them."""
+"""The space between a number and its unit, at which no line ends."""
 
 
 def whole(value: float | None) -> str:

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def opener(run_folder: Path, to: str) -> Open:
-    """How the tracker named `to` is opened. Raises `ConfigError` where its package is not installed."""
+    """Return the opener of the tracker named `to`. Raises `ConfigError` where its package is not installed."""
     tracking = load_run(run_folder).tracking
 
     def wandb(line: dict[str, Any]) -> Any:

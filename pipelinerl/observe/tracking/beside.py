@@ -1,6 +1,6 @@
 """Starts a run's trackers beside it and, when it has ended, gives them time to hand on the rest.
 
-A tracker belongs to nobody's fate: it may fail, hang or be killed, and the run goes on. At the end it gets `REST_S`; what it has not
+Nothing depends on a tracker: it may fail, hang or be killed, and the run goes on. At the end it gets `REST_S`; what it has not
 handed on by then is in the journal, and `pipelinerl track RUN` sends it.
 """
 
@@ -67,7 +67,7 @@ def _send(run_folder: Path, name: str) -> bool:
 
 
 def where_to_look(run_folder: Path, name: str) -> str:
-    """Where to look at what was sent, and what is left to do."""
+    """Tell where to look at what was sent, and what is left to do."""
     if name != "wandb":
         return f"To look at it: tensorboard --logdir {run_folder / 'tensorboard'}"
     state = json.loads((run_folder / "tracking" / "wandb.json").read_text())

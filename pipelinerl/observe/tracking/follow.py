@@ -1,7 +1,7 @@
 """The loop of a tracker: the orchestrator's journal -> names -> one destination.
 
 The journal's line number is the only cursor: a destination says which line it has already, so nothing is lost and nothing sent twice,
-whoever was killed in between. A destination that raises is closed and opened again, after a pause that grows.
+even where a process was killed in between. A destination that raises is closed and opened again, after a pause that grows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipelinerl.observe.segments import SegmentReader
 from pipelinerl.observe.tracking.names import Namer, Point
 
 LOOK_EVERY_S = 1.0
-"""Between two looks at the journal. Twice the pause between two gauges; nobody looks at a tracker more often."""
+"""Pause between two looks at the journal. Twice the pause between two gauges; nobody looks at a tracker more often."""
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 300.0
 """Pause before a destination that failed is opened again: doubled each time, from the first to the last."""
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Destination(Protocol):
-    """Where points go. May raise anything at any time; it is then closed and opened again."""
+    """The place where points go. It may raise anything at any time; it is then closed and opened again."""
 
     first_line: int
     """Journal lines before this one are there already."""

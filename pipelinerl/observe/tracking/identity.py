@@ -1,6 +1,6 @@
-"""Under which id a tracker knows a training run: kept in the run folder, and with every checkpoint.
+"""The id under which a tracker knows a training run, kept in the run folder and with every checkpoint.
 
-Whoever goes on with a run, under whatever circumstances, has its checkpoints: so the newest one says the id where the run folder does not.
+A run that goes on anywhere has its checkpoints, so the newest one tells the id where the run folder does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def ids_of(run_folder: Path) -> dict[str, str]:
 
 
 def id_in_checkpoint(run_folder: Path, tracker: str) -> str | None:
-    """What the newest checkpoint that says one says; None where none does."""
+    """The id in the newest checkpoint that has one; None where none does."""
     for path in sorted((run_folder / "checkpoints").glob("step-*[0-9]/manifest.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             return str(json.loads(path.read_text())["trackers"][tracker])

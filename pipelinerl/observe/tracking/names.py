@@ -59,7 +59,7 @@ class Point:
     """Unix seconds."""
     axis: str
     at: float
-    """Where on the axis."""
+    """The place on the axis."""
     values: dict[str, float]
 
 

@@ -94,7 +94,7 @@ class WandbRun:
 
 
 def choose_mode() -> Literal["online", "offline", "shared", "disabled"]:
-    """What `WANDB_MODE` says; else online where there is a key, offline where there is none."""
+    """Return what `WANDB_MODE` says; else online where there is a key, offline where there is none."""
     mode = os.environ.get("WANDB_MODE")
     if mode in ("online", "offline", "disabled", "shared"):
         return mode

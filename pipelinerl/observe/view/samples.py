@@ -23,7 +23,7 @@ from pipelinerl.observe.report.samples import Decoder, ShownSample, shown_sample
 HELD = 2000
 """Samples held at most: the newest hour and a half of a run that shows three each ten seconds. A search reads all of them."""
 HELD_BYTES = 32 << 20
-"""The same in bytes of the journal, which acts where samples are long."""
+"""Bytes of the journal held at most, which acts where samples are long."""
 MAX_LIMIT = 50
 """Samples of one page. Each of its tokens becomes an element of the browser's page."""
 MAX_OFFSET = HELD
@@ -36,10 +36,10 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Which samples are asked for; None and the empty text ask for all."""
+    """The filter of samples; None and the empty text ask for all."""
 
     status: str | None = None
-    """Of `messages.TerminalStatus`, or `untrained` for all but the trained."""
+    """A `messages.TerminalStatus`, or `untrained` for all but the trained."""
     reason: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
@@ -93,7 +93,7 @@ class Samples:
         self._held: list[_Held] = []
         self._num_bytes = 0
         self.num_seen = 0
-        """In the journal, those included that are held no more."""
+        """Samples in the journal, those included that are held no more."""
 
     def begin(self, run: RunRow) -> None:
         """Take a start of the run: its model's tokenizer decodes what follows."""
@@ -112,7 +112,7 @@ class Samples:
             self._let_go()
 
     def as_json(self) -> Json:
-        """How many there are, and by what reasons they ended."""
+        """Their number, and the reasons by which they ended."""
         reasons = collections.Counter((one.status, one.reason) for one in self._held if one.status != "trained")
         told = [[status, reason, count] for (status, reason), count in reasons.most_common(REASONS)]
         return {"seen": self.num_seen, "held": len(self._held), "reasons": told}

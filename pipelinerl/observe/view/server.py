@@ -25,7 +25,7 @@ from pipelinerl.observe.view.snapshot import Snapshot
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; base-uri 'none'"
 
 MAX_FIELDS = 32
-"""Of an address's query: more than there are filters."""
+"""Fields of an address's query: more than there are filters."""
 
 
 class View:

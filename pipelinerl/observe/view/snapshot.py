@@ -13,7 +13,7 @@ from pipelinerl.observe.fold.thinned import Thinned
 from pipelinerl.observe.view.samples import Samples
 
 POINTS = 400
-"""Of a curve; a plot is about as many pixels wide."""
+"""Points of a curve; a plot is about as many pixels wide."""
 COMPONENTS = 8
 """Reward functions whose curves are drawn; more would be told apart by nobody."""
 TROUBLES = 20
@@ -185,7 +185,7 @@ class Snapshot:
         return {name: [[x, y] for x, y in points if x is not None and y is not None] for name, points in curves.items()}
 
     def _components(self) -> dict[str, dict[str, list[list[float]]]]:
-        """Of training, by step, and of held-out prompts, by version: the mean of each reward function, before weighting."""
+        """The mean of each reward function before weighting: of training by step, of held-out prompts by version."""
         return {
             "training": _by_name([(row.step, row.components) for row in self._steps.rows()]),
             "held_out": _by_name([(row.version, row.components) for row in self._evaluations.rows() if row.version is not None]),
