@@ -39,13 +39,12 @@ from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.batching import Batching
-from orchestrator.stages.environment import EnvironmentStage
+from orchestrator.stages.environment import EnvironmentStage, Turn
 from orchestrator.stages.evaluation import Evaluation
 from orchestrator.stages.generation import Generation
 from orchestrator.stages.group_rewards import GroupRewards
 from orchestrator.stages.prm import EarlyStopping, PrmScoring
 from orchestrator.stages.prompts import Prompts, Source
-from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
 from orchestrator.stages.training import Training
 from orchestrator.stages.weight_sync import WeightSync
@@ -56,7 +55,7 @@ from pipelinerl.messages import EngineLoad, FunctionFailed, Group, LayoutFixed, 
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.pool.calls import component_names
-from pipelinerl.runtime.stage import Signal, Stage
+from pipelinerl.runtime.stage import Channel, Signal, Stage
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.base import Hub
 
@@ -134,9 +133,12 @@ class Assembly:
         return Scorers(
             self._scorer_peers,
             expected=NUM_SCORERS,
+            ledger=self._dependencies.ledger,
             watch=self.watch,
+            quarantine=self._quarantine,
             score_check=self._score_check,
             announcement_check=self._announcement_check,
+            first_request_id=int(1e6 * self._dependencies.journal.clock()),
         )
 
     @cached_property
@@ -281,41 +283,42 @@ class Assembly:
         config = self._config
         if config.environment.function is None:
             return None
-        return EnvironmentStage(
-            asking=self._asking,
-            ledger=self._dependencies.ledger,
+        turns: Channel[Turn] = Channel(
+            "turns",
+            giver="generation",
+            taker=EnvironmentStage.name,
             watch=self.watch,
+            bound_bytes=config.pipeline.queue_bytes,
+            size=lambda turn: turn.episode.num_bytes,
+            label=lambda turn: f"of rollout {turn.rollout.rollout_id}, attempt {turn.rollout.attempt}, of engine-{turn.engine_id}",
+        )
+        return EnvironmentStage(
+            turns=turns,
+            scorers=self.scorers,
+            ledger=self._dependencies.ledger,
             max_tokens=config.rollout.max_tokens,
             max_turns=config.environment.max_turns,
-            queue_bytes=config.pipeline.queue_bytes,
         )
 
     @cached_property
     def _scoring(self) -> Scoring:
-        return Scoring(
-            trajectories=self._channels.trajectories,
-            scored=self._channels.scored,
-            asking=self._asking,
-            ledger=self._dependencies.ledger,
-            watch=self.watch,
-            queue_bytes=self._config.pipeline.queue_bytes,
-        )
+        channels = self._channels
+        return Scoring(trajectories=channels.trajectories, scored=channels.scored, scorers=self.scorers, ledger=self._dependencies.ledger)
 
     @cached_property
     def _prm_scoring(self) -> PrmScoring | None:
         if self.prm is None:
             return None
         prm_scoring = PrmScoring(
-            written=self._channels.generated,
+            generated=self._channels.generated,
             trajectories=self._channels.trajectories,
             scored=self._channels.scored,
-            followed=self._channels.prm_scored,
+            prm_scored=self._channels.prm_scored,
             prm=self.prm,
             ledger=self._dependencies.ledger,
             watch=self.watch,
             credits=self._credits,
             max_waiting_tokens=self._config.prm.max_waiting_tokens,
-            queue_bytes=self._config.pipeline.queue_bytes,
             stopping=self._stopping(),
             restored=self._restored_for("prm"),
             decisions=self.past.early_stops,
@@ -330,13 +333,11 @@ class Assembly:
             return None
         return GroupRewards(
             scored=self._channels.prm_scored,
-            compared=self._channels.group_scored,
-            asking=self._asking,
+            group_scored=self._channels.group_scored,
+            scorers=self.scorers,
             ledger=self._dependencies.ledger,
-            watch=self.watch,
             grouping=self._grouping(),
             min_group_size=config.batch.min_group_size,
-            queue_bytes=config.pipeline.queue_bytes,
             restored=self._restored_for("group_rewards"),
         )
 
@@ -414,10 +415,6 @@ class Assembly:
         return admission
 
     @cached_property
-    def _asking(self) -> Asking:
-        return Asking(scorers=self.scorers, ledger=self._dependencies.ledger, watch=self.watch, quarantine=self._quarantine)
-
-    @cached_property
     def _quarantine(self) -> Quarantine:
         return Quarantine(self.past.deaths)
 
@@ -443,7 +440,7 @@ class Assembly:
             ledger=self._dependencies.ledger,
             watch=self.watch,
             done=self.past.evaluations,
-            heard=self.progress.evaluated,
+            on_evaluated=self.progress.evaluated,
         )
 
     @cached_property

@@ -30,9 +30,9 @@ from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.launch.preflight import answer
-from pipelinerl.messages import Finish
+from pipelinerl.messages import Finish, Prompt, RequestKind, ScorerTask
 from pipelinerl.rewards.environment import load_environment
-from pipelinerl.rewards.pool.calls import Call, Component, component_names
+from pipelinerl.rewards.pool.calls import Component, component_names
 from pipelinerl.rewards.reward import load_rewards
 from pipelinerl.runtime.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
 
@@ -95,7 +95,7 @@ class _Function:
     """A reward, or the environment: what is asked of a row's columns."""
 
     what: str
-    arguments: Callable[[Call], object]
+    arguments: Callable[[ScorerTask], object]
     """Raises `DataError` naming a parameter the row has no column for."""
 
 
@@ -108,8 +108,8 @@ def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
             problems.append(fail("reward.function", str(error)))
             continue
 
-        def arguments(call: Call, loaded: Any = loaded) -> object:
-            return loaded.arguments(call, completions=[""], max_tokens=config.rollout.max_tokens, decode=lambda token_ids: "")
+        def arguments(task: ScorerTask, loaded: Any = loaded) -> object:
+            return loaded.arguments(task, completions=[""], max_tokens=config.rollout.max_tokens, decode=lambda token_ids: "")
 
         yield _Function(what=f"reward {reward.function}", arguments=arguments)
     if (function := config.environment.function) is not None:
@@ -119,7 +119,7 @@ def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
         except ConfigError as error:
             problems.append(fail("environment.function", str(error)))
             return
-        yield _Function(what=f"environment {function}", arguments=lambda call: environment.arguments(call, turns=[""], replies=[]))
+        yield _Function(what=f"environment {function}", arguments=lambda task: environment.arguments(task, turns=[""], replies=[]))
 
 
 def _advantage(method: Method) -> Iterator[Finding]:
@@ -210,11 +210,20 @@ class _Source:
         )
         if kind not in self.asked:
             nothing = np.zeros(1, np.int32)
-            call = Call(ticket_id=0, prompt="", completions=(nothing,), finishes=(Finish.STOP,), columns=dict(columns))
+            prompt = Prompt(prompt_id="", text="", token_ids=nothing, columns=dict(columns))
+            task = ScorerTask(
+                kind=RequestKind.REWARD,
+                rollout_id="",
+                attempt=0,
+                prompt=prompt,
+                completions=(nothing,),
+                finishes=(Finish.STOP,),
+                turns=(None,),
+            )
             self.asked[kind] = []
             for function in self.functions:
                 try:
-                    function.arguments(call)
+                    function.arguments(task)
                 except DataError as error:
                     self.asked[kind].append(f"{function.what} {error}")
         for problem in self.asked[kind]:

@@ -12,8 +12,7 @@ import pytest
 
 from orchestrator.data.rows import open_rows
 from pipelinerl.config import DataSection
-from pipelinerl.messages import Finish
-from pipelinerl.rewards.pool.calls import Call
+from pipelinerl.messages import Finish, Prompt, RequestKind, ScorerTask
 from pipelinerl.rewards.reward import inspect_reward
 from pipelinerl.runtime.plugin import load_plugin
 
@@ -120,9 +119,17 @@ def test_the_reward_and_the_prompts_that_are_printed_fit_together(page: str, tmp
     reward = inspect_reward(load_plugin(reference), reference=reference)
     columns = {name: value for name, value in row.items() if name != "prompt"}
     nothing = np.zeros(1, np.int32)
-    call = Call(ticket_id=0, prompt=row["prompt"], completions=(nothing,), finishes=(Finish.STOP,), columns=columns)
+    task = ScorerTask(
+        kind=RequestKind.REWARD,
+        rollout_id="0/0",
+        attempt=0,
+        prompt=Prompt(prompt_id="0:0", text=row["prompt"], token_ids=nothing, columns=columns),
+        completions=(nothing,),
+        finishes=(Finish.STOP,),
+        turns=(None,),
+    )
     for completion, value in ((f" {row['answer']}\n", 1.0), ("5", 0.0)):
-        assert reward.function(**reward.arguments(call, completions=[completion], max_tokens=8, decode=str)) == value
+        assert reward.function(**reward.arguments(task, completions=[completion], max_tokens=8, decode=str)) == value
 
 
 def test_a_judge_and_a_process_reward_model_take_less_than_ten_lines() -> None:

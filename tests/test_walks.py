@@ -40,8 +40,8 @@ from pipelinerl.messages import (
     MicroBatch,
     PolicyPublished,
     Prompt,
-    Score,
-    Scored,
+    Request,
+    Result,
     ScorerReady,
     StageWeights,
     StepClosed,
@@ -275,19 +275,11 @@ def cast(folder: Path) -> run.Cast:
     async def scorer(link: MemoryLink, *, num_slots: int, world: peers.World) -> None:
         link.introduce(lambda kept: [ScorerReady(scorer_id=0, process_id=2000, num_slots=num_slots)])
         while not isinstance(message := await link.wait(), Stop):
-            assert isinstance(message, Score)
+            assert isinstance(message, Request)
             (value,) = read_values(my_reward("", ""), shape=Shape.OURS, num_completions=1)
             assert value is not None
-            link.send(
-                Scored(
-                    rollout_id=message.rollout_id,
-                    attempt=message.attempt,
-                    outcome=Outcome.OK,
-                    reward=value,
-                    components={"reward": value},
-                    duration_s=0.0,
-                )
-            )
+            scored = {"rewards": (value,), "components": ({"reward": value},)}
+            link.send(Result(request_id=message.request_id, outcome=Outcome.OK, **scored))
 
     async def trainer(link: MemoryLink, *, num_steps: int, world: peers.World, record: peers.TrainerRecord) -> None:
         step, _ = make_step(model)

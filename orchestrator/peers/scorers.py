@@ -1,38 +1,38 @@
-"""The scorers as the orchestrator knows them: how much each takes at once, and who waits for which score."""
+"""The scorers as the orchestrator knows them: how much each takes at once, and who waits for which answer."""
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Iterator
 
 import msgspec
 
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.peers import Peers
 from orchestrator.rules.fenced import FencedRequests
+from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.validation.announcements import AnnouncementCheck, gauges
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
-from pipelinerl.messages import GroupScored, Replied, Reply, Score, Scored, ScoreGroup, ScorerLoad, ScorerReady, Unread
+from pipelinerl.messages import CancelRequest, Outcome, Request, Result, ScorerLoad, ScorerReady, ScorerTask, Unread
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
-Sink = Callable[[Scored], None]
-GroupSink = Callable[[GroupScored], None]
-ReplySink = Callable[[Replied], None]
-Lost = Callable[[int], None]
-"""Is told that the scorer of this id will not answer."""
-Refused = Callable[[Violation], None]
-"""Is told what cannot be about the scorer's answer."""
-
 CALLS_PER_SLOT = 32
-"""Scores asked of a scorer for each of its slots: enough to hide the connection's latency behind fast rewards; more only queues there."""
+"""Requests to a scorer for each of its slots: enough to hide the connection's latency behind fast rewards; more only queues there."""
+MAX_REFUSED = 3
+"""Answers to one task that cannot be true before it fails. 1 would fail it for its scorer; many let it go round without end."""
+QUARANTINED = "its prompt is quarantined: it was there when a scorer died, twice"
+_REPEATS = "repeats"
+"""The line in which tasks wait that are asked for again."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Scorer:
-    """One scorer that has announced itself."""
+    """One scorer that has announcement_check itself."""
 
     peer: str
     ready: ScorerReady
@@ -43,30 +43,34 @@ class Scorer:
 
     @property
     def room(self) -> int:
-        """Scores it may still be asked for."""
+        """Requests it may still be sent."""
         return 0 if self.is_condemned else self.ready.num_slots * CALLS_PER_SLOT - self.num_outstanding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Pending:
     """A request that a scorer has."""
 
+    request: Request
     scorer: Scorer
-    request: Reply | Score | ScoreGroup
-    sink: Callable[[Any], None]
-    lost: Lost
-    refused: Refused
+    is_held_out: bool
+    answer: asyncio.Future[Result | Violation | None]
+    """None: the scorer will not answer."""
 
-    def is_answered_by(self, peer: str, attempt: int) -> bool:
-        """True for an answer of the scorer that was asked, to this very attempt."""
-        return (self.scorer.peer, self.request.attempt) == (peer, attempt)
+    @property
+    def prompt_id(self) -> str:
+        return self.request.task.prompt.prompt_id
 
 
 class Scorers:
-    """Sends trajectories to the scorer with the most room, and hands each score to whoever asked, once.
+    """Has scorers do tasks; every task gets one result, however many scorers die over it.
 
-    A scorer is lost when another process announces itself under its name: every request it had is then given back to whoever asked. An
-    answer is taken only from the scorer that was asked, and only where it can be true (`rules.validation.scores`).
+    A scorer is lost when another process announces itself under its name. A task that it takes with it is asked for again, except where
+    its prompt was there at two such deaths; no two suspects are with a scorer at once (`rules.quarantine`). An answer is taken only from
+    the scorer that was asked, only to the newest request for its task, and only where it can be true (`rules.validation.scores`).
+
+    A scorer has at most `CALLS_PER_SLOT` requests for each slot. Tasks of one stage wait for room in line, in the order in which they came;
+    those that are asked for again wait in a line of their own.
     """
 
     def __init__(
@@ -74,89 +78,144 @@ class Scorers:
         peers: Peers,
         *,
         expected: int,
+        ledger: Ledger,
         watch: Watch,
+        quarantine: Quarantine,
         score_check: ScoreCheck | None = None,
         announcement_check: AnnouncementCheck | None = None,
+        first_request_id: int = 0,
     ) -> None:
-        """`judged` and `announced` say what cannot be about answers and announcements; without them all is believed but who speaks."""
+        """`score_check` and `announcement_check` say what cannot be about answers and announcements; without them all is believed but who
+        speaks.
+
+        `first_request_id` is above all numbers that an orchestrator of this run used before.
+        """
         self.peers = peers
-        self._score_check = score_check
-        self._announcement_check = announcement_check
         self.changed = Signal()
         """Set when a scorer announces itself or answers: there may be room."""
         self.num_fenced = 0
         self._expected = expected
+        self._ledger = ledger
         self._watch = watch
+        self._quarantine = quarantine
+        self._score_check = score_check
+        self._announcement_check = announcement_check
         self._scorers: dict[int, Scorer] = {}
-        self._asked: dict[str, _Asked] = {}
+        self._request_ids = itertools.count(first_request_id)
+        self._pending: dict[int, _Pending] = {}
+        self._lines: dict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
+        """Who may send next, by stage."""
         self._fenced: dict[str, FencedRequests] = collections.defaultdict(FencedRequests)
         """By peer, of all its processes."""
+        self._suspects: set[str] = set()
+        """Prompts that a scorer had which could not be sent to: it dies."""
         self._not_taken: dict[str, Violation] = {}
         """What cannot be about the announcement of a peer, by its name."""
-        self._died: list[Callable[[int, bool], None]] = []
         watch.explain(self._owed)
         peers.on(ScorerReady, self._on_ready)
         peers.on(ScorerLoad, self._on_load)
-        peers.on(Scored, self._on_scored)
-        peers.on(GroupScored, self._on_scored)
-        peers.on(Replied, self._on_scored)
+        peers.on(Result, self._on_result)
         peers.on(Unread, self._on_unread)
         peers.on_condemned(self._on_condemned)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Scorer]:
         return iter(self._scorers.values())
 
     async def wait_until_ready(self) -> None:
-        """Wait until every scorer of the config has announced itself."""
+        """Wait until every scorer of the config has announcement_check itself."""
         while len(self._scorers) < self._expected:
             await self.changed.wait()
 
-    def on_died(self, handler: Callable[[int, bool], None]) -> None:
-        """Have `handler` called with the id of every scorer that is lost, after its requests were given back, and with True where it went
-        for what it said: then nothing that it was asked is to blame."""
-        self._died.append(handler)
-
     @property
     def has_room(self) -> bool:
-        """True where some scorer takes another trajectory."""
+        """True where some scorer takes another request."""
         return any(scorer.room > 0 for scorer in self._reachable())
 
-    def ask(self, request: Score, *, sink: Sink, lost: Lost, refused: Refused | None = None) -> None:
-        """Send a trajectory to the scorer with the most room (`has_room`); `sink` is called once with the score, or `lost` once, or
-        `refused` once, where the score cannot be; by default that is `lost`, too."""
-        self._ask(request, sink, lost, refused)
+    async def request(self, task: ScorerTask, *, by: str, max_lost: int | None = None) -> Result:
+        """Have a scorer do a task of the stage `by`, once there is room; never raises for what becomes of it there.
 
-    def ask_group(self, request: ScoreGroup, *, sink: GroupSink, lost: Lost, refused: Refused | None = None) -> None:
-        """As `ask`, for siblings to compare."""
-        self._ask(request, sink, lost, refused)
+        With `max_lost`, the prompt is a held-out one, of which the quarantine keeps no account: the task fails after so many scorers ended
+        over it. Whoever cancels this withdraws the request: no answer to it counts.
+        """
+        num_lost, num_refused, line = 0, 0, by
+        while True:
+            async with self._lines[line]:
+                if line == _REPEATS:
+                    await self._wait_to_repeat(task)
+                    if max_lost is None and self._quarantine.holds(task.prompt.prompt_id):
+                        return _failed(QUARANTINED)
+                elif not self.has_room:
+                    with self._watch.waiting(by, "room in a scorer"):
+                        while not self.has_room:
+                            await self.changed.wait()
+                pending = self._send(task, is_held_out=max_lost is not None)
+            answer = await self._answer(pending)
+            if isinstance(answer, Result):
+                return answer
+            num_lost, num_refused = num_lost + (answer is None), num_refused + (answer is not None)
+            if num_refused >= MAX_REFUSED:
+                return _failed(f"{num_refused} answers could not be true, the last {answer}")
+            if max_lost is not None and num_lost >= max_lost:
+                return _failed(f"{num_lost} scorers ended before they answered")
+            line = _REPEATS
 
-    def ask_reply(self, request: Reply, *, sink: ReplySink, lost: Lost, refused: Refused | None = None) -> None:
-        """As `ask`, for an environment to reply."""
-        self._ask(request, sink, lost, refused)
+    async def _wait_to_repeat(self, task: ScorerTask) -> None:
+        """Wait for room beside no other suspect, or until the prompt is quarantined."""
+        prompt_id = task.prompt.prompt_id
+        while not self._quarantine.holds(prompt_id) and (not self.has_room or self._waits_for_another(prompt_id)):
+            await self.changed.wait()
 
-    def _ask(self, request: Reply | Score | ScoreGroup, sink: Callable[[Any], None], lost: Lost, refused: Refused | None) -> None:
+    def _waits_for_another(self, prompt_id: str) -> bool:
+        if not self._quarantine.is_suspect("scorer", prompt_id):
+            return False
+        others = {pending.prompt_id for pending in self._pending.values() if not pending.is_held_out} - {prompt_id}
+        return any(self._quarantine.is_suspect("scorer", other) for other in others)
+
+    def _send(self, task: ScorerTask, *, is_held_out: bool) -> _Pending:
+        """Send to the scorer with the most room."""
         scorer = max(self._reachable(), key=lambda candidate: candidate.room)
-        scorer_id = scorer.ready.scorer_id
-        if not self.peers.send(scorer.peer, request):
-            self._fenced[scorer.peer].add((request.rollout_id, request.attempt))  # it may come through all the same
-            lost(scorer_id)
-            return
+        request = Request(request_id=next(self._request_ids), task=task)
+        answer: asyncio.Future[Result | Violation | None] = asyncio.get_running_loop().create_future()
+        pending = _Pending(request=request, scorer=scorer, is_held_out=is_held_out, answer=answer)
         scorer.num_outstanding += 1
-        self._asked[request.rollout_id] = _Asked(
-            scorer=scorer, request=request, sink=sink, lost=lost, refused=refused or (lambda violation: lost(scorer_id))
-        )
+        self._pending[request.request_id] = pending
+        if not self.peers.send(scorer.peer, request):
+            self._end(pending, None)  # it may come through all the same
+            if not is_held_out:
+                self._suspects.add(pending.prompt_id)
+        return pending
+
+    async def _answer(self, pending: _Pending) -> Result | Violation | None:
+        try:
+            return await pending.answer
+        except asyncio.CancelledError:
+            if self._pending.get(pending.request.request_id) is pending:
+                self._end(pending, None)
+                if not self.peers.is_expected_to_end:
+                    self.peers.send(pending.scorer.peer, CancelRequest(request_id=pending.request.request_id))
+            raise
+
+    def _end(self, pending: _Pending, answer: Result | Violation | None) -> None:
+        """Nobody waits for this request any more."""
+        del self._pending[pending.request.request_id]
+        self._fenced[pending.scorer.peer].add((pending.request.request_id,))
+        pending.scorer.num_outstanding -= 1
+        if not pending.answer.done():
+            pending.answer.set_result(answer)
+        self.changed.set()
 
     def _reachable(self) -> list[Scorer]:
         return [scorer for scorer in self if self.peers.is_reachable(scorer.peer)]
 
     def _owed(self) -> str | None:
         """What scorers were asked for and have not answered: for the verdict on a stall."""
-        for rollout_id, asked in self._asked.items():
-            return (
-                f"scorers owe {len(self._asked)} scores, the first of rollout {rollout_id}, attempt {asked.request.attempt}, of"
-                f" {asked.scorer.peer}"
-            )
+        for pending in self._pending.values():
+            task = pending.request.task
+            first = f"of rollout {task.rollout_id}, attempt {task.attempt}, of {pending.scorer.peer}"
+            return f"scorers owe {len(self._pending)} scores, the first {first}"
         return None
+
+    # --- what scorers say ---
 
     def _on_ready(self, peer: str, ready: ScorerReady) -> None:
         known = self._scorers.get(ready.scorer_id)
@@ -185,13 +244,19 @@ class Scorers:
             scorer.is_condemned |= scorer.peer == peer
 
     def _lose(self, scorer: Scorer) -> None:
-        asked = {rollout_id: one for rollout_id, one in self._asked.items() if one.scorer is scorer}
-        for rollout_id, one in asked.items():
-            del self._asked[rollout_id]
-            self._fenced[scorer.peer].add((rollout_id, one.request.attempt))
-            one.lost(scorer.ready.scorer_id)
-        for handler in self._died:
-            handler(scorer.ready.scorer_id, scorer.is_condemned)
+        """A scorer is gone: its prompts are suspects, unless it goes for what it said."""
+        suspects, self._suspects = self._suspects, set()
+        for pending in [pending for pending in self._pending.values() if pending.scorer is scorer]:
+            self._end(pending, None)
+            if not pending.is_held_out:
+                suspects.add(pending.prompt_id)
+        if scorer.is_condemned:
+            return
+        for prompt_id in sorted(suspects):
+            self._ledger.record("suspected", now_s=_now_s(), peer=scorer.peer, suspect=row_of(prompt_id))
+        for row in self._quarantine.died("scorer", suspects):
+            self._ledger.record("quarantined", now_s=_now_s(), peer=scorer.peer, suspect=row)
+        self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
     def _on_load(self, peer: str, load: ScorerLoad) -> None:
         if (violation := gauges(load)) is not None:
@@ -204,38 +269,46 @@ class Scorers:
             self.peers.refuse(peer, self._not_taken[peer])
         self.changed.set()  # a scorer that could not be reached is there again
 
-    def _on_scored(self, peer: str, scored: Scored | GroupScored | Replied) -> None:
-        asked = self._asked.get(scored.rollout_id)
-        if asked is None or not asked.is_answered_by(peer, scored.attempt):
-            self._not_asked(peer, scored)
+    def _on_result(self, peer: str, result: Result) -> None:
+        pending = self._pending.get(result.request_id)
+        if pending is None or pending.scorer.peer != peer:
+            self._on_unawaited(peer, result)
             return
-        if self._score_check is not None and (violation := self._score_check.answer(scored, asked.request)) is not None:
-            self._end(asked)
-            asked.refused(violation)
+        if self._score_check is not None and (violation := self._score_check.answer(result, pending.request.task)) is not None:
+            self._end(pending, violation)
             self.peers.refuse(peer, violation)
             return
-        self._end(asked)
+        if len(result.error) > MAX_WORDS:
+            result = msgspec.structs.replace(result, error=shorten(result.error))
+        self._end(pending, result)
         self._watch.moved()
-        if len(scored.error) > MAX_WORDS:
-            scored = msgspec.structs.replace(scored, error=shorten(scored.error))
-        asked.sink(scored)
+        self._clear(pending)
+
+    def _clear(self, pending: _Pending) -> None:
+        """A prompt whose tasks a scorer has all done is no suspect any more."""
+        if pending.is_held_out or not self._quarantine.is_suspect("scorer", pending.prompt_id):
+            return
+        if not any(other.prompt_id == pending.prompt_id for other in self._pending.values()):
+            self._quarantine.came_through("scorer", pending.prompt_id)
+            self._ledger.record("cleared", now_s=_now_s(), peer="scorer", suspect=row_of(pending.prompt_id))
 
     def _on_unread(self, peer: str, unread: Unread) -> None:
         """An answer that cannot even be read is none: it is asked for again."""
-        asked = self._asked.get(unread.rollout_id)
-        if asked is not None and asked.is_answered_by(peer, unread.attempt):
-            self._end(asked)
-            asked.refused(Violation(kind=unread.reason, words=unread.words))
+        pending = None if unread.request_id is None else self._pending.get(unread.request_id)
+        if pending is not None and pending.scorer.peer == peer:
+            self._end(pending, Violation(kind=unread.reason, words=unread.words))
 
-    def _end(self, asked: _Asked) -> None:
-        del self._asked[asked.request.rollout_id]
-        self._fenced[asked.scorer.peer].add((asked.request.rollout_id, asked.request.attempt))
-        asked.scorer.num_outstanding -= 1
-        self.changed.set()
-
-    def _not_asked(self, peer: str, scored: Scored | GroupScored | Replied) -> None:
-        if (scored.rollout_id, scored.attempt) in self._fenced[peer]:
+    def _on_unawaited(self, peer: str, result: Result) -> None:
+        if (result.request_id,) in self._fenced[peer]:
             self.num_fenced += 1
             return
-        words = f"{type(scored).__name__} of {scored.rollout_id[:100]}, attempt {scored.attempt}, of {peer}, which was not asked for it"
+        words = f"Result of request {result.request_id}, of {peer}, which was not asked for it"
         self.peers.refuse(peer, Violation(kind=Kind.UNASKED, words=words))
+
+
+def _failed(error: str) -> Result:
+    return Result(request_id=-1, outcome=Outcome.ERROR, error=error)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

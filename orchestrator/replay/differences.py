@@ -12,7 +12,7 @@ import numpy as np
 
 from orchestrator.replay.recorded import BatchingResult, RecordedGroup
 from pipelinerl.data.tokenizer import load_tokenizer
-from pipelinerl.messages import Outcome, Scored, ScoredTrajectory
+from pipelinerl.messages import Outcome, Score, ScoredTrajectory
 
 SHOWN = 10
 """Differences that are printed; all stand in the file."""
@@ -71,7 +71,7 @@ def compare_batches(groups: list[RecordedGroup], again: list[RecordedGroup], *, 
         yield f"  {rows:,} in another row, or place of it, of the same step"
 
 
-def same_score(old: Scored, new: Scored) -> bool:
+def same_score(old: Score, new: Score) -> bool:
     """True where two scores say the same."""
     if old.outcome is not new.outcome or old.components.keys() != new.components.keys():
         return False
@@ -79,7 +79,7 @@ def same_score(old: Scored, new: Scored) -> bool:
     return all(abs(before - after) <= TOLERANCE for before, after in numbers)
 
 
-def _means(old: list[Scored], new: list[Scored]) -> Iterator[str]:
+def _means(old: list[Score], new: list[Score]) -> Iterator[str]:
     def mean(values: list[float]) -> str:
         return f"{np.mean(values):.4g}" if values else "none"
 
@@ -90,22 +90,22 @@ def _means(old: list[Scored], new: list[Scored]) -> Iterator[str]:
     yield f"  ms for one, mean: {np.mean([s.duration_s for s in old]) * 1e3:.3g} -> {np.mean([s.duration_s for s in new]) * 1e3:.3g}"
 
 
-def _rewards(scores: list[Scored]) -> list[float]:
+def _rewards(scores: list[Score]) -> list[float]:
     return [score.reward for score in scores if score.reward is not None]
 
 
-def _size_of_change(pair: tuple[RecordedGroup, ScoredTrajectory, Scored]) -> float:
+def _size_of_change(pair: tuple[RecordedGroup, ScoredTrajectory, Score]) -> float:
     _, member, new = pair
     if member.score.reward is None or new.reward is None:
         return float("inf")
     return abs(member.score.reward - new.reward)
 
 
-def _said(score: Scored) -> str:
+def _said(score: Score) -> str:
     return f"{score.reward:.4g}" if score.outcome is Outcome.OK else f"{score.outcome} ({score.error[:80]})"
 
 
-def _score_line(group: RecordedGroup, member: ScoredTrajectory, new: Scored, tokenizer: Any) -> dict[str, Any]:
+def _score_line(group: RecordedGroup, member: ScoredTrajectory, new: Score, tokenizer: Any) -> dict[str, Any]:
     completion = tokenizer.decode(member.trajectory.token_ids[len(group.prompt.token_ids) :])
     return {
         "rollout_id": member.trajectory.rollout_id,
@@ -119,7 +119,7 @@ def _score_line(group: RecordedGroup, member: ScoredTrajectory, new: Scored, tok
     }
 
 
-def _score(score: Scored) -> dict[str, Any]:
+def _score(score: Score) -> dict[str, Any]:
     return {"outcome": str(score.outcome), "reward": score.reward, "components": score.components, "error": score.error}
 
 

@@ -105,16 +105,15 @@ class _Replay:
         audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
         self._ledger = Ledger(None)
         self._stage = PrmScoring(
-            written=self._channels.generated,
+            generated=self._channels.generated,
             trajectories=self._channels.trajectories,
             scored=self._channels.scored,
-            followed=self._channels.prm_scored,
+            prm_scored=self._channels.prm_scored,
             prm=Prm(self._peers),
             ledger=self._ledger,
             watch=watch,
             credits=Signal(),
             max_waiting_tokens=config.prm.max_waiting_tokens,
-            queue_bytes=config.pipeline.queue_bytes,
             stopping=None if stop.threshold is None else EarlyStopping(rule=rule, audit=audit, engines=self),
         )
 

@@ -24,7 +24,6 @@ from orchestrator.replay.recorded_run import RecordedRun
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.group_rewards import GroupRewards
-from orchestrator.stages.requests import Asking
 from orchestrator.stages.scoring import Scoring
 from pipelinerl.config import Config
 from pipelinerl.config.file import write_run
@@ -87,9 +86,9 @@ async def _score(
     limit_s = config.engine.ready_deadline_s
     silent_after_s = config.scorer.silent_after_s
     peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=limit_s, silent_after_s=silent_after_s, failure_ends_run=True)
-    scorers = Scorers(peers, expected=1, watch=watch)
+    scorers = Scorers(peers, expected=1, ledger=ledger, watch=watch, quarantine=Quarantine({}))
     channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares=config.compares_siblings)
-    stages = _stages(config, channels, group_size=len(groups[0].members), scorers=scorers, ledger=ledger, watch=watch)
+    stages = _stages(config, channels, group_size=len(groups[0].members), scorers=scorers, ledger=ledger)
     found: dict[str, ScoredTrajectory] = {}
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in (peers, *stages)]
@@ -106,29 +105,19 @@ async def _score(
     return found
 
 
-def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Scorers, ledger: Ledger, watch: Watch) -> list[Stage]:
-    asking = Asking(scorers=scorers, ledger=ledger, watch=watch, quarantine=Quarantine({}))
+def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Scorers, ledger: Ledger) -> list[Stage]:
     stages: list[Stage] = [
-        Scoring(
-            trajectories=channels.trajectories,
-            scored=channels.scored,
-            asking=asking,
-            ledger=ledger,
-            watch=watch,
-            queue_bytes=config.pipeline.queue_bytes,
-        )
+        Scoring(trajectories=channels.trajectories, scored=channels.scored, scorers=scorers, ledger=ledger),
     ]
     if config.compares_siblings:
         stages.append(
             GroupRewards(
                 scored=channels.prm_scored,
-                compared=channels.group_scored,
-                asking=asking,
+                group_scored=channels.group_scored,
+                scorers=scorers,
                 ledger=ledger,
-                watch=watch,
                 grouping=Grouping(group_size=group_size),
                 min_group_size=config.batch.min_group_size,
-                queue_bytes=config.pipeline.queue_bytes,
             )
         )
     return stages

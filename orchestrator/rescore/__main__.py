@@ -28,8 +28,8 @@ from orchestrator.rescore.completions import (
 )
 from orchestrator.rescore.printing import print_advantages, print_member, print_prompt, print_step_scores
 from orchestrator.rescore.scorers import CallReport, Scorers, StepScores, score_steps
+from orchestrator.rollouts.scorer_tasks import group_reward_task, no_score, reward_task, score_of
 from orchestrator.rules.group_rewards import join_comparison, plan_comparison
-from orchestrator.stages.scoring import score_request
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
@@ -39,7 +39,7 @@ from pipelinerl.data.hub import resolved
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, decoder, load_tokenizer
 from pipelinerl.errors import ConfigError, PipelineError
-from pipelinerl.messages import Finish, Group, Outcome, Scored, ScoredTrajectory, ScoreGroup
+from pipelinerl.messages import Finish, Group, Outcome, ScoredTrajectory, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.pool.calls import component_names
 
@@ -116,21 +116,19 @@ class Rescoring:
                     continue
                 texts, is_announced = itertools.chain([first], texts), True
             write = engine or TypedCompletions(texts, encoder=self._encoder)
-            row = play(self._config, prompt, where=where, group_id=group_id, num=num, write=write, reply=self._scorers.reply)
+            row = play(self._config, prompt, where=where, group_id=group_id, num=num, write=write, reply=self._scorers.request)
             yield dataclasses.replace(row, is_announced=is_announced)
 
     def show(self, row: RescoredRow) -> None:
         """Score all members, and print the row's block."""
         if not row.is_announced:
             self._print(print_prompt(row, longest=self._longest))
-        members = [self._score(number, row) for number in range(len(row.members))]
+        members, reports = (list(each) for each in zip(*map(self._score, row.members), strict=True)) if row.members else ([], [])
         steps = score_steps(self._config, list(row.members)) if self._config.prm.is_used else []
         members = [self._with_steps(member, said) for member, said in zip(members, steps, strict=True)] if steps else members
         members, compared, who = self._compare(members)
         for number, member in enumerate(members):
-            asked = [self._scorers.asked.pop(member.score.rollout_id, CallReport())]
-            if row.replies:
-                asked += [self._scorers.asked.pop(name) for name in row.replies[number]]
+            asked = [reports[number], *(row.replies[number] if row.replies else ())]
             shown = [*asked, compared] if member.trajectory.rollout_id in who else asked
             weights, num = self._weights, len(members)
             self._print(print_member(member, number=number + 1, num=num, weights=weights, asked=shown, decode=self._decode))
@@ -147,14 +145,12 @@ class Rescoring:
         failed = f"{self.num_failed:,} without a reward, see FAILED above" if self.num_failed else "every function answered"
         print(f"{self._num_shown:,} completions tried: {failed}")
 
-    def _score(self, number: int, row: RescoredRow) -> ScoredTrajectory:
-        trajectory = row.members[number]
+    def _score(self, trajectory: Trajectory) -> tuple[ScoredTrajectory, CallReport]:
         if trajectory.outcome is not Outcome.OK or trajectory.finish is Finish.ERROR:
             outcome = Outcome.ERROR if trajectory.outcome is Outcome.OK else trajectory.outcome
-            scored = Scored(rollout_id=trajectory.rollout_id, attempt=0, outcome=outcome, reward=None, error=trajectory.error)
-        else:
-            scored = self._scorers.score(score_request(trajectory))
-        return ScoredTrajectory(trajectory=trajectory, score=scored)
+            return ScoredTrajectory(trajectory=trajectory, score=no_score(trajectory, trajectory.error, outcome=outcome)), CallReport()
+        result, report = self._scorers.request(reward_task(trajectory))
+        return ScoredTrajectory(trajectory=trajectory, score=score_of(trajectory, result)), report
 
     def _with_steps(self, member: ScoredTrajectory, said: StepScores) -> ScoredTrajectory:
         return msgspec.structs.replace(member, steps=said.scores)
@@ -169,13 +165,10 @@ class Rescoring:
         if not plan.compared:
             done = {member.trajectory.rollout_id: member for member in plan.done}
             return [done[member.trajectory.rollout_id] for member in members], CallReport(), set()
-        request = ScoreGroup(
-            group_id=members[0].trajectory.group_id, members=tuple(score_request(member.trajectory) for member in plan.compared)
-        )
-        answer = self._scorers.compare(request)
-        joined = {member.trajectory.rollout_id: member for member in (*plan.done, *join_comparison(plan.compared, answer))}
+        result, report = self._scorers.request(group_reward_task([member.trajectory for member in plan.compared]))
+        joined = {member.trajectory.rollout_id: member for member in (*plan.done, *join_comparison(plan.compared, result))}
         compared = {member.trajectory.rollout_id for member in plan.compared}
-        return [joined[member.trajectory.rollout_id] for member in members], self._scorers.asked.pop(request.rollout_id), compared
+        return [joined[member.trajectory.rollout_id] for member in members], report, compared
 
     def _credit(self, members: list[ScoredTrajectory]) -> None:
         """Say what the method makes of a group, where enough of it has a reward."""

@@ -17,19 +17,20 @@ import numpy as np
 from orchestrator.data.rows import Table, open_rows
 from orchestrator.data.sources import PromptBuilder
 from orchestrator.replay.recorded import read_recording
-from orchestrator.rescore.scorers import settings_file
+from orchestrator.rescore.scorers import CallReport, settings_file
 from orchestrator.rollouts.multi_turn import Episode
-from orchestrator.rollouts.rollout import Rollout, reply_request
+from orchestrator.rollouts.rollout import Rollout
+from orchestrator.rollouts.scorer_tasks import environment_task
 from pipelinerl.config import Config
 from pipelinerl.data.tokenizer import TextEncoder
 from pipelinerl.errors import ConfigError, DataError, EngineError, PeerGone
-from pipelinerl.messages import Completion, Failed, Finish, Generate, Prompt, Replied, Reply, Sampling, Trajectory
+from pipelinerl.messages import Completion, Failed, Finish, Generate, Prompt, Result, Sampling, ScorerTask, Trajectory
 from pipelinerl.transport.codec import Decoder
 from pipelinerl.transport.stream import Frames, frame
 
 Write = Callable[[Sequence[Generate]], list[Completion]]
 """Completes these, in their order: the next turn of as many rollouts."""
-Answer = Callable[[Reply], Replied]
+Answer = Callable[[ScorerTask], tuple[Result, CallReport]]
 """Has the environment reply."""
 
 
@@ -41,8 +42,8 @@ class RescoredRow:
     """File and line, or the group of a run."""
     prompt: Prompt
     members: tuple[Trajectory, ...]
-    replies: tuple[tuple[str, ...], ...] = ()
-    """The names of each member's requests to the environment; empty without one, and for what was recorded."""
+    replies: tuple[tuple[CallReport, ...], ...] = ()
+    """Of each member, the calls of the environment; empty without one, and of what was recorded."""
     is_announced: bool = False
     """Its prompt was shown already, to whoever typed."""
 
@@ -101,27 +102,27 @@ def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int,
     rollout = config.rollout
     sampling = Sampling(max_tokens=rollout.max_tokens, temperature=rollout.temperature, stop=rollout.stop)
     last: dict[str, Completion] = {}
-    asked: dict[str, list[str]] = {rollout.rollout_id: [] for rollout in rollouts}
+    reports: dict[str, list[CallReport]] = {rollout.rollout_id: [] for rollout in rollouts}
     open_ones = rollouts
     while open_ones:
         written = write([rollout.request(sampling, chunk_tokens=0) for rollout in open_ones])
         went_on: dict[str, Rollout] = {}
         for rollout, completion in zip(open_ones, written, strict=True):
             last[rollout.rollout_id] = completion
-            went_on[rollout.rollout_id] = _after(rollout.said(completion), reply, asked[rollout.rollout_id])
+            went_on[rollout.rollout_id] = _after(rollout.said(completion), reply, reports[rollout.rollout_id])
         rollouts = [went_on.get(rollout.rollout_id, rollout) for rollout in rollouts]
         open_ones = [one for one in went_on.values() if one.episode is not None and not one.episode.is_over]
     members = tuple(one.trajectory(last[one.rollout_id], engine_id=0, finished_at=0.0) for one in rollouts)
-    return RescoredRow(where=where, prompt=prompt, members=members, replies=tuple(tuple(names) for names in asked.values()))
+    return RescoredRow(where=where, prompt=prompt, members=members, replies=tuple(map(tuple, reports.values())))
 
 
-def _after(rollout: Rollout, reply: Answer, asked: list[str]) -> Rollout:
+def _after(rollout: Rollout, reply: Answer, reports: list[CallReport]) -> Rollout:
     """The same once the environment has replied, where it is to be asked."""
     if rollout.episode is None or rollout.episode.is_over:
         return rollout
-    request = reply_request(rollout.rollout_id, attempt=0, episode=rollout.episode)
-    asked.append(request.rollout_id)
-    return dataclasses.replace(rollout, episode=rollout.episode.observe(reply(request)))
+    result, report = reply(environment_task(rollout.rollout_id, attempt=0, episode=rollout.episode))
+    reports.append(report)
+    return dataclasses.replace(rollout, episode=rollout.episode.observe(result))
 
 
 class TypedCompletions:

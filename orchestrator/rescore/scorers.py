@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -11,22 +12,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerGone
-from pipelinerl.messages import GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup, TraceScores, Trajectory
+from pipelinerl.messages import Outcome, Request, Result, ScorerTask, TraceScores, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.failures import Failures
-from pipelinerl.rewards.pool.pools import Request, RewardPools
+from pipelinerl.rewards.pool.pools import RewardPools
 from pipelinerl.rewards.pool.stats import FunctionStats
 from pipelinerl.runtime.function_errors import FunctionError
 
 TELL_S = 5.0
 """Longest wait for the place at which a function hung, once its call has failed: its process writes it down before it is killed."""
-_Answer = TypeVar("_Answer", Scored, GroupScored, Replied)
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,8 +43,9 @@ class Scorers:
     """Asks, waits, and keeps how long each function took and why it failed."""
 
     def __init__(self, config: Config, journal: Journal) -> None:
-        self.asked: dict[str, CallReport] = {}
-        """By the name under which a request is known."""
+        self._request_ids = itertools.count()
+        self._reports: dict[str, CallReport] = {}
+        """By rollout, of its newest task."""
         self._pools = RewardPools(
             config.reward,
             config.scorer,
@@ -69,33 +70,25 @@ class Scorers:
     def __exit__(self, *error: object) -> None:
         self._pools.close()
 
-    def score(self, request: Score) -> Scored:
-        return self._ask(request, Scored)
-
-    def compare(self, request: ScoreGroup) -> GroupScored:
-        return self._ask(request, GroupScored)
-
-    def reply(self, request: Reply) -> Replied:
-        return self._ask(request, Replied)
-
-    def _ask(self, request: Request, kind: type[_Answer]) -> _Answer:
-        asked = self.asked[request.rollout_id] = CallReport()
-        self._pools.submit(request)
-        while not (answers := [answer for answer in self._pools.advance() if isinstance(answer, kind)]):
+    def request(self, task: ScorerTask) -> tuple[Result, CallReport]:
+        """Have a task done, and tell what came of each function."""
+        report = self._reports[task.rollout_id] = CallReport()
+        self._pools.submit(Request(request_id=next(self._request_ids), task=task))
+        while not (results := self._pools.advance()):
             self._pools.wait(1.0)
-        (answer,) = answers
+        (result,) = results
         end = time.monotonic() + TELL_S
-        while answer.outcome in (Outcome.ERROR, Outcome.TIMEOUT) and not asked.errors and time.monotonic() < end:
+        while result.outcome in (Outcome.ERROR, Outcome.TIMEOUT) and not report.errors and time.monotonic() < end:
             self._pools.wait(0.1)
             self._pools.advance()
-        return answer
+        return result, report
 
     def _took(self, rollout_id: str, durations_s: Any) -> None:
-        known = self.asked[rollout_id].durations_s
+        known = self._reports[rollout_id].durations_s
         known |= {name: known.get(name, 0.0) + duration_s for name, duration_s in durations_s.items()}
 
     def _failed(self, rollout_id: str, function: str, error: FunctionError) -> None:
-        self.asked[rollout_id].errors.append((function, error))
+        self._reports[rollout_id].errors.append((function, error))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.messages import UNSAMPLED, Completion, Finish, Float32, Int32, Outcome, Prompt, Replied, Trajectory, Turns
+from pipelinerl.messages import UNSAMPLED, Completion, Finish, Float32, Int32, Outcome, Prompt, Result, Trajectory, Turns
 
 FIRST_STATE = "prompt"
 """What the first turn of every sibling answers."""
@@ -100,12 +100,12 @@ class Episode:
             is_over=completion.finish is not Finish.STOP or not num_sampled or num_turns >= self.max_turns,
         )
 
-    def observe(self, replied: Replied) -> Episode:
+    def observe(self, result: Result) -> Episode:
         """The same after the environment's reply to the last turn."""
-        if replied.outcome is not Outcome.OK:
-            error = f"environment: {replied.error}"
-            return dataclasses.replace(self, finish=Finish.ERROR, outcome=replied.outcome, error=error, is_over=True)
-        observation = replied.observation
+        if result.outcome is not Outcome.OK:
+            error = f"environment: {result.error}"
+            return dataclasses.replace(self, finish=Finish.ERROR, outcome=result.outcome, error=error, is_over=True)
+        observation = result.observation
         if observation is None:
             return dataclasses.replace(self, is_over=True)
         num_observed = len(observation.token_ids)

@@ -10,7 +10,7 @@ import numpy as np
 
 from orchestrator.rollouts.multi_turn import Episode
 from orchestrator.rollouts.single_turn import trajectory_of
-from pipelinerl.messages import Completion, Finish, Generate, Prompt, Reply, Sampling, Trajectory
+from pipelinerl.messages import Completion, Finish, Generate, Prompt, Sampling, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +75,6 @@ class Rollout:
         if self.episode is None:
             return trajectory_of(completion, prompt=self.prompt, **facts)
         return self.episode.trajectory(rollout_id=self.rollout_id, attempt=self.attempt, **facts)
-
-
-def reply_request(rollout_id: str, *, attempt: int, episode: Episode) -> Reply:
-    """What a scorer is told to have the environment reply to the last turn."""
-    turns = episode.turns
-    assert turns is not None, "an environment replies to a turn"
-    return Reply(
-        episode_id=rollout_id,
-        attempt=attempt,
-        prompt=episode.prompt,
-        token_ids=episode.token_ids,
-        turns=turns,
-        finish=episode.finish,
-    )
 
 
 def unanswered(rollout_id: str, *, attempt: int, error: str) -> Completion:

@@ -10,7 +10,7 @@ import dataclasses
 
 import msgspec
 
-from pipelinerl.messages import Group, GroupScored, Outcome, Scored, ScoredTrajectory
+from pipelinerl.messages import Group, Outcome, Result, Score, ScoredTrajectory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +33,15 @@ def plan_comparison(group: Group, *, min_group_size: int) -> Plan:
     return Plan(done=(*failed, *(_fail(member, Outcome.INVALID, error) for member in survivors)), compared=())
 
 
-def join_comparison(compared: tuple[ScoredTrajectory, ...], answer: GroupScored) -> tuple[ScoredTrajectory, ...]:
+def join_comparison(compared: tuple[ScoredTrajectory, ...], result: Result) -> tuple[ScoredTrajectory, ...]:
     """Each member with the sum of its own reward and the comparison's; invalid where no function of either kind applied to it."""
-    if answer.outcome is not Outcome.OK:
-        return tuple(_fail(member, answer.outcome, answer.error) for member in compared)
-    if len(answer.rewards) != len(compared):
-        error = f"the scorer gave {len(answer.rewards)} rewards for {len(compared)} siblings"
+    if result.outcome is not Outcome.OK:
+        return tuple(_fail(member, result.outcome, result.error) for member in compared)
+    if len(result.rewards) != len(compared):
+        error = f"the scorer gave {len(result.rewards)} rewards for {len(compared)} siblings"
         return tuple(_fail(member, Outcome.INVALID, error) for member in compared)
     return tuple(
-        _add(member, reward, components) for member, reward, components in zip(compared, answer.rewards, answer.components, strict=True)
+        _add(member, reward, components) for member, reward, components in zip(compared, result.rewards, result.components, strict=True)
     )
 
 
@@ -57,5 +57,5 @@ def _fail(member: ScoredTrajectory, outcome: Outcome, error: str) -> ScoredTraje
     return _with_score(member, msgspec.structs.replace(member.score, outcome=outcome, reward=None, components={}, error=error))
 
 
-def _with_score(member: ScoredTrajectory, score: Scored) -> ScoredTrajectory:
+def _with_score(member: ScoredTrajectory, score: Score) -> ScoredTrajectory:
     return msgspec.structs.replace(member, score=score)

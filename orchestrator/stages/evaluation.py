@@ -19,12 +19,12 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rollouts.multi_turn import Episode
-from orchestrator.rollouts.rollout import reply_request, unanswered
+from orchestrator.rollouts.rollout import unanswered
+from orchestrator.rollouts.scorer_tasks import environment_task, no_score, reward_task, score_of
 from orchestrator.rules.pass_at_k import mean_pass_at
 from orchestrator.rules.routing import route
-from orchestrator.stages.scoring import score_request
 from pipelinerl.config import EvaluationSection
-from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Replied, Sampling, Scored, Trajectory
+from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Result, Sampling, Score, ScorerTask, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.watch import LOOKS, Watch
 
@@ -65,11 +65,11 @@ class Evaluation:
         watch: Watch,
         max_turns: int = 1,
         done: Sequence[tuple[int, float]] = (),
-        heard: Callable[[dict[str, Any]], None] = lambda _: None,
+        on_evaluated: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         """An answer with at least `correct_reward` is correct; with more than one of `max_turns` there is an environment.
 
-        `done`: (version, mean reward) of an earlier life of the run; `heard` is told the journal's fields of each evaluation.
+        `done`: (version, mean reward) of an earlier life of the run; `on_evaluated` is told the journal's fields of each evaluation.
         """
         self.results = list(done)
         """(version, mean reward) of every evaluation."""
@@ -85,7 +85,7 @@ class Evaluation:
         self._journal = journal
         self._ledger = ledger
         self._watch = watch
-        self._heard = heard
+        self._on_evaluated = on_evaluated
 
     async def evaluate(self, version: int) -> float | None:
         """Evaluate a version that every engine holds and that none follows; None where there is nothing to do, or it was given up."""
@@ -175,7 +175,7 @@ class Evaluation:
             "newest_version": max(versions, default=version),
         }
         self._journal.write("evaluation", **fields)
-        self._heard(fields)
+        self._on_evaluated(fields)
         return mean
 
     async def _generate(self, version: int, engine_ids: Collection[int]) -> list[Trajectory]:
@@ -195,7 +195,7 @@ class Evaluation:
             completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
             episode = episode.said(completion)
             if not episode.is_over:
-                episode = episode.observe(await self._reply(episode, name))
+                episode = episode.observe(await self._request(environment_task(name, attempt=0, episode=episode)))
         times = {"admitted_at": 0.0, "finished_at": 0.0}
         return episode.trajectory(rollout_id=name, attempt=0, group_id=-1, sibling=number, engine_id=engine_id, **times)
 
@@ -231,47 +231,23 @@ class Evaluation:
     def _holds(self, engine_id: int, version: int, outstanding: Collection[int]) -> bool:
         return engine_id in outstanding and self._engines[engine_id].version == version
 
-    async def _score(self, trajectories: list[Trajectory]) -> list[Scored]:
+    async def _score(self, trajectories: list[Trajectory]) -> list[Score]:
         with self._watch.waiting("evaluation", "scores"):
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._judge(trajectory)) for trajectory in trajectories]
+                tasks = [group.create_task(self._score_of(trajectory)) for trajectory in trajectories]
             return [task.result() for task in tasks]
 
-    async def _judge(self, trajectory: Trajectory) -> Scored:
-        outcome, error = trajectory.outcome, trajectory.error
-        if trajectory.finish is not Finish.ERROR:
-            if (scored := await self._ask_scorer(self._scorers.ask, score_request(trajectory))) is not None:
-                return scored
-            error = _NO_SCORER
-        outcome = Outcome.ERROR if outcome is Outcome.OK else outcome
-        return Scored(rollout_id=trajectory.rollout_id, attempt=0, outcome=outcome, reward=None, error=error)
+    async def _score_of(self, trajectory: Trajectory) -> Score:
+        if trajectory.finish is Finish.ERROR:
+            outcome = Outcome.ERROR if trajectory.outcome is Outcome.OK else trajectory.outcome
+            return no_score(trajectory, trajectory.error, outcome=outcome)
+        return score_of(trajectory, await self._request(reward_task(trajectory)))
 
-    async def _reply(self, episode: Episode, rollout_id: str) -> Replied:
-        request = reply_request(rollout_id, attempt=0, episode=episode)
-        replied = await self._ask_scorer(self._scorers.ask_reply, request)
-        failed = Replied(episode_id=rollout_id, attempt=0, turn=request.turn, outcome=Outcome.ERROR, error=_NO_SCORER)
-        return failed if replied is None else replied
-
-    async def _ask_scorer(self, ask: Callable[..., None], request: Any) -> Any:
-        """Ask until a scorer answers, as `_answer` does; None where none did."""
-        for _ in range(MAX_ATTEMPTS):
-            while not self._scorers.has_room:
-                await self._scorers.changed.wait()
-            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            ask(
-                request,
-                sink=lambda answered, answer=answer: _give(answer, answered),
-                lost=lambda scorer_id, answer=answer: _give(answer, None),
-            )
-            if (answered := await answer) is not None:
-                return answered
-        return None
+    async def _request(self, task: ScorerTask) -> Result:
+        return await self._scorers.request(task, by="evaluation", max_lost=MAX_ATTEMPTS)
 
 
-_NO_SCORER = f"{MAX_ATTEMPTS} scorers ended before they answered"
-
-
-def _component_means(scored: list[Scored]) -> dict[str, float]:
+def _component_means(scored: list[Score]) -> dict[str, float]:
     """Mean of each reward function, before weighting, over the answers it was applied to; a failed answer has none."""
     told: dict[str, list[float]] = {}
     for score in scored:

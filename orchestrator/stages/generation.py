@@ -19,7 +19,7 @@ from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Completion, Generate, Replied, Sampling, Trajectory
+from pipelinerl.messages import Completion, Generate, Result, Sampling, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
@@ -37,7 +37,7 @@ class Generation:
     still comes, so there are at most that many bytes and a trajectory for each rollout in engines, and between two turns, at that moment:
     all are of groups that were admitted, of which there are fewer than (K + version + 1) * B (`rules.admission`).
 
-    takes     Drawn, from prompts; Completion, from engines; Replied, from environment
+    takes     Drawn, from prompts; Completion, from engines; Result, from environment
     gives     Generate, to engines; turns of episodes, to environment; Trajectory, to scoring
     waits for an admission credit; an engine that may take a lost group; room in completions, turns and towards scoring
     woken by  an engine that answers, commits, joins or dies; batching assigning or dropping a group
@@ -198,10 +198,10 @@ class Generation:
         else:
             self.environment.ask(rollout, engine_id=engine_id, then=functools.partial(self._go_on, rollout, completion, engine_id))
 
-    def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, replied: Replied) -> None:
+    def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, result: Result) -> None:
         """Ask for an episode's next turn: the engine of the last one, whose prefix cache may hold all before, where that may go on."""
         assert rollout.episode is not None
-        episode = rollout.episode.observe(replied)
+        episode = rollout.episode.observe(result)
         rollout = dataclasses.replace(rollout, episode=episode)
         reissue = self._reissue
         if episode.is_over:

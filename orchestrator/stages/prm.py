@@ -25,7 +25,7 @@ from pipelinerl.messages import (
     Generate,
     Int32,
     Outcome,
-    Scored,
+    Score,
     ScoredTrajectory,
     StepsScored,
     Tokens,
@@ -88,12 +88,12 @@ class _Trace:
 class PrmScoring:
     """Sends engines' tokens on as they come, and joins step scores with rewards: by rollout, attempt and step, never by order of arrival.
 
-    Engines are never held up: what waits for the model slows admission alone, see `backpressure`. `queue_bytes` bounds what has its reward
-    and waits for its steps, and the step scores that wait to be taken on, together.
+    Engines are never held up: what waits for the model slows admission alone, see `backpressure`. What has its reward and waits for its
+    steps, and what waits for the next stage, have room in `prm_scored`, together.
 
     takes     Tokens, from engines; Trajectory, from generation; ScoredTrajectory, from scoring; StepsScored, from the process reward model
-    gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to comparing or batching
-    waits for room in step scores; room towards scoring, comparing or batching
+    gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to the next stage
+    waits for room towards scoring; room in `prm_scored`
     woken by  engines, generation, scoring, the process reward model
     fails     never: a trace that cannot be scored is an outcome; what a model that dies had is sent again, and names a trace it dies of
     ends      when the run does
@@ -104,16 +104,15 @@ class PrmScoring:
     def __init__(
         self,
         *,
-        written: Channel[Trajectory],
+        generated: Channel[Trajectory],
         trajectories: Channel[Trajectory],
         scored: Channel[ScoredTrajectory],
-        followed: Channel[ScoredTrajectory],
+        prm_scored: Channel[ScoredTrajectory],
         prm: Prm,
         ledger: Ledger,
         watch: Watch,
         credits: Signal,
         max_waiting_tokens: int,
-        queue_bytes: int,
         stopping: EarlyStopping | None = None,
         restored: tuple[ScoredTrajectory, ...] = (),
         decisions: Mapping[tuple[str, int], EarlyStopDecision] | None = None,
@@ -127,10 +126,10 @@ class PrmScoring:
         self.num_saved_tokens = 0.0
         """Estimate of the tokens that stopped rollouts would have gone on for: flagged survivors are a fair sample of them."""
         self.num_fenced = 0
-        self._written = written
+        self._generated = generated
         self._trajectories = trajectories
         self._scored = scored
-        self._followed = followed
+        self._prm_scored = prm_scored
         self._prm = prm
         self._ledger = ledger
         self._watch = watch
@@ -140,15 +139,6 @@ class PrmScoring:
         self._restored = restored
         self._decisions = decisions or {}
         self._traces: dict[str, _Trace] = {}
-        self._answers: Channel[ScoredTrajectory] = Channel(
-            "step scores",
-            giver="the process reward model",
-            taker=self.name,
-            watch=watch,
-            bound_bytes=queue_bytes,
-            size=lambda item: item.trajectory.num_bytes,
-            label=lambda item: f"of rollout {item.score.rollout_id}, attempt {item.score.attempt}",
-        )
         watch.explain(self._owed)
         prm.on_scored(self._on_scored)
         prm.on_lost(self._on_lost)
@@ -157,7 +147,6 @@ class PrmScoring:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._pass_on())
             group.create_task(self._join())
-            group.create_task(self._collect())
 
     def backpressure(self) -> str | None:
         """What admission has to wait for: the model, while more tokens wait for it than may."""
@@ -171,7 +160,7 @@ class PrmScoring:
         self._send(request.rollout_id, trace, tokens.token_ids, is_last=False)
 
     async def _pass_on(self) -> None:
-        async for trajectory in self._written:
+        async for trajectory in self._generated:
             if trajectory.finish is Finish.ERROR:
                 self._forget(trajectory.rollout_id)
             elif (decision := self._trace_of(trajectory).decision) is not None and decision.stops:
@@ -187,12 +176,8 @@ class PrmScoring:
         async for scored in self._scored:
             await self._take_scored(scored)
 
-    async def _collect(self) -> None:
-        async for scored in self._answers:
-            await self._followed.put(scored)
-
     async def _take_scored(self, scored: ScoredTrajectory) -> None:
-        await self._answers.claim(scored.trajectory.num_bytes)
+        await self._prm_scored.claim(scored.trajectory.num_bytes)
         if scored.score.outcome is not Outcome.OK:
             self._forget(scored.trajectory.rollout_id)
             self._answer(scored)
@@ -305,7 +290,7 @@ class PrmScoring:
 
     async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
         """An engine has given back what was stopped: it needs no reward."""
-        score = Scored(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
+        score = Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
         steps = _scores_of(self._trace_of(trajectory))
         stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, early_stop=decision)
         self._ledger.record_score(stopped, now_s=_now_s())
@@ -358,7 +343,7 @@ class PrmScoring:
 
     def _answer(self, scored: ScoredTrajectory) -> None:
         self._ledger.update_scores("prm_scored", (scored,), now_s=_now_s())
-        self._answers.put_claimed(scored)
+        self._prm_scored.put_claimed(scored)
 
     def _owed(self) -> str | None:
         """What the model has not answered for: for the verdict on a stall."""

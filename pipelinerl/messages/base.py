@@ -122,3 +122,5 @@ class Unread(Message, frozen=True):
     """What they would have been about, as far as they tell: an attempt that nobody will answer any more. Empty: they do not tell."""
     attempt: int = 0
     turn: int = 0
+    request_id: int | None = None
+    """Of a scorer's answer."""

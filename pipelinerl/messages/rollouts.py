@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import math
 
+import msgspec
 import numpy as np
 
-from pipelinerl.messages.base import Float32, Id, Int32, Mask, Message, Outcome, Prompt, Text, check_lengths
+from pipelinerl.messages.base import Figures, Float32, Id, Int32, Mask, Message, Outcome, Prompt, Text, check_lengths
 from pipelinerl.messages.engine import Finish, Recomputed, Routes
-from pipelinerl.messages.scorer import Scored, Turns
+from pipelinerl.messages.scorer import Turns
 
 UNSAMPLED = -1
 """Version of a token that no policy sampled: prompt tokens, tool output, padding."""
@@ -128,11 +129,33 @@ class EarlyStopDecision(Message, frozen=True):
         return 0.0 if self.stops else 1.0 / self.probability
 
 
+class Score(Message, frozen=True):
+    """What reward functions said of a trajectory, or why they said nothing."""
+
+    rollout_id: Id
+    attempt: int
+    outcome: Outcome
+    reward: float | None
+    """Weighted sum of the components; None unless `outcome` is `OK`."""
+    components: Figures = msgspec.field(default_factory=dict)
+    """Reward of each function that applied, by its name, before weighting."""
+    error: Text = ""
+    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
+    duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        has_reward = self.reward is not None and math.isfinite(self.reward)
+        if has_reward != (self.outcome is Outcome.OK) or (self.reward is not None and not has_reward):
+            raise ValueError(
+                f"Score {self.rollout_id}: outcome {self.outcome} with reward {self.reward}; only ok has one, and it is finite"
+            )
+
+
 class ScoredTrajectory(Message, frozen=True):
     """A trajectory and what the scoring stage says of it."""
 
     trajectory: Trajectory
-    score: Scored
+    score: Score
     steps: TraceScores | None = None
     """None in a run without a process reward model, and where it could not score the trace; of a stopped one, those up to the stop."""
     early_stop: EarlyStopDecision | None = None

@@ -113,28 +113,47 @@ class Turns(Message, frozen=True):
         return sampled
 
 
-class Reply(Message, frozen=True):
-    """Ask a scorer what the environment replies to the last turn of an episode."""
+class RequestKind(enum.StrEnum):
+    """What a scorer is asked for."""
 
-    episode_id: Id
-    """Name of the rollout."""
+    REWARD = "reward"
+    """The reward of one completion."""
+    GROUP_REWARD = "group reward"
+    """The rewards that compare siblings."""
+    ENVIRONMENT = "environment"
+    """What the environment replies to the last turn of an episode."""
+
+
+class ScorerTask(Message, frozen=True):
+    """Completions of one prompt, and what to do with them."""
+
+    kind: RequestKind
+    rollout_id: Id
+    """Rollout that it is about; of siblings, the first."""
     attempt: int
     prompt: Prompt
-    token_ids: Int32
-    """[T] int32, the tokens after the prompt; the scorer decodes them."""
-    turns: Turns
-    finish: Finish
-    """Of the last turn."""
+    completions: Annotated[tuple[Int32, ...], msgspec.Meta(min_length=1, max_length=1 << 16)]
+    """Each [T] int32, the tokens after the prompt, which the scorer decodes; one, or of siblings at least two, in order."""
+    finishes: tuple[Finish, ...]
+    """One for each completion; of an episode, that of its last turn."""
+    turns: tuple[Turns | None, ...]
+    """One for each completion; None in a run without an environment: all of it is one turn."""
 
-    @property
-    def turn(self) -> int:
-        """Number of the last turn, from 0."""
-        return len(self.turns.starts) - 1
+    def __post_init__(self) -> None:
+        check_lengths(self, "completions", "finishes", "turns")
 
-    @property
-    def rollout_id(self) -> str:
-        """Under which the request is known: a late answer to an earlier turn is none to this one. No rollout has such a name."""
-        return f"{self.episode_id}/turn/{self.turn}"
+
+class Request(Message, frozen=True):
+    """Ask a scorer. Its number is never used again: one that is asked for anew gets another, so a late answer is told from the awaited."""
+
+    request_id: int
+    task: ScorerTask
+
+
+class CancelRequest(Message, frozen=True):
+    """Nobody waits for a request any more: no answer is to follow."""
+
+    request_id: int
 
 
 class Observation(Message, frozen=True):
@@ -150,109 +169,29 @@ class Observation(Message, frozen=True):
             raise ValueError("Observation: no token; expected some, or no `Observation` at all where the episode is over")
 
 
-class Replied(Message, frozen=True):
-    """A scorer's answer to `Reply`."""
+class Result(Message, frozen=True):
+    """A scorer's answer to a `Request`."""
 
-    episode_id: Id
-    attempt: int
-    turn: int
-    """The one replied to, from 0."""
+    request_id: int
     outcome: Outcome
-    """A rollout whose environment is not `OK` fails as that."""
-    observation: Observation | None = None
-    """None where the environment says that the episode is over, or failed."""
-    error: Text = ""
-    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
-    duration_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.observation is not None and self.outcome is not Outcome.OK:
-            raise ValueError(f"Replied {self.rollout_id}: outcome {self.outcome} with an observation; only ok has that")
-
-    @property
-    def rollout_id(self) -> str:
-        """As of `Reply`."""
-        return f"{self.episode_id}/turn/{self.turn}"
-
-
-class Score(Message, frozen=True):
-    """Ask a scorer for the reward of one trajectory."""
-
-    rollout_id: Id
-    attempt: int
-    prompt: Prompt
-    token_ids: Int32
-    """[T] int32, the tokens after the prompt; the scorer decodes them."""
-    finish: Finish
-    turns: Turns | None = None
-    """None in a run without an environment: all of it is one turn."""
-
-
-class ScoreGroup(Message, frozen=True):
-    """Ask a scorer for the rewards that compare siblings; sent once every sibling has an outcome of its own."""
-
-    group_id: int
-    members: Annotated[tuple[Score, ...], msgspec.Meta(max_length=1 << 16)]
-    """Siblings that are scored, in order; at least two, of one prompt."""
-
-    @property
-    def rollout_id(self) -> str:
-        """Under which the request is known; no rollout has such a name."""
-        return f"group/{self.group_id}"
-
-    @property
-    def attempt(self) -> int:
-        return 0
-
-
-class Scored(Message, frozen=True):
-    """A scorer's answer."""
-
-    rollout_id: Id
-    attempt: int
-    outcome: Outcome
-    reward: float | None
-    """Weighted sum of the components; None unless `outcome` is `OK`."""
-    components: Figures = msgspec.field(default_factory=dict)
-    """Reward of each function that applied, by its name, before weighting."""
-    error: Text = ""
-    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
-    duration_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        has_reward = self.reward is not None and math.isfinite(self.reward)
-        if has_reward != (self.outcome is Outcome.OK) or (self.reward is not None and not has_reward):
-            raise ValueError(
-                f"Scored {self.rollout_id}: outcome {self.outcome} with reward {self.reward}; only ok has one, and it is finite"
-            )
-
-
-class GroupScored(Message, frozen=True):
-    """A scorer's answer to `ScoreGroup`."""
-
-    group_id: int
-    outcome: Outcome
-    """One for the whole group: functions that compare siblings fail together."""
+    """One for all completions: functions that compare siblings fail together, and a rollout whose environment fails, fails."""
     rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """Weighted sum of the components of each member; empty unless `outcome` is `OK`."""
+    """Weighted sum of the components of each completion; empty unless `outcome` is `OK`, and of an environment."""
     components: Annotated[tuple[Figures, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """As `Scored.components`, for each member."""
+    """Of each completion, the reward of each function that applied, by its name, before weighting."""
+    observation: Observation | None = None
+    """None where the environment says that the episode is over, or failed; and of rewards."""
     error: Text = ""
+    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_lengths(self, "rewards", "components")
-        if bool(self.rewards) != (self.outcome is Outcome.OK) or not all(map(math.isfinite, self.rewards)):
-            raise ValueError(f"GroupScored {self.group_id}: outcome {self.outcome} with rewards {self.rewards}; only ok has them, finite")
-
-    @property
-    def rollout_id(self) -> str:
-        return f"group/{self.group_id}"
-
-    @property
-    def attempt(self) -> int:
-        return 0
+        has_values = bool(self.rewards) or self.observation is not None
+        if (has_values and self.outcome is not Outcome.OK) or not all(map(math.isfinite, self.rewards)):
+            got = f"outcome {self.outcome} with rewards {self.rewards}{' and an observation' if self.observation is not None else ''}"
+            raise ValueError(f"Result {self.request_id}: {got}; only ok has any, and rewards are finite")
 
 
-FromScorer = ScorerReady | ScorerLoad | FunctionFailed | Replied | Scored | GroupScored | PrmReady | PrmLoad | StepsScored | Failed
-ToScorer = Reply | Score | ScoreGroup | TraceTokens | Cancel | Stop
+FromScorer = ScorerReady | ScorerLoad | FunctionFailed | Result | PrmReady | PrmLoad | StepsScored | Failed
+ToScorer = Request | CancelRequest | TraceTokens | Cancel | Stop

@@ -1,4 +1,4 @@
-"""One answer from the pools that scored a sample: the weighted sum of all components, or the first failure. A rule without a clock."""
+"""One result from the pools that worked on a request: the weighted sum of all components, or the first failure. A rule without a clock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from pipelinerl.messages import Observation, Outcome
-
-Key = tuple[str, int]
-"""Rollout id and attempt."""
+from pipelinerl.messages import Observation, Outcome, Result
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,26 +16,11 @@ class PartialResult:
 
     outcome: Outcome
     components: tuple[dict[str, float], ...] = ()
-    """For each completion; empty unless `outcome` is `OK`."""
-    error: str = ""
-    duration_s: float = 0.0
+    """For each completion; empty unless `outcome` is `OK`, and of an environment."""
     observation: Observation | None = None
-    """As of `Result`."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TotalResult:
-    """What all pools say of it together."""
-
-    outcome: Outcome
-    rewards: tuple[float, ...] = ()
-    """For each completion; empty unless `outcome` is `OK`."""
-    components: tuple[dict[str, float], ...] = ()
+    """As in `Result`."""
     error: str = ""
     duration_s: float = 0.0
-    """The longest pool's."""
-    unneeded: frozenset[int] = frozenset()
-    """RewardPools whose answer nobody needs any more."""
 
 
 class Aggregator:
@@ -47,45 +29,52 @@ class Aggregator:
     def __init__(self, weights: Mapping[str, float], *, must_apply: bool) -> None:
         self._weights = weights
         self._must_apply = must_apply
-        """False where other functions, those that compare siblings, are still to come: then none need apply here."""
-        self._missing: dict[Key, set[int]] = {}
-        self._parts: dict[Key, list[PartialResult]] = {}
+        """Some function must apply to every completion; not so where further functions, those that compare siblings, are still to come."""
+        self._missing: dict[int, set[int]] = {}
+        """By request, the pools that have not answered."""
+        self._parts: dict[int, list[PartialResult]] = {}
 
-    def expect(self, key: Key, pools: Sequence[int]) -> None:
-        """A request was given to these pools; repeating one that is under way changes nothing."""
-        if key not in self._missing:
-            self._missing[key], self._parts[key] = set(pools), []
+    def expect(self, request_id: int, pools: Sequence[int]) -> None:
+        """A request was given to these pools."""
+        self._missing[request_id], self._parts[request_id] = set(pools), []
 
-    def drop(self, key: Key) -> None:
+    def drop(self, request_id: int) -> None:
         """Nobody wants this request any more."""
-        self._missing.pop(key, None)
-        self._parts.pop(key, None)
+        self._missing.pop(request_id, None)
+        self._parts.pop(request_id, None)
 
-    def add(self, key: Key, pool: int, part: PartialResult) -> TotalResult | None:
-        """Take in a pool's answer; returns the request's when it is known."""
-        missing = self._missing.get(key)
+    def add(self, request_id: int, pool: int, part: PartialResult) -> Result | None:
+        """Take in a pool's answer; return the request's when it is known. Once one pool fails, no other is waited for."""
+        missing = self._missing.get(request_id)
         if missing is None or pool not in missing:
             return None
         missing.remove(pool)
-        self._parts[key].append(part)
+        parts = self._parts[request_id]
+        parts.append(part)
         if part.outcome is Outcome.OK and missing:
             return None
-        parts = self._parts[key]
-        self.drop(key)
+        self.drop(request_id)
         if part.outcome is not Outcome.OK:
-            return TotalResult(outcome=part.outcome, error=part.error, duration_s=part.duration_s, unneeded=frozenset(missing))
-        return self._total(parts)
+            return Result(request_id=request_id, outcome=part.outcome, error=part.error, duration_s=part.duration_s)
+        return self._total(request_id, parts)
 
-    def _total(self, parts: list[PartialResult]) -> TotalResult:
+    def _total(self, request_id: int, parts: list[PartialResult]) -> Result:
         duration_s = max(part.duration_s for part in parts)
         each = zip(*(part.components for part in parts), strict=True)
         components = tuple(dict(itertools.chain.from_iterable(found.items() for found in pools)) for pools in each)
+        rewards = tuple(sum(self._weights[name] * value for name, value in found.items()) for found in components)
+        error = ""
         if self._must_apply and not all(components):
             error = f"no reward function applies: {', '.join(self._weights)} returned None"
-            return TotalResult(outcome=Outcome.INVALID, error=error, duration_s=duration_s)
-        rewards = tuple(sum(self._weights[name] * value for name, value in found.items()) for found in components)
-        for found, reward in zip(components, rewards, strict=True):
-            if not math.isfinite(reward):
-                error = f"the weighted sum of {found} is {reward}, expected a finite number"
-                return TotalResult(outcome=Outcome.INVALID, error=error, duration_s=duration_s)
-        return TotalResult(outcome=Outcome.OK, rewards=rewards, components=components, duration_s=duration_s)
+        elif (wrong := next((n for n, reward in enumerate(rewards) if not math.isfinite(reward)), None)) is not None:
+            error = f"the weighted sum of {components[wrong]} is {rewards[wrong]}, expected a finite number"
+        if error:
+            return Result(request_id=request_id, outcome=Outcome.INVALID, error=error, duration_s=duration_s)
+        return Result(
+            request_id=request_id,
+            outcome=Outcome.OK,
+            rewards=rewards,
+            components=components,
+            observation=parts[0].observation,
+            duration_s=duration_s,
+        )

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Observation, Outcome
+from pipelinerl.messages import Observation, Outcome, ScorerTask
 from pipelinerl.rewards.pool.arguments import Parameters, by_turns, parameters_of
-from pipelinerl.rewards.pool.calls import Call, Component, Result
+from pipelinerl.rewards.pool.calls import Call, CallResult, Component
 from pipelinerl.rewards.reward import ERROR_CHARACTERS, describe, wait_for_value
 from pipelinerl.runtime.function_errors import FunctionError, error_of, place_of
 from pipelinerl.runtime.plugin import load_plugin
@@ -50,10 +50,10 @@ class Environment:
     parameters: Parameters
     options: dict[str, Any]
 
-    def arguments(self, call: Call, *, turns: list[str], replies: list[str]) -> dict[str, Any]:
+    def arguments(self, task: ScorerTask, *, turns: list[str], replies: list[str]) -> dict[str, Any]:
         """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
-        passed = {**call.columns, **self.options, "prompt": call.prompt, "turns": turns}
-        return self.parameters.choose(passed, extra={"replies": replies, "chat": list(call.chat)}, columns=call.columns)
+        passed = {**task.prompt.columns, **self.options, "prompt": task.prompt.text, "turns": turns}
+        return self.parameters.choose(passed, extra={"replies": replies, "chat": list(task.prompt.chat)}, columns=task.prompt.columns)
 
 
 def load_environment(component: Component) -> Environment:
@@ -85,13 +85,13 @@ class EnvironmentRunner:
         """Close the loop that an asynchronous function ran on."""
         self._runner.close()
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> CallResult:
         """Call the function. Never raises."""
         name, started_at, begin = self._environment.name, time.time(), time.perf_counter()
         observation: Observation | None = None
         outcome, error, failure = Outcome.OK, "", None
         try:
-            observation = self._observe(call)
+            observation = self._observe(call.task)
         except NotAReply as wrong:
             outcome, error = Outcome.INVALID, f"{name} {wrong}"
             failure = FunctionError(cause=str(wrong), where=place_of(self._environment.function))
@@ -99,10 +99,9 @@ class EnvironmentRunner:
             outcome, error = Outcome.ERROR, f"{name} raised {describe(raised)}"
             failure = error_of(raised, function=self._environment.function)
         duration_s = time.perf_counter() - begin
-        return Result(
-            ticket_id=call.ticket_id,
+        return CallResult(
+            call_id=call.call_id,
             outcome=outcome,
-            components=(),
             error=error[:ERROR_CHARACTERS],
             failed="" if outcome is Outcome.OK else name,
             failure=failure,
@@ -112,9 +111,9 @@ class EnvironmentRunner:
             observation=observation,
         )
 
-    def _observe(self, call: Call) -> Observation | None:
-        said = by_turns(call.completions[0], call.turns[0], decode=self._decode)
-        returned = self._environment.function(**self._environment.arguments(call, **said))
+    def _observe(self, task: ScorerTask) -> Observation | None:
+        said = by_turns(task.completions[0], task.turns[0], decode=self._decode)
+        returned = self._environment.function(**self._environment.arguments(task, **said))
         if inspect.isawaitable(returned):
             returned = self._runner.run(wait_for_value(returned))
         if returned is None:

@@ -41,10 +41,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Outcome
+from pipelinerl.messages import Outcome, ScorerTask
 from pipelinerl.rewards.functions.rubric import adapt_rubric, is_rubric
 from pipelinerl.rewards.pool.arguments import Parameters, by_turns, parameters_of
-from pipelinerl.rewards.pool.calls import Call, Component, Result
+from pipelinerl.rewards.pool.calls import Call, CallResult, Component
 from pipelinerl.runtime.function_errors import FunctionError, error_of, place_of
 from pipelinerl.runtime.plugin import load_plugin
 
@@ -91,31 +91,36 @@ class Reward:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the config; they go before columns."""
 
-    def arguments(self, call: Call, *, completions: Sequence[str], max_tokens: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    def arguments(
+        self, task: ScorerTask, *, completions: Sequence[str], max_tokens: int, decode: Callable[[list[int]], str]
+    ) -> dict[str, Any]:
         """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
-        columns = call.columns
+        columns = task.prompt.columns
         extra: dict[str, Any] = {}
         if self.shape is Shape.TRL:
             num = len(completions)
             passed = {name: [value] * num for name, value in columns.items()} | self.options
-            passed |= {"prompts": [list(call.chat) or call.prompt] * num, "completions": [_as_chat(text, call) for text in completions]}
-            extra = {"completion_ids": [token_ids.tolist() for token_ids in call.completions]}
+            passed |= {
+                "prompts": [list(task.prompt.chat) or task.prompt.text] * num,
+                "completions": [_as_chat(text, task) for text in completions],
+            }
+            extra = {"completion_ids": [token_ids.tolist() for token_ids in task.completions]}
         elif self.shape is Shape.VERL_BATCH:
             one = {"data_source": "", "extra_info": {}, **_verl_truth(columns), **columns, "solution_str": ""}
             passed = {f"{name}s": [value] * len(completions) for name, value in one.items()} | self.options
             passed |= {"solution_strs": list(completions)}
         else:
-            (completion,), (token_ids,), (finish,) = completions, call.completions, call.finishes
+            (completion,), (token_ids,), (finish,) = completions, task.completions, task.finishes
             if self.shape is Shape.OURS:
-                passed = {**columns, **self.options, "prompt": call.prompt, "completion": completion}
-                turns = call.turns[0] if call.turns else None
+                passed = {**columns, **self.options, "prompt": task.prompt.text, "completion": completion}
+                (turns,) = task.turns
                 num_tokens = len(token_ids) if turns is None else int(turns.mask(len(token_ids)).sum())
-                extra = {"num_tokens": num_tokens, "finish": finish.value, "max_tokens": max_tokens, "chat": list(call.chat)}
+                extra = {"num_tokens": num_tokens, "finish": finish.value, "max_tokens": max_tokens, "chat": list(task.prompt.chat)}
                 if self.parameters.accepts & {"turns", "replies"}:
                     extra |= by_turns(token_ids, turns, decode=decode)
             elif self.shape is Shape.REASONING_GYM:
                 answers = _ANSWER.findall(completion)
-                entry = {"question": _question(call), **columns}
+                entry = {"question": _question(task), **columns}
                 passed = {**self.options, "answer": answers[-1].strip() if answers else completion.strip(), "entry": entry}
             else:
                 defaults = {"data_source": "", "extra_info": {}, **_verl_truth(columns)}
@@ -171,7 +176,7 @@ def _made_by(function: Callable[..., Any], parameters: Parameters, reference: st
     return made if callable(made) or is_rubric(made) else None
 
 
-class Scoring:
+class RewardRunner:
     """Runs the reward functions of a pool on one call after the other, in the process that calls it."""
 
     def __init__(
@@ -194,15 +199,15 @@ class Scoring:
         """Close the loop that asynchronous functions ran on."""
         self._runner.close()
 
-    def score(self, call: Call) -> Result:
+    def run(self, call: Call) -> CallResult:
         """Run the functions in order; the first one that fails ends the call. Never raises."""
         started_at, begin = time.time(), time.perf_counter()
-        components: tuple[dict[str, float], ...] = tuple({} for _ in call.completions)
+        components: tuple[dict[str, float], ...] = tuple({} for _ in call.task.completions)
         durations_s: dict[str, float] = {}
         outcome, error, failure = self._run(call, components, durations_s)
         is_ok = outcome is Outcome.OK
-        return Result(
-            ticket_id=call.ticket_id,
+        return CallResult(
+            call_id=call.call_id,
             outcome=outcome,
             components=components if is_ok else (),
             error=error[:ERROR_CHARACTERS],
@@ -218,7 +223,7 @@ class Scoring:
     ) -> tuple[Outcome, str, FunctionError | None]:
         name, function = "decoding the tokens", None
         try:
-            completions = [self._decode(token_ids.tolist()) for token_ids in call.completions]
+            completions = [self._decode(token_ids.tolist()) for token_ids in call.task.completions]
             for index, reward in enumerate(self._rewards):
                 name, function = reward.name, reward.function
                 durations_s[name] = 0.0
@@ -226,7 +231,7 @@ class Scoring:
                     self._entering(name)
                 begin = time.perf_counter()
                 try:
-                    arguments = reward.arguments(call, completions=completions, max_tokens=self._max_tokens, decode=self._decode)
+                    arguments = reward.arguments(call.task, completions=completions, max_tokens=self._max_tokens, decode=self._decode)
                     values = self._call(reward, arguments, num_completions=len(completions))
                 finally:
                     durations_s[name] = time.perf_counter() - begin
@@ -291,17 +296,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _as_chat(text: str, call: Call) -> str | list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}] if call.chat else text
+def _as_chat(text: str, task: ScorerTask) -> str | list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}] if task.prompt.chat else text
 
 
 _VERL_NAMES = tuple(mark for mark, shape in _MARKS.items() if shape is Shape.VERL)
 
 
-def _question(call: Call) -> str:
+def _question(task: ScorerTask) -> str:
     """The prompt without its chat template, where it has one."""
-    contents = [message.get("content") for message in call.chat if message.get("role") == "user"]
-    return contents[-1] if contents and isinstance(contents[-1], str) else call.prompt
+    contents = [message.get("content") for message in task.prompt.chat if message.get("role") == "user"]
+    return contents[-1] if contents and isinstance(contents[-1], str) else task.prompt.text
 
 
 def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:

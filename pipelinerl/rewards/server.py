@@ -10,7 +10,7 @@ import msgspec
 
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
-from pipelinerl.messages import Cancel, Failed, Message, Reply, Score, ScoreGroup, ScorerLoad, ScorerReady, Stop
+from pipelinerl.messages import CancelRequest, Failed, Message, Request, ScorerLoad, ScorerReady, Stop
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.pool.pools import RewardPools
 from pipelinerl.transport.base import Link
@@ -22,8 +22,8 @@ LOAD_EVERY_S = 1.0
 class Server:
     """One scorer.
 
-    takes       `Reply`, `Score`, `ScoreGroup`, `Cancel`, `Stop` from the orchestrator; answers of workers
-    gives       `ScorerReady` once, `Replied`, `Scored` or `GroupScored` for every request that is not cancelled, `FunctionFailed` for each
+    takes       `Request`, `CancelRequest`, `Stop` from the orchestrator; answers of workers
+    gives       `ScorerReady` once, `Result` for every request that is not cancelled, `FunctionFailed` for each
                 cause of failures, `ScorerLoad` every second
     waits for   the link and every worker's channel at once, until the next deadline at the latest
     woken by    messages, ends of workers, deadlines
@@ -89,10 +89,10 @@ class Server:
 
     def _obey(self, message: Message) -> None:
         match message:
-            case Reply() | Score() | ScoreGroup():
+            case Request():
                 self._pools.submit(message)
-            case Cancel():
-                self._pools.cancel(message.rollout_id, message.attempt)
+            case CancelRequest():
+                self._pools.cancel(message.request_id)
             case Stop():
                 self._is_stopped = True
 

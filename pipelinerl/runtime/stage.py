@@ -69,12 +69,12 @@ class Channel(Generic[_T]):
 
     async def put(self, item: _T) -> None:
         """Add an item, waiting while the channel is full. Raises `RuntimeError` on a closed channel: our own mistake."""
-        await self._wait_for_room(self._size(item), who=self.giver)
+        await self._wait_for_room(self._size(item))
         self.put_now(item)
 
     async def claim(self, num_bytes: int) -> None:
-        """Wait as `put` does, in the taker's name, and keep the room for an item of that size, which `put_claimed` must put later."""
-        await self._wait_for_room(num_bytes, who=self.taker)
+        """Wait as `put` does, and keep the room for an item of that size, which `put_claimed` must put later."""
+        await self._wait_for_room(num_bytes)
         self.claimed_bytes += num_bytes
 
     def put_claimed(self, item: _T) -> None:
@@ -120,9 +120,9 @@ class Channel(Generic[_T]):
         while (item := await self.get()) is not None:
             yield item
 
-    async def _wait_for_room(self, size: int, *, who: str) -> None:
+    async def _wait_for_room(self, size: int) -> None:
         if self._lacks_room(size):
-            with self._watch.waiting(who, f"room in {self.name}"):
+            with self._watch.waiting(self.giver, f"room in {self.name}"):
                 while self._lacks_room(size):
                     await _park(self._putters)
 

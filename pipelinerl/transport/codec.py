@@ -68,17 +68,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """The request that an unreadable answer belongs to; its other fields are not looked at."""
 
     rollout_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
-    episode_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
-    group_id: int | None = None
     attempt: int = 0
     turn: int = 0
-
-    @property
-    def name(self) -> str:
-        """Under which the request is known; empty where that is not told."""
-        if self.episode_id:
-            return f"{self.episode_id}/turn/{self.turn}"
-        return self.rollout_id or ("" if self.group_id is None else f"group/{self.group_id}")
+    request_id: int | None = None
 
 
 def about(frame: bytes | memoryview) -> About:

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from pipelinerl.errors import PeerFull, PeerGone, WireError
 from pipelinerl.messages import Message, Unread
 from pipelinerl.transport.codec import Decoder, about, encode
@@ -93,7 +95,7 @@ class Router:
         except WireError as error:
             self.refused[error.reason] += 1
             of = about(body)
-            return Unread(reason=error.reason, words=str(error), rollout_id=of.name, attempt=of.attempt, turn=of.turn)
+            return Unread(reason=error.reason, words=str(error), **msgspec.structs.asdict(of))
 
     def _session(self, name: str) -> Session:
         session = self._sessions.get(name)

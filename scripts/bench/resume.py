@@ -25,7 +25,7 @@ import numpy as np
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.rollouts import summary_of
 from orchestrator.ledger.snapshot import Snapshot, commit_of, read_snapshot
-from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Sample, Scored, ScoredTrajectory, TerminalStatus, Trajectory
+from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Sample, Score, ScoredTrajectory, TerminalStatus, Trajectory
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, write_manifest
 from scripts.bench import harness
 
@@ -160,7 +160,7 @@ def _admit(ledger: Ledger, group_id: int, *, version: int) -> list[ScoredTraject
             admitted_at=0.0,
             finished_at=0.0,
         )
-        score = Scored(rollout_id=name, attempt=0, outcome=Outcome.OK, reward=1.0, components={})
+        score = Score(rollout_id=name, attempt=0, outcome=Outcome.OK, reward=1.0, components={})
         members.append(ScoredTrajectory(trajectory=trajectory, score=score))
     return members
 

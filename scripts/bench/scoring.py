@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from pipelinerl.messages import Completion, Message, Outcome, Score, Scored, ScoredTrajectory, ScorerReady, Stop
+from pipelinerl.messages import Completion, Message, Outcome, Request, Result, ScoredTrajectory, ScorerReady, Stop
 from pipelinerl.transport.memory import MemoryLink
 from scripts.bench import harness
 from scripts.bench.paced import processes
@@ -133,17 +133,16 @@ async def _scorer(link: MemoryLink, *, latency_s: float, calls_at_once: int, num
     heartbeat = loop.create_task(peers.beat(link))
     slots = asyncio.Semaphore(calls_at_once)
 
-    async def call(request: Score) -> None:
+    async def call(request: Request) -> None:
         async with slots:
             await asyncio.sleep(latency_s * (0.5 + chance.random()))
-        reward = float(request.token_ids.sum() % 2)
-        link.send(
-            Scored(request.rollout_id, request.attempt, Outcome.OK, reward=reward, components={"reward": reward}, duration_s=latency_s)
-        )
+        reward = float(request.task.completions[0].sum() % 2)
+        scored = {"rewards": (reward,), "components": ({"reward": reward},)}
+        link.send(Result(request_id=request.request_id, outcome=Outcome.OK, **scored, duration_s=latency_s))
 
     async with asyncio.TaskGroup() as group:
         while not isinstance(message := await link.wait(), Stop):
-            if isinstance(message, Score):
+            if isinstance(message, Request):
                 group.create_task(call(message))
     heartbeat.cancel()
 

@@ -54,8 +54,8 @@ from pipelinerl.messages import (
     Outcome,
     PolicyPublished,
     Prompt,
-    Score,
-    Scored,
+    Request,
+    Result,
     ScorerLoad,
     ScorerReady,
     StageWeights,
@@ -338,9 +338,10 @@ class Peers:
                 self._held.append((peer, message))
                 while len(self._held) > self._in_flight:
                     yield self._completion(*self._held.popleft())
-            case Score():
+            case Request():
                 reward = float(self._num_scored % 2)
-                yield peer, Scored(message.rollout_id, message.attempt, Outcome.OK, reward=reward, components={"reward": reward})
+                scored = {"rewards": (reward,), "components": ({"reward": reward},)}
+                yield peer, Result(request_id=message.request_id, outcome=Outcome.OK, **scored)
                 self._num_scored += 1
             case StageWeights():
                 engine_id = int(peer.rpartition("-")[2])

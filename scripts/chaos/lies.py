@@ -24,12 +24,11 @@ from pipelinerl.messages import (
     EngineReady,
     Finish,
     Generate,
-    GroupScored,
     Message,
     Outcome,
     PolicyPublished,
+    Result,
     Routes,
-    Scored,
     ScorerLoad,
     ScorerReady,
     StepDone,
@@ -212,29 +211,34 @@ ENGINE = (
 )
 
 
-def _of_score(kind: str, name: str, make: Callable[[Scored, Known], Message | bytes | None]) -> Forgery:
-    return Forgery(name=name, kind=kind, make=lambda said, known: make(said, known) if said.outcome is Outcome.OK else None, is_answer=True)
+def _of_score(kind: str, name: str, make: Callable[[Result, Known], Message | bytes | None]) -> Forgery:
+    return Forgery(name=name, kind=kind, make=lambda said, known: make(said, known) if said.rewards else None, is_answer=True)
+
+
+def _no_number(said: Result) -> tuple[dict[str, float], ...]:
+    return tuple(dict.fromkeys(found, float("nan")) for found in said.components)
 
 
 SCORES = (
-    _of_score(Kind.SCORES, "of a function that is none", lambda said, _: _swap(said, components={"no_such_function": 1.0}, reward=1.0)),
-    _of_score(Kind.SCORES, "not the sum of its parts", lambda said, _: _swap(said, reward=(said.reward or 0.0) + 1.0)),
     _of_score(
-        Kind.SCORES, "a part that is no number", lambda said, _: _swap(said, components=dict.fromkeys(said.components, float("nan")))
+        Kind.SCORES,
+        "of a function that is none",
+        lambda said, _: _swap(said, components=({"no_such_function": 1.0},) * len(said.rewards), rewards=(1.0,) * len(said.rewards)),
     ),
+    _of_score(Kind.SCORES, "not the sum of its parts", lambda said, _: _swap(said, rewards=tuple(each + 1.0 for each in said.rewards))),
+    _of_score(Kind.SCORES, "a part that is no number", lambda said, _: _swap(said, components=_no_number(said))),
     _of_score(
-        Kind.SCORES, "stopped, which it cannot know", lambda said, _: _swap(said, outcome=Outcome.STOPPED, reward=None, components={})
+        Kind.SCORES, "stopped, which it cannot know", lambda said, _: _swap(said, outcome=Outcome.STOPPED, rewards=(), components=())
     ),
     _of_score(Kind.BOUNDS, "in no time", lambda said, _: _swap(said, duration_s=float("nan"))),
-    _of_score(MALFORMED, "a reward that is no number", lambda said, _: _broken(said, reward=float("inf"))),
-    _of_score(Kind.UNASKED, "an attempt nobody was given", lambda said, known: _swap(said, attempt=1000 + known.number())),
-    _of_score(Kind.UNASKED, "a rollout nobody has", lambda said, known: _swap(said, rollout_id=f"{_FAR + known.number()}/0")),
+    _of_score(MALFORMED, "a reward that is no number", lambda said, _: _broken(said, rewards=(float("inf"),) * len(said.rewards))),
+    _of_score(Kind.UNASKED, "a request that nobody made", lambda said, known: _swap(said, request_id=_FAR + known.number())),
 )
 SCORER = (
     Forgery(
         kind=Kind.UNASKED,
-        name="a group nobody has",
-        make=lambda _, known: GroupScored(group_id=_FAR + known.number(), outcome=Outcome.ERROR, error="so they say"),
+        name="a failure of a request that nobody made",
+        make=lambda _, known: Result(request_id=_FAR + known.number(), outcome=Outcome.ERROR, error="so they say"),
     ),
     Forgery(kind=Kind.IDENTITY, name="another scorer's gauges", make=lambda load, known: _swap(load, scorer_id=7 + known.number())),
     Forgery(
@@ -346,7 +350,7 @@ FRAMES = (
 OCCASIONS: dict[type[Message], tuple[Forgery, ...]] = {
     Completion: COMPLETIONS,
     EngineLoad: ENGINE + FRAMES,
-    Scored: SCORES,
+    Result: SCORES,
     ScorerLoad: SCORER + FRAMES,
     StepDone: STEPS,
     Alive: TRAINER + FRAMES,

@@ -100,7 +100,7 @@ class Witness:
         ZmqHub.receive = receive_one
 
     def _see_verdicts(self) -> None:
-        hold, asked_of, not_asked = Peers._hold_against, EngineRequests._asked_of, Scorers._not_asked
+        hold, asked_of, not_asked = Peers._hold_against, EngineRequests._asked_of, Scorers._on_unawaited
 
         def see_refusal(peers: Peers, peer: str, lie: violations.Violation, **options: Any) -> None:
             if self._now is not None:
@@ -138,7 +138,7 @@ class Witness:
                 in_hand.is_put_off = len(session.early) > num_early
 
         TrainerSession.once_started = see_put_off
-        Peers._hold_against, EngineRequests._asked_of, Scorers._not_asked = see_refusal, see_asked, see_not_asked
+        Peers._hold_against, EngineRequests._asked_of, Scorers._on_unawaited = see_refusal, see_asked, see_not_asked
 
     def _put_down(self, done: _InHand) -> None:
         """A message was dealt with."""

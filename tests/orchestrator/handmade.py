@@ -18,7 +18,7 @@ from pipelinerl.messages import (
     Outcome,
     Prompt,
     Sample,
-    Scored,
+    Score,
     ScoredTrajectory,
     TerminalStatus,
     Trajectory,
@@ -63,7 +63,7 @@ def trajectory(
 
 def scored(of: Trajectory, reward: float | None = 1.0, *, outcome: Outcome = Outcome.OK, components: dict[str, float] | None = None):
     """A trajectory with its score; outcomes other than OK have no reward."""
-    score = Scored(
+    score = Score(
         rollout_id=of.rollout_id,
         attempt=0,
         outcome=outcome,

@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import CALLS_PER_SLOT, Scorers
+from orchestrator.rollouts.scorer_tasks import reward_task
+from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.validation.violations import Kind
-from orchestrator.stages.scoring import score_request
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import (
+    CancelRequest,
     Completion,
     EngineLoad,
     EngineReady,
@@ -24,9 +27,9 @@ from pipelinerl.messages import (
     FromScorer,
     Generate,
     Outcome,
+    Request,
+    Result,
     Sampling,
-    Score,
-    Scored,
     ScorerReady,
     Starting,
     Tensor,
@@ -202,27 +205,32 @@ def test_what_cannot_be_sent_is_given_back_and_the_engine_is_passed_over_until_i
     simulate(program())
 
 
-def test_what_a_scorer_had_is_given_back_once_another_process_takes_its_name():
+def test_what_a_scorer_had_is_asked_for_again_once_another_process_takes_its_name():
     trajectory = handmade.trajectory()
 
     async def program() -> None:
         hub = MemoryHub(accepts=FromScorer)
         peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
-        scorers = Scorers(peers, expected=1, watch=Watch(stall_limit_s=1.0))
+        scorers = scorers_of(peers)
         link = hub.connect("scorer-0", accepts=ToScorer)
-        lost: list[int] = []
         async with asyncio.TaskGroup() as group:
             task = group.create_task(peers.run())
             link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=2))
             await asyncio.sleep(0.01)
-            scorers.ask(score_request(trajectory), sink=lambda scored: None, lost=lost.append)
+            result = group.create_task(scorers.request(reward_task(trajectory), by="test"))
+            await asyncio.sleep(0.01)
             link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=2))
             await asyncio.sleep(0.01)
-            assert lost == [], "it only said so twice"
+            requests = requests_of(link)
+            assert len(requests) == 1, "it only said so twice"
             link.send(ScorerReady(scorer_id=0, process_id=2, num_slots=2))
             await asyncio.sleep(0.01)
-            assert lost == [0]
-            assert scorers.has_room
+            requests += requests_of(link)
+            assert [request.task.rollout_id for request in requests] == [trajectory.rollout_id] * 2
+            for request in requests:  # the first answer is that of the process before: too late
+                link.send(Result(request_id=request.request_id, outcome=Outcome.OK, rewards=(request.request_id,), components=({},)))
+            assert (await result).rewards == (requests[1].request_id,)
+            assert (scorers.num_fenced, peers.refused) == (1, {})
             task.cancel()
 
     simulate(program())
@@ -248,31 +256,90 @@ def test_sampled_tokens_are_progress_and_a_sign_of_life_is_none():
 def test_a_scorer_is_asked_as_long_as_it_has_room_and_an_answer_makes_room():
     trajectory = handmade.trajectory()
 
-    def score(rollout_id: str) -> Score:
-        return Score(rollout_id=rollout_id, attempt=0, prompt=trajectory.prompt, token_ids=trajectory.token_ids, finish=Finish.STOP)
-
     async def program() -> None:
         hub = MemoryHub(accepts=FromScorer)
         peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
-        scorers = Scorers(peers, expected=1, watch=Watch(stall_limit_s=1.0))
+        scorers = scorers_of(peers)
         link = hub.connect("scorer-0", accepts=ToScorer)
-        answered: list[Scored] = []
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(peers.run())
+            tasks = [group.create_task(peers.run())]
             assert not scorers.has_room
             link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=2))
             await asyncio.sleep(0.01)
-            for number in range(2 * CALLS_PER_SLOT):
-                assert scorers.has_room
-                scorers.ask(score(f"0/{number}"), sink=answered.append, lost=lambda scorer_id: None)
-            assert not scorers.has_room
-            waiting = asyncio.create_task(scorers.changed.wait())
-            for attempt in (1, 0, 0):
-                link.send(Scored(rollout_id="0/7", attempt=attempt, outcome=Outcome.OK, reward=0.5))
-            await asyncio.wait_for(waiting, 1.0)
             assert scorers.has_room
-            assert [scored.rollout_id for scored in answered] == ["0/7"]
+            results = [group.create_task(scorers.request(reward_task(trajectory), by="test")) for _ in range(2 * CALLS_PER_SLOT + 1)]
+            await asyncio.sleep(0.01)
+            assert not scorers.has_room
+            requests = requests_of(link)
+            assert len(requests) == 2 * CALLS_PER_SLOT
+            seventh = requests[7].request_id
+            for request_id in (10**9, seventh, seventh):
+                link.send(Result(request_id=request_id, outcome=Outcome.OK, rewards=(0.5,), components=({},)))
+            await asyncio.sleep(0.01)
+            assert [number for number, result in enumerate(results) if result.done()] == [7]
+            assert len(requests_of(link)) == 1, "there was room for the one that waited"
             assert (peers.refused, scorers.num_fenced) == ({Kind.UNASKED: 1}, 1)
+            for task in (*tasks, *results):
+                task.cancel()
+
+    simulate(program())
+
+
+def test_whoever_stops_waiting_withdraws_the_request_and_makes_room():
+    async def program() -> None:
+        hub = MemoryHub(accepts=FromScorer)
+        peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
+        scorers = scorers_of(peers)
+        link = hub.connect("scorer-0", accepts=ToScorer)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(peers.run())
+            link.send(ScorerReady(scorer_id=0, process_id=1, num_slots=2))
+            await asyncio.sleep(0.01)
+            result = group.create_task(scorers.request(reward_task(handmade.trajectory()), by="test"))
+            await asyncio.sleep(0.01)
+            (request,) = requests_of(link)
+            result.cancel()
+            await asyncio.sleep(0.01)
+            assert link.receive(0) == CancelRequest(request_id=request.request_id)
+            assert [scorer.num_outstanding for scorer in scorers] == [0]
+            link.send(Result(request_id=request.request_id, outcome=Outcome.ERROR, error="too late"))
+            await asyncio.sleep(0.01)
+            assert (scorers.num_fenced, peers.refused) == (1, {})
             task.cancel()
 
     simulate(program())
+
+
+def test_what_is_held_out_fails_after_so_many_scorers_and_is_no_suspect():
+    ledger = Ledger(None)
+
+    async def program() -> Result:
+        hub = MemoryHub(accepts=FromScorer)
+        peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
+        scorers = Scorers(peers, expected=1, ledger=ledger, watch=Watch(stall_limit_s=1.0), quarantine=Quarantine())
+        link = hub.connect("scorer-0", accepts=ToScorer)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(peers.run())
+            result = group.create_task(scorers.request(reward_task(handmade.trajectory()), by="test", max_lost=3))
+            for process_id in range(4):
+                link.send(ScorerReady(scorer_id=0, process_id=process_id, num_slots=2))
+                await asyncio.sleep(0.01)
+            answer = await result
+            task.cancel()
+        return answer
+
+    assert simulate(program()).error == "3 scorers ended before they answered"
+    assert not ledger.store.read("SELECT peer FROM events WHERE kind = 'suspected'")
+
+
+def scorers_of(peers: Peers) -> Scorers:
+    return Scorers(peers, expected=1, ledger=Ledger(None), watch=Watch(stall_limit_s=1.0), quarantine=Quarantine())
+
+
+def requests_of(link: MemoryLink) -> list[Request]:
+    """What the scorer was asked since the last look."""
+    requests: list[Request] = []
+    while (message := link.receive(0)) is not None:
+        assert isinstance(message, Request)
+        requests.append(message)
+    return requests

@@ -7,13 +7,13 @@ import pytest
 
 from orchestrator.credit import MethodCredit
 from orchestrator.rollouts.multi_turn import Episode
-from orchestrator.rollouts.rollout import reply_request
+from orchestrator.rollouts.scorer_tasks import environment_task
 from orchestrator.rules.batch import Filtered
 from orchestrator.rules.kv import squared_lags_of
 from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
-from pipelinerl.messages import Completion, Finish, Observation, Outcome, Replied, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Completion, Finish, Observation, Outcome, Result, Score, ScoredTrajectory, Trajectory
 from tests.orchestrator import handmade
 
 
@@ -31,13 +31,13 @@ def said(*versions: int, first: int, turn: int, finish: Finish = Finish.STOP) ->
     )
 
 
-def observed(*token_ids: int, state: str, turn: int) -> Replied:
+def observed(*token_ids: int, state: str, turn: int) -> Result:
     said = Observation(token_ids=np.array(token_ids, np.int32), state=state)
-    return Replied(episode_id="0/0", attempt=0, turn=turn, outcome=Outcome.OK, observation=said)
+    return Result(request_id=turn, outcome=Outcome.OK, observation=said)
 
 
-def over(turn: int) -> Replied:
-    return Replied(episode_id="0/0", attempt=0, turn=turn, outcome=Outcome.OK)
+def over(turn: int) -> Result:
+    return Result(request_id=turn, outcome=Outcome.OK)
 
 
 def begun(*, max_tokens: int = 20, max_turns: int = 5) -> Episode:
@@ -75,8 +75,8 @@ def test_an_episode_of_three_turns_is_one_row_in_which_only_the_model_trains():
 
 def test_each_turn_is_asked_for_with_all_before_it_and_what_is_left():
     episode = begun().said(said(3, 3, first=10, turn=0))
-    request = reply_request("0/0", attempt=1, episode=episode)
-    assert (request.turn, request.rollout_id, request.token_ids.tolist()) == (0, "0/0/turn/0", [10, 11])
+    task = environment_task("0/0", attempt=1, episode=episode)
+    assert (task.rollout_id, task.attempt, task.completions[0].tolist()) == ("0/0", 1, [10, 11])
     episode = episode.observe(observed(50, state="X", turn=0))
     assert episode.context.tolist() == [100, 101, 10, 11, 50]
     assert (episode.num_turns, episode.num_left, episode.newest_version, episode.is_over) == (1, 17, 3, False)
@@ -102,7 +102,7 @@ def test_the_environment_is_not_asked_after_the_last_turn():
 
 
 def test_an_environment_that_fails_fails_the_rollout_as_it_failed():
-    replied = Replied(episode_id="0/0", attempt=0, turn=0, outcome=Outcome.TIMEOUT, error="reply did not return within 1 s")
+    replied = Result(request_id=0, outcome=Outcome.TIMEOUT, error="reply did not return within 1 s")
     row = trajectory(begun().said(said(0, first=10, turn=0)).observe(replied))
     assert (row.finish, row.outcome, row.error) == (Finish.ERROR, Outcome.TIMEOUT, "environment: reply did not return within 1 s")
 
@@ -114,7 +114,7 @@ def test_gigpo_compares_turns_that_answer_equal_states():
     method = resolve("gigpo", {"advantage": {"gamma": 0.5, "divide_by_std": False}}, group_size=2, offers={Need.ANCHORS})
     credit = MethodCredit(method, (RewardSection.model_validate({"function": "rewards.py:right", "weight": 1.0}),))
     rows = [trajectory(three_turns()), trajectory(two_turns(), sibling=1)]
-    scores = [Scored(rollout_id=f"0/{n}", attempt=0, outcome=Outcome.OK, reward=reward) for n, reward in enumerate((1.0, 0.0))]
+    scores = [Score(rollout_id=f"0/{n}", attempt=0, outcome=Outcome.OK, reward=reward) for n, reward in enumerate((1.0, 0.0))]
     columns = credit(tuple(ScoredTrajectory(trajectory=row, score=score) for row, score in zip(rows, scores, strict=True)))
     assert not isinstance(columns, Filtered)
     first, second = 0.5 + 0.125, 0.5 + 0.25

@@ -16,9 +16,11 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.scorers import Scorers
+from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.evaluation import Evaluation
 from pipelinerl.config import EvaluationSection
 from pipelinerl.messages import (
+    CancelRequest,
     Completion,
     EngineReady,
     Finish,
@@ -27,9 +29,9 @@ from pipelinerl.messages import (
     Generate,
     Outcome,
     Prompt,
+    Request,
+    Result,
     Sampling,
-    Score,
-    Scored,
     ScorerReady,
     ToEngine,
     ToScorer,
@@ -101,17 +103,20 @@ class Bench:
             )
         )
 
-    async def to_score(self) -> list[Score]:
+    async def to_score(self) -> list[Request]:
         await asyncio.sleep(0.01)
         requests = []
         while (request := self.scorer_link.receive(0)) is not None:
-            assert isinstance(request, Score)
-            requests.append(request)
+            if not isinstance(request, CancelRequest):
+                assert isinstance(request, Request)
+                requests.append(request)
         return requests
 
-    def score(self, request: Score, reward: float | None) -> None:
+    def score(self, request: Request, reward: float | None) -> None:
         outcome = Outcome.TIMEOUT if reward is None else Outcome.OK
-        self.scorer_link.send(Scored(rollout_id=request.rollout_id, attempt=request.attempt, outcome=outcome, reward=reward))
+        rewards = () if reward is None else (reward,)
+        components = tuple({} for _ in rewards)
+        self.scorer_link.send(Result(request_id=request.request_id, outcome=outcome, rewards=rewards, components=components))
 
 
 @contextlib.asynccontextmanager
@@ -123,7 +128,7 @@ async def bench(
     scorer_peers = Peers(scorer_hub, role="scorer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
     journal, watch, ledger = Journal(folder, "orchestrator"), Watch(stall_limit_s=1000.0), Ledger(None)
     engines = Engines(engine_peers, expected=2, watch=watch, credits=Signal())
-    scorers = Scorers(scorer_peers, expected=1, watch=watch)
+    scorers = Scorers(scorer_peers, expected=1, ledger=ledger, watch=watch, quarantine=Quarantine())
     evaluation = Evaluation(
         [handmade.prompt(3, prompt_id=f"held:{number}") for number in range(num_prompts)],
         section=EvaluationSection(every=every, samples=samples, deadline_s=700.0),  # pyright: ignore[reportCallIssue]
@@ -161,7 +166,7 @@ async def evaluate(it: Bench, rewards: list[float | None], *, version: int = 0) 
     for engine_id, request in await it.asked():
         it.answer(engine_id, request)
     for request in await it.to_score():
-        it.score(request, rewards[int(request.rollout_id.split("/")[1])])
+        it.score(request, rewards[int(request.task.rollout_id.split("/")[1])])
     return await running
 
 
@@ -180,8 +185,8 @@ def test_every_prompt_is_answered_once_spread_over_the_engines_and_scored_once(t
             for engine_id, request in reversed(asked):
                 it.answer(engine_id, request)
             to_score = await it.to_score()
-            assert [request.prompt.prompt_id for request in to_score] == [f"held:{number}" for number in range(4)]
-            assert [request.token_ids.tolist() for request in to_score] == [[0, 1]] * 4, "the tokens after the prompt"
+            assert [request.task.prompt.prompt_id for request in to_score] == [f"held:{number}" for number in range(4)]
+            assert [request.task.completions[0].tolist() for request in to_score] == [[0, 1]] * 4, "the tokens after the prompt"
             for request, reward in zip(reversed(to_score), (1.0, 0.0, 0.5, 0.25), strict=True):
                 it.score(request, reward)
             assert await running == 0.4375
@@ -387,18 +392,22 @@ def test_each_reward_function_is_told_apart_over_the_answers_it_was_applied_to(t
     heard: list[dict[str, object]] = []
 
     async def program() -> None:
-        async with bench(tmp_path, num_prompts=3, heard=heard.append) as it:
+        async with bench(tmp_path, num_prompts=3, on_evaluated=heard.append) as it:
             it.commit(0)
             running = asyncio.create_task(it.evaluation.evaluate(0))
             for engine_id, request in await it.asked():
                 it.answer(engine_id, request)
             components = ({"right": 1.0, "format": 0.5}, {"right": 0.0}, None)
             for request in await it.to_score():
-                given = components[int(request.rollout_id.split("/")[1])]
+                given = components[int(request.task.rollout_id.split("/")[1])]
                 outcome = Outcome.TIMEOUT if given is None else Outcome.OK
-                reward = None if given is None else 0.5
                 it.scorer_link.send(
-                    Scored(rollout_id=request.rollout_id, attempt=0, outcome=outcome, reward=reward, components=given or {})
+                    Result(
+                        request_id=request.request_id,
+                        outcome=outcome,
+                        rewards=() if given is None else (0.5,),
+                        components=() if given is None else (given,),
+                    )
                 )
             await running
 

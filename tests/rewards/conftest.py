@@ -16,7 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.messages import Finish, FromScorer, Message, Prompt, Score, Scored, ScorerLoad, Stop
+from pipelinerl.messages import (
+    CancelRequest,
+    Finish,
+    FromScorer,
+    Message,
+    Prompt,
+    Request,
+    RequestKind,
+    Result,
+    Score,
+    ScorerLoad,
+    ScorerTask,
+    Stop,
+)
 from pipelinerl.storage.schema import SCHEMA
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
@@ -49,6 +62,8 @@ class Scorer:
         self._loop = asyncio.new_event_loop()
         self._hub = self._loop.run_until_complete(self._open())
         self._arrived: list[Message] = []
+        self._names: dict[int, str] = {}
+        """Rollout of each request."""
         self.log = open(run_folder / "scorer.log", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipelinerl.rewards", "--run-folder", str(run_folder), "--index", "3"],
@@ -62,14 +77,33 @@ class Scorer:
         return ZmqHub(self.run_folder, "scorer", accepts=FromScorer)
 
     def send(self, message: Message) -> None:
+        """Send a message, or a task as a request of its own."""
+        if isinstance(message, ScorerTask):
+            request_id = len(self._names)
+            self._names[request_id] = message.rollout_id
+            message = Request(request_id=request_id, task=message)
         self._hub.send("scorer-3", message)
 
-    def next(self, kind: type[Any], *, within_s: float = PATIENCE_S) -> Any:
+    def cancel(self, rollout_id: str) -> None:
+        """Withdraw the requests about a rollout."""
+        for request_id, name in self._names.items():
+            if name == rollout_id:
+                self.send(CancelRequest(request_id=request_id))
+
+    def name_of(self, message: Message) -> str | None:
+        """Rollout that a result is about; None for any other message."""
+        return self._names[message.request_id] if isinstance(message, Result) else None
+
+    def result_of(self, *rollout_ids: str, within_s: float = PATIENCE_S) -> Result:
+        """Wait for the next result about one of these rollouts."""
+        return self.next(Result, within_s=within_s, is_wanted=lambda result: self.name_of(result) in rollout_ids)
+
+    def next(self, kind: type[Any], *, within_s: float = PATIENCE_S, is_wanted: Callable[[Any], bool] = lambda message: True) -> Any:
         """Wait for the next message of a class; others are kept for later."""
         end = time.monotonic() + within_s
         while True:
             for index, message in enumerate(self._arrived):
-                if isinstance(message, kind):
+                if isinstance(message, kind) and is_wanted(message):
                     return self._arrived.pop(index)
             left_s = end - time.monotonic()
             assert left_s > 0, f"no {kind.__name__} within {within_s} s; log:\n{Path(self.log.name).read_text()}"
@@ -82,20 +116,21 @@ class Scorer:
             assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {what}"
             self._receive(0.01)
 
-    def scored(self, *rollout_ids: str, within_s: float = PATIENCE_S) -> dict[str, Scored]:
-        """Wait for the answers to these requests."""
-        answers: dict[str, Scored] = {}
-        while set(answers) < set(rollout_ids):
-            answer = self.next(Scored, within_s=within_s)
-            assert answer.rollout_id in rollout_ids, f"nobody asked for {answer}"
-            assert answer.rollout_id not in answers, f"answered twice: {answer}"
-            answers[answer.rollout_id] = answer
-        return answers
+    def scored(self, *rollout_ids: str, within_s: float = PATIENCE_S) -> dict[str, Score]:
+        """Wait for the scores of these rollouts."""
+        scores: dict[str, Score] = {}
+        while set(scores) < set(rollout_ids):
+            result = self.result_of(*rollout_ids, within_s=within_s)
+            name = self._names[result.request_id]
+            assert name not in scores, f"answered twice: {result}"
+            reward, components = (result.rewards[0], result.components[0]) if result.rewards else (None, {})
+            facts = {"outcome": result.outcome, "error": result.error, "duration_s": result.duration_s}
+            scores[name] = Score(rollout_id=name, attempt=0, reward=reward, components=components, **facts)
+        return scores
 
-    def ask(self, completion: str, **columns: Any) -> Scored:
+    def ask(self, completion: str, **columns: Any) -> Score:
         """Have one completion scored and wait for it."""
-        request = score("one", completion, **columns)
-        self.send(request)
+        self.send(score("one", completion, **columns))
         return self.scored("one")["one"]
 
     def new_load(self) -> ScorerLoad:
@@ -125,10 +160,18 @@ class Scorer:
         self.log.close()
 
 
-def score(rollout_id: str, completion: str, *, attempt: int = 0, finish: Finish = Finish.STOP, **columns: Any) -> Score:
-    """A request for a completion under the tokenizer of single characters."""
-    prompt = Prompt(prompt_id="0:0", text="what?", token_ids=encode("what?"), columns=columns)
-    return Score(rollout_id=rollout_id, attempt=attempt, prompt=prompt, token_ids=encode(completion), finish=finish)
+def score(rollout_id: str, *completions: str, finish: Finish = Finish.STOP, **columns: Any) -> ScorerTask:
+    """A task: to score a completion, or to compare several, under the tokenizer of single characters."""
+    num = len(completions)
+    return ScorerTask(
+        kind=RequestKind.REWARD if num == 1 else RequestKind.GROUP_REWARD,
+        rollout_id=rollout_id,
+        attempt=0,
+        prompt=Prompt(prompt_id="0:0", text="what?", token_ids=encode("what?"), columns=columns),
+        completions=tuple(map(encode, completions)),
+        finishes=(finish,) * num,
+        turns=(None,) * num,
+    )
 
 
 def encode(text: str) -> np.ndarray:

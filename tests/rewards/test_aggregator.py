@@ -7,7 +7,7 @@ import pytest
 from pipelinerl.messages import Outcome
 from pipelinerl.rewards.aggregator import Aggregator, PartialResult
 
-KEY = ("r0", 0)
+KEY = 7
 
 
 def part(*components: dict[str, float], duration_s: float = 1.0) -> PartialResult:
@@ -20,7 +20,7 @@ def aggregator(*pools: int, must_apply: bool = True, **weights: float) -> Aggreg
     return made
 
 
-def test_reward_is_the_weighted_sum_over_all_lanes_and_components_stay_unweighted() -> None:
+def test_reward_is_the_weighted_sum_over_all_pools_and_components_stay_unweighted() -> None:
     both = aggregator(0, 1, rule=0.5, judge=-2.0)
     assert both.add(KEY, 1, part({"judge": 3.0}, duration_s=4.0)) is None
     total = both.add(KEY, 0, part({"rule": 2.0}))
@@ -29,30 +29,21 @@ def test_reward_is_the_weighted_sum_over_all_lanes_and_components_stay_unweighte
     assert total.duration_s == 4.0
 
 
-def test_first_failure_is_the_answer_and_names_the_lanes_nobody_needs_any_more() -> None:
+def test_first_failure_is_the_answer_and_the_others_are_not_waited_for() -> None:
     three = aggregator(0, 1, 2, rule=1.0)
     three.add(KEY, 0, part({"rule": 1.0}))
     total = three.add(KEY, 2, PartialResult(outcome=Outcome.TIMEOUT, error="judge did not return"))
     assert total is not None
-    assert (total.outcome, total.rewards, total.error, total.unneeded) == (Outcome.TIMEOUT, (), "judge did not return", {1})
+    assert (total.request_id, total.outcome, total.rewards, total.error) == (KEY, Outcome.TIMEOUT, (), "judge did not return")
     assert three.add(KEY, 1, part({"late": 1.0})) is None
 
 
-def test_lane_that_answers_twice_or_after_it_was_dropped_counts_once() -> None:
+def test_pool_that_answers_twice_or_after_it_was_dropped_counts_once() -> None:
     two = aggregator(0, 1, rule=1.0, judge=1.0)
     assert two.add(KEY, 0, part({"rule": 1.0})) is None
     assert two.add(KEY, 0, part({"rule": 9.0})) is None
     two.drop(KEY)
     assert two.add(KEY, 1, part({"judge": 1.0})) is None
-
-
-def test_request_repeated_while_under_way_keeps_what_was_answered() -> None:
-    two = aggregator(0, 1, rule=1.0, judge=1.0)
-    two.add(KEY, 0, part({"rule": 1.0}))
-    two.expect(KEY, (0, 1))
-    total = two.add(KEY, 1, part({"judge": 1.0}))
-    assert total is not None
-    assert total.rewards == (2.0,)
 
 
 def test_sample_to_which_no_function_applies_is_invalid_unless_others_are_to_come() -> None:

@@ -8,11 +8,11 @@ import select
 import socket
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipelinerl.errors import ConfigError, WireError
-from pipelinerl.messages import Finish
 from pipelinerl.rewards.functions.builtin import exact_match
 from pipelinerl.rewards.pool.calls import Call, Component, Loaded, Setup, ToWorker, Withdraw
 from pipelinerl.rewards.pool.forkserver import load_codec
@@ -20,17 +20,16 @@ from pipelinerl.rewards.pool.sandbox import Sandbox, clean_environment
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
 from pipelinerl.transport.stream import Frames, frame
-from tests.rewards.conftest import descendants_of, is_alive
+from tests.rewards.conftest import descendants_of, is_alive, score
 
 pytestmark = pytest.mark.process
 
 
 def test_frames_cut_at_any_byte_come_out_whole_and_in_order() -> None:
     calls = [
-        Call(ticket_id=n, prompt="p", completions=(np.arange(n, dtype=np.int32),), finishes=(Finish.STOP,), columns={"n": n})
-        for n in (0, 3, 70)
+        Call(call_id=n, task=msgspec.structs.replace(score("r", "x", n=n), completions=(np.arange(n, dtype=np.int32),))) for n in (0, 3, 70)
     ]
-    stream = b"".join(frame(message) for message in (*calls, Withdraw(ticket_ids=(1, 2))))
+    stream = b"".join(frame(message) for message in (*calls, Withdraw(call_ids=(1, 2))))
     for size in (1, 3, 64, len(stream)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -43,10 +42,10 @@ def test_frames_cut_at_any_byte_come_out_whole_and_in_order() -> None:
             assert frames.receive() is None
         decoder: Decoder[Call | Withdraw] = Decoder(ToWorker)
         decoded = [decoder.decode(body) for body in bodies]
-        assert [message.ticket_id for message in decoded[:3] if isinstance(message, Call)] == [0, 3, 70]
+        assert [message.call_id for message in decoded[:3] if isinstance(message, Call)] == [0, 3, 70]
         assert isinstance(decoded[2], Call)
-        assert decoded[2].completions[0].tolist() == list(range(70))
-        assert decoded[3] == Withdraw(ticket_ids=(1, 2))
+        assert decoded[2].task.completions[0].tolist() == list(range(70))
+        assert decoded[3] == Withdraw(call_ids=(1, 2))
 
 
 def test_frame_that_claims_more_than_the_limit_is_refused_before_it_is_read() -> None:

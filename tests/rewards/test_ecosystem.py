@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.messages import Finish, Outcome
+from pipelinerl.messages import Finish, Outcome, Prompt, RequestKind, ScorerTask
 from pipelinerl.rewards.pool.calls import Call
-from pipelinerl.rewards.reward import Scoring, inspect_reward
+from pipelinerl.rewards.reward import RewardRunner, inspect_reward
 
 CHAT = ({"role": "user", "content": "What is a third?"},)
 
@@ -27,13 +27,21 @@ def score(
     options: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """The components of one call, by the name `f`."""
-    token_ids = np.array([ord(character) for character in text], np.int32)
-    call = Call(ticket_id=0, prompt="<user>What is a third?", completions=(token_ids,), finishes=(Finish.STOP,), columns=columns, chat=chat)
+    nothing = np.zeros(0, np.int32)
+    task = ScorerTask(
+        kind=RequestKind.REWARD,
+        rollout_id="r",
+        attempt=0,
+        prompt=Prompt(prompt_id="0:0", text="<user>What is a third?", token_ids=nothing, columns=columns, chat=chat),
+        completions=(np.array([ord(character) for character in text], np.int32),),
+        finishes=(Finish.STOP,),
+        turns=(None,),
+    )
     reward = inspect_reward(function, reference="file.py:f", options=options)
     with contextlib.closing(
-        Scoring([reward], decode=lambda ids: "".join(map(chr, ids)), max_tokens=100, entering=lambda name: None)
+        RewardRunner([reward], decode=lambda ids: "".join(map(chr, ids)), max_tokens=100, entering=lambda name: None)
     ) as one:
-        result = one.score(call)
+        result = one.run(Call(call_id=0, task=task))
     assert result.outcome is Outcome.OK, result.error
     return result.components[0]
 

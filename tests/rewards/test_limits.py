@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipelinerl.messages import Request
 from pipelinerl.rewards.pool.limits import FAILURES_TO_OPEN, FIRST_PAUSE_S, MAX_PAUSE_S, BreakerState, RateLimiter
 from pipelinerl.rewards.pool.queue import RETRY_AFTER_S, Queue
 from tests.rewards.conftest import score
@@ -78,12 +79,12 @@ def limited(*, num_slots: int = 1, num_requests: int = 0, retries: int = 0, limi
     for slot in range(num_slots):
         queue.open(slot)
     for index in range(num_requests):
-        queue.add(score(f"r{index}", "x"))
+        queue.add(Request(request_id=index, task=score(f"r{index}", "x")))
     return queue
 
 
 def handed(queue: Queue, now: float) -> list[str]:
-    return [ticket.score.rollout_id for tickets in queue.hand_out(now).values() for ticket in tickets]
+    return [ticket.request.task.rollout_id for tickets in queue.hand_out(now).values() for ticket in tickets]
 
 
 def test_queue_hands_out_at_the_rate_however_many_slots_are_free_and_says_when_to_wake() -> None:
@@ -98,19 +99,19 @@ def test_fast_function_with_a_breaker_is_never_handed_calls_ahead() -> None:
     queue = limited(num_requests=50, limiter=RateLimiter(has_breaker=True))
     for index in range(20):
         (ticket,) = queue.hand_out(float(index))[0]
-        queue.answered(0, ticket.ticket_id, float(index), duration_s=1e-6)
+        queue.answered(0, ticket.call_id, float(index), duration_s=1e-6)
 
 
 def test_failed_try_waits_twice_as_long_each_time_then_is_over() -> None:
     queue = limited(num_requests=1, retries=2)
     for now, due in ((0.0, RETRY_AFTER_S), (10.0, 10.0 + 2 * RETRY_AFTER_S)):
         (ticket,) = queue.hand_out(now)[0]
-        assert queue.answered(0, ticket.ticket_id, now, duration_s=0.1) is ticket
+        assert queue.answered(0, ticket.call_id, now, duration_s=0.1) is ticket
         assert queue.try_again(ticket, now)
         assert queue.wake_at() == due
         assert handed(queue, due - 0.01) == []
     (ticket,) = queue.hand_out(20.0)[0]
-    queue.answered(0, ticket.ticket_id, 20.0, duration_s=0.1)
+    queue.answered(0, ticket.call_id, 20.0, duration_s=0.1)
     assert not queue.try_again(ticket, 20.0)
     assert queue.wake_at() is None
 
@@ -118,18 +119,16 @@ def test_failed_try_waits_twice_as_long_each_time_then_is_over() -> None:
 def test_others_go_ahead_while_a_failed_try_waits() -> None:
     queue = limited(num_requests=2, retries=1)
     (ticket,) = queue.hand_out(0.0)[0]
-    queue.answered(0, ticket.ticket_id, 0.0, duration_s=0.1)
+    queue.answered(0, ticket.call_id, 0.0, duration_s=0.1)
     queue.try_again(ticket, 0.0)
     assert handed(queue, 0.1) == ["r1"]
 
 
-def test_request_that_waits_for_its_next_try_can_be_cancelled_and_is_not_doubled_by_a_repeat() -> None:
+def test_request_that_waits_for_its_next_try_can_be_cancelled() -> None:
     queue = limited(num_requests=1, retries=1)
     (ticket,) = queue.hand_out(0.0)[0]
-    queue.answered(0, ticket.ticket_id, 0.0, duration_s=0.1)
+    queue.answered(0, ticket.call_id, 0.0, duration_s=0.1)
     queue.try_again(ticket, 0.0)
-    queue.add(score("r0", "x"))
-    assert handed(queue, 0.1) == [], "the repeat is the request that waits"
-    queue.cancel("r0", 0)
+    queue.cancel(0)
     assert handed(queue, 100.0) == []
     assert queue.num_running == 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.messages import GroupScored, Outcome, Scored, ScoreGroup, ScorerReady
+from pipelinerl.messages import Outcome, Result, ScorerReady, ScorerTask
 from pipelinerl.rewards.pool.limits import FAILURES_TO_OPEN, FIRST_PAUSE_S
 from tests.rewards.conftest import Scorer, descendants_of, score
 
@@ -228,8 +228,8 @@ def test_judge_that_never_answers_is_a_timeout_and_no_score(start_scorer: Start,
     assert answer.error == "judge did not return within 0.5 s; its process was killed"
 
 
-def group(*completions: str, group_id: int = 7) -> ScoreGroup:
-    return ScoreGroup(group_id=group_id, members=tuple(score(f"r{index}", text) for index, text in enumerate(completions)))
+def group(*completions: str, name: str = "group") -> ScorerTask:
+    return score(name, *completions)
 
 
 @pytest.fixture(scope="module")
@@ -243,28 +243,28 @@ def ranked(start_scorer: Start) -> Scorer:
 def test_function_per_group_compares_siblings_and_one_per_sample_never_sees_them(ranked: Scorer) -> None:
     assert ranked.ask("abc").components == {"nothing": 3.0}
     ranked.send(group("a", "ccc", "bb"))
-    answer = ranked.next(GroupScored)
-    assert (answer.group_id, answer.outcome) == (7, Outcome.OK)
+    answer = ranked.result_of("group")
+    assert answer.outcome is Outcome.OK
     assert answer.components == ({"rank": 0.0}, {"rank": 2.0}, {"rank": 1.0})
     assert answer.rewards == (0.0, 4.0, 2.0)
     ranked.send(group("raise", "b"))
-    assert ranked.next(GroupScored).error == "rank raised ValueError: no order"
-    assert not [message for message in ranked._arrived if isinstance(message, Scored)]
+    assert ranked.result_of("group").error == "rank raised ValueError: no order"
+    assert not [message for message in ranked._arrived if isinstance(message, Result)]
 
 
 def test_rate_is_kept(ranked: Scorer) -> None:
     begin = time.monotonic()
-    for number in range(11):
-        ranked.send(group("a", "b", group_id=number))
-    assert {ranked.next(GroupScored).outcome for _ in range(11)} == {Outcome.OK}
+    for _ in range(11):
+        ranked.send(group("a", "b"))
+    assert {ranked.result_of("group").outcome for _ in range(11)} == {Outcome.OK}
     assert time.monotonic() - begin >= 1.0, "11 calls at 10 per second begin over 1 s"
 
 
 def test_hanging_call_of_a_lane_holds_up_no_other_lane_and_its_deadline_is_its_own(ranked: Scorer) -> None:
     ranked.send(group("a", "hang"))
     assert ranked.ask("abc").reward == 3.0
-    assert not [message for message in ranked._arrived if isinstance(message, GroupScored)], "it hangs on"
-    answer = ranked.next(GroupScored)
+    assert not [message for message in ranked._arrived if isinstance(message, Result)], "it hangs on"
+    answer = ranked.result_of("group")
     assert (answer.outcome, answer.rewards, answer.error) == (
         Outcome.TIMEOUT,
         (),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.messages import Request
 from pipelinerl.rewards.pool.queue import AHEAD_S, MAX_AHEAD, OVERRUN_S, Queue
 from tests.rewards.conftest import score
 
@@ -23,16 +24,25 @@ def make_queue(*, num_slots: int, num_requests: int = 0, mean_s: float | None = 
     for slot in range(num_slots):
         queue.open(slot)
     if mean_s is not None:
-        queue.add(score("first", "x"))
+        queue.add(request("first"))
         (ticket,) = queue.hand_out(0.0)[0]
-        queue.answered(0, ticket.ticket_id, 0.0, duration_s=mean_s)
+        queue.answered(0, ticket.call_id, 0.0, duration_s=mean_s)
     for index in range(num_requests):
-        queue.add(score(f"r{index}", "x"))
+        queue.add(request(f"r{index}"))
     return queue
 
 
+def request(name: str) -> Request:
+    return Request(request_id=number_of(name), task=score(name, "x"))
+
+
+def number_of(name: str) -> int:
+    """The request's number: 3 of `r3`."""
+    return int(name.removeprefix("r")) if name.startswith("r") else -1
+
+
 def names(handed: dict[int, list]) -> dict[int, list[str]]:
-    return {slot: [ticket.score.rollout_id for ticket in tickets] for slot, tickets in handed.items()}
+    return {slot: [ticket.request.task.rollout_id for ticket in tickets] for slot, tickets in handed.items()}
 
 
 def test_one_call_per_slot_until_the_speed_is_known() -> None:
@@ -59,8 +69,8 @@ def test_number_handed_ahead_is_bounded() -> None:
 def test_slot_that_has_not_loaded_gets_nothing() -> None:
     queue = Queue(num_slots=2, deadline_s=1.0)
     queue.open(1)
-    queue.add(score("r0", "x"))
-    queue.add(score("r1", "x"))
+    queue.add(request("r0"))
+    queue.add(request("r1"))
     assert names(queue.hand_out(0.0)) == {1: ["r0"]}
 
 
@@ -70,7 +80,7 @@ def test_deadline_counts_from_the_begin_of_each_call_not_from_its_hand_out() -> 
     queue.take_back(100.0)
     assert queue.overdue(129.9) == []
     assert queue.overdue(130.0) == [0]
-    queue.answered(0, first.ticket_id, 110.0, duration_s=10.0)
+    queue.answered(0, first.call_id, 110.0, duration_s=10.0)
     assert queue.overdue(139.9) == []
     assert queue.wake_at() == 140.0
     assert queue.overdue(140.0) == [0]
@@ -81,13 +91,13 @@ def test_lost_slot_charges_the_call_it_ran_and_the_others_run_elsewhere_each_fir
     queue = make_queue(num_slots=2, num_requests=6, mean_s=FAST_S)
     handed = queue.hand_out(0.0)
     assert names(handed) == {0: ["r0", "r2", "r4"], 1: ["r1", "r3", "r5"]}
-    queue.add(score("new", "x"))
+    queue.add(request("new"))
     charged = queue.lose(0)
     assert charged is not None
-    assert charged.score.rollout_id == "r0"
+    assert charged.request.task.rollout_id == "r0"
     assert queue.hand_out(0.0) == {}, "slot 1 is busy, slot 0 has no worker"
     for ticket in handed[1]:
-        assert queue.answered(1, ticket.ticket_id, 0.0, duration_s=FAST_S) is ticket
+        assert queue.answered(1, ticket.call_id, 0.0, duration_s=FAST_S) is ticket
     again = queue.hand_out(0.0)
     assert names(again) == {1: ["r2"]}, "repeated calls go before others, and one to a slot"
     queue.open(0)
@@ -100,17 +110,17 @@ def test_calls_behind_one_that_overruns_are_taken_back_and_answered_once() -> No
     slow, behind = queue.hand_out(0.0)[0]
     assert queue.wake_at() == OVERRUN_S
     assert queue.take_back(OVERRUN_S * 0.9) == {}
-    assert queue.take_back(OVERRUN_S) == {0: (behind.ticket_id,)}
+    assert queue.take_back(OVERRUN_S) == {0: (behind.call_id,)}
     assert queue.take_back(OVERRUN_S) == {}
     assert queue.wake_at() == 30.0
     assert queue.hand_out(0.2) == {}, "not to the slot that overruns"
     for name in ("n0", "n1", "n2"):
-        queue.add(score(name, "x"))
+        queue.add(request(name))
     queue.open(1)
     assert names(queue.hand_out(0.2)) == {1: ["r1", "n0", "n1", "n2"]}, "nor anything new"
-    assert queue.answered(0, slow.ticket_id, 0.3, duration_s=0.3) is slow
-    assert queue.answered(0, behind.ticket_id, 0.3, duration_s=0.0) is behind, "it had begun before it observation"
-    assert queue.answered(1, behind.ticket_id, 0.3, duration_s=0.0) is None, "the second answer is not wanted"
+    assert queue.answered(0, slow.call_id, 0.3, duration_s=0.3) is slow
+    assert queue.answered(0, behind.call_id, 0.3, duration_s=0.0) is behind, "it had begun before it heard"
+    assert queue.answered(1, behind.call_id, 0.3, duration_s=0.0) is None, "the second answer is not wanted"
 
 
 def test_skipped_call_is_answered_by_the_slot_that_has_it_now() -> None:
@@ -120,36 +130,36 @@ def test_skipped_call_is_answered_by_the_slot_that_has_it_now() -> None:
     queue.take_back(1.0)
     queue.open(1)
     queue.hand_out(1.0)
-    queue.answered(0, slow.ticket_id, 1.1, duration_s=1.1)
-    assert queue.answered(0, behind.ticket_id, 1.1, duration_s=None) is None
+    queue.answered(0, slow.call_id, 1.1, duration_s=1.1)
+    assert queue.answered(0, behind.call_id, 1.1, duration_s=None) is None
     assert queue.lose(0) is None, "nothing runs there"
-    assert queue.answered(1, behind.ticket_id, 1.2, duration_s=0.1) is behind
+    assert queue.answered(1, behind.call_id, 1.2, duration_s=0.1) is behind
 
 
 def test_waiting_request_that_is_cancelled_is_never_handed_out() -> None:
     queue = make_queue(num_slots=1, num_requests=3)
     (running,) = queue.hand_out(0.0)[0]
-    assert queue.cancel("r1", 0) == {}
-    assert queue.answered(0, running.ticket_id, 0.0, duration_s=1.0) is running
+    assert queue.cancel(number_of("r1")) == {}
+    assert queue.answered(0, running.call_id, 0.0, duration_s=1.0) is running
     assert names(queue.hand_out(0.0)) == {0: ["r2"]}
 
 
 def test_cancelled_request_that_is_queued_in_a_worker_is_skipped_and_one_that_runs_runs_on_unanswered() -> None:
     queue = make_queue(num_slots=1, num_requests=3, mean_s=FAST_S)
     first, second, third = queue.hand_out(0.0)[0]
-    assert queue.cancel("r0", 0) == {}
-    assert queue.cancel("r1", 0) == {0: (second.ticket_id,)}
-    assert queue.cancel("r1", 0) == {}
-    assert queue.cancel("unknown", 0) == {}
-    assert queue.answered(0, first.ticket_id, 0.0, duration_s=0.1) is None
-    assert queue.answered(0, second.ticket_id, 0.0, duration_s=None) is None
-    assert queue.answered(0, third.ticket_id, 0.0, duration_s=0.1) is third
+    assert queue.cancel(number_of("r0")) == {}
+    assert queue.cancel(number_of("r1")) == {0: (second.call_id,)}
+    assert queue.cancel(number_of("r1")) == {}
+    assert queue.cancel(number_of("unknown")) == {}
+    assert queue.answered(0, first.call_id, 0.0, duration_s=0.1) is None
+    assert queue.answered(0, second.call_id, 0.0, duration_s=None) is None
+    assert queue.answered(0, third.call_id, 0.0, duration_s=0.1) is third
 
 
 def test_cancelled_call_that_hangs_is_killed_but_not_charged() -> None:
     queue = make_queue(num_slots=1, num_requests=1, deadline_s=5.0)
     queue.hand_out(0.0)
-    queue.cancel("r0", 0)
+    queue.cancel(number_of("r0"))
     assert queue.overdue(5.0) == [0]
     assert queue.lose(0) is None
 
@@ -157,8 +167,8 @@ def test_cancelled_call_that_hangs_is_killed_but_not_charged() -> None:
 def test_answer_out_of_order_is_refused() -> None:
     queue = make_queue(num_slots=1, num_requests=2, mean_s=FAST_S)
     first, second = queue.hand_out(0.0)[0]
-    with pytest.raises(ValueError, match=f"slot 0 answered call {second.ticket_id}, expected {first.ticket_id}"):
-        queue.answered(0, second.ticket_id, 0.0, duration_s=0.1)
+    with pytest.raises(ValueError, match=f"slot 0 answered call {second.call_id}, expected {first.call_id}"):
+        queue.answered(0, second.call_id, 0.0, duration_s=0.1)
 
 
 @given(st.data())
@@ -178,25 +188,25 @@ def test_every_request_is_answered_exactly_once_and_handed_out_at_most_twice(dat
         for slot, batch in queue.hand_out(now).items():
             assert is_open[slot]
             for ticket in batch:
-                tickets[ticket.ticket_id] = ticket.score.rollout_id
-                handed[ticket.score.rollout_id] += 1
-                workers[slot].append(ticket.ticket_id)
+                tickets[ticket.call_id] = ticket.request.task.rollout_id
+                handed[ticket.request.task.rollout_id] += 1
+                workers[slot].append(ticket.call_id)
 
     def reply(slot: int) -> None:
-        ticket_id = workers[slot].popleft()
-        is_skipped = ticket_id in withdrawn[slot]
-        withdrawn[slot].discard(ticket_id)
-        done = queue.answered(slot, ticket_id, now, duration_s=None if is_skipped else 0.001)
+        call_id = workers[slot].popleft()
+        is_skipped = call_id in withdrawn[slot]
+        withdrawn[slot].discard(call_id)
+        done = queue.answered(slot, call_id, now, duration_s=None if is_skipped else 0.001)
         assert not (done is not None and is_skipped)
         if done is not None:
-            answered[done.score.rollout_id] += 1
+            answered[done.request.task.rollout_id] += 1
 
     def lose(slot: int) -> None:
         running = workers[slot][0] if workers[slot] else None
         charged = queue.lose(slot)
         if charged is not None:
-            assert charged.ticket_id == running, "only the call that ran is charged"
-            answered[charged.score.rollout_id] += 1
+            assert charged.call_id == running, "only the call that ran is charged"
+            answered[charged.request.task.rollout_id] += 1
         workers[slot].clear()
         withdrawn[slot].clear()
         is_open[slot] = False
@@ -206,7 +216,7 @@ def test_every_request_is_answered_exactly_once_and_handed_out_at_most_twice(dat
         slot = data.draw(st.integers(0, num_slots - 1))
         if event == "add":
             for _ in range(4):
-                queue.add(score(f"r{num_added}", "x"))
+                queue.add(request(f"r{num_added}"))
                 num_added += 1
         elif event == "reply" and workers[slot]:
             reply(slot)
@@ -221,10 +231,10 @@ def test_every_request_is_answered_exactly_once_and_handed_out_at_most_twice(dat
             name = f"r{data.draw(st.integers(0, num_added - 1))}"
             if not answered[name]:
                 cancelled.add(name)
-            for owner, ticket_ids in queue.cancel(name, 0).items():
-                withdrawn[owner].update(set(ticket_ids) if data.draw(st.booleans(), label="observation in time") else ())
-        for owner, ticket_ids in queue.take_back(now).items():
-            withdrawn[owner].update(ticket_ids)
+            for owner, call_ids in queue.cancel(number_of(name)).items():
+                withdrawn[owner].update(set(call_ids) if data.draw(st.booleans(), label="heard in time") else ())
+        for owner, call_ids in queue.take_back(now).items():
+            withdrawn[owner].update(call_ids)
         hand_out()
 
     for slot in range(num_slots):

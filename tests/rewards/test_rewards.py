@@ -10,37 +10,46 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Finish, Outcome
-from pipelinerl.rewards.pool.calls import Call, Result
-from pipelinerl.rewards.reward import ERROR_CHARACTERS, Reward, Scoring, Shape, inspect_reward, read_values
+from pipelinerl.messages import Finish, Outcome, Prompt, RequestKind, ScorerTask
+from pipelinerl.rewards.pool.calls import Call, CallResult
+from pipelinerl.rewards.reward import ERROR_CHARACTERS, Reward, RewardRunner, Shape, inspect_reward, read_values
 
 COLUMNS: dict[str, Any] = {"answer": "42", "level": 3}
 
 
-def run(*functions: Any, columns: dict[str, Any] = COLUMNS, chat: tuple[dict[str, Any], ...] = ()) -> Result:
+def run(*functions: Any, columns: dict[str, Any] = COLUMNS, chat: tuple[dict[str, Any], ...] = ()) -> CallResult:
     """Score the completion "abc" of the prompt "what?" with these functions."""
     rewards = [inspect_reward(function, reference=f"file.py:f{index}") for index, function in enumerate(functions)]
-    with contextlib.closing(scoring(*rewards)) as score:
-        return score.score(msgspec.structs.replace(make_call(columns), chat=chat))
+    with contextlib.closing(scoring(*rewards)) as runner:
+        return runner.run(make_call(columns, chat=chat))
 
 
-def values(result: Result) -> dict[str, float]:
+def values(result: CallResult) -> dict[str, float]:
     (components,) = result.components
     return components
 
 
-def scoring(*rewards: Reward, entered: list[str] | None = None) -> Scoring:
+def scoring(*rewards: Reward, entered: list[str] | None = None) -> RewardRunner:
     entering = entered.append if entered is not None else lambda name: None
-    return Scoring(rewards, decode=lambda token_ids: "".join(map(chr, token_ids)), max_tokens=100, entering=entering)
+    return RewardRunner(rewards, decode=lambda token_ids: "".join(map(chr, token_ids)), max_tokens=100, entering=entering)
 
 
-def make_call(columns: dict[str, Any] = COLUMNS) -> Call:
-    return Call(ticket_id=7, prompt="what?", completions=(np.array([97, 98, 99], np.int32),), finishes=(Finish.LENGTH,), columns=columns)
+def make_call(columns: dict[str, Any] = COLUMNS, *, chat: tuple[dict[str, Any], ...] = (), completions: tuple[str, ...] = ("abc",)) -> Call:
+    ids = tuple(np.array([ord(character) for character in text], np.int32) for text in completions)
+    task = ScorerTask(
+        kind=RequestKind.REWARD if len(ids) == 1 else RequestKind.GROUP_REWARD,
+        rollout_id="r",
+        attempt=0,
+        prompt=Prompt(prompt_id="0:0", text="what?", token_ids=np.zeros(1, np.int32), columns=columns, chat=chat),
+        completions=ids,
+        finishes=(Finish.LENGTH,) * len(ids),
+        turns=(None,) * len(ids),
+    )
+    return Call(call_id=7, task=task)
 
 
 def test_our_shape_gets_texts_and_the_columns_it_names() -> None:
@@ -51,7 +60,7 @@ def test_our_shape_gets_texts_and_the_columns_it_names() -> None:
         return 0.25
 
     result = run(reward)
-    assert (result.ticket_id, result.outcome, result.components) == (7, Outcome.OK, ({"f0": 0.25},))
+    assert (result.call_id, result.outcome, result.components) == (7, Outcome.OK, ({"f0": 0.25},))
     assert seen == {"prompt": "what?", "completion": "abc", "answer": "42"}
 
 
@@ -119,7 +128,7 @@ def test_trl_shape_is_known_by_token_ids_alone() -> None:
         return [float(len(ids)) for ids in completion_ids]
 
     assert values(run(lengths)) == {"f0": 3.0}
-    assert scoring(inspect_reward(lengths, reference="file.py:f")).score(make_group("a", "bb")).components == ({"f": 1.0}, {"f": 2.0})
+    assert scoring(inspect_reward(lengths, reference="file.py:f")).run(make_group("a", "bb")).components == ({"f": 1.0}, {"f": 2.0})
 
 
 def test_trl_shape_gets_only_what_it_names() -> None:
@@ -170,8 +179,8 @@ def test_verl_function_over_batches_gets_lists_of_one_or_of_all_siblings() -> No
     assert values(run(compute_score_batched, columns={"ground_truth": "42"})) == {"f0": 3.0}
     assert seen == {"data_sources": [""], "solution_strs": ["abc"], "ground_truths": ["42"], "extra_infos": [{}]}
     reward = inspect_reward(compute_score_batched, reference="file.py:f")
-    call = msgspec.structs.replace(make_group("a", "bb"), columns={"ground_truth": "42"})
-    assert scoring(reward).score(call).components == ({"f": 1.0}, {"f": 2.0})
+    call = make_call({"ground_truth": "42"}, completions=("a", "bb"))
+    assert scoring(reward).run(call).components == ({"f": 1.0}, {"f": 2.0})
 
 
 def test_reasoning_gym_shape_gets_the_answer_and_the_row_as_its_entry() -> None:
@@ -185,8 +194,7 @@ def test_reasoning_gym_shape_gets_the_answer_and_the_row_as_its_entry() -> None:
     assert seen == [("abc", {"question": "what?", **COLUMNS})]
     reward = inspect_reward(score_answer, reference="file.py:f")
     text = "<think>no</think><answer> 7 </answer>"
-    ids = (np.array([ord(character) for character in text], np.int32),)
-    scoring(reward).score(msgspec.structs.replace(make_call(), completions=ids))
+    scoring(reward).run(make_call(completions=(text,)))
     assert seen[-1][0] == "7"
 
 
@@ -198,7 +206,7 @@ def test_factory_is_called_once_with_its_options() -> None:
         return lambda completion_ids, **columns: [-factor * max(0, len(ids) - longest) for ids in completion_ids]
 
     reward = inspect_reward(get_penalty, reference="file.py:get_penalty", options={"longest": 1})
-    assert scoring(reward).score(make_call()).components == ({"get_penalty": -4.0},)
+    assert scoring(reward).run(make_call()).components == ({"get_penalty": -4.0},)
     assert made == [1]
     with pytest.raises(ConfigError, match=r"takes \(longest.*\), which is none(?s:.*)name its parameters as options: longest"):
         inspect_reward(get_penalty, reference="file.py:get_penalty")
@@ -232,7 +240,7 @@ def test_async_function_runs_on_one_event_loop_for_all_calls() -> None:
         return float(len(completion))
 
     with contextlib.closing(scoring(inspect_reward(reward, reference="file.py:reward"))) as score:
-        assert [score.score(make_call()).components for _ in range(2)] == [({"reward": 3.0},)] * 2
+        assert [score.run(make_call()).components for _ in range(2)] == [({"reward": 3.0},)] * 2
     assert loops[0] is loops[1]
     assert loops[0].is_closed()
 
@@ -320,7 +328,7 @@ def test_exception_that_cannot_be_printed_and_one_without_end_are_survived() -> 
 def test_every_function_but_the_first_is_announced() -> None:
     entered: list[str] = []
     rewards = [inspect_reward(lambda completion: 1.0, reference=f"file.py:f{index}") for index in range(3)]
-    scoring(*rewards, entered=entered).score(make_call())
+    scoring(*rewards, entered=entered).run(make_call())
     assert entered == ["f1", "f2"]
 
 
@@ -371,7 +379,7 @@ def test_options_of_the_config_go_before_columns_of_the_row() -> None:
         return factor * len(answer)
 
     (loaded,) = [inspect_reward(reward, reference="file.py:reward", options={"factor": 2.0, "answer": "four"})]
-    assert values(scoring(loaded).score(make_call({"answer": "42", "factor": 100.0}))) == {"reward": 8.0}
+    assert values(scoring(loaded).run(make_call({"answer": "42", "factor": 100.0}))) == {"reward": 8.0}
 
 
 def test_option_that_no_parameter_takes_is_refused() -> None:
@@ -386,20 +394,19 @@ def test_function_per_group_gets_all_siblings_and_answers_for_each() -> None:
         seen.update(prompts=prompts, completions=completions, answer=answer)
         return [1.0, None, 3.0]
 
-    result = scoring(inspect_reward(rank, reference="file.py:rank")).score(make_group("a", "bb", "ccc"))
+    result = scoring(inspect_reward(rank, reference="file.py:rank")).run(make_group("a", "bb", "ccc"))
     assert result.components == ({"rank": 1.0}, {}, {"rank": 3.0})
     assert seen == {"prompts": ["what?"] * 3, "completions": ["a", "bb", "ccc"], "answer": ["42"] * 3}
 
 
 @pytest.mark.parametrize("returned", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0], [1.0, math.nan, 3.0]])
 def test_group_function_that_answers_for_others_or_with_nan_fails_as_a_whole(returned: list[float]) -> None:
-    result = scoring(inspect_reward(lambda completions: returned, reference="file.py:f")).score(make_group("a", "b", "c"))
+    result = scoring(inspect_reward(lambda completions: returned, reference="file.py:f")).run(make_group("a", "b", "c"))
     assert (result.outcome, result.components, result.failed) == (Outcome.INVALID, (), "f")
 
 
 def make_group(*completions: str) -> Call:
-    ids = tuple(np.array([ord(character) for character in text], np.int32) for text in completions)
-    return Call(ticket_id=7, prompt="what?", completions=ids, finishes=(Finish.STOP,) * len(ids), columns=COLUMNS)
+    return make_call(completions=completions)
 
 
 class Rubric:

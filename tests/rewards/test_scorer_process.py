@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.messages import Cancel, Failed, FunctionFailed, FunctionKind, Outcome, Replied, Reply, Scored, ScorerReady, Turns
+from pipelinerl.messages import Failed, FunctionFailed, FunctionKind, Outcome, RequestKind, Result, Score, ScorerReady, ScorerTask, Turns
 from pipelinerl.observe.lines import read_journal
 from tests.rewards.conftest import (
     PATIENCE_S,
@@ -57,7 +58,7 @@ def hasty(start_scorer: Start) -> Scorer:
 
 
 @pytest.fixture(scope="module")
-def hung(hasty: Scorer) -> dict[str, Scored]:
+def hung(hasty: Scorer) -> dict[str, Score]:
     """The answers about three calls that never return; the environment's is still to come. All at once, as each takes a whole deadline."""
     hasty.send(reply("hang"))
     hasty.send(score("plain", "hang"))
@@ -102,7 +103,7 @@ def check_slots_recover(scorer: Scorer) -> None:
     assert {answer.reward for answer in after.values()} == {10.5}
 
 
-def test_hang_is_a_timeout_at_its_deadline_and_the_slot_recovers(hasty: Scorer, hung: dict[str, Scored]) -> None:
+def test_hang_is_a_timeout_at_its_deadline_and_the_slot_recovers(hasty: Scorer, hung: dict[str, Score]) -> None:
     answer = hung["plain"]
     assert (answer.outcome, answer.reward, answer.components) == (Outcome.TIMEOUT, None, {})
     assert answer.error == "act did not return within 3 s; its process was killed"
@@ -172,23 +173,20 @@ def spans_of(scorer: Scorer) -> list[dict[str, Any]]:
     return [line for line in read_journal(scorer.run_folder / "journal" / "scorer-3.jsonl") if line["kind"] == "span"]
 
 
-def reply(*said: str, seen: str = "") -> Reply:
+def reply(*said: str, seen: str = "") -> ScorerTask:
     """Ask the environment for its reply to these turns, between which it has said `?`."""
     text = "?".join(said)
     ends = [len("?".join(said[: number + 1])) - 1 for number in range(len(said))]
     turns = Turns(
         starts=np.array([0, *(end + 2 for end in ends[:-1])], np.int32), ends=np.array(ends, np.int32), states=("prompt",) * len(said)
     )
-    request = score("0/1", text, seen=seen)
-    return Reply(episode_id="0/1", attempt=2, prompt=request.prompt, token_ids=request.token_ids, turns=turns, finish=request.finish)
+    return msgspec.structs.replace(score("0/1", text, seen=seen), kind=RequestKind.ENVIRONMENT, turns=(turns,))
 
 
-def reply_to(scorer: Scorer, *said: str, seen: str = "") -> Replied:
+def reply_to(scorer: Scorer, *said: str, seen: str = "") -> Result:
     """What the environment replies to these turns."""
     scorer.send(reply(*said, seen=seen))
-    replied = scorer.next(Replied)
-    assert (replied.episode_id, replied.attempt, replied.turn) == ("0/1", 2, len(said) - 1)
-    return replied
+    return scorer.result_of("0/1")
 
 
 def test_environment_replies_to_what_was_said_and_its_text_is_tokenised_once(scorer: Scorer) -> None:
@@ -227,7 +225,7 @@ def test_environment_that_fails_says_how_and_has_said_nothing(scorer: Scorer, sa
 
 @pytest.mark.usefixtures("hung")
 def test_environment_that_hangs_has_said_nothing(hasty: Scorer) -> None:
-    replied = hasty.next(Replied)
+    replied = hasty.result_of("0/1")
     assert (replied.outcome, replied.observation) == (Outcome.TIMEOUT, None)
     assert replied.error == "answer did not return within 3 s; its process was killed"
     assert reply_to(hasty, "over").outcome is Outcome.OK
@@ -238,7 +236,7 @@ def test_function_that_returns_in_a_forked_child_too_is_answered_once_and_costs_
         assert [scorer.ask(text).components["act"] for text in ("fork", "one")] == [7.0, 1.0]
 
 
-def test_function_that_hangs_before_another_is_named(hung: dict[str, Scored]) -> None:
+def test_function_that_hangs_before_another_is_named(hung: dict[str, Score]) -> None:
     assert hung["first"].error.startswith("constant did not return")
 
 
@@ -267,7 +265,7 @@ def test_completion_larger_than_any_socket_buffer_is_scored(scorer: Scorer) -> N
     assert scorer.ask("x" * 150_000).components["act"] == 150_000
 
 
-def test_hang_is_killed_with_its_children_even_those_in_sessions_of_their_own(hasty: Scorer, hung: dict[str, Scored]) -> None:
+def test_hang_is_killed_with_its_children_even_those_in_sessions_of_their_own(hasty: Scorer, hung: dict[str, Score]) -> None:
     assert hung["parent"].outcome is Outcome.TIMEOUT
     assert len((hasty.run_folder / "children").read_text().split()) == 3
     hasty.wait_for_no_process_with(MARKER)
@@ -347,7 +345,7 @@ def test_cancelled_requests_are_not_run_and_not_answered(scorer: Scorer, tmp_pat
     for index in range(6):
         scorer.send(score(f"queued-{index}", "log", path=str(path), line=f"queued-{index}"))
     for name in ("slow-0", *(f"queued-{index}" for index in range(5))):
-        scorer.send(Cancel(rollout_id=name, attempt=0))
+        scorer.cancel(name)
     reply_to(scorer, "over")  # sent behind them, and the environment has slots of its own: they are heard
     until.touch()
     answers = scorer.scored("slow-1", "queued-5")
@@ -355,17 +353,6 @@ def test_cancelled_requests_are_not_run_and_not_answered(scorer: Scorer, tmp_pat
     assert scorer.ask("one").outcome is Outcome.OK
     lines = path.read_text().split()
     assert [line for line in lines if line.startswith("queued")] == ["queued-5"]
-
-
-def test_request_repeated_while_it_runs_is_answered_once(scorer: Scorer, tmp_path: Path) -> None:
-    for _ in range(3):
-        scorer.send(score("again", "wait", until=str(tmp_path / "go")))
-    reply_to(scorer, "over")  # all three are heard
-    (tmp_path / "go").touch()
-    assert scorer.scored("again")["again"].components["act"] == 1.0
-    scorer.send(score("again", "ab", attempt=1))
-    answer = scorer.scored("again")["again"]
-    assert (answer.attempt, answer.components["act"]) == (1, 2.0)
 
 
 def test_load_and_spans_are_sent_and_journaled(scorer: Scorer) -> None:

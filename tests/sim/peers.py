@@ -24,13 +24,13 @@ from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import (
     Alive,
     Cancel,
+    CancelRequest,
     CheckpointSaved,
     EndTraining,
     EngineMismatch,
     FunctionFailed,
     FunctionKind,
     FunctionLoad,
-    GroupScored,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -39,11 +39,9 @@ from pipelinerl.messages import (
     PolicyPublished,
     PrmLoad,
     PrmReady,
-    Replied,
-    Reply,
-    Score,
-    Scored,
-    ScoreGroup,
+    Request,
+    RequestKind,
+    Result,
     ScorerLoad,
     ScorerReady,
     StageWeights,
@@ -240,43 +238,35 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     heartbeat = loop.create_task(beat(link))
     bad = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.INVALID)
     while not isinstance(message := await link.wait(), Stop):
-        if isinstance(message, Reply):
-            outcome = chance.choice(bad) if chance.random() < world.bad_reply_fraction else Outcome.OK
-            said = reply(message.token_ids) if outcome is Outcome.OK else None
-            heard = None if said is None else Observation(token_ids=np.array(said, np.int32), state=f"state {said[-1] % 3}")
-            replied = Replied(
-                episode_id=message.episode_id,
-                attempt=message.attempt,
-                turn=message.turn,
-                outcome=outcome,
-                observation=heard,
-                error="simulated",
-            )
-            seconds = world.reply_s * (10 if outcome is Outcome.TIMEOUT else 0.5 + chance.random())
-            calls.append(loop.call_later(seconds, link.send, replied))
+        if isinstance(message, CancelRequest):
             continue
-        assert isinstance(message, Score | ScoreGroup)
-        outcome = chance.choice(bad) if chance.random() < world.bad_score_fraction else Outcome.OK
-        if isinstance(message, ScoreGroup):
-            places = [float(place) for place in range(len(message.members) if outcome is Outcome.OK else 0)]
-            compared = GroupScored(
-                group_id=message.group_id, outcome=outcome, rewards=tuple(places), components=tuple({"rank": place} for place in places)
-            )
-            calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, compared))
-            continue
-        if outcome is not Outcome.OK:
-            cause = 'ValueError("my verifier broke")'
-            link.send(FunctionFailed(function="reward", kind=FunctionKind.REWARD, outcome=outcome, cause=cause, where="rewards.py:12"))
-        reward = float(message.token_ids.sum() % 2) if outcome is Outcome.OK else None
-        answer = Scored(
-            rollout_id=message.rollout_id,
-            attempt=message.attempt,
+        assert isinstance(message, Request)
+        task, environment = message.task, message.task.kind is RequestKind.ENVIRONMENT
+        is_bad = chance.random() < (world.bad_reply_fraction if environment else world.bad_score_fraction)
+        outcome = chance.choice(bad) if is_bad else Outcome.OK
+        seconds, observation, rewards, name = world.score_s, None, (), "reward"
+        if environment:
+            seconds = world.reply_s * (10 if outcome is Outcome.TIMEOUT else 1)
+            if outcome is Outcome.OK and (said := reply(task.completions[0])) is not None:
+                observation = Observation(token_ids=np.array(said, np.int32), state=f"state {said[-1] % 3}")
+        elif task.kind is RequestKind.GROUP_REWARD:
+            rewards, name = tuple(map(float, range(len(task.completions)))), "rank"
+        else:
+            rewards = (float(task.completions[0].sum() % 2),)
+            if outcome is not Outcome.OK:
+                cause = 'ValueError("my verifier broke")'
+                link.send(FunctionFailed(function="reward", kind=FunctionKind.REWARD, outcome=outcome, cause=cause, where="rewards.py:12"))
+        rewards = rewards if outcome is Outcome.OK else ()
+        result = Result(
+            request_id=message.request_id,
             outcome=outcome,
-            reward=reward,
-            components={} if reward is None else {"reward": reward},
+            rewards=rewards,
+            components=tuple({name: reward} for reward in rewards),
+            observation=observation,
+            error="" if outcome is Outcome.OK else "simulated",
             duration_s=world.score_s,
         )
-        calls.append(loop.call_later(world.score_s * (0.5 + chance.random()), link.send, answer))
+        calls.append(loop.call_later(seconds * (0.5 + chance.random()), link.send, result))
     heartbeat.cancel()
 
 

@@ -114,27 +114,27 @@ def test_engines_are_asked_for_no_more_while_their_answers_wait(tmp_path: Path, 
 
 def test_scorers_have_no_more_than_there_is_room_for_in_scores(tmp_path: Path, levels: Levels) -> None:
     simulated = run(bounded(), folder=tmp_path, world=SLOW_TRAINER)
-    assert "scoring: room in scores" in waited(simulated)
-    assert levels["scores"].above == 0
-    assert levels["scores"].num_items > 1
+    assert "scoring: room in scored" in waited(simulated)
+    assert levels["scored"].above == 0
+    assert levels["scored"].num_items > 1
 
 
-def test_siblings_are_compared_as_there_is_room_in_comparisons(tmp_path: Path, levels: Levels) -> None:
+def test_siblings_are_compared_as_there_is_room_in_group_scored(tmp_path: Path, levels: Levels) -> None:
     """Two groups of four fit, never three."""
     settings = bounded(queue_bytes=3 * BOUND)
     simulated = run(comparing(settings), folder=tmp_path, world=dataclasses.replace(SLOW_TRAINER, score_s=0.5))
     assert simulated.problems() == []
-    assert "group_rewards: room in comparisons" in waited(simulated)
-    assert levels["comparisons"].above == 0
-    assert levels["comparisons"].num_items > 1
+    assert "group_rewards: room in group_scored" in waited(simulated)
+    assert levels["group_scored"].above == 0
+    assert levels["group_scored"].num_items > 1
 
 
-def test_rewards_wait_for_their_steps_as_there_is_room_in_step_scores(tmp_path: Path, levels: Levels) -> None:
+def test_rewards_wait_for_their_steps_as_there_is_room_in_prm_scored(tmp_path: Path, levels: Levels) -> None:
     simulated = run(bounded(**PRM), folder=tmp_path, world=dataclasses.replace(SLOW_TRAINER, prm_s=0.5))
     assert simulated.problems() == []
-    assert "prm: room in step scores" in waited(simulated)
-    assert levels["step scores"].above == 0
-    assert levels["step scores"].num_items > 1
+    assert "prm: room in prm_scored" in waited(simulated)
+    assert levels["prm_scored"].above == 0
+    assert levels["prm_scored"].num_items > 1
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_nothing_stands_still_where_every_item_is_larger_than_the_bound(
     simulated = run(settings, folder=tmp_path, world=World(score_s=0.05))
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
-    assert {name for name in ("scores", "comparisons", "step scores") if name in levels and levels[name].num_items > 1} == set()
+    assert {name for name in ("scored", "group_scored", "prm_scored") if name in levels and levels[name].num_items > 1} == set()
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_routes_count_and_under_a_slow_trainer_no_more_of_them_are_held_than_the
     )
     assert simulated.problems() == []
     assert simulated.ending.identity.failed == 0
-    assert {"generation: room in completions", "scoring: room in scores"} <= waited(simulated)
+    assert {"generation: room in completions", "scoring: room in scored"} <= waited(simulated)
     longest_routed = NUM_LAYERS * TOP_K * (NUM_PROMPT + settings.rollout.max_tokens) + longest(settings)
     asked = settings.max_running_rollouts - 1 + settings.rollout.group_size
     assert levels.pop("completions").num_bytes < bound + asked * longest_routed

@@ -14,7 +14,7 @@ from orchestrator.credit import MethodCredit
 from orchestrator.rules.batch import Survivors
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.messages import Finish, Replied
+from pipelinerl.messages import Finish, Message, Request, Result, ScorerTask
 from pipelinerl.transport.memory import MemoryLink, NetworkFaults
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
@@ -70,14 +70,24 @@ def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path
     replied: dict[str, list[int]] = collections.defaultdict(list)
 
     async def scorer(link: MemoryLink, **options: Any) -> None:
-        send = link.send
+        send, wait = link.send, link.wait
+        asked: dict[int, ScorerTask] = {}
+
+        async def hear() -> Message:
+            if isinstance(message := await wait(), Request):
+                asked[message.request_id] = message.task
+            return message
 
         def said(message: Any) -> None:
-            if isinstance(message, Replied):
-                replied[message.episode_id].append(message.turn)
+            if (
+                isinstance(message, Result)
+                and (turns := asked[message.request_id].turns[0]) is not None
+                and asked[message.request_id].kind == "environment"
+            ):
+                replied[asked[message.request_id].rollout_id].append(len(turns.starts) - 1)
             send(message)
 
-        vars(link).update(send=said)
+        vars(link).update(send=said, wait=hear)
         await peers.scorer(link, **options)
 
     held_out, settings = Prompts(seed=9), episodes(pipeline={"mode": mode})
@@ -155,7 +165,7 @@ def test_answers_that_come_twice_and_late_are_to_their_own_turn(tmp_path: Path) 
             import asyncio
 
             send(message)
-            if type(message).__name__ in ("Completion", "Replied"):
+            if type(message).__name__ in ("Completion", "Result"):
                 asyncio.get_running_loop().call_later(0.1, send, message)
 
         vars(link).update(send=repeat)

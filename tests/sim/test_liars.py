@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
 from orchestrator.rules.validation.violations import Kind
-from pipelinerl.messages import Completion, EngineLoad, EngineReady, Failed, Finish, Message, Scored, WeightsCommitted
+from pipelinerl.messages import Completion, EngineLoad, EngineReady, Failed, Finish, Message, Result, WeightsCommitted
 from pipelinerl.transport.memory import MemoryLink
 from tests.sim import peers
 from tests.sim.run import Cast, Simulated, config, run
@@ -201,7 +201,7 @@ def test_who_says_with_a_scorers_key_that_it_has_failed_ends_no_run(tmp_path: Pa
 
         def say(message: Message) -> None:
             send(message)
-            if isinstance(message, Scored):
+            if isinstance(message, Result):
                 send(Failed(error="ConfigError: so they say"))
 
         vars(link).update(send=say)
@@ -224,9 +224,9 @@ def test_a_score_that_does_not_add_up_is_asked_for_again(tmp_path: Path):
         send = link.send
 
         def say(message: Message) -> None:
-            if isinstance(message, Scored) and message.components and sent[Kind.SCORES] < MAX_VIOLATIONS - 1:
+            if isinstance(message, Result) and message.components and sent[Kind.SCORES] < MAX_VIOLATIONS - 1:
                 sent[Kind.SCORES] += 1
-                message = change(message, reward=1e6)
+                message = change(message, rewards=(1e6,))
             send(message)
 
         vars(link).update(send=say)

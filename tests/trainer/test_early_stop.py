@@ -20,7 +20,7 @@ from pipelinerl.algorithms.loss import denominator, policy_loss
 from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
-from pipelinerl.messages import UNSAMPLED, EarlyStopDecision, Finish, Group, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import UNSAMPLED, EarlyStopDecision, Finish, Group, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
 from trainer.data.token_columns import columns_of
 from trainer.engine import Outputs
 from trainer.rows.arrange import arrange
@@ -63,7 +63,7 @@ def member(trace: tuple[int, ...], sibling: int, flag: EarlyStopDecision | None)
         finish=Finish.CANCELLED if stops else Finish.STOP,
     )
     outcome, reward = (Outcome.STOPPED, None) if stops else (Outcome.OK, REWARD[trace])
-    score = Scored(rollout_id=f"0/{sibling}", attempt=0, outcome=outcome, reward=reward)
+    score = Score(rollout_id=f"0/{sibling}", attempt=0, outcome=outcome, reward=reward)
     return ScoredTrajectory(trajectory=trajectory, score=score, early_stop=flag)
 
 

@@ -18,6 +18,7 @@ from pipelinerl.errors import WireError
 from pipelinerl.messages import (
     Alive,
     Cancel,
+    CancelRequest,
     CheckpointFailed,
     CheckpointSaved,
     Completion,
@@ -34,7 +35,6 @@ from pipelinerl.messages import (
     FunctionLoad,
     Generate,
     Group,
-    GroupScored,
     LayoutFixed,
     Message,
     MicroBatch,
@@ -46,17 +46,17 @@ from pipelinerl.messages import (
     PrmReady,
     Prompt,
     Reattach,
-    Replied,
-    Reply,
+    Request,
+    RequestKind,
+    Result,
     Routes,
     Sample,
     Sampling,
     Score,
-    Scored,
     ScoredTrajectory,
-    ScoreGroup,
     ScorerLoad,
     ScorerReady,
+    ScorerTask,
     StageWeights,
     Starting,
     StepClosed,
@@ -109,7 +109,10 @@ TRAJECTORY = Trajectory(
     versions=np.array([-1, 1, 2], np.int32),
     finish=Finish.STOP,
 )
-SCORED = Scored(rollout_id="4/1", attempt=0, outcome=Outcome.OK, reward=0.5, components={"right": 0.5}, duration_s=0.25)
+TASK = ScorerTask(
+    kind=RequestKind.REWARD, rollout_id="4/1", attempt=0, prompt=PROMPT, completions=(IDS,), finishes=(Finish.STOP,), turns=(None,)
+)
+SCORED = Score(rollout_id="4/1", attempt=0, outcome=Outcome.OK, reward=0.5, components={"right": 0.5}, duration_s=0.25)
 TURNS = Turns(starts=np.array([0, 2], np.int32), ends=np.array([0, 2], np.int32), states=("prompt", "said:ff"))
 TENSOR = Tensor(name="model.norm.weight", shape=(4, 2), dtype="float32", offset_bytes=256, num_bytes=32)
 ENGINE_MISMATCH = EngineMismatch(engine_id=1, num_sequences=2, num_tokens=40, kl_sum=3.5)
@@ -158,14 +161,13 @@ EXAMPLES: tuple[Message, ...] = (
     FunctionFailed(function="verify", kind=FunctionKind.REWARD, outcome=Outcome.ERROR, cause='ValueError("x")', where="rewards.py:12"),
     ScorerLoad(scorer_id=0, num_running=1, num_scored=2, busy_s=0.5),
     TURNS,
-    Reply(episode_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, turns=TURNS, finish=Finish.STOP),
+    TASK,
+    Request(request_id=3, task=TASK),
+    CancelRequest(request_id=3),
     Observation(token_ids=IDS, state="said:ff"),
-    Replied(episode_id="4/1", attempt=0, turn=1, outcome=Outcome.OK, observation=Observation(token_ids=IDS, state="said:ff")),
-    Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP, turns=TURNS),
+    Result(request_id=3, outcome=Outcome.OK, rewards=(0.5,), components=({"best": 0.5},)),
     SCORED,
     FunctionLoad(num_calls=3, num_failed={"error": 1}, num_retries=1, p50_s=0.1, p95_s=0.2, max_s=0.5, slowest="4/1", breaker="closed"),
-    ScoreGroup(group_id=4, members=(Score(rollout_id="4/1", attempt=0, prompt=PROMPT, token_ids=IDS, finish=Finish.STOP),)),
-    GroupScored(group_id=4, outcome=Outcome.OK, rewards=(0.5,), components=({"best": 0.5},)),
     TRAJECTORY,
     EarlyStopDecision(step=1, predicted=0.1, probability=0.2, stops=False),
     ScoredTrajectory(trajectory=TRAJECTORY, score=SCORED),
@@ -191,7 +193,7 @@ EXAMPLES: tuple[Message, ...] = (
     Stop(reason="finished"),
     Failed(error="EngineError: out of memory"),
 )
-ANY = Decoder(Completion | Generate | Score | Scored | MicroBatch | EngineReady | StepDone | Stop)
+ANY = Decoder(Completion | Generate | Request | Result | MicroBatch | EngineReady | StepDone | Stop)
 """Accepts a message of every shape: columns, nested messages, dictionaries, tuples, optional fields."""
 
 
@@ -343,7 +345,7 @@ def test_turns_begin_at_the_prompt_and_have_the_environment_between_them(starts:
 def test_an_ok_score_has_a_finite_reward(reward: float | None):
     """Otherwise a failure would have to become a number somewhere behind."""
     with pytest.raises(WireError):
-        Decoder(Scored).decode(rewritten(SCORED, reward=reward))
+        Decoder(Score).decode(rewritten(SCORED, reward=reward))
 
 
 @given(frame=st.binary(max_size=300))

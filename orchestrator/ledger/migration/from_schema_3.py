@@ -66,7 +66,7 @@ _RENAMED_SETTINGS = {
 """Settings that an entry `began` holds for the checker."""
 _RENAMED_FIELDS = {("Trajectory", "trains"): "loss_mask", ("ScoredTrajectory", "flag"): "early_stop"}
 """By message and former name: fields of what is recorded of prompts and trajectories."""
-_RENAMED_MESSAGES = {"Flag": "EarlyStopDecision"}
+_RENAMED_MESSAGES = {"Flag": "EarlyStopDecision", "Scored": "Score"}
 
 
 def read_events(old: sqlite3.Connection) -> Iterator[Row]:

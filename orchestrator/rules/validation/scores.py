@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.rules.validation.completions import CompletionCheck
 from orchestrator.rules.validation.violations import Kind, Violation
-from pipelinerl.messages import GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup, StepsScored
+from pipelinerl.messages import Outcome, RequestKind, Result, ScorerTask, StepsScored
 
 SUM_TOLERANCE = 1e-6
 """Relative: how far a reward may lie from the weighted sum of its components, which were added in another order."""
@@ -23,32 +23,25 @@ class ScoreCheck:
         self._weights = weights
         self._completion_check = completion_check
 
-    def answer(self, said: Scored | GroupScored | Replied, asked: Score | ScoreGroup | Reply) -> Violation | None:
+    def answer(self, said: Result, asked: ScorerTask) -> Violation | None:
         """The first thing that cannot be, or None. That it is an answer to this request is known."""
+        about = f"Result of {asked.kind} of {asked.rollout_id[:100]}, attempt {asked.attempt}"
         if not (math.isfinite(said.duration_s) and said.duration_s >= 0.0):
-            return Violation(kind=Kind.BOUNDS, words=f"{_about(said)}: it took {said.duration_s} s, expected a finite number from 0")
-        match said, asked:
-            case Scored(), Score():
-                if said.outcome is Outcome.STOPPED:  # which is this orchestrator's own word
-                    return Violation(kind=Kind.SCORES, words=f"{_about(said)}: outcome stopped, expected ok, timeout, error or invalid")
-                return self._sum(said.components, said.reward or 0.0, about=_about(said)) if said.outcome is Outcome.OK else None
-            case GroupScored(), ScoreGroup():
-                return self._of_group(said, num_members=len(asked.members))
-            case Replied(), Reply():
-                return None if said.observation is None else self._completion_check.ids(said.observation.token_ids, about=_about(said))
-            case _:
-                expected = type(asked).__name__
-                return Violation(kind=Kind.UNASKED, words=f"{_about(said)}: a {type(said).__name__}, expected what answers a {expected}")
-
-    def _of_group(self, said: GroupScored, *, num_members: int) -> Violation | None:
+            return Violation(kind=Kind.BOUNDS, words=f"{about}: it took {said.duration_s} s, expected a finite number from 0")
+        if said.outcome is Outcome.STOPPED:  # which is this orchestrator's own word
+            return Violation(kind=Kind.SCORES, words=f"{about}: outcome stopped, expected ok, timeout, error or invalid")
         if said.outcome is not Outcome.OK:
             return None
-        if len(said.rewards) != num_members:
-            return Violation(kind=Kind.SCORES, words=f"{_about(said)}: {len(said.rewards)} rewards, expected {num_members}, one a sibling")
-        for reward, components in zip(said.rewards, said.components, strict=True):
-            if (violation := self._sum(components, reward, about=_about(said))) is not None:
-                return violation
-        return None
+        is_environment = asked.kind is RequestKind.ENVIRONMENT
+        if said.observation is not None and not is_environment:
+            return Violation(kind=Kind.SCORES, words=f"{about}: an observation, expected rewards")
+        num_expected = 0 if is_environment else len(asked.completions)
+        if len(said.rewards) != num_expected:
+            return Violation(kind=Kind.SCORES, words=f"{about}: {len(said.rewards)} rewards, expected {num_expected}")
+        if said.observation is not None:
+            return self._completion_check.ids(said.observation.token_ids, about=about)
+        violations = (self._sum(found, reward, about=about) for reward, found in zip(said.rewards, said.components, strict=True))
+        return next((violation for violation in violations if violation is not None), None)
 
     def _sum(self, components: Mapping[str, float], reward: float, *, about: str) -> Violation | None:
         if unknown := _unknown(components, self._weights):
@@ -82,7 +75,3 @@ def steps_scored(said: StepsScored, *, num_sent: int, last_end: int) -> Violatio
 def _unknown(components: Collection[str], weights: Mapping[str, float]) -> str:
     """The first function that the config does not name; shortened: a name is as long as its peer likes."""
     return next((name[:100] for name in components if name not in weights), "")
-
-
-def _about(said: Scored | GroupScored | Replied) -> str:
-    return f"{type(said).__name__} of {said.rollout_id[:100]}, attempt {said.attempt}"

@@ -1,11 +1,11 @@
 """What the scorer, its fork server and its workers say to each other: messages over socket pairs, as plain msgpack.
 
     scorer --Setup, Spawn, Kill--> fork server --Prepared, Ended, Refused--> scorer        packets, one message each
-    scorer --Call, Withdraw--> worker --Loaded, Refused, Calling, Result, Skipped--> scorer    a stream of frames
+    scorer --Call, Withdraw--> worker --Loaded, Refused, Calling, CallResult, Skipped--> scorer    a stream of frames
 
 A `pool` is a set of functions that share slots: all those without limits of their own, or one with.
 
-Every `Call` gets exactly one `Result` or `Skipped`, in the order of the calls, sent the moment it is known. So the scorer always knows
+Every `Call` gets exactly one `CallResult` or `Skipped`, in the order of the calls, sent the moment it is known. So the scorer always knows
 which call a worker is busy with, and a worker that hangs or dies is charged for that one call only.
 """
 
@@ -15,7 +15,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from pipelinerl.messages import Finish, Int32, Message, Observation, Outcome, Turns, check_lengths
+from pipelinerl.messages import Message, Observation, Outcome, ScorerTask
 from pipelinerl.runtime.function_errors import FunctionError
 
 STACK_CHARACTERS = 16 << 10
@@ -38,7 +38,7 @@ class Component(Message, frozen=True):
 
 
 def component_names(references: Sequence[str]) -> tuple[str, ...]:
-    """What each of these functions is known as in `Scored.components`: its name, or its whole reference where two share a name."""
+    """What each of these functions is known as in `Score.components`: its name, or its whole reference where two share a name."""
     short = [reference.rpartition(":")[2] for reference in references]
     counts = collections.Counter(short)
     return tuple(reference if counts[name] > 1 else name for name, reference in zip(short, references, strict=True))
@@ -99,28 +99,16 @@ class Loaded(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """Run every reward function of the pool, on one completion or on all siblings of a prompt; or the environment, on an episode so far."""
+    """Run every function of the pool on a task: each reward function, or the environment."""
 
-    ticket_id: int
-    prompt: str
-    completions: tuple[Int32, ...]
-    """Each [T] int32, the tokens after the prompt."""
-    finishes: tuple[Finish, ...]
-    """One for each completion."""
-    columns: dict[str, Any]
-    chat: tuple[dict[str, Any], ...] = ()
-    """The prompt as chat messages; empty where it is plain text."""
-    turns: tuple[Turns | None, ...] = ()
-    """As of `Score`, one for each completion; empty: None for each."""
-
-    def __post_init__(self) -> None:
-        check_lengths(self, "completions", "finishes")
+    call_id: int
+    task: ScorerTask
 
 
 class Withdraw(Message, frozen=True):
     """Skip these calls where they have not begun."""
 
-    ticket_ids: tuple[int, ...]
+    call_ids: tuple[int, ...]
 
 
 class Calling(Message, frozen=True):
@@ -132,31 +120,31 @@ class Calling(Message, frozen=True):
 class Skipped(Message, frozen=True):
     """A withdrawn call, not run."""
 
-    ticket_id: int
+    call_id: int
 
 
-class Result(Message, frozen=True):
+class CallResult(Message, frozen=True):
     """How one call ended."""
 
-    ticket_id: int
+    call_id: int
     outcome: Outcome
-    components: tuple[dict[str, float], ...]
-    """For each completion the value of every function that applied, by its name; empty unless `outcome` is `OK`, and of an environment."""
-    error: str
-    failed: str
-    """The function that failed; empty where `outcome` is `OK`."""
-    failure: FunctionError | None
-    """Why, and where; None where `outcome` is `OK`."""
     started_at: float
     """Unix seconds."""
     duration_s: float
     durations_s: dict[str, float]
     """Of each function that was entered, by its name."""
+    components: tuple[dict[str, float], ...] = ()
+    """For each completion the value of every function that applied, by its name; empty unless `outcome` is `OK`, and of an environment."""
     observation: Observation | None = None
-    """Of an environment: what it said; None where the episode is over, too."""
+    """As in `Result`."""
+    error: str = ""
+    failed: str = ""
+    """The function that failed; empty where `outcome` is `OK`."""
+    failure: FunctionError | None = None
+    """Why, and where; None where `outcome` is `OK`."""
 
 
 ToForkServer = Setup | Spawn | Kill
 FromForkServer = Prepared | Ended | Refused
 ToWorker = Call | Withdraw
-FromWorker = Loaded | Refused | Calling | Skipped | Result
+FromWorker = Loaded | Refused | Calling | Skipped | CallResult

@@ -9,11 +9,11 @@ import socket
 import time
 
 from pipelinerl.errors import ConfigError, PeerSilent, WireError
-from pipelinerl.messages import FunctionKind, Message, Outcome, Reply, Score, ScoreGroup
+from pipelinerl.messages import FunctionKind, Message, Outcome, Request
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.aggregator import Key, PartialResult
+from pipelinerl.rewards.aggregator import PartialResult
 from pipelinerl.rewards.failures import Failures
-from pipelinerl.rewards.pool.calls import Call, Calling, Ended, FromWorker, Loaded, Refused, Result, Skipped, Withdraw
+from pipelinerl.rewards.pool.calls import Call, Calling, CallResult, Ended, FromWorker, Loaded, Refused, Skipped, Withdraw
 from pipelinerl.rewards.pool.limits import BreakerState
 from pipelinerl.rewards.pool.queue import Queue, Ticket
 from pipelinerl.rewards.pool.sandbox import Sandbox
@@ -24,7 +24,7 @@ from pipelinerl.transport.stream import Frames, frame
 
 LOAD_DEADLINE_S = 300.0
 """Longest wait for a worker to import the reward functions. Shorter fails functions that load a model; longer hides a hung import."""
-_decoder: Decoder[Loaded | Refused | Calling | Skipped | Result] = Decoder(FromWorker)
+_decoder: Decoder[Loaded | Refused | Calling | Skipped | CallResult] = Decoder(FromWorker)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Pool:
         self._name = name
         self._queue = queue
         self._number = number
-        self._answers: list[tuple[Key, PartialResult]] = []
+        self._answers: list[tuple[int, PartialResult]] = []
         self._selector = selector
         self._sandbox = sandbox
         self._stats = stats
@@ -118,13 +118,13 @@ class Pool:
         """Every worker has loaded the reward functions."""
         return all(worker.names for worker in self._workers)
 
-    def submit(self, score: Reply | Score | ScoreGroup) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a request; it is handed to a worker by the next `advance`."""
-        self._queue.add(score)
+        self._queue.add(request)
 
-    def cancel(self, rollout_id: str, attempt: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
-        self._withdraw(self._queue.cancel(rollout_id, attempt))
+        self._withdraw(self._queue.cancel(request_id))
 
     def wake_at(self) -> float:
         """Monotonic seconds when `advance` will next have something to do although nothing was heard."""
@@ -150,7 +150,7 @@ class Pool:
                 if worker.worker_id == end.worker_id:
                     self._bury(slot, end)
 
-    def advance(self) -> list[tuple[Key, PartialResult]]:
+    def advance(self) -> list[tuple[int, PartialResult]]:
         """Kill workers past a deadline, hand out what fits; return the answers since the last call."""
         now = time.monotonic()
         for slot in self._queue.overdue(now):
@@ -190,7 +190,7 @@ class Pool:
         ran_s = self._queue.running_s(slot, time.monotonic())
         ticket = self._queue.lose(slot)
         if ticket is not None:
-            blamed = _Failed(function=worker.calling, place=worker.place, rollout_id=ticket.score.rollout_id)
+            blamed = _Failed(function=worker.calling, place=worker.place, rollout_id=ticket.request.task.rollout_id)
             self._blame(blamed, error_in(end.stack, cause=f"its process {end.how}", place=worker.place), Outcome.ERROR)
         self._charge(ticket, slot, Outcome.ERROR, f"{worker.calling}: its process {end.how}", ran_s)
         self._replace(slot)
@@ -202,7 +202,7 @@ class Pool:
         error = f"{worker.calling} did not return within {self._queue.deadline_s:g} s; its process was killed"
         ticket = self._queue.lose(slot)
         if ticket is not None:
-            self._hung[worker.worker_id] = _Failed(function=worker.calling, place=worker.place, rollout_id=ticket.score.rollout_id)
+            self._hung[worker.worker_id] = _Failed(function=worker.calling, place=worker.place, rollout_id=ticket.request.task.rollout_id)
         self._charge(ticket, slot, Outcome.TIMEOUT, error, ran_s)
         self._replace(slot)
 
@@ -220,11 +220,11 @@ class Pool:
 
     def _hand_out(self, now: float) -> None:
         for slot, tickets in self._queue.hand_out(now).items():
-            self._send(slot, *map(_call, tickets))
+            self._send(slot, *(Call(call_id=ticket.call_id, task=ticket.request.task) for ticket in tickets))
 
     def _withdraw(self, tickets: dict[int, tuple[int, ...]]) -> None:
-        for slot, ticket_ids in tickets.items():
-            self._send(slot, Withdraw(ticket_ids=ticket_ids))
+        for slot, call_ids in tickets.items():
+            self._send(slot, Withdraw(call_ids=call_ids))
 
     def _send(self, slot: int, *messages: Message) -> None:
         outgoing = self._workers[slot].outgoing
@@ -267,7 +267,7 @@ class Pool:
             self._selector.unregister(worker.channel)
         self._sandbox.kill(worker.worker_id)
 
-    def _hear(self, slot: int, message: Loaded | Refused | Calling | Skipped | Result) -> None:
+    def _hear(self, slot: int, message: Loaded | Refused | Calling | Skipped | CallResult) -> None:
         worker = self._workers[slot]
         match message:
             case Loaded():
@@ -279,14 +279,14 @@ class Pool:
             case Calling():
                 worker.calling = message.name
             case Skipped():
-                self._queue.answered(slot, message.ticket_id, time.monotonic(), duration_s=None)
-            case Result():
+                self._queue.answered(slot, message.call_id, time.monotonic(), duration_s=None)
+            case CallResult():
                 worker.calling = worker.names[0]
                 self._note(slot, message.started_at, message.duration_s)
-                ticket = self._queue.answered(slot, message.ticket_id, time.monotonic(), duration_s=message.duration_s)
+                ticket = self._queue.answered(slot, message.call_id, time.monotonic(), duration_s=message.duration_s)
                 if ticket is not None:
                     if message.failure is not None:
-                        blamed = _Failed(function=message.failed, place="", rollout_id=ticket.score.rollout_id)
+                        blamed = _Failed(function=message.failed, place="", rollout_id=ticket.request.task.rollout_id)
                         self._blame(blamed, message.failure, message.outcome)
                     part = PartialResult(
                         outcome=message.outcome,
@@ -303,24 +303,11 @@ class Pool:
 
     def _settle(self, ticket: Ticket, part: PartialResult, durations_s: dict[str, float], *, failed: str) -> None:
         """A try is over: count it, then answer, or try again."""
-        score, now = ticket.score, time.monotonic()
-        self._stats.note(durations_s, rollout_id=score.rollout_id, failed=failed, outcome=part.outcome)
+        now = time.monotonic()
+        self._stats.note(durations_s, rollout_id=ticket.request.task.rollout_id, failed=failed, outcome=part.outcome)
         is_failure = part.outcome in (Outcome.ERROR, Outcome.TIMEOUT)
         self._queue.limiter.ended(now, is_failure=is_failure)
         if is_failure and self._queue.try_again(ticket, now):
             self._stats.retried(failed)
         else:
-            self._answers.append(((score.rollout_id, score.attempt), part))
-
-
-def _call(ticket: Ticket) -> Call:
-    scores = ticket.score.members if isinstance(ticket.score, ScoreGroup) else (ticket.score,)
-    return Call(
-        ticket_id=ticket.ticket_id,
-        prompt=scores[0].prompt.text,
-        completions=tuple(score.token_ids for score in scores),
-        finishes=tuple(score.finish for score in scores),
-        columns=scores[0].prompt.columns,
-        chat=scores[0].prompt.chat,
-        turns=tuple(score.turns for score in scores),
-    )
+            self._answers.append((ticket.request.request_id, part))

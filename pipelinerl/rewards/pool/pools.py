@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from pipelinerl.config import EnvironmentSection, RewardSection, ScorerSection
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import FunctionFailed, FunctionKind, FunctionLoad, GroupScored, Outcome, Replied, Reply, Score, Scored, ScoreGroup
+from pipelinerl.messages import FunctionFailed, FunctionKind, FunctionLoad, Outcome, Request, RequestKind, Result
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.aggregator import Aggregator, Key, PartialResult, TotalResult
+from pipelinerl.rewards.aggregator import Aggregator
 from pipelinerl.rewards.failures import Failures
 from pipelinerl.rewards.pool.calls import Component, Setup, component_names
 from pipelinerl.rewards.pool.limits import RateLimiter
@@ -26,16 +26,13 @@ from pipelinerl.rewards.pool.queue import Queue
 from pipelinerl.rewards.pool.sandbox import Sandbox
 from pipelinerl.rewards.pool.stats import FunctionStats
 
-Request = Score | ScoreGroup | Reply
-Answer = Scored | GroupScored | Replied
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
     """Functions that share slots."""
 
     components: tuple[Component, ...]
-    takes: type[Request]
+    takes: RequestKind
     num_slots: int
     deadline_s: float
     per_s: float | None = None
@@ -60,7 +57,7 @@ def plan_pools(
         own.append(
             PoolSpec(
                 components=(component,),
-                takes=ScoreGroup if reward.per == "group" else Score,
+                takes=RequestKind.GROUP_REWARD if reward.per == "group" else RequestKind.REWARD,
                 num_slots=reward.concurrency or scorer.slots,
                 deadline_s=reward.deadline_s or scorer.deadline_s,
                 per_s=reward.per_s,
@@ -69,7 +66,7 @@ def plan_pools(
         )
     if environment is not None and environment.function is not None:
         own.append(_environment_pool(environment, environment.function, scorer, taken=names))
-    first = PoolSpec(components=tuple(shared), takes=Score, num_slots=scorer.slots, deadline_s=scorer.deadline_s)
+    first = PoolSpec(components=tuple(shared), takes=RequestKind.REWARD, num_slots=scorer.slots, deadline_s=scorer.deadline_s)
     return (first, *own) if shared else tuple(own)
 
 
@@ -78,7 +75,7 @@ def _environment_pool(environment: EnvironmentSection, function: str, scorer: Sc
     component = Component(function=function, name=function if name in taken else name, options=environment.options, is_environment=True)
     return PoolSpec(
         components=(component,),
-        takes=Reply,
+        takes=RequestKind.ENVIRONMENT,
         num_slots=environment.concurrency or scorer.slots,
         deadline_s=environment.deadline_s or scorer.deadline_s,
     )
@@ -111,11 +108,14 @@ class RewardPools:
         weights = {each: reward.weight for each, reward in zip(names, rewards, strict=True)}
         per_sample = {each: weights[each] for each, reward in zip(names, rewards, strict=True) if reward.per == "sample"}
         per_group = {each: weight for each, weight in weights.items() if each not in per_sample}
-        self._aggregators = {Score: Aggregator(per_sample, must_apply=not per_group), ScoreGroup: Aggregator(per_group, must_apply=False)}
-        """By what is asked; an environment is one function, so there is nothing to join."""
-        self._pools_of = {kind: [i for i, spec in enumerate(specs) if spec.takes is kind] for kind in (Score, ScoreGroup, Reply)}
-        self._requests: dict[Key, Request] = {}
-        self._ready: list[Answer] = []
+        self._aggregators = {
+            RequestKind.REWARD: Aggregator(per_sample, must_apply=not per_group),
+            RequestKind.GROUP_REWARD: Aggregator(per_group, must_apply=False),
+            RequestKind.ENVIRONMENT: Aggregator({}, must_apply=False),
+        }
+        self._pools_of = {kind: [i for i, spec in enumerate(specs) if spec.takes is kind] for kind in RequestKind}
+        self._requests: dict[int, Request] = {}
+        self._ready: list[Result] = []
         self._stats = stats or FunctionStats()
         self._failures = failures or Failures()
         self._name = name
@@ -160,30 +160,28 @@ class RewardPools:
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def submit(self, request: Request) -> None:
-        """Queue a request in every pool of its kind; one that repeats a request under way is the same request."""
-        key = (request.rollout_id, request.attempt)
-        numbers = self._pools_of[type(request)]
-        if not numbers:
-            self._ready.append(_answer(request, TotalResult(outcome=Outcome.OK, rewards=(0.0,), components=({},))))
+        """Queue a request in every pool of its kind."""
+        numbers = self._pools_of[request.task.kind]
+        if not numbers:  # only group rewards are configured: each completion has none of its own
+            self._ready.append(Result(request_id=request.request_id, outcome=Outcome.OK, rewards=(0.0,), components=({},)))
             return
-        self._requests[key] = request
-        if not isinstance(request, Reply):
-            self._aggregators[type(request)].expect(key, numbers)
+        self._requests[request.request_id] = request
+        self._aggregators[request.task.kind].expect(request.request_id, numbers)
         for number in numbers:
             self._pools[number].submit(request)
 
-    def cancel(self, rollout_id: str, attempt: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
-        score = self._requests.pop((rollout_id, attempt), None)
-        for aggregator in self._aggregators.values() if score is not None else ():
-            aggregator.drop((rollout_id, attempt))
-        for pool in self._pools:
-            pool.cancel(rollout_id, attempt)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._aggregators[request.task.kind].drop(request_id)
+            for number in self._pools_of[request.task.kind]:
+                self._pools[number].cancel(request_id)
 
     def cancel_all(self) -> None:
         """Withdraw every request, and the answers that `advance` has not given yet: another asks from now on, and is told of failures."""
-        for rollout_id, attempt in list(self._requests):
-            self.cancel(rollout_id, attempt)
+        for request_id in list(self._requests):
+            self.cancel(request_id)
         self._ready.clear()
         self._failures.tell_anew()
 
@@ -197,7 +195,7 @@ class RewardPools:
                 pool, slot = key.data
                 pool.hear(slot, events)
 
-    def advance(self) -> list[Answer]:
+    def advance(self) -> list[Result]:
         """Replace lost workers, kill those past a deadline, hand out what fits; return the answers since the last call."""
         if self._has_ended:
             self._has_ended = False
@@ -216,7 +214,7 @@ class RewardPools:
 
     def _pool(self, number: int, spec: PoolSpec, journal: Journal) -> Pool:
         limiter = RateLimiter(per_s=spec.per_s, has_breaker=spec.retries > 0)
-        is_shared = spec.takes is Score and number == 0
+        is_shared = spec.takes is RequestKind.REWARD and number == 0
         return Pool(
             Queue(num_slots=spec.num_slots, deadline_s=spec.deadline_s, limiter=limiter, retries=spec.retries),
             number=number,
@@ -225,56 +223,16 @@ class RewardPools:
             selector=self._selector,
             stats=self._stats,
             failures=self._failures,
-            kind=FunctionKind.ENVIRONMENT if spec.takes is Reply else FunctionKind.REWARD,
+            kind=FunctionKind.ENVIRONMENT if spec.takes is RequestKind.ENVIRONMENT else FunctionKind.REWARD,
             journal=journal,
             name=self._name if is_shared else f"{self._name}/{spec.components[0].name}",
         )
 
-    def _join(self) -> Iterator[Answer]:
+    def _join(self) -> Iterator[Result]:
         for number, pool in enumerate(self._pools):
-            kind = self._specs[number].takes
-            for key, part in pool.advance():
-                if kind is Reply:
-                    if (request := self._requests.pop(key, None)) is not None:
-                        yield _reply(request, part)
-                    continue
-                total = self._aggregators[kind].add(key, number, part)
-                if total is None:
-                    continue
-                for other in total.unneeded:
-                    self._pools[other].cancel(*key)
-                yield _answer(self._requests.pop(key), total)
-
-
-def _reply(request: Request, part: PartialResult) -> Replied:
-    assert isinstance(request, Reply)
-    return Replied(
-        episode_id=request.episode_id,
-        attempt=request.attempt,
-        turn=request.turn,
-        outcome=part.outcome,
-        observation=part.observation,
-        error=part.error,
-        duration_s=part.duration_s,
-    )
-
-
-def _answer(score: Request, total: TotalResult) -> Scored | GroupScored:
-    if isinstance(score, ScoreGroup):
-        return GroupScored(
-            group_id=score.group_id,
-            outcome=total.outcome,
-            rewards=total.rewards,
-            components=total.components,
-            error=total.error,
-            duration_s=total.duration_s,
-        )
-    return Scored(
-        rollout_id=score.rollout_id,
-        attempt=score.attempt,
-        outcome=total.outcome,
-        reward=total.rewards[0] if total.rewards else None,
-        components=total.components[0] if total.components else {},
-        error=total.error,
-        duration_s=total.duration_s,
-    )
+            aggregator = self._aggregators[self._specs[number].takes]
+            for request_id, part in pool.advance():
+                result = aggregator.add(request_id, number, part)
+                if result is not None:
+                    self.cancel(request_id)  # what other pools still have of a request that failed is not needed any more
+                    yield result

@@ -17,7 +17,7 @@ import dataclasses
 import heapq
 import itertools
 
-from pipelinerl.messages import Reply, Score, ScoreGroup
+from pipelinerl.messages import Request
 from pipelinerl.rewards.pool.limits import RateLimiter
 
 AHEAD_S = 0.005
@@ -36,8 +36,8 @@ _MEMORY = 0.1
 class Ticket:
     """One request, from its arrival to its answer."""
 
-    ticket_id: int
-    score: Reply | Score | ScoreGroup
+    call_id: int
+    request: Request
     slot: int | None = None
     """Slot that is to answer it; None while it waits."""
     is_rerun: bool = False
@@ -77,7 +77,7 @@ class Queue:
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._later: list[tuple[float, int, Ticket]] = []
         """Tickets to be tried again, a heap: (when, id, ticket)."""
-        self._wanted: dict[tuple[str, int], Ticket] = {}
+        self._wanted: dict[int, Ticket] = {}
         self._next_id = 0
         self._mean_s: float | None = None
 
@@ -90,23 +90,21 @@ class Queue:
         """Seconds since the slot began its first call; 0.0 where it runs none."""
         return now - self._slots[slot].began_at if self._slots[slot].held else 0.0
 
-    def add(self, score: Reply | Score | ScoreGroup) -> None:
-        """Take a request; one that repeats a request still without an answer is the same request."""
-        key = (score.rollout_id, score.attempt)
-        if key not in self._wanted:
-            ticket = Ticket(ticket_id=self._next_id, score=score)
-            self._next_id += 1
-            self._wanted[key] = ticket
-            self._waiting.append(ticket)
+    def add(self, request: Request) -> None:
+        """Take a request."""
+        ticket = Ticket(call_id=self._next_id, request=request)
+        self._next_id += 1
+        self._wanted[request.request_id] = ticket
+        self._waiting.append(ticket)
 
-    def cancel(self, rollout_id: str, attempt: int) -> dict[int, tuple[int, ...]]:
+    def cancel(self, request_id: int) -> dict[int, tuple[int, ...]]:
         """Nobody wants this answer any more. Returns, by slot, the calls its worker should be told to skip; one that runs runs on."""
-        ticket = self._wanted.pop((rollout_id, attempt), None)
+        ticket = self._wanted.pop(request_id, None)
         if ticket is None:
             return {}
         ticket.is_done = True
         is_queued = ticket.slot is not None and self._slots[ticket.slot].held[0] is not ticket
-        return {ticket.slot: (ticket.ticket_id,)} if ticket.slot is not None and is_queued else {}
+        return {ticket.slot: (ticket.call_id,)} if ticket.slot is not None and is_queued else {}
 
     def open(self, slot: int) -> None:
         """The slot's worker has loaded and takes calls."""
@@ -143,14 +141,14 @@ class Queue:
             handed.setdefault(index, []).append(ticket)
         return handed
 
-    def answered(self, slot: int, ticket_id: int, now: float, *, duration_s: float | None) -> Ticket | None:
+    def answered(self, slot: int, call_id: int, now: float, *, duration_s: float | None) -> Ticket | None:
         """The slot's worker answered its first call, or skipped it (no duration). Returns the ticket where the answer is still wanted.
 
         Raises `ValueError` where the worker answers anything but its first call.
         """
         held = self._slots[slot].held
-        if not held or held[0].ticket_id != ticket_id:
-            raise ValueError(f"slot {slot} answered call {ticket_id}, expected {held[0].ticket_id if held else 'nothing'}")
+        if not held or held[0].call_id != call_id:
+            raise ValueError(f"slot {slot} answered call {call_id}, expected {held[0].call_id if held else 'nothing'}")
         ticket = held.popleft()
         self._slots[slot].began_at, self._slots[slot].has_given_back = now, False
         if duration_s is None or ticket.is_done:
@@ -168,8 +166,8 @@ class Queue:
         due = now + RETRY_AFTER_S * 2**ticket.num_tries
         ticket.num_tries += 1
         ticket.slot, ticket.is_rerun, ticket.is_done = None, False, False
-        self._wanted[ticket.score.rollout_id, ticket.score.attempt] = ticket
-        heapq.heappush(self._later, (due, ticket.ticket_id, ticket))
+        self._wanted[ticket.request.request_id] = ticket
+        heapq.heappush(self._later, (due, ticket.call_id, ticket))
         return True
 
     def lose(self, slot: int) -> Ticket | None:
@@ -192,7 +190,7 @@ class Queue:
                 slot.has_given_back = True
                 behind = self._behind(index)
                 self._put_back(behind)
-                taken[index] = tuple(ticket.ticket_id for ticket in behind)
+                taken[index] = tuple(ticket.call_id for ticket in behind)
         return taken
 
     def wake_at(self) -> float | None:
@@ -222,5 +220,5 @@ class Queue:
 
     def _finish(self, ticket: Ticket) -> Ticket:
         ticket.is_done = True
-        self._wanted.pop((ticket.score.rollout_id, ticket.score.attempt), None)
+        self._wanted.pop(ticket.request.request_id, None)
         return ticket

@@ -23,8 +23,8 @@ from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.rewards.environment import EnvironmentRunner, load_environment
-from pipelinerl.rewards.pool.calls import Call, Calling, Component, Loaded, Refused, Result, Skipped, ToWorker, Withdraw
-from pipelinerl.rewards.reward import Scoring, load_rewards
+from pipelinerl.rewards.pool.calls import Call, Calling, CallResult, Component, Loaded, Refused, Skipped, ToWorker, Withdraw
+from pipelinerl.rewards.reward import RewardRunner, load_rewards
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import Decoder
 from pipelinerl.transport.stream import Frames, frame
@@ -51,7 +51,7 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
         if components[0].is_environment:
             functions = EnvironmentRunner(load_environment(components[0]), decode=codec.decode, encode=codec.encode)
         else:
-            functions = Scoring(
+            functions = RewardRunner(
                 load_rewards(components),
                 decode=codec.decode,
                 max_tokens=max_tokens,
@@ -65,7 +65,7 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
         _tell_stacks(stack)
         names = tuple(component.name for component in components)
         channel.sendall(frame(Loaded(names=names, places=tuple(map(place_of, functions.functions)))))
-        _serve(_Inbox(channel), functions.score if isinstance(functions, Scoring) else functions.run, channel)
+        _serve(_Inbox(channel), functions.run, channel)
 
 
 def limit_resources() -> None:
@@ -131,20 +131,20 @@ class _Inbox:
             if isinstance(message, Call):
                 self.calls.append(message)
             else:
-                self.withdrawn.update(message.ticket_ids)
+                self.withdrawn.update(message.call_ids)
         return bodies is not None
 
 
-def _serve(inbox: _Inbox, run: Callable[[Call], Result], channel: socket.socket) -> None:
+def _serve(inbox: _Inbox, run: Callable[[Call], CallResult], channel: socket.socket) -> None:
     process_id = os.getpid()
     while inbox.read(may_wait=not inbox.calls):
         if not inbox.calls:
             continue
         call = inbox.calls.popleft()
         answer: Message
-        if call.ticket_id in inbox.withdrawn:
-            inbox.withdrawn.discard(call.ticket_id)
-            answer = Skipped(ticket_id=call.ticket_id)
+        if call.call_id in inbox.withdrawn:
+            inbox.withdrawn.discard(call.call_id)
+            answer = Skipped(call_id=call.call_id)
         else:
             answer = run(call)
             if os.getpid() != process_id:

@@ -27,7 +27,7 @@ from pipelinerl.config import DataSection
 from pipelinerl.config.file import load_run, parse, write_run
 from pipelinerl.data.tokenizer import TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, LedgerError
-from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Scored, ScoredTrajectory, Trajectory
+from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
 from tests.sim.peers import World
 from tests.sim.run import config, run
 from tests.tiny_models import make_tokenizer
@@ -95,9 +95,9 @@ def _scored(group_id: int, sibling: int, prompt: Prompt, text: str, ids: np.ndar
         finish=Finish.STOP,
     )
     reward = float(len(text))
-    score = Scored(rollout_id=name, attempt=0, outcome=Outcome.OK, reward=reward, components={"nothing": reward})
+    score = Score(rollout_id=name, attempt=0, outcome=Outcome.OK, reward=reward, components={"nothing": reward})
     if text == STOPPED:
-        score = Scored(rollout_id=name, attempt=0, outcome=Outcome.STOPPED, reward=None)
+        score = Score(rollout_id=name, attempt=0, outcome=Outcome.STOPPED, reward=None)
     return ScoredTrajectory(trajectory=trajectory, score=score)
 
 

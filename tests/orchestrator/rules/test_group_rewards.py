@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.rules.group_rewards import join_comparison, plan_comparison
-from pipelinerl.messages import Group, GroupScored, Outcome, Scored, ScoredTrajectory
+from pipelinerl.messages import Group, Outcome, Result, Score, ScoredTrajectory
 from tests.orchestrator import handmade
 
 
@@ -14,7 +14,7 @@ def member(
 ) -> ScoredTrajectory:
     trajectory = handmade.trajectory(group_id=3, sibling=sibling)
     is_ok = outcome is Outcome.OK
-    score = Scored(
+    score = Score(
         rollout_id=trajectory.rollout_id,
         attempt=0,
         outcome=outcome,
@@ -45,14 +45,14 @@ def test_too_few_survivors_are_dropped_as_invalid_and_not_asked_for(num_ok: int,
 
 
 def test_reward_is_the_member_s_own_plus_the_comparison_s() -> None:
-    answer = GroupScored(group_id=3, outcome=Outcome.OK, rewards=(0.5, -0.5), components=({"rank": 1.0}, {"rank": -1.0}))
+    answer = Result(request_id=3, outcome=Outcome.OK, rewards=(0.5, -0.5), components=({"rank": 1.0}, {"rank": -1.0}))
     first, second = join_comparison((member(0, reward=2.0), member(2, reward=3.0)), answer)
     assert (first.score.reward, first.score.components) == (2.5, {"rule": 2.0, "rank": 1.0})
     assert (second.score.reward, second.score.components) == (2.5, {"rule": 3.0, "rank": -1.0})
 
 
 def test_comparison_that_failed_fails_all_and_is_never_a_reward() -> None:
-    answer = GroupScored(group_id=3, outcome=Outcome.TIMEOUT, error="rank did not return")
+    answer = Result(request_id=3, outcome=Outcome.TIMEOUT, error="rank did not return")
     for one in join_comparison((member(0), member(1)), answer):
         assert (one.score.outcome, one.score.reward, one.score.components, one.score.error) == (
             Outcome.TIMEOUT,
@@ -63,12 +63,12 @@ def test_comparison_that_failed_fails_all_and_is_never_a_reward() -> None:
 
 
 def test_member_to_which_no_function_of_either_kind_applies_is_invalid() -> None:
-    answer = GroupScored(group_id=3, outcome=Outcome.OK, rewards=(0.0, 1.0), components=({}, {"rank": 1.0}))
+    answer = Result(request_id=3, outcome=Outcome.OK, rewards=(0.0, 1.0), components=({}, {"rank": 1.0}))
     first, second = join_comparison((member(0, reward=0.0, components={}), member(1, reward=0.0, components={})), answer)
     assert (first.score.outcome, first.score.reward) == (Outcome.INVALID, None)
     assert (second.score.outcome, second.score.reward) == (Outcome.OK, 1.0)
 
 
 def test_answer_for_another_number_of_siblings_is_invalid() -> None:
-    answer = GroupScored(group_id=3, outcome=Outcome.OK, rewards=(0.0,), components=({},))
+    answer = Result(request_id=3, outcome=Outcome.OK, rewards=(0.0,), components=({},))
     assert {one.score.outcome for one in join_comparison((member(0), member(1)), answer)} == {Outcome.INVALID}

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
+from orchestrator.rollouts.scorer_tasks import group_reward_task, reward_task
 from orchestrator.rules.validation.completions import CompletionCheck
 from orchestrator.rules.validation.scores import ScoreCheck, steps_scored
 from orchestrator.rules.validation.violations import Kind
-from orchestrator.stages.scoring import score_request
-from pipelinerl.messages import Finish, GroupScored, Observation, Outcome, Replied, Reply, Scored, ScoreGroup, StepsScored, Turns
+from pipelinerl.messages import Observation, Outcome, RequestKind, Result, StepsScored
 from tests.orchestrator import handmade
 
 RULE = ScoreCheck(weights={"right": 1.0, "short": 0.5}, completion_check=CompletionCheck(vocabulary=100))
-SCORE = score_request(handmade.trajectory())
-GROUP = ScoreGroup(group_id=3, members=(SCORE, SCORE))
-TURNS = Turns(starts=np.array([0], np.int32), ends=np.array([0], np.int32), states=("prompt",))
-REPLY = Reply(episode_id="3/1", attempt=0, prompt=SCORE.prompt, token_ids=np.array([1], np.int32), turns=TURNS, finish=Finish.STOP)
+REWARD = reward_task(handmade.trajectory())
+GROUP = group_reward_task([handmade.trajectory(), handmade.trajectory(sibling=1)])
+ENVIRONMENT = msgspec.structs.replace(REWARD, kind=RequestKind.ENVIRONMENT)
+OBSERVATION = Observation(token_ids=np.array([99], np.int32), state="x")
 
 
-def scored(reward: float | None, components: dict[str, float], *, outcome: Outcome = Outcome.OK, duration_s: float = 0.1) -> Scored:
-    return Scored(rollout_id="3/1", attempt=0, outcome=outcome, reward=reward, components=components, duration_s=duration_s)
+def scored(reward: float, components: dict[str, float], *, duration_s: float = 0.1) -> Result:
+    return Result(request_id=1, outcome=Outcome.OK, rewards=(reward,), components=(components,), duration_s=duration_s)
 
 
 @pytest.mark.parametrize(
@@ -30,34 +31,41 @@ def scored(reward: float | None, components: dict[str, float], *, outcome: Outco
     [
         (None, scored(1.25, {"right": 1.0, "short": 0.5})),
         (None, scored(0.0, {})),
-        (None, scored(None, {"right": math.nan}, outcome=Outcome.TIMEOUT)),
+        (None, Result(request_id=1, outcome=Outcome.TIMEOUT)),
         (Kind.SCORES, scored(1.0, {"right": 0.0, "short": 0.5})),
         (Kind.SCORES, scored(1.0, {"right": 1.0, "long": 0.0})),
         (Kind.SCORES, scored(1.0, {"right": math.inf})),
-        (Kind.SCORES, scored(None, {}, outcome=Outcome.STOPPED)),
+        (Kind.SCORES, Result(request_id=1, outcome=Outcome.STOPPED)),
+        (Kind.SCORES, Result(request_id=1, outcome=Outcome.OK)),
+        (Kind.SCORES, Result(request_id=1, outcome=Outcome.OK, observation=OBSERVATION)),
         (Kind.BOUNDS, scored(1.0, {"right": 1.0}, duration_s=math.nan)),
         (Kind.BOUNDS, scored(1.0, {"right": 1.0}, duration_s=-1.0)),
-        (Kind.UNASKED, GroupScored(group_id=3, outcome=Outcome.ERROR)),
     ],
 )
-def test_a_score_is_of_known_functions_and_their_weighted_sum(kind: Kind | None, said: Scored | GroupScored):
-    violation = RULE.answer(said, SCORE)
+def test_a_score_is_of_known_functions_and_their_weighted_sum(kind: Kind | None, said: Result):
+    violation = RULE.answer(said, REWARD)
     assert (None if violation is None else violation.kind) == kind
 
 
 def test_a_comparison_has_a_reward_for_each_sibling():
     parts = ({"right": 1.0}, {"right": 0.0})
-    assert RULE.answer(GroupScored(group_id=3, outcome=Outcome.OK, rewards=(1.0, 0.0), components=parts), GROUP) is None
+    assert RULE.answer(Result(request_id=1, outcome=Outcome.OK, rewards=(1.0, 0.0), components=parts), GROUP) is None
     for rewards, components in (((1.0,), parts[:1]), ((1.0, 1.0), parts)):
-        violation = RULE.answer(GroupScored(group_id=3, outcome=Outcome.OK, rewards=rewards, components=components), GROUP)
+        violation = RULE.answer(Result(request_id=1, outcome=Outcome.OK, rewards=rewards, components=components), GROUP)
         assert violation is not None
         assert violation.kind == Kind.SCORES
 
 
-def test_an_environment_says_tokens_of_the_vocabulary():
-    for token_id, kind in ((99, None), (100, Kind.TOKENS)):
-        heard = Observation(token_ids=np.array([token_id], np.int32), state="x")
-        violation = RULE.answer(Replied(episode_id="3/1", attempt=0, turn=0, outcome=Outcome.OK, observation=heard), REPLY)
+def test_an_environment_says_tokens_of_the_vocabulary_and_gives_no_rewards():
+    unknown = Observation(token_ids=np.array([100], np.int32), state="x")
+    over = Result(request_id=1, outcome=Outcome.OK)
+    for said, kind in (
+        (over, None),
+        (msgspec.structs.replace(over, observation=OBSERVATION), None),
+        (msgspec.structs.replace(over, observation=unknown), Kind.TOKENS),
+        (scored(1.0, {"right": 1.0}), Kind.SCORES),
+    ):
+        violation = RULE.answer(said, ENVIRONMENT)
         assert (None if violation is None else violation.kind) == kind
 
 

@@ -1,0 +1,64 @@
+"""What scorers are asked to do with trajectories and episodes, and what their results make of a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.rollouts.multi_turn import Episode
+from pipelinerl.messages import Outcome, RequestKind, Result, Score, ScorerTask, Trajectory
+
+
+def reward_task(trajectory: Trajectory) -> ScorerTask:
+    """Score the tokens after the prompt."""
+    return _task(RequestKind.REWARD, (trajectory,))
+
+
+def group_reward_task(siblings: Sequence[Trajectory]) -> ScorerTask:
+    """Compare siblings, at least two."""
+    return _task(RequestKind.GROUP_REWARD, siblings)
+
+
+def environment_task(rollout_id: str, *, attempt: int, episode: Episode) -> ScorerTask:
+    """Have the environment reply to the last turn of an episode."""
+    assert episode.turns is not None, "an environment replies to a turn"
+    return ScorerTask(
+        kind=RequestKind.ENVIRONMENT,
+        rollout_id=rollout_id,
+        attempt=attempt,
+        prompt=episode.prompt,
+        completions=(episode.token_ids,),
+        finishes=(episode.finish,),
+        turns=(episode.turns,),
+    )
+
+
+def score_of(trajectory: Trajectory, result: Result) -> Score:
+    """The score of a trajectory, from the result of its `reward_task`."""
+    is_ok = result.outcome is Outcome.OK
+    return Score(
+        rollout_id=trajectory.rollout_id,
+        attempt=trajectory.attempt,
+        outcome=result.outcome,
+        reward=result.rewards[0] if is_ok else None,
+        components=result.components[0] if is_ok else {},
+        error=result.error,
+        duration_s=result.duration_s,
+    )
+
+
+def no_score(trajectory: Trajectory, error: str, *, outcome: Outcome = Outcome.ERROR) -> Score:
+    """What stands for a score where no scorer is asked."""
+    return Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=outcome, reward=None, error=error)
+
+
+def _task(kind: RequestKind, trajectories: Sequence[Trajectory]) -> ScorerTask:
+    first = trajectories[0]
+    return ScorerTask(
+        kind=kind,
+        rollout_id=first.rollout_id,
+        attempt=first.attempt,
+        prompt=first.prompt,
+        completions=tuple(each.token_ids[len(each.prompt.token_ids) :] for each in trajectories),
+        finishes=tuple(each.finish for each in trajectories),
+        turns=tuple(each.turns for each in trajectories),
+    )
