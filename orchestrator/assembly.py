@@ -491,7 +491,7 @@ class Assembly:
             return None
         rule = EarlyStop(threshold=stop.threshold, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed)
         audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
-        return EarlyStopping(rule=rule, audit=audit, engines=self.engines)
+        return EarlyStopping(rule=rule, audit=audit, engines=self.engines.requests)
 
     def _adapt(self, admission: Admission) -> None:
         """Let what engines say of their KV caches decide how many rollouts they get."""

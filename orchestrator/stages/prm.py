@@ -41,7 +41,7 @@ MAX_DEATHS = 3
 
 
 class Writers(Protocol):
-    """What early stop asks of engines (`state.engines`)."""
+    """The part of `peers.engine_requests` that early stop needs."""
 
     def owes(self, rollout_id: str, attempt: int) -> bool: ...
 
@@ -271,7 +271,7 @@ class PrmScoring:
 
     def _judge(self, rollout_id: str, trace: _Trace, *, stopping: EarlyStopping) -> None:
         """Have a coin decide about a rollout that is still being written and that its steps so far show to be hopeless."""
-        if not stopping.audit.allows_stopping or not stopping.engines.requests.owes(rollout_id, trace.attempt):
+        if not stopping.audit.allows_stopping or not stopping.engines.owes(rollout_id, trace.attempt):
             return
         decision = stopping.rule.decide(rollout_id, trace.attempt, trace.scores)
         if decision is None:
@@ -286,7 +286,7 @@ class PrmScoring:
         self._took(trace, len(trace.token_ids))
         trace.is_done = True
         self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
-        stopping.engines.requests.withdraw(rollout_id, trace.attempt)
+        stopping.engines.withdraw(rollout_id, trace.attempt)
 
     async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
         """An engine has given back what was stopped: it needs no reward."""
