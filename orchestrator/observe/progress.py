@@ -27,7 +27,7 @@ class _Step:
     """Samples that were assigned to a step, and when."""
 
     samples: list[tuple[Sample, float]] = dataclasses.field(default_factory=list)
-    """Each with the second on the run's clock at which it was placed."""
+    """Each with the second on the run's clock at which it was assigned."""
     components: dict[str, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     members: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
     """Trajectories and scores of the samples, by rollout."""
@@ -36,12 +36,12 @@ class _Step:
     num_groups: int = 0
     num_flat_groups: int = 0
     """Groups whose rewards are all equal."""
-    num_set_aside: int = 0
-    """Groups the method set aside while the step was being filled."""
-    num_let_through: int = 0
-    """Groups it would have set aside, had the step's budget not been spent."""
+    num_filtered: int = 0
+    """Groups that the method filtered while the step was being filled."""
+    num_unfiltered: int = 0
+    """Groups that it would have filtered, had the step's budget not been spent."""
     num_stale_groups: int = 0
-    """Groups given up for their age while the step was being filled."""
+    """Groups dropped for their age while the step was being filled."""
 
 
 class Progress:
@@ -68,12 +68,12 @@ class Progress:
         self._steps: dict[int, _Step] = collections.defaultdict(_Step)
         self._sample_log = SampleLog(journal)
 
-    def settled(self, verdict: Verdict, *, now_s: float) -> None:
-        """A group was placed or given up."""
+    def group_completed(self, verdict: Verdict, *, now_s: float) -> None:
+        """A group was assigned to a step, or dropped."""
         self._sample_log.ended(verdict.ended, step=verdict.step, now_s=now_s)
         step = self._steps[verdict.step]
-        step.num_set_aside += verdict.is_filtered
-        step.num_let_through += verdict.is_let_through
+        step.num_filtered += verdict.is_filtered
+        step.num_unfiltered += verdict.is_let_through
         step.num_stale_groups += any(ended.status is TerminalStatus.STALE for ended in verdict.ended)
         if not verdict.is_assigned:
             return
@@ -159,8 +159,8 @@ class Progress:
             "staleness_in_queue_mean": float(in_queue.mean()) if len(ages) else 0.0,
             "staleness_in_queue_max": int(in_queue.max()) if len(ages) else 0,
             "kv_recomputed_tokens": self._num_recomputed,
-            "filtered_groups": step.num_set_aside,
-            "unfiltered_groups": step.num_let_through,
+            "filtered_groups": step.num_filtered,
+            "unfiltered_groups": step.num_unfiltered,
             "stale_groups": step.num_stale_groups,
             "in_flight_s_mean": _mean([trajectory.finished_at - trajectory.admitted_at for trajectory in trajectories]),
             "in_queue_s_mean": _mean([placed_s - sample.trajectory.finished_at for sample, placed_s in step.samples]),

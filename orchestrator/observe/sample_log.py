@@ -37,7 +37,7 @@ class SampleLog:
         self._journal = journal
         self._due_s = -math.inf
         self._reasons_due_s: dict[str, float] = {}
-        """By fate and reason: the second from which on another one is shown."""
+        """By status and reason: the second from which on another one is shown."""
 
     def trained(self, step: int, samples: list[Sample], *, now_s: float, members: Mapping[str, ScoredTrajectory] = _NO_MEMBERS) -> None:
         """A step was trained on these samples: show some, if it is time to; `members`: what was said of them, by rollout."""

@@ -1,4 +1,4 @@
-"""Stages of a finished run, or of one under way, once more and alone, on what its ledger and journal recorded: no engine, no trainer.
+"""Replays stages of a finished run, or of one under way, each alone, on what its ledger and journal recorded: no engine, no trainer.
 
 The stage itself runs as it does in a run, with a ledger of its own in `<run>/replay/`, and what comes out is compared with what was
 recorded. With the run's own settings a difference means that a reward, a source or a rule does not say the same twice; with some of them
@@ -11,7 +11,7 @@ changed, the differences are what the change does.
 | prm | rollouts, written anew, and the step scores recorded of them | step scores; who is stopped early |
 | scoring | trajectories; `group_rewards` is part of it | outcome, reward and components of every rollout |
 | batching | scored trajectories, as recorded or as scoring has just given them | terminal status and step, advantages, rows |
-| training | rows and seals, as recorded or as batching has just made them | the micro-batches each replica is given |
+| training | rows and closed steps, as recorded or as batching has just made them | the micro-batches each replica is given |
 | weight_sync | policies, and what engines said of them | which policy each engine is told to fetch, in order; how long it took |
 
 Generation and weight sync run on simulated time, in which everything they wait for happens when it did. The process reward model is

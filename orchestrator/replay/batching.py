@@ -1,4 +1,4 @@
-"""Makes steps of recorded groups once more, in the order in which they were settled: the real stage, with a ledger of its own."""
+"""Replays batching: recorded groups make steps once more, in the order in which they were completed, with a ledger of their own."""
 
 from __future__ import annotations
 

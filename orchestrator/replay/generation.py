@@ -1,4 +1,4 @@
-"""Admits the recorded groups once more, to engines that answer when they did: which engine gets which, and when.
+"""Replays generation: admits the recorded groups once more, to engines that answer when they did.
 
 An attempt that is asked for when it was in the run is answered when it was; any other after as long as it took. Everything else, steps
 that fill and policies that are published, happens when it did.
@@ -108,7 +108,7 @@ async def _run(
         "generated": lambda event: None,
         "limit": functools.partial(_limit, side),
         "trainer": begin,
-        **dict.fromkeys(_STATUSES, steps.settled),
+        **dict.fromkeys(_STATUSES, steps.completed),
     }
     await run_recorded(
         heard,
@@ -170,13 +170,13 @@ class _Steps:
     async def run(self) -> None:
         async for trajectory in self._side.channels.generated:
             self._num_whole[trajectory.group_id] += 1
-            self._settle(trajectory.group_id)
+            self._complete(trajectory.group_id)
 
-    def settled(self, event: Event) -> None:
+    def completed(self, event: Event) -> None:
         self._due.add(_group_of(event))
-        self._settle(_group_of(event))
+        self._complete(_group_of(event))
 
-    def _settle(self, group_id: int) -> None:
+    def _complete(self, group_id: int) -> None:
         if group_id not in self._due or group_id in self._over or self._num_whole[group_id] < self._num_siblings:
             return
         self._over.add(group_id)

@@ -1,4 +1,4 @@
-"""Draws a run's prompts once more."""
+"""Replays prompts: the source draws the run's prompts once more."""
 
 from __future__ import annotations
 

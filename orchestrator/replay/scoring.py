@@ -1,4 +1,4 @@
-"""Scores recorded trajectories once more: the real stages, with a real scorer in a process of its own."""
+"""Replays scoring: the real stages score recorded trajectories once more, with a real scorer in a process of its own."""
 
 from __future__ import annotations
 

@@ -34,25 +34,27 @@ class Received:
     """Micro-batches that a replica receives of a step, and the message that closes it."""
 
     batches: list[MicroBatch]
-    seal: StepClosed
+    closed: StepClosed
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, what replicas of `config` receive of the closed steps that are recorded whole. Raises `LedgerError`."""
     config, recording, ledger_path, folder = recorded.config, recorded.recording, recorded.ledger_path, recorded.folder
-    seals = read_closed_steps(ledger_path)
-    rows = {step: samples for step, samples in _rows_of(recording).items() if step in seals}
+    closed_steps = read_closed_steps(ledger_path)
+    rows = {step: samples for step, samples in _rows_of(recording).items() if step in closed_steps}
     if not rows:
         raise LedgerError(f"no closed step of {ledger_path} is recorded whole: see run.record_groups")
     num_replicas = config.trainer.layout.replicas
     with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
-        received: dict[tuple[int, int], Received] = simulate(_run(num_replicas, rows, seals=seals, ledger=ledger, journal=journal))
+        received: dict[tuple[int, int], Received] = simulate(
+            _run(num_replicas, rows, closed_steps=closed_steps, ledger=ledger, journal=journal)
+        )
     write_lines(folder / "training.jsonl", (_line(*key, batch) for key, one in received.items() for batch in one.batches))
     stopped = collections.Counter(group.step for group in recording.groups for name in group.results if group.results[name].is_stopped)
     wrong = [
         problem
         for step in rows
-        for problem in _problems(step, rows[step], seals[step], received, num_stopped=stopped[step], num_replicas=num_replicas)
+        for problem in _problems(step, rows[step], closed_steps[step], received, num_stopped=stopped[step], num_replicas=num_replicas)
     ]
     num_rows = sum(map(len, rows.values()))
     yield (
@@ -81,7 +83,7 @@ def _rows_of(recording: Recording) -> dict[int, list[list[Sample]]]:
 
 
 async def _run(
-    num_replicas: int, rows: dict[int, list[list[Sample]]], *, seals: dict[int, StepEnd], ledger: Ledger, journal: Journal
+    num_replicas: int, rows: dict[int, list[list[Sample]]], *, closed_steps: dict[int, StepEnd], ledger: Ledger, journal: Journal
 ) -> dict[tuple[int, int], Received]:
     replicas: dict[str, asyncio.Queue[Message]] = collections.defaultdict(asyncio.Queue)
     trainer = RecordedHub(told=lambda peer, message: replicas[peer].put_nowait(message))
@@ -107,18 +109,18 @@ async def _run(
             f"trainer-{replica}", TrainerReady(replica=replica, num_replicas=num_replicas, process_id=1, version=first, commit=commit)
         )
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work) for work in (peers.run(), training.run(), _feed(rows, seals, channels.rows))]
+        tasks = [group.create_task(work) for work in (peers.run(), training.run(), _feed(rows, closed_steps, channels.rows))]
         received = {(step, replica): await _pull(trainer, replicas, replica, step) for step in rows for replica in range(num_replicas)}
         for task in tasks:
             task.cancel()
     return received
 
 
-async def _feed(rows: dict[int, list[list[Sample]]], seals: dict[int, StepEnd], channel: Channel[Row | StepEnd]) -> None:
+async def _feed(rows: dict[int, list[list[Sample]]], closed_steps: dict[int, StepEnd], channel: Channel[Row | StepEnd]) -> None:
     for step, packed in rows.items():
         for samples in packed:
             await channel.put(Row(step=step, samples=tuple(samples)))
-        await channel.put(seals[step])
+        await channel.put(closed_steps[step])
 
 
 async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]], replica: int, step: int) -> Received:
@@ -129,7 +131,7 @@ async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]
         trainer.say(peer, TakeMicroBatch(replica=replica, step=step, index=len(batches)))
         answer = await replicas[peer].get()
         if isinstance(answer, StepClosed):
-            return Received(batches=batches, seal=answer)
+            return Received(batches=batches, closed=answer)
         assert isinstance(answer, MicroBatch), "a pull has two answers"
         batches.append(answer)
 
@@ -137,7 +139,7 @@ async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]
 def _problems(
     step: int,
     rows: list[list[Sample]],
-    seal: StepEnd,
+    end: StepEnd,
     received: dict[tuple[int, int], Received],
     *,
     num_stopped: int,
@@ -156,14 +158,14 @@ def _problems(
             yield f"step {step}, row {number}: other advantages"
     batches = [batch for replica in range(num_replicas) for batch in received[step, replica].batches]
     num_samples = num_stopped + sum(len(batch.rollout_ids) for batch in batches)
-    counted = (sum(int(batch.loss_mask.sum()) for batch in batches), num_samples, seal.commit)
+    counted = (sum(int(batch.loss_mask.sum()) for batch in batches), num_samples, end.commit)
     for replica in range(num_replicas):
-        told = received[step, replica].seal
+        told = received[step, replica].closed
         for what, one, other in zip(
             ("tokens", "samples", "commit"), (told.num_tokens, told.num_samples, told.commit), counted, strict=True
         ):
             if one != other:
-                yield f"step {step}: its seal says {what} {one} to replica {replica}, its rows hold {other}"
+                yield f"step {step}: its end says {what} {one} to replica {replica}, its rows hold {other}"
 
 
 def _balance(received: dict[tuple[int, int], Received], *, num_replicas: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Brings the recorded policies to the recorded engines once more: who is told to fetch which, and how long it took."""
+"""Replays weight sync: the recorded policies go to the recorded engines once more."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Batching:
             self._book(verdict, now_s=now)
             self._settled(verdict.group)
         self._credits.set()
-        self._progress.settled(verdict, now_s=now)
+        self._progress.group_completed(verdict, now_s=now)
         if self._num_dropped >= self._max_dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._ledger.reasons.most_common(5))
             causes = "".join(f"\n  {line}" for line in self._causes().splitlines())

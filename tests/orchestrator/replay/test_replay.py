@@ -276,7 +276,7 @@ def test_training_gives_replicas_what_was_packed_also_to_more_of_them(
     assert sum(bool(line["rollouts"]) for line in lines) == num_rows
     wrong = "UPDATE events SET num_tokens = num_tokens + 1 WHERE kind = 'closed' AND step = 3"
     said = replayed(changed(simulated, tmp_path / "run", sql=wrong), "training", capsys)
-    assert re.search(r"step 3: its seal says tokens \d+ to replica 0, its rows hold \d+", said)
+    assert re.search(r"step 3: its end says tokens \d+ to replica 0, its rows hold \d+", said)
 
 
 @pytest.fixture(scope="module")
