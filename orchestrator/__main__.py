@@ -9,9 +9,9 @@ import os
 import signal
 from pathlib import Path
 
-from orchestrator.assembly import Dependencies
 from orchestrator.credit import MethodCredit
 from orchestrator.data.sources import prompts_of
+from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.bounds import experts_of, vocabulary_of
 from orchestrator.pipeline import Pipeline, RunResult

@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Coroutine
 from typing import Any
 
-from orchestrator.assembly import Assembly, Dependencies
+from orchestrator.assembly import Assembly
+from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.rollouts import Counts
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
@@ -52,7 +53,7 @@ class Pipeline:
         self._is_training = False
         """Rows may be on their way to the trainer, and what it makes of them on its way back."""
         self._assembly = assembly = Assembly(config, dependencies)
-        self._peers, self._stages, self._status = assembly.peers, assembly.stages, assembly.status
+        self._peers, self._stages, self._status = assembly.connections.all, assembly.stages, assembly.status
         self._evaluation = assembly.evaluation
         assembly.progress.on_alarm = self._hear
 

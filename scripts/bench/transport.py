@@ -28,8 +28,8 @@ import numpy as np
 import zmq
 import zmq.auth.thread
 
-from orchestrator.assembly import Dependencies
 from orchestrator.credit import MethodCredit
+from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Pipeline
 from orchestrator.rules.curriculum import Rest

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.assembly import Dependencies
+from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.pipeline import Pipeline, RunResult
 from orchestrator.rules.batch import Credit, StepRules
