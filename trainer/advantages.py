@@ -84,7 +84,7 @@ def _token_facts(held: HeldRow, *, method: Method) -> np.ndarray:
 
 
 _READS = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process_rewards", Need.SQUARE_SUM: "energies"}
-"""What of a `ScoredGroup` is made of `Held.values`; no rule reads two of them."""
+"""The column of a `ScoredGroup` that is made of `HeldRow.values`; no rule reads two of them."""
 
 
 def _read(values: torch.Tensor, columns: TokenColumns, *, method: Method) -> torch.Tensor:

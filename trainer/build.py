@@ -1,4 +1,4 @@
-"""What a rank of the trainer is made of, from the config: the policy, the models beside it, their optimizers, and the step over them."""
+"""Builds a rank of the trainer from the config: the policy, the models beside it, their optimizers, and the step over them."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def build_policy(config: Config, *, replicas: Replicas) -> Trained:
 
 
 def divergence_mix(method: Method) -> float | None:
-    """By which mixture the policy is compared with its teacher's whole distributions; None where it is not."""
+    """Give the mixture by which the policy is compared with its teacher's whole distributions; None where it is not."""
     return next((float(rule.options["mix"] or 0.0) for _, rule, spec in specs_of(method) if Need.DIVERGENCE in spec.needs), None)
 
 
 def adapters_of(config: Config) -> Adapters | None:
-    """What is trained in place of all weights; None where all are."""
+    """Give the adapters that are trained in place of all weights; None where all weights are."""
     section = config.lora
     return Adapters(rank=section.rank, alpha=section.alpha, targets=section.targets, seed=config.run.seed) if section.rank else None
 

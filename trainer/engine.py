@@ -1,4 +1,4 @@
-"""What the RL step asks of the machinery that holds the model: five methods, behind which any way of spreading a model may stand.
+"""The interface between the RL step and the machinery that holds the model: five methods, whatever way the model is sharded.
 
 The engine owns the model, its optimizer and every collective inside a row. The step owns what is trained and why. `trainer.torch_engine`
 is the one engine there is; Megatron-Core, on GPUs, would be another.
@@ -18,7 +18,7 @@ from trainer.rows.packed_row import PackedRow
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What the model says of a row's trained tokens, in the order of the packed row. Legend: `K` tokens with a loss."""
+    """The model's outputs for a row's trained tokens, in the order of the packed row. Legend: `K` tokens with a loss."""
 
     logprobs: torch.Tensor
     """[K] float32, natural log of the probability of each, temperature applied; with gradient."""
@@ -37,7 +37,7 @@ class Outputs:
 
 
 Loss = Callable[[Outputs], torch.Tensor]
-"""From a row's outputs to its raw loss sum, a scalar with gradient."""
+"""A function of a row's outputs: its raw loss sum, a scalar with gradient."""
 
 
 class Engine(Protocol):

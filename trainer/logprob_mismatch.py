@@ -1,4 +1,4 @@
-"""Whether engine and trainer mean the same by a log-probability: mean, high quantile and KL at the first step, the KL at every step.
+"""Checks that engine and trainer compute the same log-probabilities: mean, high quantile and KL at the first step, KL at every step.
 
 No single token ends a run: rounding in bfloat16 moves the largest gap of a healthy run to half a nat, and further with every token.
 """
@@ -30,7 +30,7 @@ rounding has a longer tail; smaller would end runs over it, larger would let one
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorstToken:
-    """Where engine and trainer differ most at equal weights: told with an alarm, and by itself none."""
+    """The token where engine and trainer differ most at equal weights: told with an alarm, and by itself none."""
 
     gap: float
     """Nats."""
@@ -38,7 +38,7 @@ class WorstToken:
 
 
 class MismatchByEngine:
-    """How far each engine's log-probabilities are from the trainer's, summed over the rows of a step; nothing is copied to the host."""
+    """The distance of each engine's log-probabilities from the trainer's, summed over the rows of a step; nothing is copied to the host."""
 
     def __init__(self, num_engines: int, *, device: torch.device) -> None:
         self._sums = torch.zeros((num_engines, 3), dtype=torch.float64, device=device)
@@ -59,7 +59,7 @@ class MismatchByEngine:
         self._sums.index_add_(0, engine_ids[columns.sequence_ids], of_tokens)
 
     def take(self, summed: Callable[[torch.Tensor], torch.Tensor]) -> tuple[EngineMismatch, ...]:
-        """Of each engine with a token, `summed` over the replicas; then begin anew."""
+        """Return the mismatch of each engine with a token, `summed` over the replicas; then begin anew."""
         if not len(self._sums):
             return ()
         rows = summed(self._sums.clone()).tolist()

@@ -158,7 +158,7 @@ class Loop:
     step: Step
     async_publisher: AsyncPublisher
     send: Callable[[StepDone | CheckpointSaved | CheckpointFailed | TrainingEnded], None]
-    """To the orchestrator, where this rank publishes; elsewhere it does nothing."""
+    """Sends to the orchestrator where this rank publishes; elsewhere it does nothing."""
     timer: StepTimer
     sample_digest: SampleDigest
     in_progress: RowsInProgress

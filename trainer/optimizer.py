@@ -44,7 +44,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer step did."""
+    """The numbers of one optimizer step."""
 
     grad_norm: float
     """Global norm of the gradient after division by the denominator, before clipping."""

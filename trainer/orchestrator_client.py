@@ -46,7 +46,7 @@ CLOSE_S = 5.0
 
 
 class Pulls:
-    """Which rows to ask for next, and when a step is whole. No clock, no socket."""
+    """Decides which rows to ask for next, and when a step is whole. No clock, no socket."""
 
     def __init__(self, *, replica: int, first_step: int, num_steps: int) -> None:
         self._replica = replica
@@ -103,7 +103,7 @@ class Pulls:
 
 
 class OrchestratorClient:
-    """What the training loop sees of the orchestrator. Use as a context: an error that leaves it reaches the orchestrator as `Failed`."""
+    """The training loop's view of the orchestrator, a context: an error that leaves it reaches the orchestrator as `Failed`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class OrchestratorClient:
     ) -> None:
         """`connect` is called in the client's thread, which owns the link. Layout and buffers go to `publisher`, where there is one."""
         self.busy_with = "starting"
-        """What the training loop is doing; told to the orchestrator."""
+        """The training loop's present work; told to the orchestrator."""
         self._connect = connect
         self._session = TrainerSession(ready)
         self._silent_after_s = silent_after_s
@@ -205,7 +205,7 @@ class OrchestratorClient:
         link.close()
 
     def _introduce(self, kept: Sequence[bytes]) -> Iterator[Message]:
-        """Who we are, to the first orchestrator, and to one that takes another's place: whatever that one was told is in here."""
+        """Introduce this trainer to the first orchestrator, and to a restarted one, with whatever the one before was told."""
         yield from self._session.introduction()
         yield from self._pulls.unanswered()
 

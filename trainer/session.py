@@ -1,6 +1,6 @@
-"""What an orchestrator must know of this trainer that takes the place of one that died: whatever that one was told, in few words.
+"""Trainer state that is sent again to a restarted orchestrator: whatever the one before was told, in few messages.
 
-No socket, no thread, no torch. Whoever speaks for a trainer notes here what it says and hears.
+No socket, no thread, no torch. The trainer's connection records here what it sends and receives.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from pipelinerl.messages import (
 
 
 class TrainerSession:
-    """Where a trainer stands, as far as it was said."""
+    """The trainer's state, as far as it was sent."""
 
     def __init__(self, ready: TrainerReady) -> None:
         saved = ready.version if ready.saved is None else ready.saved
         self._ready = msgspec.structs.replace(ready, saved=saved, saved_commit=ready.saved_commit or ready.commit)
         self._commits: dict[int, str] = {}
-        """Of steps that are sealed and not done."""
+        """Ledger commits of steps that are closed and not done."""
         self._failed: CheckpointFailed | None = None
-        """Where no checkpoint was written since."""
+        """The last failure, where no checkpoint was written since."""
         self._published: dict[str, PolicyPublished] = {}
-        """By buffer: policies that may be fetched; the order is that of their publication."""
+        """Policies that may be fetched, by buffer, in the order of their publication."""
         self._ended: TrainingEnded | None = None
         """Once it trains no further."""
 
     def record_sent(self, message: Message) -> None:
-        """Note what is being sent."""
+        """Record a message that is being sent."""
         replace = msgspec.structs.replace
         match message:
             case StepDone():
@@ -56,7 +56,7 @@ class TrainerSession:
                 self._ended = message
 
     def record_received(self, message: Message | None) -> None:
-        """Note what has come."""
+        """Record a message that has come."""
         match message:
             case MicroBatch() | StepClosed():  # an answer: the suspects are booked
                 self._ready = msgspec.structs.replace(self._ready, suspects=())
@@ -66,7 +66,7 @@ class TrainerSession:
                 self._published.pop(message.buffer, None)
 
     def introduction(self) -> Iterator[Message]:
-        """What comes first."""
+        """Give the messages that come first."""
         yield self._ready
         if self._failed is not None:
             yield self._failed
@@ -74,5 +74,5 @@ class TrainerSession:
             yield self._ended
 
     def published(self) -> list[PolicyPublished]:
-        """What follows once the layout was fixed, again: every policy that may be fetched."""
+        """Give what follows once the layout is fixed again: every policy that may be fetched."""
         return list(self._published.values())

@@ -105,11 +105,11 @@ class Step:
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
         self._worst: WorstToken | None = None
-        """Of this rank's rows of the first step."""
+        """The worst token of this rank's rows of the first step."""
         self._num_tokens_without_gradient = 0
         """Tokens of rows for which no backward pass was computed."""
         self.engines: tuple[EngineMismatch, ...] = ()
-        """How far each engine was from the trainer in the step that was finished last."""
+        """The distance of each engine from the trainer in the step that was finished last."""
         self._by_engine = MismatchByEngine(num_engines, device=replicas.device)
         self._num_unrouted = 0
         """Tokens that were not sent where their engine sent them, because that is not known."""
@@ -121,7 +121,7 @@ class Step:
 
     @property
     def _method(self) -> Method:
-        """As it is for the step under way."""
+        """The method with the coefficients of the step under way."""
         return self._controllers.method()
 
     def lay_out(self, batch: MicroBatch) -> PackedRow | None:
@@ -137,7 +137,7 @@ class Step:
         )
 
     def split(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
-        """What of a row has a gradient, and what has none, whatever the model says of it; see `pipelinerl.algorithms.signal`."""
+        """Split a row into what has a gradient and what has none, whatever the model computes of it; see `pipelinerl.algorithms.signal`."""
         return split_by_gradient(batch) if self._needs_advantage else (batch, without_samples(batch))
 
     def add(self, batch: MicroBatch, row: PackedRow | None = None, *, has_gradient: bool = True) -> None:
@@ -293,7 +293,7 @@ class Step:
         return numbers
 
     def _divisor(self, sealed: StepClosed) -> float:
-        """What the step's sums are divided by."""
+        """Give the divisor of the step's sums."""
         return denominator(
             self._method.aggregation,
             num_tokens=sealed.num_tokens,

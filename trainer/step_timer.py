@@ -1,4 +1,4 @@
-"""Where a step's seconds went: each phase is added up for the step's metrics and drawn as a span on this process's lane."""
+"""Times the phases of a step: each phase is added up for the step's metrics and drawn as a span on this process's lane."""
 
 from __future__ import annotations
 

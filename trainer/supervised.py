@@ -51,16 +51,16 @@ class SftProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SftReport:
-    """What a whole fine-tuning did."""
+    """The outcome of a whole fine-tuning."""
 
     losses: tuple[float, ...]
-    """Of every step, nats per completion token."""
+    """The loss of every step, nats per completion token."""
     num_tokens: int
-    """Of prompts and completions."""
+    """Tokens of prompts and completions."""
     elapsed_s: float
-    """From the first step to the last; loading and saving left out."""
+    """Seconds from the first step to the last; loading and saving left out."""
     folder: Path
-    """Where the model was saved."""
+    """The folder that the model was saved to."""
 
 
 def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = lambda progress: None) -> SftReport:

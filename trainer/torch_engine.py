@@ -23,9 +23,9 @@ pass, which is 1/9 with p = 2. More would wait longer for rows to come; activati
 
 
 Columns = Sequence[torch.Tensor]
-"""What `trainer.model.Model.outputs` gives."""
+"""The columns that `trainer.model.Model.outputs` gives."""
 Output = TypeVar("Output")
-"""What those columns are to whoever trains the model."""
+"""Those columns under the names of the one that trains the model."""
 
 
 class TorchEngine(Generic[Output]):

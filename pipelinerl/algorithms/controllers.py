@@ -38,7 +38,7 @@ def next_entropy_coefficient(
 
 
 def control_lines(method: Method) -> Iterator[str]:
-    """What follows what, for the log of a run."""
+    """Describe the controlled coefficients, for the log of a run."""
     if rule := controlled_kl(method):
         yield (
             f"control      beta of {rule.name} starts at {rule.options['beta']:g}; after each step of n sequences it is multiplied by"

@@ -1,4 +1,4 @@
-"""How a rule is declared: by a decorator, at the function that computes it.
+"""Rules are declared by a decorator, at the function that computes them.
 
     @advantage(source="OPO arXiv:2505.23585", min_group=2)
     def opo(group: ScoredGroup) -> Float64:
@@ -31,13 +31,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSpec:
-    """What is known of a rule before it is chosen. As a decorator it leaves the function alone."""
+    """Everything known of a rule before it is chosen. As a decorator it leaves the function alone."""
 
     column: str
     name: str = ""
     """The function's, where nothing else is said."""
     source: str = ""
-    """Where it is published; arXiv ids, libraries."""
+    """The publication: arXiv ids, libraries."""
     needs: Set[Need] = frozenset()
     needs_if: Mapping[str, Need] = field(default_factory=dict)
     """Need that holds only while the option of this name is not zero."""
@@ -46,7 +46,7 @@ class RuleSpec:
     min_group: int = 1
     """Fewest scored siblings for which the rule means anything."""
     level: str = "token"
-    """What a weight, a mask or a batch rule decides about at once: "token", or "sequence" (also segments)."""
+    """The unit that a weight, a mask or a batch rule decides about: "token", or "sequence" (also segments)."""
     proximal: Set[str] = frozenset()
     """Proximal policies under which the rule means what its name says; empty: any."""
     aggregations: Set[str] = frozenset()
@@ -79,7 +79,7 @@ class RuleSpec:
     parameters: tuple[str, ...] = ()
     """Names of what the function reads."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """With their published defaults."""
+    """Options with their published defaults."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Allowed values of the options that are words."""
     per_token: bool = False
@@ -90,27 +90,27 @@ class RuleSpec:
 
     @property
     def compares_proximal(self) -> bool:
-        """Whether the rule measures how far pi is from the proximal policy, and does nothing where the two are one."""
+        """Say whether the rule measures how far pi is from the proximal policy, and does nothing where the two are one."""
         return "recomputed" in self.proximal and "current" not in self.proximal
 
     @property
     def on_trainer(self) -> bool:
-        """Whether it is an advantage rule whose inputs exist only in the trainer, once the step is whole."""
+        """Say whether it is an advantage rule whose inputs exist only in the trainer, once the step is whole."""
         return self.column == "advantage" and bool(self.needs & TRAINER_OFFERS)
 
     def needs_with(self, options: Mapping[str, Option]) -> frozenset[Need]:
-        """What the rule reads beyond what every run has, with its options filled in."""
+        """Give what the rule reads beyond what every run has, with its options filled in."""
         return frozenset(self.needs | {need for option, need in self.needs_if.items() if options[option]})
 
     def call(self, *arguments: Any, options: Mapping[str, Option]) -> Any:
-        """What the function gives; its file is imported, once."""
+        """Call the function; its file is imported, once."""
         return load_rule(self.reference)(*arguments, **{name: options[name] for name in options if name not in self.caller_options})
 
 
 MOVED = frozenset({"engine", "recomputed", "loglinear"})
-"""Of rules that compare pi with prox: with "current" the two are equal, and the rule would never act."""
+"""The proximal policies of rules that compare pi with prox: with "current" the two are equal, and the rule would never act."""
 UNLIKE_ENGINE = frozenset({"current", "recomputed", "loglinear"})
-"""Of weights from rho: with prox = mu the ratio already carries the whole correction; a weight would count it twice."""
+"""Proximal policies of weights from rho: with prox = mu the ratio already carries the whole correction; a weight would count it twice."""
 
 shaping = partial(RuleSpec, column="shaping")
 """`(group) -> group` with other rewards."""

@@ -1,4 +1,4 @@
-"""What is printed of methods and rules: the tables of `pipelinerl algorithms`, and what a run's method does and does not do.
+"""Printed forms of methods and rules: the tables of `pipelinerl algorithms`, and what a run's method does and does not do.
 
 Everything is read from the tables that the run itself uses, so that no page can say otherwise.
 """
@@ -55,7 +55,7 @@ def render_rules() -> str:
 
 
 def _own_lines() -> list[str]:
-    """What a function of the user's may ask for, by the columns that take one."""
+    """List what a function of the user's may ask for, by the columns that take one."""
     lines = [
         "A function of yours, `path:name`, stands for a rule in these columns. What its parameters name arrives; options stand after a"
         " bare *, with defaults. T tokens of a row, N sequences or siblings, P positions of a response."

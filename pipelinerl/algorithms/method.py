@@ -1,4 +1,4 @@
-"""What a training method is: a choice of one rule per column, and what those rules need from the run.
+"""A training method: a choice of one rule per column, and the needs that those rules have of the run.
 
 A `Method` is plain data. It names its rules; the functions behind the names live in `credit` (numpy) and `loss` (torch), so the
 orchestrator can read, check and print a method without importing torch. It travels in the resolved config as a dictionary.
@@ -62,15 +62,15 @@ class Need(enum.StrEnum):
 ALWAYS_OFFERED = frozenset(
     {Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.ROLES, Need.WHOLE_BATCH, Need.GREEDY_REWARD}
 )
-"""What wire and orchestrator supply in every run."""
+"""Needs that the messages and the orchestrator supply in every run."""
 CRITICS = frozenset({Need.CRITIC, Need.IMPLICIT_PRM})
 """Kinds of a second model that is trained beside the policy; see the column `critic`."""
 TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP, Need.SQUARE_SUM}) | CRITICS
-"""What the trainer computes where a method asks for it."""
+"""Needs that the trainer computes where a method asks for them."""
 REFERENCE_OFFERS = frozenset({Need.REFERENCE_LOGPROBS, Need.TOKEN_KL, Need.DIVERGENCE})
-"""What it computes where it is given a reference or teacher model, too."""
+"""Needs that it computes where it is given a reference or teacher model, too."""
 ORCHESTRATOR_KNOWS = frozenset({Need.COMPONENTS, Need.GREEDY_REWARD, Need.STEP_SCORES, Need.ANCHORS, Need.ROLES, Need.PREDICTIONS})
-"""What an advantage made in the trainer cannot read."""
+"""Needs that an advantage made in the trainer cannot read."""
 
 COSTS: dict[Need, str] = {
     Need.GREEDY_REWARD: "one rollout more in every group, sampled at temperature 0, scored, and never trained",
@@ -84,7 +84,7 @@ COSTS: dict[Need, str] = {
     Need.DIVERGENCE: "the same model's hidden state of every trained token, and four more passes through output embeddings",
     Need.TOKEN_KL: "the same model; advantages are then made in the trainer",
 }
-"""What a supplied need costs the run."""
+"""The cost of each supplied need."""
 
 
 class Aggregation(enum.StrEnum):
@@ -129,9 +129,9 @@ class Method:
     shaping: tuple[Rule, ...] = ()
     """Changes rewards before the advantage, in order."""
     group_filter: Rule = NONE
-    """Which groups are set aside whole. This changes the batch and its denominators; a mask does not."""
+    """A filter of whole groups. This changes the batch and its denominators; a mask does not."""
     advantage: Rule = NONE
-    """From a scored group to one advantage per sequence or per token."""
+    """Turns a scored group into one advantage per sequence or per token."""
     batch: Rule = NONE
     """Applied to the advantages of a whole step."""
     objective: Rule = NONE
@@ -162,7 +162,7 @@ class Method:
 
     @property
     def adds_greedy(self) -> bool:
-        """Whether every group has one more sibling, sampled greedily, for its reward alone."""
+        """True where every group has one more sibling, sampled greedily, for its reward alone."""
         return Need.GREEDY_REWARD in self.needs
 
     def to_dict(self) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def method_of(config: Config) -> Method:
 
 
 def facts_of(config: Config) -> RunFacts:
-    """What the rules of a method are judged by, of a run."""
+    """Collect the facts of a run that the rules of a method are judged by."""
     offers = ALWAYS_OFFERED | TRAINER_OFFERS
     offers |= REFERENCE_OFFERS if config.reference.folders else frozenset()
     offers -= {Need.DIVERGENCE} if config.trainer.layout.pipeline > 1 else frozenset()

@@ -1,4 +1,4 @@
-"""Whose log-probabilities differ from the trainer's: forged ones that are plausible, or an engine that computes something else.
+"""The engine whose log-probabilities differ from the trainer's: it forges plausible ones, or computes something else.
 
 Each engine is compared with the others of the same step, over all its trained tokens: a run far off policy may have none that the version
 being trained sampled, and staleness moves all engines alike. Shared by the orchestrator, which names the engine in that step, and the

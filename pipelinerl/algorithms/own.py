@@ -1,7 +1,7 @@
-"""Rules of the user's own: a loss, a term of it, an advantage, a weight or a mask that a config names as `path:name`.
+"""User rules: a loss, a term of it, an advantage, a weight or a mask that a config names as `path:name`.
 
-What its parameters name arrives, and its keyword-only parameters are its options, with their defaults; whatever else it asks for is refused
-by name. That is read from the source, which is not run: a loss may import torch, and the orchestrator has none. `CARRIED` is the contract,
+A function gets what its parameters name; its keyword-only parameters are its options, with their defaults; everything else that it asks for
+is refused by name. That is read from the source, which is not run: a loss may import torch, and the orchestrator has none. `CARRIED` is the contract,
 by column: name, shape and dtype, and what the run must supply for it.
 
 An objective or auxiliary term returns [T] float, the loss of each token; a weight [T] float, which is detached; a mask [T] bool, true where
@@ -65,21 +65,21 @@ CARRIED: Mapping[str, Mapping[str, Carried]] = {
     "masks": _TOKENS,
     "auxiliary": _TOKENS,
 }
-"""By column of a method, what its functions may ask for. Advantages are numpy, on the orchestrator; the others torch, in the trainer."""
+"""What a user's function may ask for, by column. Advantages are numpy, on the orchestrator; the others torch, in the trainer."""
 RENAMED = {"trains": "loss_mask"}
-"""What a function asked for under another name before -> its name now."""
+"""Earlier name of something that a function may ask for -> its present name."""
 COMPARES = frozenset({"ratio", "proximal_logprobs"})
 """Parameters by which an objective compares pi with the proximal policy."""
 
 
 def is_own(name: str) -> bool:
-    """Whether a rule's name is that of a user's function."""
+    """Say whether a rule's name is that of a user's function."""
     return ":" in name
 
 
 @functools.cache
 def spec_of_own(column: str, reference: str) -> RuleSpec:
-    """What is known of a user's function before it is called. Raises `ConfigError` naming what it asks for and nothing carries."""
+    """Read what can be known of a user's function before it is called. Raises `ConfigError` naming what it asks for and nothing carries."""
     carried = CARRIED.get(column)
     if carried is None:
         raise ConfigError(f"algorithm.{column}: {reference!r} is a function, and only {', '.join(CARRIED)} take one.")

@@ -32,7 +32,7 @@ _MODULES = (
     *("advantage.step_scores", "advantage.value_advantage", "advantage.optimal_baseline", "advantage.prime", "advantage.batch_rule"),
     *("loss.objective", "loss.correction", "loss.mask", "loss.kl", "loss.auxiliary", "loss.critic"),
 )
-"""Where rules are declared: those of the orchestrator, with numpy, and those of the trainer, with torch."""
+"""The modules that declare rules: those of the orchestrator, with numpy, and those of the trainer, with torch."""
 
 _NOTHING = {
     "group_filter": "every group trains",
@@ -41,7 +41,7 @@ _NOTHING = {
     "kl": "0",
     "critic": "no second model",
 }
-"""By column, what the rule "none" means, which has no function."""
+"""The meaning of the rule "none", which has no function, by column."""
 
 
 def _declared() -> dict[str, dict[str, RuleSpec]]:
@@ -81,7 +81,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 
 def spec_of(column: str, name: str) -> RuleSpec:
-    """What is known of a column's rule. Raises `ConfigError` for a name that is in no table, with the nearest, and as `spec_of_own`."""
+    """Look up a column's rule. Raises `ConfigError` for a name that is in no table, with the nearest, and as `spec_of_own`."""
     if is_own(name):
         return spec_of_own(column, name)
     table = COLUMNS[column]
@@ -119,7 +119,7 @@ def needs_of(method: Method) -> frozenset[Need]:
 
 
 def makes_advantages_in_trainer(method: Method) -> bool:
-    """Whether advantages, and the rule over the whole step after them, are made in the trainer: the orchestrator then sends zeros."""
+    """Say whether advantages, and the rule over the whole step after them, are made in the trainer: the orchestrator then sends zeros."""
     return spec_of("advantage", method.advantage.name).on_trainer or Need.TOKEN_KL in method.needs
 
 

@@ -1,4 +1,4 @@
-"""Which samples cannot move the policy, known before any forward pass: under most methods those whose advantages are all zero.
+"""Samples that cannot move the policy are known before any forward pass: under most methods those whose advantages are all zero.
 
 A group whose rewards are all equal has only such samples, and late in a run most groups are like that. Their part of the gradient is
 exactly zero, so a trainer that computes no backward pass for them takes the same step. They still count in every denominator, and their

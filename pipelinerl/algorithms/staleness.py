@@ -1,4 +1,4 @@
-"""How old tokens are. Staleness of a token is the version being trained minus the version that sampled it; of a row, its oldest token's.
+"""The age of tokens. The staleness of a token is the version being trained minus the version that sampled it; of a row, its oldest token's.
 
 It has two parts with two remedies: in flight (versions published while the rollout was still being sampled; shorten rollouts) and in
 queue (published between its last token and its training; admit less). With bound K a token may train while its staleness is at
@@ -31,7 +31,7 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessParts:
-    """Where the staleness of every sampled token came from; the two add up to it."""
+    """The two parts of the staleness of every sampled token; they add up to it."""
 
     in_flight: Ages
     """[sampled tokens] versions published between the token and the last one of its rollout."""
@@ -53,7 +53,7 @@ def measure(versions: Versions, *, trained_version: int) -> Staleness | None:
 
 
 def split(rollouts: Sequence[Versions], *, trained_version: int) -> StalenessParts:
-    """In-flight and in-queue parts for each sampled token of rollouts, laid end to end."""
+    """Split staleness into in-flight and in-queue parts for each sampled token of rollouts, laid end to end."""
     sampled = [part for versions in rollouts if len(part := versions[versions != UNSAMPLED])]
     ages = trained_version - np.concatenate([*sampled, np.zeros(0, np.int64)]).astype(np.int64, copy=False)
     _check(int(ages.min(initial=0)), trained_version=trained_version)

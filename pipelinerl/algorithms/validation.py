@@ -17,11 +17,11 @@ from pipelinerl.algorithms.rules import COLUMNS, Chosen, makes_advantages_in_tra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What the run around the algorithm is like."""
+    """Facts of the run around the algorithm."""
 
     group_size: int
     offers: frozenset[Need]
-    """What wire, scorers and trainer supply."""
+    """Needs that the messages, scorers and trainer supply."""
     samples_per_step: int | None = None
     """Sequences of one step; None where that is not known."""
     max_staleness: int | None = None
@@ -44,7 +44,7 @@ _REMEDIES: dict[Need, str] = {
     Need.DIVERGENCE: "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output"
     " embeddings; or choose opd, or kl k3, which read the sampled tokens alone",
 }
-"""What supplies a need that some runs lack; all others are met in every run (`methods.facts_of`)."""
+"""The setting that supplies a need that some runs lack; all others are met in every run (`methods.facts_of`)."""
 _WAYS_OUT = " Set proximal to engine and weight to none, or, to keep the weight, objective to gpg, which has no trust region."
 _JUDGED = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process rewards"}
 
@@ -58,7 +58,7 @@ def problems_of(method: Method, *, run: RunFacts) -> list[str]:
 
 
 def needs_several_epochs(method: Method) -> bool:
-    """Whether the method compares the policy with itself, until a second epoch of the same step."""
+    """Say whether the method compares the policy with itself, until a second epoch of the same step."""
     return method.proximal.name == "recomputed" and any(spec.compares_proximal for _, _, spec in specs_of(method))
 
 
@@ -152,7 +152,7 @@ def _normalized(method: Method, run: RunFacts) -> Iterator[str]:
 
 
 def _unread(method: Method, run: RunFacts) -> Iterator[str]:
-    """What one rule makes, and no other reads."""
+    """Refuse rules whose output no other rule reads."""
     specs = {column: spec for column, _, spec in specs_of(method)}
     objective, advantage = method.objective.name, method.advantage.name
     if specs["objective"].reads_advantages and advantage == "none" and method.kl.name == "none" and not method.auxiliary:

@@ -1,4 +1,4 @@
-"""What the orchestrator and the trainer say to each other: rows to train on, steps, policies, checkpoints."""
+"""Messages between the orchestrator and the trainer: rows to train on, steps, policies, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Damage(msgspec.Struct, frozen=True):
 
     version: int
     reason: Text
-    """Which file, what was found, what was expected."""
+    """The file, what was found in it, and what was expected."""
 
 
 class TrainerReady(Message, frozen=True):
@@ -26,9 +26,9 @@ class TrainerReady(Message, frozen=True):
     process_id: int
     version: int
     machine: Id = ""
-    """As in `EngineReady`."""
+    """See `EngineReady`."""
     transports: Transports = ()
-    """As in `EngineReady`."""
+    """See `EngineReady`."""
     commit: Id = ""
     """The ledger's, under which the last step in these weights was sealed; empty where it started from `model.path`."""
     saved: int | None = None
@@ -36,11 +36,11 @@ class TrainerReady(Message, frozen=True):
     saved_commit: Id = ""
     """The commit that a checkpoint of version `saved` names."""
     oldest: int | None = None
-    """As in `CheckpointSaved`, of version `saved`."""
+    """The same as in `CheckpointSaved`, for version `saved`."""
     damaged: Annotated[tuple[Damage, ...], msgspec.Meta(max_length=1 << 10)] = ()
     """Checkpoints, newer than this one, that could not be used."""
     suspects: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """Rows, each as `step/row`, that the trainer before this one had in hand when it died."""
+    """Rows, each as `step/row`, that the trainer before this one was working on when it died."""
 
 
 class LayoutFixed(Message, frozen=True):
@@ -50,7 +50,7 @@ class LayoutFixed(Message, frozen=True):
     num_engines: int = 1
     """Engines that may read different policies at once."""
     transport: Id = "shared_memory"
-    """How policies travel: shared_memory, cuda_ipc, files, gloo or nccl."""
+    """The transport of policies: shared_memory, cuda_ipc, files, gloo or nccl."""
     rollback_epoch: int = 0
     """The newest that an engine may know of, see `StageWeights`: a trainer that starts again goes on in it."""
 
@@ -127,7 +127,7 @@ class StepClosed(Message, frozen=True):
 
 
 class EngineMismatch(Message, frozen=True):
-    """How far an engine's log-probabilities are from the trainer's, over what a step trained of it."""
+    """The distance of an engine's log-probabilities from the trainer's, over the tokens of it that a step trained."""
 
     engine_id: int
     num_sequences: int
@@ -143,7 +143,7 @@ class StepDone(Message, frozen=True):
     metrics: Figures
     """Loss, grad norm, meters of the objective, seconds per phase."""
     engines: Annotated[tuple[EngineMismatch, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """Of each engine that sampled something of the step."""
+    """One for each engine that sampled something of the step."""
 
 
 class PolicyPublished(Message, frozen=True):
@@ -152,13 +152,13 @@ class PolicyPublished(Message, frozen=True):
     version: int
     buffer: Id
     digest: Id
-    """As in `StageWeights`."""
+    """See `StageWeights`."""
     num_bytes: int
     """That travel."""
     publish_s: float
     """Seconds the trainer spent writing it."""
     rollback_epoch: int = 0
-    """As in `StageWeights`: 0 until the trainer rolls back."""
+    """See `StageWeights`: 0 until the trainer rolls back."""
 
 
 class WeightBufferReleased(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""What a run's processes will need of memory, shared memory and disk, from the model's files alone: nothing is loaded.
+"""The memory, shared memory and disk that a run's processes will need, from the model's files alone: nothing is loaded.
 
 Weights, gradients, optimizer state and KV caches are counted; what activations and the libraries themselves take is rough. A row of
 `batch.max_tokens` keeps about 34 bytes of 16 bits per token, layer and hidden unit for the backward pass (arXiv 2205.05198, without its
@@ -21,10 +21,10 @@ from pipelinerl.engine.kv import KvPlan
 from pipelinerl.errors import ConfigError
 
 ENGINE_BYTES, TRAINER_BYTES, OTHER_BYTES = 700 << 20, 450 << 20, 100 << 20
-"""What an engine with vLLM, a trainer rank with torch, and any other process take before they hold a model. On a CPU 530, 350 and 82 MiB
+"""Bytes of an engine with vLLM, a trainer rank with torch, and any other process before they hold a model. On a CPU 530, 350 and 82 MiB
 were measured once everything is imported; the rest is for what a first pass adds."""
 NUM_POLICIES = 3
-"""In shared memory while engines keep pace: the one they serve from, the one being fetched, the one being written."""
+"""Policies in shared memory while engines keep pace: the one they serve from, the one being fetched, the one being written."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KEPT_PER_UNIT = 34
 """See the head of this file; of 16 bits, so 17 numbers."""
@@ -32,14 +32,14 @@ _KEPT_PER_UNIT = 34
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What one kind of process takes, all of them together."""
+    """The bytes of one kind of process, all of them together."""
 
     what: str
     num_bytes: int
     is_sure: bool = True
     """It is counted from the model's files; else rough."""
     on_device: bool = False
-    """On a machine with GPUs it lies there."""
+    """True for what lies on the GPUs of a machine that has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def read_weights(folder: Path) -> Weights:
 
 
 def _shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """By tensor, from the header of a file whose length is that which the header says."""
+    """Read the shape of every tensor from a file's header. Raises `ValueError` where the file is not as long as that says."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         size = path.stat().st_size
@@ -98,27 +98,27 @@ def bill(config: Config, weights: Weights, *, method: Method, kv: KvPlan | None)
 
 
 def trained_bytes(config: Config, weights: Weights) -> int:
-    """Of one copy of the policy in the trainer."""
+    """Count the bytes of one copy of the policy in the trainer."""
     if not config.lora.rank:
         return _full(weights.num_parameters, config)
     return weights.num_parameters * _DTYPE_BYTES[config.model.dtype] + _full(adapter_parameters(config, weights), config)
 
 
 def adapter_parameters(config: Config, weights: Weights) -> int:
-    """Of all matrices that get an adapter; both of its factors."""
+    """Count the parameters of all adapters, both factors."""
     targets = {f".{name}.weight" for name in config.lora.targets}
     matrices = [shape for name, shape in weights.shapes.items() if len(shape) == 2 and any(name.endswith(end) for end in targets)]
     return config.lora.rank * sum(rows + columns for rows, columns in matrices)
 
 
 def shared_bytes(config: Config, weights: Weights) -> int:
-    """Of the policies on their way, where they travel through shared memory."""
+    """Count the bytes of the policies on their way, where they travel through shared memory."""
     num = adapter_parameters(config, weights) if config.lora.rank and config.weights.adapters == "separate" else weights.num_parameters
     return NUM_POLICIES * num * _DTYPE_BYTES[config.model.dtype]
 
 
 def checkpoint_bytes(config: Config, weights: Weights, *, method: Method) -> int:
-    """Of one checkpoint: weights that take the updates and two moments, float32, of all that is trained."""
+    """Count the bytes of one checkpoint: weights that take the updates and two moments, float32, of all that is trained."""
     trained = adapter_parameters(config, weights) if config.lora.rank else weights.num_parameters
     return 12 * (trained + (weights.num_parameters if method.needs & CRITICS else 0))
 

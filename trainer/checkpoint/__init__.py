@@ -1,1 +1,1 @@
-"""What a trainer saves: checkpoints that training goes on from, and the model as a Hugging Face folder."""
+"""The trainer saves checkpoints that training goes on from, and the model as a Hugging Face folder."""

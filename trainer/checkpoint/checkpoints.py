@@ -1,4 +1,4 @@
-"""What a trainer that starts again starts from: `<run>/checkpoints/step-N/`, written while training goes on.
+"""Checkpoints, from which a restarted trainer goes on: `<run>/checkpoints/step-N/`, written while training goes on.
 
 A checkpoint is copied to memory between two steps, and from there written by a thread, each rank its share
 (torch.distributed.checkpoint), to a draft; flushed to the disk; given its manifest; and then renamed. So a folder without the ending
@@ -36,7 +36,7 @@ from trainer.checkpoint.hashing_writer import HashingWriter
 from trainer.parallel.objects import gathered
 
 OPTIONAL_PARTS = frozenset({"coefficients"})
-"""What begins anew where a checkpoint has none of it: a resumed run may have another coefficient follow a target."""
+"""Parts that begin anew where a checkpoint has none of them: a resumed run may have another coefficient follow a target."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Checkpoints:
 
     @property
     def damaged(self) -> tuple[Damage, ...]:
-        """What was set aside and not replaced by a newer one since."""
+        """Damaged checkpoints that were set aside and not replaced by a newer one since."""
         return checkpoint_folder.set_aside_before(self._folder)
 
     @property
@@ -167,7 +167,7 @@ class Checkpoints:
             self._finish(self._saving)
 
     def take_news(self) -> list[CheckpointSaved | CheckpointFailed]:
-        """What became of checkpoints since the last look. Never waits."""
+        """Return what became of checkpoints since the last call. Never waits."""
         if self._saving is not None and self._saving.future.done():
             self._finish(self._saving)
         news, self._news = self._news, []

@@ -68,7 +68,7 @@ class _HashingFiles(FileSystem):
 
 
 class _HashingStream:
-    """Where bytes are only ever appended: torch asks no more of a stream it writes to."""
+    """An append-only stream: torch asks no more of a stream it writes to."""
 
     def __init__(self, stream: Any) -> None:
         self.digest = xxhash.xxh3_128()

@@ -61,7 +61,7 @@ def refuse_to_replace(folder: Path) -> None:
 
 
 def _name_stop_tokens(path: Path, stop_token_ids: Sequence[int]) -> None:
-    """Whoever serves the folder, by Hugging Face's own generation or by vLLM, then ends completions as the run did."""
+    """Have Hugging Face's generation and vLLM end completions as the run did."""
     settings = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(settings | {"eos_token_id": list(stop_token_ids)}, indent=2) + "\n")
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer, in a form that knows no layout: any other one can read it.
+"""The state of a model and its optimizer in a checkpoint, in a form that knows no layout: any other layout can read it.
 
 Every tensor is named after the model's parameter and is the whole of it, of which each rank offers its piece in use, at its place
 (`DTensor`). Weights are those that take the updates, in float32. Where a parameter is two matrices packed into one, of which tensor

@@ -107,7 +107,7 @@ class ValueCritic:
 
 
 def finish_critic_meters(numbers: dict[str, float]) -> dict[str, float]:
-    """From means per token to what is logged; numbers of a run without a critic are left as they are.
+    """Turn means per token into what is logged; numbers of a run without a critic are left as they are.
 
     Of values: those that only serve to compute the explained variance, 1 - Var(G - V) / Var(G), are put into it; where all returns are
     equal nothing is to be explained, and it is left out. Of an implicit process reward model: means per sequence.

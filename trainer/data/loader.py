@@ -37,7 +37,7 @@ CLOSE_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPart:
-    """What is computed in one pass; a row without a sample where only other ranks have something to compute."""
+    """One pass of a round; a row without a sample where only other ranks have something to compute."""
 
     batch: MicroBatch
     row: PackedRow | None
@@ -49,7 +49,7 @@ class LoadedRow:
     """One rank's row of a round, laid out on the device."""
 
     batch: MicroBatch
-    """As it came."""
+    """The row as it came off the wire."""
     parts: tuple[LoadedPart, ...]
 
 
@@ -57,7 +57,7 @@ Item = LoadedRow | StepClosed | Stop
 
 
 class RowLoader:
-    """What the training loop of one rank takes its rows from. Use as a context, inside that of the client."""
+    """The source of rows for the training loop of one rank. Use as a context, inside that of the client."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RowLoader:
 
     @property
     def busy_with(self) -> str:
-        """What the training loop is doing; told to the orchestrator by those who are connected to it."""
+        """The training loop's present work; ranks that are connected to the orchestrator tell it."""
         return self._busy_with
 
     @busy_with.setter
@@ -150,7 +150,7 @@ class RowLoader:
         return LoadedRow(batch=item, parts=tuple(parts))
 
     def _any(self, *claims: bool) -> list[bool]:
-        """Whether each claim holds on any rank."""
+        """Say of each claim whether it holds on any rank."""
         if self._all is None:
             return list(claims)
         flags = torch.tensor([float(claim) for claim in claims])
@@ -158,7 +158,7 @@ class RowLoader:
         return [bool(flag) for flag in flags.tolist()]
 
     def _shared(self, item: MicroBatch | StepClosed | Stop | None) -> MicroBatch | StepClosed:
-        """What the leader took, on every rank of its replica."""
+        """Pass what the leader took to every rank of its replica."""
         if self._replica is None:
             assert isinstance(item, MicroBatch | StepClosed)
             return item

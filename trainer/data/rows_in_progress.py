@@ -1,4 +1,4 @@
-"""Which rows a rank is working on, noted in the run folder while it does: a process that is killed can tell nobody.
+"""The rows that a rank is working on are noted in the run folder: a process that is killed can tell nobody.
 
 Whoever takes its place reads what was left and tells the orchestrator, which sends a row no more that was there at two deaths in a row
 (`orchestrator.rules.quarantine`). A rank that ends because another did, or because it was told to, leaves nothing.
@@ -19,7 +19,7 @@ _NOT_THE_ROW = (PeerError, MismatchError)
 
 
 class RowsInProgress:
-    """The rows that one rank has in hand. Two threads may hold one each: the one laid out and the one computed."""
+    """The rows that one rank is working on. Two threads may hold one each: the one laid out and the one computed."""
 
     def __init__(self, run_folder: Path, *, rank: int, replica: int, num_replicas: int) -> None:
         self._folder = run_folder / _FOLDER
@@ -47,7 +47,7 @@ class RowsInProgress:
 
 
 def interrupted_rows(run_folder: Path) -> tuple[str, ...]:
-    """Rows that ranks had in hand when they died, as `step/row`; told once."""
+    """Return the rows that ranks were working on when they died, as `step/row`; only once."""
     paths = list((run_folder / _FOLDER).glob("*-*.*"))
     for path in paths:
         path.unlink()

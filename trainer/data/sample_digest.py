@@ -1,4 +1,4 @@
-"""Which samples are in the weights: a count and a digest that every checkpoint carries, so that anyone can hold it against the ledger.
+"""A count and a digest of the samples in the weights: every checkpoint carries them, so that anyone can compare it with the ledger.
 
 A sample's part is 64 bits of blake2b of `<step>/<rollout>`; the digest is the sum of all parts modulo 2^64. A sum does not mind the
 order in which rows were trained, nor which replica trained them.
@@ -23,7 +23,7 @@ class SampleDigest:
         self._step = (0, 0)
         """The same for the step under way."""
         self._base = (0, 0)
-        """What the checkpoint held that all replicas started from."""
+        """The count and sum of the checkpoint that all replicas started from."""
 
     def restore(self, *, num_samples: int, digest: str) -> None:
         """Take over what a checkpoint holds."""

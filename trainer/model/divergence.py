@@ -1,4 +1,4 @@
-"""How far a model's whole distribution is from a teacher's, token by token, without ever holding all logits of either.
+"""The divergence of a model's whole distribution from a teacher's, token by token, without ever holding all logits of either.
 
 The generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649, equation 1), with m = mix q + (1 - mix) p, for the teacher's q and the
 model's p: mix KL(q || m) + (1 - mix) KL(p || m); its ends are the forward KL(q || p), at mix 0, and the reverse KL(p || q), at mix 1, as

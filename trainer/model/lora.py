@@ -21,15 +21,15 @@ _TENSORS = (".lora_A", ".lora_B")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Which matrices get an adapter, and how large."""
+    """The matrices that get an adapter, and its size."""
 
     rank: int
     alpha: float
-    """What B A is multiplied with, times `rank`: doubling the rank then leaves the size of an update as it was."""
+    """The factor of B A, times `rank`: doubling the rank then leaves the size of an update as it was."""
     targets: tuple[str, ...]
     """Last part of the names of the matrices."""
     seed: int = 0
-    """Of the random A; B starts at 0, so that the first policy is the model as it was."""
+    """The seed of the random A; B starts at 0, so that the first policy is the model as it was."""
 
 
 class LoraLinear(torch.nn.Linear):
@@ -79,7 +79,7 @@ def adapted(module: torch.nn.Module) -> dict[str, LoraLinear]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of this name is part of an adapter."""
+    """Say whether a tensor of this name is part of an adapter."""
     return name.endswith(_TENSORS)
 
 

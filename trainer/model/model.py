@@ -75,7 +75,7 @@ class Model:
         self.writes = replicas.rank == 0
         """True on the rank that writes the model down."""
         self.shardings: list[ParameterSharding] = []
-        """How each of `parameters` is spread over the ranks."""
+        """The sharding of each of `parameters` over the ranks."""
         self._replicas = replicas
         self._stages: list[_Stage] = []
         for index in replicas.stages:
@@ -96,7 +96,7 @@ class Model:
             shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
             self._adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
             self.shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
-            """Of all weights of the model, by the name transformers' module has for them."""
+            """The shapes of all weights of the model, by the name transformers' module has for them."""
             stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
             stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
             if replay_routing:
@@ -113,7 +113,7 @@ class Model:
         self.module = self._stages[0].module
         """The model of transformers, or, of a pipeline, this rank's first stage of it."""
         self.pipeline: Pipeline | None = None
-        """How rows go through the ranks that share the layers; None where none do."""
+        """The pipeline through the ranks that share the layers; None where none do."""
         if layout.pipeline > 1:
             hidden_size = int(self.module.config.hidden_size)
             num_columns = 1 if gives_values else 3 if gives_square_sums else 2
@@ -195,7 +195,7 @@ class Model:
             yield name, self._whole(name, held)
 
     def pieces(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the present weights, by the same names; adapters are apart from them."""
+        """Give what this rank holds of the present weights, by the same names; adapters are apart from them."""
         return {name: tensor for name, tensor in self._held().items() if not is_adapter(name)}
 
     def _held(self) -> dict[str, torch.Tensor]:
@@ -217,7 +217,7 @@ class Model:
         return weight
 
     def is_adapted(self, name: str) -> bool:
-        """Whether an adapter is merged into this weight."""
+        """Say whether an adapter is merged into this weight."""
         return name.endswith(".weight") and name.removesuffix(".weight") in self._adapted
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
@@ -239,7 +239,7 @@ class Model:
 
 
 class _Stage(torch.nn.Module):
-    """What one forward pass runs: one call, so that sharded weights are there for the whole of it."""
+    """The module that one forward pass runs: one call, so that sharded weights are there for the whole of it."""
 
     def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas, index: int) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Stage(torch.nn.Module):
         self.keeps_states = False
         self.states: TeacherStates | None = None
         self._head_copy: torch.Tensor | None = None
-        """Of a sharded teacher: its output embedding, which a forward pass has whole and gives back at its end."""
+        """The output embedding of a sharded teacher, which a forward pass has whole and gives back at its end."""
         self._is_sharded = replicas.layout.shard > 1
         self._is_first = index == 0
         self._is_last = index == replicas.layout.num_stages - 1
@@ -270,7 +270,7 @@ class _Stage(torch.nn.Module):
         return head.weight
 
     def forward(self, given: PackedRow | torch.Tensor, number: torch.Tensor | None = None) -> Any:
-        """Of a whole model, the outputs of the row `given`; of a stage of a pipeline, as `trainer.parallel.pipeline` says."""
+        """Return the outputs of the row `given` of a whole model; a stage of a pipeline computes as `trainer.parallel.pipeline` says."""
         if isinstance(given, PackedRow):
             return self._outputs(given, self._run_layers(given, input_ids=given.token_ids[None]))
         assert number is not None

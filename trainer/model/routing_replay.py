@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import ConfigError
 
 _READ = ("top_k", "norm_topk_prob", "num_experts", "weight")
-"""What a router must have for its rule to be the one written here: softmax over all experts, the best `top_k`, scaled to 1 where wanted."""
+"""The attributes of a router whose rule is the one written here: softmax over all experts, the best `top_k`, scaled to 1 where wanted."""
 
 
 class RoutingReplay:

@@ -1,4 +1,4 @@
-"""Several frozen teachers, of which each sample has one: that of its prompt's row.
+"""Several frozen teachers; each sample has the one that its prompt's row names.
 
 Each teacher computes the rows that hold a sample of its own, whole, and says nothing of the others' tokens. So a row of samples of two
 teachers costs two forward passes; rows of one source cost one.
@@ -17,7 +17,7 @@ from trainer.rows.packed_row import PackedRow
 
 
 class Teachers:
-    """What a `Reference` is to a run of one, by `PackedRow.judges`. Every rank calls it for the same rows."""
+    """The `Reference` of a run with several teachers, chosen by `PackedRow.teacher_ids`. Every rank calls it for the same rows."""
 
     def __init__(self, references: Sequence[Reference], *, replicas: Replicas) -> None:
         self._references = references

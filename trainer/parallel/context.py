@@ -1,4 +1,4 @@
-"""What the ranks that share a row tell each other: keys and values in every layer, and log-probabilities at the end."""
+"""Communication between the ranks that share a row: keys and values in every layer, and log-probabilities at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks take from each other as objects: plans and outcomes of checkpoints. Never code.
+"""Objects that ranks take from each other: plans and outcomes of checkpoints. Never code.
 
 torch.distributed sends objects as pickles, and gloo and NCCL authenticate nobody: who took a rank's place while connections are made could
 otherwise run what they like in all the others. Tensors are tensors; everything else goes through here.

@@ -26,7 +26,7 @@ _SCHEDULES = {
 }
 
 Outputs = tuple[torch.Tensor, ...]
-"""What the model says of a row's trained tokens, [K] float32 each: see `trainer.model.Model.outputs`."""
+"""The model's outputs for a row's trained tokens, [K] float32 each: see `trainer.model.Model.outputs`."""
 
 
 class Stage(Protocol):
@@ -38,7 +38,7 @@ class Stage(Protocol):
     """Tokens to which hidden states are padded."""
 
     def __call__(self, given: torch.Tensor, number: torch.Tensor) -> Any:
-        """From the hidden states of the stage before to this one's, [1, length, H]; from the last one `Outputs`."""
+        """Turn the hidden states of the stage before into this one's, [1, length, H]; the last stage gives `Outputs`."""
         ...
 
 

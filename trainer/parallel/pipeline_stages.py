@@ -16,7 +16,7 @@ from pipelinerl.errors import ConfigError
 
 
 class MissingLayer(torch.nn.Module):
-    """In the place of a module that another rank holds."""
+    """Stands in the place of a module that another rank holds."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Hand on the hidden states."""
@@ -24,7 +24,7 @@ class MissingLayer(torch.nn.Module):
 
 
 def stage_of_weights(module: PreTrainedModel, *, layout: Layout) -> dict[str, int]:
-    """For every tensor of a whole model, by its name: which stage holds it. Raises `ConfigError` for a model that cannot be cut so."""
+    """Say which stage holds each tensor of a whole model, by its name. Raises `ConfigError` for a model that cannot be cut so."""
     parts = set(module.config.base_model_pp_plan or ())
     if parts != {"embed_tokens", "layers", "norm"}:
         raise ConfigError(
@@ -71,6 +71,6 @@ def layers_of(stage: int, *, num_stages: int, num_layers: int) -> range:
 
 
 def has_tied_embeddings(module: PreTrainedModel) -> bool:
-    """Whether the output layer's matrix is that of the input embeddings."""
+    """Say whether the output layer's matrix is that of the input embeddings."""
     head: Any = module.get_output_embeddings()
     return head is not None and getattr(head, "weight", None) is getattr(module.get_input_embeddings(), "weight", object())

@@ -24,7 +24,7 @@ STORE = "PIPELINERL_STORE"
 `rendezvous://<address>:<port><run folder>`. Without it they meet where `MASTER_ADDR` and `MASTER_PORT` say."""
 SCHEME = "rendezvous"
 END_GRACE_S = 30.0
-"""What the other ranks have to end after one has failed, before they are killed. Shorter cuts off what they still have to say of it."""
+"""Seconds for the other ranks to end after one has failed, before they are killed. Shorter cuts off what they still have to say of it."""
 
 
 def run_ranks(module: Sequence[str], *, ranks: range, world_size: int, meeting: Mapping[str, str], inherited: Sequence[int] = ()) -> int:
@@ -49,18 +49,18 @@ def run_ranks(module: Sequence[str], *, ranks: range, world_size: int, meeting: 
 
 @contextlib.contextmanager
 def meeting_in_memory(extra: Mapping[str, str] | None = None) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
-    """Where ranks of this machine alone meet: the environment, with what is `extra`, and the open file that they inherit."""
+    """Give ranks of this machine alone a place to meet: the environment, with `extra`, and the open file that they inherit."""
     with open(os.memfd_create("ranks"), "wb") as file:
         yield {STORE: f"file:///proc/self/fd/{file.fileno()}", **listening_on("127.0.0.1"), **(extra or {})}, (file.fileno(),)
 
 
 def listening_on(address: str) -> dict[str, str]:
-    """What has gloo and NCCL listen on one address of this machine only; what the user has set stands."""
+    """Have gloo and NCCL listen on one address of this machine only; what the user has set stands."""
     return {name: os.environ.get(name, device_of(address)) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
 
 
 def token_of(run_folder: Path) -> str:
-    """What lets ranks into the store by which they meet: whoever can read the keys of a run's trainer knows it."""
+    """Derive the token that lets ranks into the store by which they meet: whoever can read the keys of a run's trainer knows it."""
     return hashlib.blake2b(read_keys(run_folder, "trainer-0").secret, digest_size=32).hexdigest()
 
 

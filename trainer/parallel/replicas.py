@@ -62,7 +62,7 @@ class Replicas:
 
     @property
     def number(self) -> int:
-        """Which replica this rank belongs to."""
+        """The number of the replica that this rank belongs to."""
         return self.place("copy") * self.layout.shard + self.place("shard")
 
     @property
@@ -72,19 +72,19 @@ class Replicas:
 
     @property
     def stages(self) -> range:
-        """Which stages of its pipeline are this rank's; the one and only without a pipeline."""
+        """The stages of its pipeline that are this rank's; the one and only without a pipeline."""
         return range(self.place("pipeline"), self.layout.num_stages, self.layout.pipeline)
 
     @functools.cached_property
     def ranks_of_replicas(self) -> list[list[int]]:
-        """For every replica, the ranks that work on its rows, its leader first."""
+        """The ranks that work on the rows of each replica, its leader first."""
         layout = self.layout
         ranks = torch.arange(layout.ranks).view(layout.pipeline, layout.replicas, -1)
         return ranks.transpose(0, 1).reshape(layout.replicas, -1).tolist()
 
     @property
     def context_shard(self) -> ContextShard:
-        """Which part of its replica's rows is this rank's."""
+        """The part of its replica's rows that is this rank's."""
         return ContextShard(index=self.place("context"), num=self.layout.context)
 
     @property
@@ -163,7 +163,7 @@ class Replicas:
 
 @functools.cache  # and so kept, which torch's C++ does not do with a store of Python's
 def _meeting(where: str | None, *, timeout: datetime.timedelta) -> dict[str, Any]:
-    """What to tell torch.distributed of the place that `ranks.STORE` names."""
+    """Translate the place that `ranks.STORE` names for torch.distributed."""
     if where is None or not where.startswith(f"{SCHEME}:"):
         return {"init_method": where}
     parts = urllib.parse.urlsplit(where)

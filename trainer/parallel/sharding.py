@@ -38,7 +38,7 @@ _LOGITS_CHANGED_BY = ("final_logit_softcapping", "logits_scaling", "logit_scale"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSharding:
-    """How one parameter is spread: what the step has to do about its gradient."""
+    """The sharding of one parameter: what the step has to do about its gradient."""
 
     sums: tuple[dist.ProcessGroup, ...] = ()
     """Groups over which this rank's raw sum is still to be added up."""
@@ -208,7 +208,7 @@ def _group(replicas: Replicas, *names: str) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _num_copies(parameter: torch.Tensor, *, ranks: int) -> int:
-    """Of `ranks`, those that hold the same piece as this one."""
+    """Count those of `ranks` that hold the same piece as this one."""
     if not isinstance(parameter, DTensor):
         return ranks
     cuts = [size for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True) if not placement.is_replicate()]

@@ -1,4 +1,4 @@
-"""How a packed row is laid out for the model: no token computed twice, none computed in vain, and pieces of equal shape side by side.
+"""Lays a packed row out for the model: no token computed twice, none computed in vain, and pieces of equal shape side by side.
 
 Samples of a row never see each other, so they may stand in any order; and a causal model computes the same for the same beginning. So:
 

@@ -13,7 +13,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherStates:
-    """What a frozen teacher's distributions over a row are made of."""
+    """The states that a frozen teacher's distributions over a row are made of."""
 
     hidden: torch.Tensor
     """[M, G], of the tokens that predict those it judges."""
@@ -56,14 +56,14 @@ class PackedRow:
     teacher_ids: torch.Tensor | None = None
     """[K] int64, which of several teachers judges each token; None where there are not several."""
     teachers: tuple[TeacherStates, ...] = ()
-    """What the model's distributions are compared with; none where they are not."""
+    """States of the teachers that the model's distributions are compared with; none where they are not."""
     order: torch.Tensor | None = None
     """[K] int64, where each is among the targets of all ranks that share the row, joined; None for a whole row, where J is K."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ContextShard:
-    """Which part of every row is this rank's."""
+    """The part of every row that is this rank's, under context parallelism."""
 
     index: int = 0
     num: int = 1

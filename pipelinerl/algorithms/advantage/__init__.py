@@ -21,7 +21,7 @@ from pipelinerl.errors import ConfigError
 
 
 def keeps_group(group: ScoredGroup, *, method: Method) -> bool:
-    """Whether the method's group filter lets this group train; counts the rewards as they were scored, before shaping."""
+    """Say whether the method's group filter lets this group train; it counts the rewards as they were scored, before shaping."""
     rule = method.group_filter
     return rule.name == "none" or spec_of("group_filter", rule.name).call(group, options=rule.options)
 
@@ -59,7 +59,7 @@ def token_columns(credit: Credit, *, group: ScoredGroup) -> list[Float64]:
 
 
 def _own_advantages(group: ScoredGroup, *, spec: RuleSpec, options: Mapping[str, Option]) -> Credit:
-    """What a user's function gives for a group, checked. Raises `ConfigError`, with its cause where the function raises."""
+    """Call a user's function for a group and check what it returns. Raises `ConfigError`, with its cause where the function raises."""
     given = [group.masks() if parameter == "loss_mask" else group.required(parameter) for parameter in spec.parameters]
     try:
         credit = spec.call(*given, options=options)

@@ -1,4 +1,4 @@
-"""Which groups train. A filter decides about whole groups, never about rows of one: a row taken out would change its siblings' baseline.
+"""Group filters decide which groups train: whole groups, never rows of one. A row taken out would change its siblings' baseline.
 
 A filtered group changes the batch and its denominators, by design; a mask does not. Group statistics are those of the scored rewards.
 A filter gives true where the group trains; its formula says when the group is set aside.

@@ -26,7 +26,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepScores:
-    """What a process reward model, or an environment turn by turn, says of one sibling."""
+    """Scores of one sibling's steps, from a process reward model or from an environment turn by turn."""
 
     ends: Int64
     """[K] position of the last token of each step, rising, in 0..P-1."""

@@ -17,7 +17,7 @@ from pipelinerl.algorithms.method import Need
 
 
 def process_rewards(log_ratios: Sequence[Float64], *, beta: float) -> list[Float64]:
-    """Of every sequence of a step [P]: beta q, 0 at the last token, over the largest |reverse cumulative sum| of the step.
+    """Process rewards of every sequence of a step [P]: beta q, 0 at the last token, over the largest |reverse cumulative sum| of the step.
 
     `log_ratios` are q over the trained tokens of each.
     """

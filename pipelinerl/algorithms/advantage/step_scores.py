@@ -1,4 +1,4 @@
-"""From step scores to token advantages: five rules for who is credited with what a process reward model saw.
+"""Token advantages from the step scores of a process reward model: five rules.
 
 All tokens of step k get the credit of step k; tool tokens and positions after the last step get 0. Process and outcome parts keep their
 own coefficients. Legend as in `advantage`: `N` siblings, `P` positions, `K` steps of one sibling, s_k the score after step k.

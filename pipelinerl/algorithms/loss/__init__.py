@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossSums:
-    """What one row contributes to a step."""
+    """The contribution of one row to a step."""
 
     loss: Tensor
     """Scalar with gradient: raw sum in the aggregation's unit."""
@@ -74,7 +74,7 @@ def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatis
 
 
 def denominator(aggregation: Aggregation | str, *, num_tokens: int, num_sequences: int, max_tokens: int) -> float:
-    """What a step's raw sums are divided by, once. Counts are global and before rejection; killed and withheld rows are in them.
+    """Give the divisor of a step's raw sums. Counts are global and before rejection; killed and withheld rows are in them.
 
     `max_tokens` is the constant length of Dr.GRPO. A step without a token divides by 1: its sums are 0.
     """

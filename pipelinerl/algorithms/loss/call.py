@@ -18,7 +18,7 @@ from pipelinerl.errors import ConfigError
 
 
 def call_rule(rule: Rule, terms: Terms, *, column: str) -> Any:
-    """What the function of a rule gives: [T] float, or bool for a mask; a `Loss` for an objective of ours.
+    """Call the function of a rule: [T] float, or bool for a mask; a `Loss` for an objective of ours.
 
     A function of the user's gets what its parameters name, and is not shown a row without a token. Raises `ConfigError` where it gives
     another shape or dtype, and, with its cause, where it raises.

@@ -1,4 +1,4 @@
-"""What the loss reads of one packed row, and the quantities every rule computes from it first.
+"""The columns that the loss reads of one packed row, and the quantities every rule computes from it first.
 
 Invariants: tokens that do not train enter no sum, mean, product, maximum or count, whatever number stands there (NaN and -1e4 included:
 they are replaced before any arithmetic). Log-differences are float32 or wider and clamped to +-20 before `exp`. Everything but
@@ -104,7 +104,7 @@ class StepStatistics:
     mean_advantage: float = 0.0
     """Over trained tokens."""
     mean_logprob: float = 0.0
-    """Of `old_logprobs`, over trained tokens."""
+    """The mean of `old_logprobs` over trained tokens."""
     entropy_threshold: float = 0.0
     """Smallest entropy among the tokens that train."""
     covariance_threshold: float = 0.0
@@ -112,7 +112,7 @@ class StepStatistics:
     pick_probability: float = 0.0
     """Chance of a candidate token to be zeroed."""
     mean_weight: float = 1.0
-    """What importance weights are divided by; 1 where they are not, or where all of them are 0."""
+    """The divisor of importance weights; 1 where they are not, or where all of them are 0."""
     positive_scale: float = 0.0
     """Trained tokens / trained tokens of correct sequences; 0 where none is correct."""
 

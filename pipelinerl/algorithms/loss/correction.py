@@ -65,7 +65,7 @@ def importance_weights(terms: Terms, *, rule: Rule) -> Tensor:
 
 
 def is_normalized(rule: Rule) -> bool:
-    """Whether weights are divided by their mean over the step."""
+    """Say whether weights are divided by their mean over the step."""
     return not is_own(rule.name) and bool(rule.options.get("batch_normalize"))
 
 

@@ -1,4 +1,4 @@
-"""What is measured beside the loss, so that drift shows before it hurts. Raw sums and maxima, which add up over rows, micro-batches, ranks.
+"""Meters beside the loss show drift before it hurts. Raw sums and maxima, which add up over rows, micro-batches, ranks.
 
 A name that ends in "_max" is reduced by maximum, every other by sum; a minimum is kept as the maximum of its negation. Every sum is over
 trained tokens before rejection. `finish_meters` turns the totals of a step into numbers to log.
@@ -22,7 +22,7 @@ QUANTILE_TOKENS = 100
 
 
 def reduces_by_maximum(name: str) -> bool:
-    """Whether a raw meter is combined by maximum rather than by sum."""
+    """Say whether a raw meter is combined by maximum rather than by sum."""
     return name.endswith("_max")
 
 

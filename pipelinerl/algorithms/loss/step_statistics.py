@@ -1,4 +1,4 @@
-"""What some rules must know of a whole step before its first backward pass: a threshold, a mean, a share.
+"""Statistics of a whole step that some rules need before its first backward pass: a threshold, a mean, a share.
 
 `measure_step` runs on every rank over its own rows and adds up through `reduce`, which sums a tensor over ranks. Every rank calls it
 equally often, and all of them get the numbers that one process over all rows would. Thresholds are found by bisection over the bit
