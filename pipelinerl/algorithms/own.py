@@ -1,7 +1,7 @@
 """User rules: a loss, a term of it, an advantage, a weight or a mask that a config names as `path:name`.
 
-A function gets what its parameters name; its keyword-only parameters are its options, with their defaults; everything else that it asks for
-is refused by name. That is read from the source, which is not run: a loss may import torch, and the orchestrator has none. `CARRIED` is the contract,
+A function gets what its parameters name; its keyword-only parameters are its options, with their defaults; whatever else it asks for
+is refused by name. The source is read and not run: a loss may import torch, and the orchestrator has none. `CARRIED` is the contract,
 by column: name, shape and dtype, and what the run must supply for it.
 
 An objective or auxiliary term returns [T] float, the loss of each token; a weight [T] float, which is detached; a mask [T] bool, true where
