@@ -37,7 +37,8 @@ from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
 MAX_DEATHS = 3
-"""Deaths of the process reward model over tokens of one trace before that trace fails: what it then is not, is innocent."""
+"""Deaths of the process reward model over tokens of one trace before that trace fails. 1 would fail it for its neighbours; many let it
+go on killing."""
 
 
 class Writers(Protocol):
@@ -85,6 +86,7 @@ class _Trace:
     """Has its reward, and waits for its steps."""
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class PrmScoring:
     """Sends engines' tokens on as they come, and joins step scores with rewards: by rollout, attempt and step, never by order of arrival.
 
@@ -100,48 +102,34 @@ class PrmScoring:
     """
 
     name = "prm"
+    generated: Channel[Trajectory]
+    trajectories: Channel[Trajectory]
+    scored: Channel[ScoredTrajectory]
+    prm_scored: Channel[ScoredTrajectory]
+    prm: Prm
+    ledger: Ledger
+    watch: Watch
+    credits: Signal
+    """Set when `backpressure` lets go."""
+    max_waiting_tokens: int
+    stopping: EarlyStopping | None = None
+    restored: tuple[ScoredTrajectory, ...] = ()
+    """Scored before a restart, and its steps were not."""
+    decisions: Mapping[tuple[str, int], EarlyStopDecision] = dataclasses.field(default_factory=dict)
+    """How coins fell before a restart, by rollout and attempt."""
+    num_waiting_tokens: int = 0
+    """Sent, and not answered for."""
+    num_flagged: int = 0
+    num_stopped: int = 0
+    num_saved_tokens: float = 0.0
+    """Estimate of the tokens that stopped rollouts would have gone on for: flagged survivors are a fair sample of them."""
+    num_fenced: int = 0
+    _traces: dict[str, _Trace] = dataclasses.field(default_factory=dict)
 
-    def __init__(
-        self,
-        *,
-        generated: Channel[Trajectory],
-        trajectories: Channel[Trajectory],
-        scored: Channel[ScoredTrajectory],
-        prm_scored: Channel[ScoredTrajectory],
-        prm: Prm,
-        ledger: Ledger,
-        watch: Watch,
-        credits: Signal,
-        max_waiting_tokens: int,
-        stopping: EarlyStopping | None = None,
-        restored: tuple[ScoredTrajectory, ...] = (),
-        decisions: Mapping[tuple[str, int], EarlyStopDecision] | None = None,
-    ) -> None:
-        """`credits` is set when `backpressure` lets go. Before a restart, `restored` was scored and its steps were not; `decisions` tells
-        how coins fell then, by rollout and attempt."""
-        self.num_waiting_tokens = 0
-        """Sent, and not answered for."""
-        self.num_flagged = 0
-        self.num_stopped = 0
-        self.num_saved_tokens = 0.0
-        """Estimate of the tokens that stopped rollouts would have gone on for: flagged survivors are a fair sample of them."""
-        self.num_fenced = 0
-        self._generated = generated
-        self._trajectories = trajectories
-        self._scored = scored
-        self._prm_scored = prm_scored
-        self._prm = prm
-        self._ledger = ledger
-        self._watch = watch
-        self._credits = credits
-        self._max_waiting_tokens = max_waiting_tokens
-        self._stopping = stopping
-        self._restored = restored
-        self._decisions = decisions or {}
-        self._traces: dict[str, _Trace] = {}
-        watch.explain(self._owed)
-        prm.on_scored(self._on_scored)
-        prm.on_lost(self._on_lost)
+    def __post_init__(self) -> None:
+        self.watch.explain(self._owed)
+        self.prm.on_scored(self._on_scored)
+        self.prm.on_lost(self._on_lost)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -150,7 +138,7 @@ class PrmScoring:
 
     def backpressure(self) -> str | None:
         """What admission has to wait for: the model, while more tokens wait for it than may."""
-        return "the process reward model" if self.num_waiting_tokens > self._max_waiting_tokens else None
+        return "the process reward model" if self.num_waiting_tokens > self.max_waiting_tokens else None
 
     def take(self, request: Generate, tokens: Tokens) -> None:
         """An engine tells how a sequence goes on."""
@@ -160,7 +148,7 @@ class PrmScoring:
         self._send(request.rollout_id, trace, tokens.token_ids, is_last=False)
 
     async def _pass_on(self) -> None:
-        async for trajectory in self._generated:
+        async for trajectory in self.generated:
             if trajectory.finish is Finish.ERROR:
                 self._forget(trajectory.rollout_id)
             elif (decision := self._trace_of(trajectory).decision) is not None and decision.stops:
@@ -168,16 +156,16 @@ class PrmScoring:
                 continue
             else:
                 self._complete(trajectory)
-            await self._trajectories.put(trajectory)
+            await self.trajectories.put(trajectory)
 
     async def _join(self) -> None:
-        for scored in self._restored:
+        for scored in self.restored:
             await self._take_scored(scored)
-        async for scored in self._scored:
+        async for scored in self.scored:
             await self._take_scored(scored)
 
     async def _take_scored(self, scored: ScoredTrajectory) -> None:
-        await self._prm_scored.claim(scored.trajectory.num_bytes)
+        await self.prm_scored.claim(scored.trajectory.num_bytes)
         if scored.score.outcome is not Outcome.OK:
             self._forget(scored.trajectory.rollout_id)
             self._answer(scored)
@@ -205,7 +193,7 @@ class PrmScoring:
         trace = self._traces.get(rollout_id)
         if trace is None or trace.attempt < attempt:
             self._forget(rollout_id)
-            decision = self._decisions.get((rollout_id, attempt))
+            decision = self.decisions.get((rollout_id, attempt))
             trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids, decision=decision)
         return trace
 
@@ -215,7 +203,7 @@ class PrmScoring:
         start = len(trace.token_ids)
         trace.token_ids = np.concatenate((trace.token_ids, token_ids))
         self.num_waiting_tokens += len(token_ids)
-        self._prm.send(
+        self.prm.send(
             TraceTokens(
                 rollout_id=rollout_id,
                 attempt=trace.attempt,
@@ -231,14 +219,14 @@ class PrmScoring:
         if trace is not None:
             self._took(trace, len(trace.token_ids))
             if not trace.is_done:
-                self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+                self.prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
 
     def _took(self, trace: _Trace, num_taken: int) -> None:
         was_held = self.backpressure()
         self.num_waiting_tokens -= num_taken - trace.num_taken
         trace.num_taken = num_taken
         if was_held and not self.backpressure():
-            self._credits.set()
+            self.credits.set()
 
     def _on_scored(self, said: StepsScored) -> None:
         trace = self._traces.get(said.rollout_id)
@@ -247,10 +235,10 @@ class PrmScoring:
             return
         last_end = trace.ends[-1] if trace.ends else -1
         if (violation := steps_scored(said, num_sent=len(trace.token_ids), last_end=last_end)) is not None:
-            self._prm.refuse(violation)
+            self.prm.refuse(violation)
             self._fail(said.rollout_id, trace, Outcome.INVALID, f"its answer could not be true, {violation}")
             return
-        self._watch.moved()
+        self.watch.moved()
         self._took(trace, said.num_taken)
         trace.ends += said.ends.tolist()
         trace.scores += said.scores.tolist()
@@ -263,8 +251,8 @@ class PrmScoring:
             return
         trace.version = said.version
         trace.is_done = said.is_last
-        if self._stopping is not None and trace.decision is None:
-            self._judge(said.rollout_id, trace, stopping=self._stopping)
+        if self.stopping is not None and trace.decision is None:
+            self._judge(said.rollout_id, trace, stopping=self.stopping)
         self._finish(said.rollout_id, trace)
 
     # --- early stop ---
@@ -278,14 +266,14 @@ class PrmScoring:
             return
         trace.decision, trace.decided_at = decision, len(trace.token_ids)
         self.num_flagged += 1
-        self._ledger.record_early_stop(rollout_id, attempt=trace.attempt, decision=decision, now_s=_now_s())
+        self.ledger.record_early_stop(rollout_id, attempt=trace.attempt, decision=decision, now_s=_now_s())
         if not decision.stops:
             return
-        self._ledger.flush()  # before the engine hears of it: see the module
+        self.ledger.flush()  # before the engine hears of it: see the module
         self.num_stopped += 1
         self._took(trace, len(trace.token_ids))
         trace.is_done = True
-        self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+        self.prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
         stopping.engines.withdraw(rollout_id, trace.attempt)
 
     async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
@@ -293,14 +281,14 @@ class PrmScoring:
         score = Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
         steps = _scores_of(self._trace_of(trajectory))
         stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, early_stop=decision)
-        self._ledger.record_score(stopped, now_s=_now_s())
+        self.ledger.record_score(stopped, now_s=_now_s())
         await self._take_scored(stopped)
 
     def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
         """A flagged rollout that went on shows what stopping its like saves and costs."""
-        if trace.decision is None or self._stopping is None or scored.score.reward is None:
+        if trace.decision is None or self.stopping is None or scored.score.reward is None:
             return
-        self._stopping.audit.saw(reward=scored.score.reward)
+        self.stopping.audit.saw(reward=scored.score.reward)
         if trace.decided_at:  # in this life of the run
             num_more = len(trace.token_ids) - trace.decided_at
             self.num_saved_tokens += (1.0 / trace.decision.probability - 1.0) * num_more
@@ -324,7 +312,7 @@ class PrmScoring:
 
     def _fail(self, rollout_id: str, trace: _Trace, outcome: Outcome, error: str) -> None:
         self._took(trace, len(trace.token_ids))
-        self._prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+        self.prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
         trace.outcome, trace.error, trace.is_done = outcome, error, True
         self._finish(rollout_id, trace)
 
@@ -342,8 +330,8 @@ class PrmScoring:
         self._answer(msgspec.structs.replace(scored, score=score))
 
     def _answer(self, scored: ScoredTrajectory) -> None:
-        self._ledger.update_scores("prm_scored", (scored,), now_s=_now_s())
-        self._prm_scored.put_claimed(scored)
+        self.ledger.update_scores("prm_scored", (scored,), now_s=_now_s())
+        self.prm_scored.put_claimed(scored)
 
     def _owed(self) -> str | None:
         """What the model has not answered for: for the verdict on a stall."""
