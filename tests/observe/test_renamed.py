@@ -27,7 +27,7 @@ def read(kind: str, **fields: Any) -> dict[str, Any]:
         ("step", {"set_aside_groups": 2, "engines_differ": ["one"]}, {"kind": "step", "filtered_groups": 2, "engine_mismatch": ["one"]}),
         (
             "step",
-            {"trainer": {"ess": 0.9, "ess_fraction": 0.8, "mismatch_kl_kept": 0.1}},
+            {"trainer": {"ess_fraction": 0.8, "ess": 0.9, "mismatch_kl_kept": 0.1}},
             {"kind": "step", "trainer": {"ess_fraction": 0.8, "mismatch_kl_stale_kv": 0.1}},
         ),
         ("step", {"trainer": "no object"}, {"kind": "step", "trainer": "no object"}),

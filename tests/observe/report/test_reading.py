@@ -1,14 +1,16 @@
 """Journals are read as they grow, whole lines only, and long ones are thinned without losing their end."""
 
+import contextlib
 import itertools
 import json
 from pathlib import Path
 
 from pipelinerl.observe.fold import rows
 from pipelinerl.observe.fold.counters import growth, growth_of_all, rate_points
+from pipelinerl.observe.fold.thinned import Thinned
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import JournalTail, Span, read_spans
-from pipelinerl.observe.report.reading import Thinned, read_tables
+from pipelinerl.observe.report.reading import read_tables
 from tests.observe.report.synthetic import BEGAN, START_UP_S, Plan, write_run
 
 
@@ -99,3 +101,13 @@ def test_tables_hold_what_was_written(tmp_path: Path) -> None:
 
 def _step(lines: list[dict], step: int) -> dict:
     return next(line for line in lines if line["kind"] == "step" and line["step"] == step)
+
+
+def test_alarms_are_told_in_the_scale_that_the_run_was_begun_with(tmp_path: Path) -> None:
+    for name, config in (("ones", {}), ("tens", {"algorithm": {"correct_reward": 10.0}})):
+        with contextlib.closing(Journal(tmp_path / name, "orchestrator")) as journal:
+            journal.write("run", config=config)
+            for step in range(20):
+                journal.write("step", step=step, reward_mean=0.95, num_groups=8, zero_variance_fraction=0.9)
+    assert not read_tables(tmp_path / "ones").alarms, "solved"
+    assert [alarm.name for alarm in read_tables(tmp_path / "tens").alarms] == ["no_signal"]

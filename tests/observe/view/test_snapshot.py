@@ -129,3 +129,12 @@ def test_held_out_and_training_rewards_are_told_by_component(tmp_path: Path) -> 
     assert parts["held_out"] == {"a": [[0, 0.0], [2, 0.5]], "b": [[0, 1.0], [2, 1.0]]}
     assert list(parts["training"]) == ["exact", "format"]
     assert [step for step, _ in parts["training"]["exact"]] == [0, 1, 2, 3]
+
+
+def test_curves_over_time_begin_with_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    snapshot = Snapshot(tmp_path)
+    snapshot.look()
+    curves = snapshot.as_json()["curves"]
+    assert 0 <= curves["generated"][0][0] < 60
+    assert 0 <= curves["running"][0][0] < 60
