@@ -63,7 +63,7 @@ class Witness:
         self._see_verdicts()
 
     def _see_bodies(self) -> None:
-        decode, hear = Router._decode, Router.hear
+        decode, hear = Router._decode, Router.receive_frame
 
         def see_body(exchange: Router, body: memoryview) -> Message:
             self._digests.append(digest_of(body))
@@ -82,7 +82,7 @@ class Witness:
                 self._write(name, connection, digest_of(frame), "", [reason], is_fenced=False)
             return arrived
 
-        Router._decode, Router.hear = see_body, see_frame
+        Router._decode, Router.receive_frame = see_body, see_frame
 
     def _see_messages(self) -> None:
         receive = ZmqHub.receive
