@@ -130,13 +130,13 @@ def test_an_item_larger_than_the_bound_is_claimed_by_itself():
     simulate(program())
 
 
-def test_a_claim_waits_in_the_name_of_who_takes_and_more_than_was_claimed_is_our_own_mistake():
+def test_a_claim_waits_in_the_name_of_who_gives_and_more_than_was_claimed_is_our_own_mistake():
     async def program() -> None:
         numbers = channel(bound_bytes=10)
         await numbers.claim(10)
         waiting = asyncio.create_task(numbers.claim(1))
         await settled()
-        assert [(wait.stage, wait.what) for wait in numbers._watch.waits()] == [("sink", "room in numbers")]
+        assert [(wait.stage, wait.what) for wait in numbers._watch.waits()] == [("source", "room in numbers")]
         with pytest.raises(AssertionError, match="numbers: more was put than was claimed"):
             numbers.put_claimed(11)
         waiting.cancel()
