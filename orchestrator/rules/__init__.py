@@ -1,1 +1,3 @@
-"""The decisions: plain classes without asyncio, clock or socket, driven alike by the live run and by the simulator."""
+"""The package holds the decisions: plain classes without asyncio, clock or socket. The live run and the simulator drive the same
+classes.
+"""

@@ -1,4 +1,4 @@
-"""When may another group be generated? The one formula that bounds staleness, and the one place where it stands.
+"""Admission decides whether another group may be generated. This module holds the only formula that bounds staleness.
 
 With bound K and batches of B groups, admit a group to an engine that samples under `version` while
 
@@ -6,10 +6,13 @@ With bound K and batches of B groups, admit a group to an engine that samples un
 
 `accepted` counts groups assigned to a step since the run began, `running` those admitted and neither assigned nor dropped yet; `generating`
 counts rollouts that engines still work on: a group that waits for its last sibling, for its scores or for its environment occupies no
-engine. Why it bounds staleness: when a group is admitted to an engine at version v there are fewer than (K + v + 1) * B groups assigned or
-on their way before it, so taken in order it falls into step K + v at the latest, and step s trains version s: its oldest token, sampled
-under v or later, is at most K versions old. It must be the version the engine *holds*: one that is published but not yet committed samples
-nothing. A group overtaken by later ones can still exceed K; `rules.batch` checks that again, per oldest token, when the batch is cut.
+engine.
+
+The formula bounds staleness for this reason. When a group is admitted to an engine at version v, fewer than (K + v + 1) * B groups are
+assigned or on their way before it. Taken in order it falls into step K + v at the latest, and step s trains version s. Its oldest token was
+sampled under v or later, so it is at most K versions old. `version` must be the version the engine *holds*: a policy that is published but
+not yet committed samples nothing. A group overtaken by later ones can still exceed K; `rules.batch` checks that again, per oldest token,
+when the batch is cut.
 
 Source: AReaL (arXiv 2505.24298, eq. 3), in groups, with the credit returned on every exit path.
 """
@@ -30,10 +33,10 @@ ROUND_UNDER_WAY = "the round to end"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How generation and training share time."""
+    """A schedule says how generation and training share time."""
 
     max_staleness: int
-    """K."""
+    """The staleness bound K, in versions."""
     in_rounds: bool
     """Admit whole batches, each when the last is generated and every engine holds the newest policy."""
     holds_batches: bool
@@ -43,7 +46,7 @@ class Schedule:
 
 
 def schedule_of(mode: Mode, *, max_staleness: int) -> Schedule:
-    """The schedule of a mode; `max_staleness` is the configured K, which only streaming uses."""
+    """Return the schedule of a mode; `max_staleness` is the configured K, which only streaming uses."""
     match mode:
         case Mode.STREAMING:
             return Schedule(max_staleness=max_staleness, in_rounds=False, holds_batches=False, swaps_when_idle=False)
@@ -54,7 +57,7 @@ def schedule_of(mode: Mode, *, max_staleness: int) -> Schedule:
 
 
 class Admission:
-    """Counts groups and answers `holds_back`. Every admitted group comes back exactly once, by `assigned` or `dropped`."""
+    """Admission counts groups and answers `holds_back`. Every admitted group comes back exactly once, by `assigned` or `dropped`."""
 
     def __init__(self, *, schedule: Schedule, groups_per_step: int, num_steps: int, max_running: int) -> None:
         """`max_running` bounds the rollouts that engines work on or hold in their queues."""
@@ -69,17 +72,18 @@ class Admission:
         self._round_left = 0
 
     def restore(self, *, accepted: int, running: int, version: int) -> None:
-        """Take over the counts of an earlier life of the run."""
+        """Take over the counts of an earlier process of the run."""
         self.accepted, self.running, self.version = accepted, running, version
 
     def limit(self, version: int) -> int:
-        """Groups that may be accepted or running: (K + version + 1) * B, and never more than the run trains on."""
+        """Return how many groups may be accepted or running: (K + version + 1) * B, and never more than the run trains on."""
         return min(self.schedule.max_staleness + version + 1, self._num_steps) * self._groups_per_step
 
     def holds_back(self, *, version: int, num_generating: int, engines_are_current: bool) -> str | None:
-        """What another group would have to wait for, or None where an engine that samples under `version` may generate it now.
+        """Name what another group would have to wait for; return None where an engine that samples under `version` may generate it now.
 
-        `num_generating`: rollouts engines have not answered; `engines_are_current`: every engine holds the newest policy.
+        `num_generating` counts the rollouts that engines have not answered; `engines_are_current` says that every engine holds the newest
+        policy.
         """
         if self.accepted + self.running >= self.limit(version):
             return STALENESS_BOUND
@@ -90,19 +94,19 @@ class Admission:
         return None if self._round_left > 0 else ROUND_UNDER_WAY
 
     def admitted(self) -> None:
-        """A group was sent to engines: it takes a credit."""
+        """Note that a group was sent to engines: it takes a credit."""
         self.running += 1
         self._round_left = max(0, self._round_left - 1)
 
     def assigned(self) -> None:
-        """A group was assigned to a step."""
+        """Note that a group was assigned to a step."""
         self.running -= 1
         self.accepted += 1
 
     def dropped(self) -> None:
-        """A group was filtered, stale, failed or cancelled: its credit returns."""
+        """Note that a group was filtered, stale, failed or cancelled: its credit returns."""
         self.running -= 1
 
     def published(self, version: int) -> None:
-        """The trainer published a policy. Repeated and reordered news are harmless."""
+        """Note that the trainer published a policy. Repeated and reordered messages are harmless."""
         self.version = max(self.version, version)

@@ -1,20 +1,20 @@
-"""Which scored groups become part of a step, with which samples, and when the step is whole.
+"""The batch cut decides which scored groups become part of a step, with which samples, and when the step is complete.
 
-The staleness bound is checked here a second time, per oldest token: a group that others overtook can be older than admission foresaw.
-A step trains the version of its own number, so a group assigned to step s has staleness s - oldest version.
+The staleness bound is checked here a second time, per oldest token: a group that others overtook can be older than admission foresaw. A
+step trains the version of its own number, so a group assigned to step s has staleness s - oldest version.
 
-A group is assigned or dropped whole: a row taken out by itself would change its siblings' baseline. Groups that the method filters out are
-made up for by others, up to a budget per step; then the step is filled with what comes, so that no reward can starve the trainer.
+A group is assigned or dropped whole: removing a single row would change its siblings' baseline. Groups that the method filters out are
+replaced by others, up to a budget per step. After that, the step is filled with whatever arrives, so that no reward can starve the trainer.
 
-Siblings that a coin stopped early (`rules.early_stop`) are no failures: they were started, so they count as survivors where a group needs
-some, in its age, in its baseline (by what was predicted of them) and among the step's samples, which sums are divided by. They train
-nothing and end as filtered. A group whose siblings were all stopped takes its place in the step with nothing to train. Were it made up for
-by another, or were survivors wanted beside the stopped, the coins would choose which prompts train, and the weights 1/epsilon not make up
-for it.
+Siblings that a coin stopped early (`rules.early_stop`) are no failures: they were started. They count as survivors where a group needs
+some, in its age, in its baseline (with their predicted reward) and among the step's samples, which sums are divided by. They train nothing
+and end as filtered. A group whose siblings were all stopped takes its place in the step with nothing to train. If another group replaced
+it, or if survivors were required besides the stopped ones, the coins would choose which prompts train, and the weights 1/epsilon could not
+correct for that.
 
-A greedy sibling is there for its reward, the baseline of the others. It is no sample, however the group fares, and ends as filtered; how
-old it is does not matter, since any number that does not depend on what its siblings sampled is a baseline without bias. Where it has no
-reward the group has no baseline, and fails whole: trained without one, or with another, it would be another method's.
+A greedy sibling exists for its reward, which is the baseline of the others. It is never a sample, whatever becomes of the group, and ends
+as filtered. Its age does not matter, since any number that does not depend on what its siblings sampled is a baseline without bias. Where
+it has no reward, the group has no baseline and fails whole: training it without one, or with another one, would be another method.
 """
 
 from __future__ import annotations
@@ -28,39 +28,46 @@ from pipelinerl.messages import Float32, Group, Outcome, Sample, ScoredTrajector
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """The method filters a group out."""
+    """The verdict of a method that filters a group out."""
 
     reason: str
     advantages: list[Float32]
-    """What it trains with where the step's budget for filtered groups is spent."""
+    """The advantages that the group trains with where the step's budget for filtered groups is spent."""
 
 
 STOPPED_EARLY = "stopped early"
-"""Reason of a rollout that a coin stopped."""
+"""The reason given for a rollout that a coin stopped."""
 GREEDY_BASELINE = "greedy baseline"
-"""Reason of a greedy rollout that has a reward."""
+"""The reason given for a greedy rollout that has a reward."""
 
 _NO_FAILURE = (Outcome.OK, Outcome.STOPPED)
 
 Survivors = tuple[ScoredTrajectory, ...]
-"""The siblings of a group that did not fail: each has a reward, or was stopped early. A greedy one is among them, the last."""
+"""The siblings of a group that did not fail: each has a reward, or was stopped early. A greedy sibling is among them, as the last."""
 Credit = Callable[[Survivors], list[Float32] | Filtered]
-"""The method's advantage rule for one group: one [L] column for each survivor but the greedy, those of the stopped not read."""
+"""The method's advantage rule for one group: one [L] column for each survivor but the greedy one. Columns of stopped siblings are not
+read.
+"""
 StepCredit = Callable[[Sequence[Survivors]], list[list[Float32]]]
 """The method's advantage rule for all groups of a step at once, in the order in which they were assigned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """What a method asks of the cut beyond the advantages of one group."""
+    """The rules that a method adds to the batch cut, beyond the advantages of one group."""
 
     step_credit: StepCredit | None = None
-    """Final advantages of a whole step. Its samples are then held until the step is whole; None lets each group go at once."""
+    """The rule for the final advantages of a whole step. Samples are then held until the step is complete; None lets each group go at
+    once.
+    """
     refill_batches: int = 10
-    """Batches' worth of groups that may be filtered out for one step. More generates for nothing; fewer trains groups without signal."""
+    """Groups that may be filtered out for one step, in batches. A larger value generates more for nothing; a smaller one trains groups
+    without signal.
+    """
     withhold: int | None = None
-    """Tokens older than this do not train, in the trainer's mask, while their sequence's reward counts in the baseline: a group is then too
-    old only where none of its tokens would train. None: the oldest token decides about the group."""
+    """Tokens older than this do not train, by the trainer's mask, while their sequence's reward still counts in the baseline. A group is
+    then too old only where none of its tokens would train. With None, the oldest token decides about the group.
+    """
     adds_greedy: bool = False
     """Each group has one more sibling, sampled at temperature 0, whose reward is the baseline of the others."""
 
@@ -73,29 +80,29 @@ class Ended:
     status: TerminalStatus
     reason: str
     step: int | None = None
-    """Step whose samples it counts among, where it was stopped early and its group was assigned to it."""
+    """The step whose samples it counts among, where it was stopped early and its group was assigned to that step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What becomes of one group. Every member stands in exactly one of `samples` and `ended`."""
+    """The decision about one group. Every member stands in exactly one of `samples` and `ended`."""
 
     group: Group
     step: int
     """Step the group was assigned to, or would have been."""
     samples: tuple[Sample, ...]
-    """What trains of this group; under a rule over the whole step, with the advantages of the group alone."""
+    """The samples of this group that train; under a rule over the whole step, they have the advantages of the group alone."""
     ended: tuple[Ended, ...]
     is_assigned: bool
     """True where the group takes a place in the step; without samples where all its siblings were stopped early."""
     delivered: tuple[Sample, ...] = ()
-    """What goes to the trainer now: `samples`, or, under a rule over the whole step, all of the step's at once when it closes."""
+    """The samples that go to the trainer now: `samples`, or, under a rule over the whole step, all samples of the step when it closes."""
     is_filtered: bool = False
     """True where the group is dropped because the method filters it out."""
     is_let_through: bool = False
     """True where it trains although the method filters it out, because the step's budget is spent."""
     closes_step: bool = False
-    """True where this group completes the step: then it is sealed with `num_tokens` and `num_samples`."""
+    """True where this group completes the step: the step is then sealed with `num_tokens` and `num_samples`."""
     num_tokens: int = 0
     """Tokens with a loss in the whole step; meaningful where `closes_step`."""
     num_samples: int = 0
@@ -103,7 +110,7 @@ class Verdict:
 
 
 class BatchCut:
-    """Assigns groups to steps of `groups_per_step`, in order of arrival."""
+    """The cut assigns groups to steps of `groups_per_step`, in order of arrival."""
 
     def __init__(
         self,
@@ -132,7 +139,7 @@ class BatchCut:
         self._num_samples = 0
 
     def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Survivors], num_stopped: int = 0) -> None:
-        """Take over what an earlier life of the run has assigned to the step being filled; `groups` have not left it.
+        """Take over what an earlier process of the run has assigned to the step being filled; `groups` have not been delivered.
 
         `num_stopped` rollouts of its groups were stopped early.
         """
@@ -224,12 +231,12 @@ class BatchCut:
 
 
 def sampled_of(members: Survivors) -> Survivors:
-    """All but the greedy sibling."""
+    """Return all members but the greedy sibling."""
     return tuple(member for member in members if not member.trajectory.is_greedy)
 
 
 def greedy_of(members: Survivors) -> ScoredTrajectory | None:
-    """The greedy sibling; None where there is none."""
+    """Return the greedy sibling; None where there is none."""
     return next((member for member in members if member.trajectory.is_greedy), None)
 
 
@@ -248,7 +255,7 @@ def _never_trains(member: ScoredTrajectory) -> bool:
 
 
 def _untrained(member: ScoredTrajectory, *, step: int | None = None) -> Ended:
-    """`step` is the one whose samples a stopped rollout counts among; a greedy one counts among none."""
+    """End a member that never trains. `step` is the one whose samples a stopped rollout counts among; a greedy one counts among none."""
     if member.trajectory.is_greedy:
         return Ended(scored=member, status=TerminalStatus.FILTERED, reason=GREEDY_BASELINE)
     return Ended(scored=member, status=TerminalStatus.FILTERED, reason=STOPPED_EARLY, step=step)

@@ -1,17 +1,18 @@
-"""Stop a rollout that a process reward model finds hopeless, without bias: Russian roulette. A rule: no loop, no clock.
+"""This rule stops a rollout that a process reward model finds hopeless, without bias: Russian roulette. It has no loop and no clock.
 
-When the scores of a prefix flag it, a coin decides: with probability p (`keep_probability`) the rollout goes on and weighs 1/p, else it
-stops and weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finished rollout, so every estimate that weighs by it
+When the scores of a prefix flag a rollout, a coin decides: with probability p (`keep_probability`) the rollout goes on and weighs 1/p, else
+it stops and weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finished rollout, so every estimate that weighs by it
 is unbiased:
 
 1. the flag depends on the prefix alone, never on what follows (`decide` is given nothing else);
 2. the coin is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
 3. baselines leave the rollout itself out, and sums are divided by rollouts started, not by survivors (`algorithms.advantage.early_stop`).
 
-A flag that comes when the rollout is whole is none: nothing would be saved. Whether it comes in time depends on neither coin nor weight.
+A flag that arrives once the rollout is complete does not count: nothing would be saved. Whether it arrives in time depends on neither the
+coin nor the weight.
 
-The price is variance: (1/p - 1) * P(flag) * E[g^2 | flag]. The flagged survivors show what stopping costs: `Audit` estimates from
-them how many flagged rollouts would have been right, and tells when that is too many to go on stopping.
+The price is variance: (1/p - 1) * P(flag) * E[g^2 | flag]. The flagged survivors show what stopping costs: `Audit` estimates from them how
+many flagged rollouts would have been right, and tells when that is too many to go on stopping.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from collections.abc import Sequence
 from pipelinerl.messages import EarlyStopDecision
 
 AUDIT_SURVIVORS = 20
-"""Fewest flagged survivors the audit speaks about. Fewer would end the stopping on chance."""
+"""The audit gives no verdict about fewer flagged survivors than this. A smaller value would end the stopping by chance."""
 _Z = 1.96
-"""Of the 95 % interval the audit uses."""
+"""The normal quantile of the 95 % interval that the audit uses."""
 
 
 class EarlyStop:
-    """Decides about rollouts, one step score at a time."""
+    """The rule decides about rollouts, one step score at a time."""
 
     def __init__(self, *, threshold: float, keep_probability: float, min_steps: int, seed: int) -> None:
         if not 0.0 < keep_probability <= 1.0:
@@ -41,7 +42,7 @@ class EarlyStop:
         self._seed = seed
 
     def decide(self, rollout_id: str, attempt: int, scores: Sequence[float]) -> EarlyStopDecision | None:
-        """The coin falls once, at the first step whose score is under the threshold; None while no step of `scores` is."""
+        """Toss the coin once, at the first step whose score is under the threshold; return None while no step of `scores` is."""
         flagged_at = next((k for k, score in enumerate(scores) if k + 1 >= self._min_steps and score < self._threshold), None)
         if flagged_at is None:
             return None
@@ -49,38 +50,39 @@ class EarlyStop:
         return EarlyStopDecision(step=flagged_at, predicted=float(scores[flagged_at]), probability=self._keep_probability, stops=stops)
 
     def _coin(self, rollout_id: str, attempt: int) -> float:
-        """In [0, 1), equal for equal arguments."""
+        """Return a number in [0, 1), equal for equal arguments."""
         digest = hashlib.blake2b(f"{self._seed}/{rollout_id}/{attempt}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Audit:
-    """How often flagged rollouts that went on were right after all. They are a fair sample of all flagged: the coin chose them.
+    """The record of flagged rollouts that went on, and of how many were right. The coin chose them, so they are a fair sample of all
+    flagged.
 
     A run that goes on after its orchestrator ended counts anew.
     """
 
     max_false_stop_fraction: float
-    """Stopping ends where surely more than this part of flagged rollouts would have been right."""
+    """Stopping ends where more than this part of flagged rollouts would surely have been right."""
     correct_reward: float
     """A rollout with at least this reward was right."""
     num_survivors: int = 0
     num_right: int = 0
 
     def saw(self, *, reward: float) -> None:
-        """A flagged rollout that went on has its reward."""
+        """Note the reward of a flagged rollout that went on."""
         self.num_survivors += 1
         self.num_right += reward >= self.correct_reward
 
     @property
     def right_fraction(self) -> float | None:
-        """Estimate of P(right | flagged); None before the first flagged survivor."""
+        """The estimate of P(right | flagged); None before the first flagged survivor."""
         return self.num_right / self.num_survivors if self.num_survivors else None
 
     @property
     def allows_stopping(self) -> bool:
-        """False where the lower end of the 95 % interval (Wilson) of `right_fraction` is above the limit."""
+        """True unless the lower end of the 95 % interval (Wilson) of `right_fraction` is above the limit."""
         n = self.num_survivors
         if n < AUDIT_SURVIVORS:
             return True

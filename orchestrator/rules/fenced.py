@@ -1,20 +1,21 @@
-"""Late answers: requests that nobody waits for any more, and that a peer may still answer."""
+"""Fenced requests are those that nobody waits for any more, and that a peer may still answer late."""
 
 from __future__ import annotations
 
 MAX_REMEMBERED = 1 << 13
-"""Requests remembered that a peer may still answer, or answer once more, and nobody waits for. More than are on their way at once; one that
-is forgotten makes a violation of a late answer, and three of those have an honest peer replaced."""
+"""The number of requests remembered that a peer may still answer, or answer once more, and nobody waits for. It exceeds what is on the way
+at once. A late answer to a forgotten request counts as a violation, and three violations have an honest peer replaced.
+"""
 
 
 class FencedRequests:
-    """What a peer was asked and nobody waits for any more: it was given up, or answered already. The newest of them."""
+    """The newest requests to a peer that nobody waits for any more: each was given up, or answered already."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[object, ...], None] = {}
 
     def add(self, *keys: tuple[object, ...]) -> None:
-        """Remember what names a request, in place of what is oldest."""
+        """Remember the keys of a request, in place of the oldest ones."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None

@@ -1,7 +1,8 @@
-"""What becomes of a group whose rewards compare siblings, before they are asked for and after. A rule: no loop, no clock.
+"""This rule treats a group whose rewards compare siblings, before the comparison is asked for and after. It has no loop and no clock.
 
-The policy: wait until every sibling has an outcome of its own; ask with those that are ok, if at least two and `min_group_size` are; else
-drop: nobody is left to compare with, so the ok ones become invalid, counted by that reason. A comparison that fails fails them all.
+The policy is to wait until every sibling has an outcome of its own, and to ask with those that are ok, if these are at least two and at
+least `min_group_size`. Otherwise nobody is left to compare with, so the ok ones become invalid and are counted by that reason. A comparison
+that fails fails all compared siblings.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pipelinerl.messages import Group, Outcome, Result, Score, ScoredTrajectory
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who of a group is compared."""
+    """The division of a group into members to compare and members that are final."""
 
     done: tuple[ScoredTrajectory, ...]
     """Members whose score is final without a comparison."""
     compared: tuple[ScoredTrajectory, ...]
-    """Members to ask for; empty, or at least two."""
+    """Members that a scorer is to compare; empty, or at least two."""
 
 
 def plan_comparison(group: Group, *, min_group_size: int) -> Plan:
@@ -34,7 +35,7 @@ def plan_comparison(group: Group, *, min_group_size: int) -> Plan:
 
 
 def join_comparison(compared: tuple[ScoredTrajectory, ...], result: Result) -> tuple[ScoredTrajectory, ...]:
-    """Each member with the sum of its own reward and the comparison's; invalid where no function of either kind applied to it."""
+    """Add the comparison's reward to each member's own; a member is invalid where no function of either kind applied to it."""
     if result.outcome is not Outcome.OK:
         return tuple(_fail(member, result.outcome, result.error) for member in compared)
     if len(result.rewards) != len(compared):

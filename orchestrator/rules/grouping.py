@@ -1,4 +1,4 @@
-"""Siblings that arrive one by one, in any order, become a group the moment the last is scored."""
+"""Siblings arrive one by one, in any order, and become a group the moment the last is scored."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pipelinerl.messages import Group, ScoredTrajectory
 
 
 class Grouping:
-    """Collects scored siblings. A second result for the same sibling is fenced: the first one counts."""
+    """The collection of scored siblings. A second result for the same sibling is fenced: the first one counts."""
 
     def __init__(self, *, group_size: int, first_group_id: int = 0, still_open: Collection[int] = ()) -> None:
-        """Of the groups below `first_group_id`, which an earlier life of the run admitted, only `still_open` can complete."""
+        """Let only `still_open` of the groups below `first_group_id` complete: an earlier process of the run admitted those."""
         self.num_fenced = 0
         self._group_size = group_size
         self._open: dict[int, dict[int, ScoredTrajectory]] = {}
         self._all_closed_below = min(still_open, default=first_group_id)
         self._closed = set(range(self._all_closed_below, first_group_id)) - set(still_open)
-        """Groups that were complete, from `_all_closed_below` on: below it, all were."""
+        """Complete groups from `_all_closed_below` on; all groups below it are complete."""
 
     @property
     def num_open(self) -> int:
-        """Groups with some but not all siblings scored."""
+        """The number of groups with some but not all siblings scored."""
         return len(self._open)
 
     def add(self, scored: ScoredTrajectory) -> Group | None:
@@ -42,7 +42,7 @@ class Grouping:
         return Group(group_id=trajectory.group_id, members=tuple(members[sibling] for sibling in sorted(members)))
 
     def _note_closed(self, group_id: int) -> None:
-        """Group ids count up from 0, so the set holds only groups that overtook an older one."""
+        """Note that a group is complete. Group ids count up from 0, so the set holds only groups that overtook an older one."""
         self._closed.add(group_id)
         while self._all_closed_below in self._closed:
             self._closed.remove(self._all_closed_below)

@@ -1,16 +1,17 @@
-"""Which running sequences does a swap have compute their KV cache again?
+"""This rule decides which running sequences compute their KV cache again at a swap.
 
-A cache that is kept was computed in part by older policies: tokens are then sampled from a mixture. Two limits, both off by default, and
-both asked of each sequence by its engine:
+A cache that is kept was computed in part by older policies: tokens are then sampled from a mixture. There are two limits, both off by
+default, and each engine applies both to each sequence:
 
 - `max_staleness`: versions between the new policy and the oldest part of its cache;
 - `max_mean_staleness`: versions that its cache is behind the new policy, as a mean over the cache's tokens. A sequence with a long old part
-is beyond it, one that has mostly been written since is not.
+  is beyond it, one that has mostly been written since is not.
 
-`max_mean_staleness` follows from a bound on the KL between what a sequence is sampled from and the policy. What that is for one sequence
-could only be told by computing its cache twice, so it is predicted: between policies near each other it is quadratic in their distance, so
-KL = c lag^2. The trainer measures c: each step's KL, summed over the tokens of the very version being trained whose sequences lived through
-a swap, over the squared lags of the same tokens (`squared_lags`). So a sequence is computed anew where its lag exceeds sqrt(max_kl / c).
+`max_mean_staleness` follows from a bound on the KL between the distribution that a sequence is sampled from and the policy. Measuring it
+for one sequence would mean computing its cache twice, so it is predicted: between policies near each other it is quadratic in their
+distance, so KL = c lag^2. The trainer measures c: each step's KL, summed over the tokens of the very version being trained whose sequences
+lived through a swap, over the squared lags of the same tokens (`squared_lags`). So a sequence's cache is computed anew where its lag
+exceeds sqrt(max_kl / c).
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ import numpy.typing as npt
 from pipelinerl.messages import UNSAMPLED, Trajectory
 
 MEMORY = 0.9
-"""What earlier steps weigh after each further one. Larger follows a learning rate that changes later; smaller follows noise."""
+"""The factor on the weight of earlier steps after each further one. A larger value follows a changing learning rate later; a smaller one
+follows noise.
+"""
 DOUBT = 0.98
-"""What the measured KL weighs after a step that shows nothing, as where every cache is computed anew: in time one is kept, and measured."""
+"""The factor on the measured KL after a step that shows nothing, for example where every cache is computed anew: in time one is kept, and
+measured.
+"""
 MIN_TOKENS = 200
-"""Tokens behind a prediction; fewer are noise."""
+"""The fewest tokens behind a prediction; fewer are noise."""
 
 
 class KvPolicy:
-    """The limits in force; `max_staleness` None: any, `max_kl` None: the lag has none."""
+    """The limits in force. A `max_staleness` of None allows any age; a `max_kl` of None sets no limit on the lag."""
 
     def __init__(self, *, max_staleness: int | None = None, max_kl: float | None = None) -> None:
         self.max_staleness = max_staleness
@@ -41,12 +46,12 @@ class KvPolicy:
 
     @property
     def is_measured(self) -> bool:
-        """`measured` is to be told of every step."""
+        """True where `measured` is to be called for every step."""
         return self._max_kl is not None
 
     @property
     def max_mean_staleness(self) -> float | None:
-        """Mean lag, in versions, beyond which a sequence's cache is computed anew; None: none is for its lag."""
+        """The mean lag, in versions, beyond which a sequence's cache is computed anew; None while the lag has no limit."""
         if self._max_kl is None or self._num_tokens < MIN_TOKENS or self._kl <= 0.0:
             return None
         return float(np.sqrt(self._max_kl * self._square / self._kl))
@@ -62,10 +67,10 @@ class KvPolicy:
 
 
 def squared_lags(versions: npt.NDArray[np.int32], *, num_prompt: int, recomputed: Sequence[int], trained: int) -> tuple[float, int]:
-    """(sum, count) of the squared lags, where not 0, of the tokens that version `trained` sampled.
+    """Return (sum, count) of the squared lags, where not 0, of the tokens that version `trained` sampled.
 
-    `versions` [T] of the sampled tokens, after a prompt of `num_prompt`; before each of the tokens `recomputed` the cache was made anew.
-    A token's part of the cache counts under the version that sampled it, the prompt's under that of the first token.
+    `versions` [T] belong to the sampled tokens, after a prompt of `num_prompt` tokens; before each of the tokens `recomputed` the cache was
+    computed anew. A token's part of the cache counts under the version that sampled it, the prompt's part under that of the first token.
     """
     first, end = (int(np.searchsorted(versions, trained, side=side)) for side in ("left", "right"))
     start = max((place for place in recomputed if place <= first), default=0)
@@ -77,7 +82,7 @@ def squared_lags(versions: npt.NDArray[np.int32], *, num_prompt: int, recomputed
 
 
 def squared_lags_of(trajectory: Trajectory, *, trained: int) -> tuple[float, int]:
-    """Return `squared_lags` summed over the turns of a rollout. What precedes a turn is computed anew where the version has changed."""
+    """Return `squared_lags` summed over the turns of a rollout. The cache before a turn is computed anew where the version has changed."""
     edges = np.flatnonzero(np.diff(trajectory.versions != UNSAMPLED, prepend=False, append=False)).reshape(-1, 2).tolist()
     num_prompt = edges[0][0] if edges else 0
     found = [

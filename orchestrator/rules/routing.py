@@ -1,4 +1,4 @@
-"""Which engine generates a group? The one with the fewest rollouts outstanding; siblings stay together.
+"""Routing chooses the engine that generates a group: the one with the fewest rollouts outstanding. Siblings stay together.
 
 Siblings share their prompt, so on one engine its prefix is computed once. Balance counts rollouts, not tokens: lengths are unknown
 beforehand, and the count corrects itself with every finished rollout.
@@ -12,23 +12,25 @@ from collections.abc import Iterable, Mapping
 
 
 def route(outstanding: Mapping[int, int]) -> int | None:
-    """The engine for the next group, given each serving engine's outstanding rollouts; ties go to the lowest id, None if none serves."""
+    """Return the engine for the next group, given each serving engine's outstanding rollouts; ties go to the lowest id, None if none
+    serves.
+    """
     return min(outstanding, key=lambda engine_id: (outstanding[engine_id], engine_id), default=None)
 
 
 class Loads:
-    """Engines by version and by what each has outstanding; no answer takes longer for more engines."""
+    """The serving engines by version and by outstanding rollouts; no answer takes longer with more engines."""
 
     def __init__(self) -> None:
         self._now: dict[int, tuple[int, int]] = {}
         """(version, outstanding) of each engine."""
         self._heaps: dict[int, list[tuple[int, int]]] = {}
-        """By version: (outstanding, engine id), also such as are no longer true."""
+        """Entries (outstanding, engine id) by version, including outdated ones."""
         self._num_engines: collections.Counter[int] = collections.Counter()
-        """By version."""
+        """The number of engines by version."""
 
     def note(self, engine_id: int, *, version: int, outstanding: int) -> None:
-        """An engine has so much outstanding now, and samples under `version`."""
+        """Note the outstanding rollouts of an engine and the version it samples under."""
         if self._now.get(engine_id, (None, 0))[0] != version:
             self.forget(engine_id)
             self._num_engines[version] += 1
@@ -40,7 +42,7 @@ class Loads:
             heapq.heapify(heap)
 
     def forget(self, engine_id: int) -> None:
-        """An engine serves no more, if it did."""
+        """Note that an engine serves no more, if it did."""
         before = self._now.pop(engine_id, None)
         if before is None:
             return
@@ -50,15 +52,15 @@ class Loads:
             del self._num_engines[version], self._heaps[version]
 
     def knows(self, engine_id: int) -> bool:
-        """True where the engine serves."""
+        """Return whether the engine serves."""
         return engine_id in self._now
 
     def versions(self) -> list[int]:
-        """The versions that engines hold, each once."""
+        """Return the versions that engines hold, each once."""
         return list(self._num_engines)
 
     def least_busy(self, versions: Iterable[int]) -> int | None:
-        """The engine that `route` would choose among those that hold one of `versions`."""
+        """Return the engine that `route` would choose among those that hold one of `versions`."""
         tops = [top for version in versions if (top := self._top(version)) is not None]
         return min(tops)[1] if tops else None
 

@@ -1,4 +1,4 @@
-"""Whose turn is it? Weighted turns without chance: after any n turns each has had n times its share, give or take one."""
+"""Shares gives weighted turns without chance: after any n turns each member has had n times its share, give or take one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Shares:
-    """Gives turn after turn to whoever is furthest behind its share (smooth weighted round robin); ties go to the first."""
+    """The turns given so far; the next goes to the member furthest behind its share (smooth weighted round robin), ties to the first."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = [weight / sum(weights) for weight in weights]
@@ -19,7 +19,7 @@ class Shares:
         self._given = [0] * len(self._weights)
 
     def give(self) -> int:
-        """Who has the next turn, which is thereby given."""
+        """Give the next turn, and return the index of the member that has it."""
         self.num_given += 1
         owed = [self.num_given * weight - given for weight, given in zip(self._weights, self._given, strict=True)]
         turn = max(range(len(owed)), key=lambda index: (owed[index], -index))

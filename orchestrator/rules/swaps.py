@@ -1,11 +1,12 @@
-"""Which engine stages which policy, which engines take new work, and which buffers nobody reads any more.
+"""This rule decides which engine stages which policy, which engines take new work, and which buffers no engine reads any more.
 
 Every engine moves at its own pace: it has at most one order open, and when that ends it gets the newest policy there is, whatever was
-published in between. So an engine reads at most two buffers, the one it serves from and the one it was told to fetch, and everything else
-but the newest can be handed back at once.
+published in between. So an engine reads at most two buffers, the one it serves from and the one it was told to fetch, and every other
+buffer but the newest can be handed back at once.
 
 An engine whose swap fails or is late is fenced: it ends its running sequences under its old version, takes no new ones, and is refilled
-with the newest policy until it holds one. `MAX_REFILLS` refusals in a row of the *same* policy are enough; the next policy is a new chance.
+with the newest policy until it holds one. More than `MAX_REFILLS` refusals in a row of the *same* policy end the refilling; the next policy
+is a new chance.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import dataclasses
 
 MAX_REFILLS = 2
-"""Times an engine is told again to fetch a policy that it refused. More helps against faults that pass slowly, and repeats errors."""
+"""Times an engine is told again to fetch a policy that it refused. A larger value helps against faults that pass slowly, and repeats
+errors.
+"""
 
 Age = tuple[int, int]
-"""(rollback epoch, version): what orders policies. A rollback begins a rollback epoch, so ages never fall."""
+"""The pair (rollback epoch, version), which orders policies. A rollback begins a rollback epoch, so ages never fall."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,36 +33,36 @@ class Policy:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Swap:
-    """Where one engine stands."""
+    """The state of one engine's swaps."""
 
     held: Age = (0, 0)
-    """What it samples under."""
+    """The policy that the engine samples under."""
     ordered: Age | None = None
-    """What it was told to fetch and has neither committed nor refused."""
+    """The policy that it was told to fetch and has neither committed nor refused."""
     fault: str = ""
-    """Why it is fenced, with its own words; empty while it takes new work."""
+    """The reason why it is fenced, in the engine's own words; empty while it takes new work."""
     num_refusals: int = 0
-    """Of the newest policy, in a row."""
+    """Refusals of the newest policy, in a row."""
     needs_whole: bool = False
-    """It refused a policy and has taken none since: changes might not fit over what it holds."""
+    """True after it refused a policy, until it takes one: changes might not fit over what it holds."""
     is_late: bool = False
-    """Its open order has lasted too long."""
+    """True where its open order has lasted too long."""
     is_pinned: bool = False
-    """It keeps the policy it holds, for an evaluation, and is told of no other meanwhile."""
+    """True while it keeps the policy it holds, for an evaluation, and is told of no other."""
 
     @property
     def is_hopeless(self) -> bool:
-        """True where it is fenced and nothing under way could change that; only another policy, or a late answer, can."""
+        """True where it is fenced and no open order could change that; only another policy, or a late answer, can."""
         return bool(self.fault) and (self.is_late or self.num_refusals > MAX_REFILLS)
 
 
 class Swaps:
-    """Every engine's place in the stream of policies. News may repeat and come in any order."""
+    """Every engine's place in the sequence of policies. Messages may repeat and come in any order."""
 
     def __init__(self) -> None:
         self.newest: Policy | None = None
         self.rollback_epoch = 0
-        """The newest that was heard of, from a trainer or an engine; outlives the trainer that began it."""
+        """The newest rollback epoch that a trainer or an engine has named; it outlives the trainer that began it."""
         self._swaps: dict[int, Swap] = {}
         self._buffers: dict[Age, str] = {}
         """Buffers not handed back."""
@@ -68,11 +71,11 @@ class Swaps:
         return self._swaps.setdefault(engine_id, Swap())
 
     def left(self, engine_id: int) -> None:
-        """The engine is lost, and reads nothing any more."""
+        """Forget an engine that is lost, and reads nothing any more."""
         self._swaps.pop(engine_id, None)
 
     def forget_buffers(self) -> None:
-        """The trainer that made the buffers is gone: no order can be fulfilled, and what was refused may have been its end."""
+        """Forget the buffers of a trainer that is gone: no order can be fulfilled, and refusals may have been due to its end."""
         self.newest = None
         self._buffers.clear()
         for swap in self._swaps.values():
@@ -88,12 +91,14 @@ class Swaps:
             swap.num_refusals = 0
 
     def joined(self, engine_id: int, held: Age = (0, 0)) -> None:
-        """An engine announces itself: nothing is known to be ordered of it, whatever its predecessor, or ours, did."""
+        """Note that an engine announces itself. No order to it is known, whatever an earlier engine or orchestrator did."""
         self._swaps[engine_id] = Swap(held=held)
         self.rollback_epoch = max(self.rollback_epoch, held[0])
 
     def next_order(self, engine_id: int) -> Policy | None:
-        """What the engine should be told to fetch now; None while it has one, is pinned, holds the newest, or refused it too often."""
+        """Return the policy that the engine is to fetch now; None while it has an order, is pinned, holds the newest, or refused it too
+        often.
+        """
         swap = self[engine_id]
         if (
             self.newest is None
@@ -107,15 +112,15 @@ class Swaps:
         return self.newest
 
     def pin(self, engine_id: int, *, is_pinned: bool) -> None:
-        """Have an engine keep what it holds once its open order has ended; or have it follow again."""
+        """Have an engine keep what it holds once its open order has ended, or have it follow new policies again."""
         self[engine_id].is_pinned = is_pinned
 
     def not_sent(self, engine_id: int) -> None:
-        """The order could not be sent; the next policy, or the engine that follows, is a new chance."""
+        """Note that the order could not be sent; the next policy, or the engine that takes its place, is a new chance."""
         self[engine_id].ordered = None
 
     def committed(self, engine_id: int, age: Age) -> bool:
-        """The engine samples under the policy of this age; False where it is no news."""
+        """Note that the engine samples under the policy of this age; return False where that was known."""
         swap = self[engine_id]
         self._end_order(swap, age)
         if age <= swap.held:
@@ -124,7 +129,7 @@ class Swaps:
         return True
 
     def refused(self, engine_id: int, age: Age, error: str) -> bool:
-        """The engine could not take a policy: it is fenced. False where it has moved past it."""
+        """Fence an engine that could not take a policy; return False where it has moved past that policy."""
         swap = self[engine_id]
         self._end_order(swap, age)
         if age <= swap.held:
@@ -135,7 +140,9 @@ class Swaps:
         return True
 
     def late(self, engine_id: int, age: Age, reason: str) -> bool:
-        """The engine has had the order for this age for too long: it is fenced, its order stays open. False where it has ended since."""
+        """Fence an engine that has had the order for this age too long; its order stays open. Return False where the order has ended
+        since.
+        """
         swap = self[engine_id]
         if swap.ordered != age:
             return False
@@ -143,13 +150,15 @@ class Swaps:
         return True
 
     def held_by_all(self) -> int | None:
-        """The oldest version that any engine samples under; None where one needs a whole policy, or is of an earlier rollback epoch."""
+        """Return the oldest version that any engine samples under; None where one needs a whole policy, or is of an earlier rollback
+        epoch.
+        """
         if any(swap.needs_whole or swap.held[0] != self.rollback_epoch for swap in self._swaps.values()):
             return None
         return min((swap.held[1] for swap in self._swaps.values()), default=None)
 
     def take_free_buffers(self) -> list[str]:
-        """Buffers that no engine reads or will be told to read, oldest first, each once."""
+        """Return the buffers that no engine reads or will be told to read, oldest first, each once."""
         used = {swap.held for swap in self._swaps.values()} | {swap.ordered for swap in self._swaps.values()}
         if self.newest is not None:
             used.add(self.newest.age)

@@ -1,7 +1,7 @@
-"""How do policies travel from the trainer to the engines? By the shortest transport that reaches all of them.
+"""This rule chooses the weight transport from the trainer to the engines: the shortest one that reaches all of them.
 
 Shared memory copies nothing, so it is taken wherever every engine sees the trainer's; between devices that share a machine, their own
-memory. Files are never chosen by themselves: whether a folder is shared between machines, and fast, is not to be seen from here.
+memory is taken. Files are never chosen automatically: it cannot be seen from here whether a folder is shared between machines, and fast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ BETWEEN_DEVICES = {"cuda_ipc", "nccl"}
 def choose_transport(
     wanted: str, *, trainer: str, engines: Mapping[str, str], address: str | None, device_transports: Collection[str] = ()
 ) -> tuple[str, str]:
-    """The transport, and a sentence that says why. `trainer` and the values of `engines` (by peer) differ only where they share no memory.
+    """Return the transport, and a sentence that says why. `trainer` and the values of `engines` (by peer) differ only where they share no
+    memory.
 
-    `device_transports` are those between devices that every process could take. Raises `ConfigError` for a transport that does not reach
-    every engine from the trainer, whose address towards others is `address`; None: the one on its way to the orchestrator, which the
-    engines reach too.
+    `device_transports` are those between devices that every process could take. `address` is the trainer's towards others; None stands for
+    the address it uses towards the orchestrator, which the engines reach too. Raises `ConfigError` for a transport that does not reach
+    every engine from the trainer.
     """
     remote = sorted(peer for peer, machine in engines.items() if machine and trainer and machine != trainer)
     apart = f"{len(remote)} of {len(engines)} engines run on another machine than the trainer ({remote[0]})" if remote else ""

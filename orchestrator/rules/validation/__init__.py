@@ -1,1 +1,1 @@
-"""What a peer may say: each rule names what cannot be about a message, before any of it becomes durable."""
+"""Validation checks the messages of peers: each rule names the violation in a message, before any of it becomes durable."""

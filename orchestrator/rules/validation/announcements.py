@@ -1,6 +1,6 @@
-"""What engines, scorers and trainers may say of themselves: figures and lists that this run can have.
+"""This module checks what engines, scorers and trainers announce about themselves: figures and lists that this run can have.
 
-Nothing of it is believed where it matters: who speaks, the connection's key says, and which process that is, its launcher knows.
+No announcement is trusted where it matters: the connection's key says who speaks, and the launcher knows which process that is.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import EngineReady, Message, ScorerReady, TrainerReady, WeightsCommitted, WeightsRefused, WeightsStaged
 
 MAX_COUNT = 1 << 53
-"""Of any figure. A float holds every integer below, so nothing that is computed from one overflows."""
+"""The largest figure of any kind. A float holds every integer below, so nothing that is computed from one overflows."""
 MAX_ROLLBACK_EPOCH = 1 << 31
-"""Of any rollback: each is a trainer's that starts again."""
+"""The largest rollback epoch: each is due to a trainer that starts again."""
 MAX_SLOTS = 1 << 16
-"""Reward calls, or sequences, that one process may run at once. Requests queue by it: larger lets one peer draw all of them to itself."""
+"""Reward calls, or sequences, that one process may run at once. Requests are queued by it: a larger value lets one peer draw all of them to
+itself.
+"""
 MAX_NAME = 64
-"""Characters of a rollout's name: longer ones nobody gives, and those that an engine names go into the journal."""
+"""The largest number of characters in a rollout's name: nobody gives longer ones, and the names that an engine sends go into the
+journal.
+"""
 
 
 class AnnouncementCheck:
-    """Says what cannot be about an announcement, or about gauges."""
+    """The check returns the violation in an announcement, or in gauges."""
 
     def __init__(self, *, max_outstanding: int, num_steps: int) -> None:
-        """`max_outstanding` requests may be in engines at once; policies are numbered up to `num_steps`."""
+        """Bound announcements: `max_outstanding` requests may be in engines at once; policies are numbered up to `num_steps`."""
         self._max_outstanding = max_outstanding
         self._num_steps = num_steps
 
     def engine(self, said: EngineReady, *, newest: int) -> Violation | None:
-        """`newest`: the newest version that any engine may hold."""
+        """Check an engine's announcement; `newest` is the newest version that any engine may hold."""
         if not 0 <= said.version <= newest or not 0 <= said.rollback_epoch <= MAX_ROLLBACK_EPOCH:
             expected = f"0 to {newest}, the newest there can be"
             return Violation(
@@ -54,7 +58,7 @@ class AnnouncementCheck:
         return Violation(kind=Kind.BOUNDS, words=f"ScorerReady: {said.num_slots} slots, expected 1 to {MAX_SLOTS}")
 
     def trainer(self, said: TrainerReady) -> Violation | None:
-        """That version and commit are the ledger's own, `stages.training` looks up."""
+        """Check a trainer's announcement; `stages.training` checks that version and commit are the ledger's own."""
         saved = said.version if said.saved is None else said.saved
         oldest = saved if said.oldest is None else said.oldest
         if 0 <= oldest <= saved <= said.version <= self._num_steps:
@@ -64,8 +68,11 @@ class AnnouncementCheck:
 
 
 def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest: int, rollback_epoch: int) -> Violation | None:
-    """What cannot be about a policy that an engine speaks of: `newest` and `rollback_epoch` are the newest it was told to fetch, or
-    announced; an orchestrator that is gone may have told it of one rollback epoch more."""
+    """Return the violation in a policy that an engine names, or None.
+
+    `newest` and `rollback_epoch` are the newest it was told to fetch, or announced; an orchestrator that is gone may have told it of one
+    rollback epoch more.
+    """
     if 0 <= said.version <= newest and 0 <= said.rollback_epoch <= rollback_epoch + 1:
         return gauges(said)
     got, expected = (
@@ -76,7 +83,7 @@ def policy_of(said: WeightsStaged | WeightsCommitted | WeightsRefused, *, newest
 
 
 def gauges(said: Message) -> Violation | None:
-    """What cannot be about figures, those in lists and messages inside included: each must be finite and from 0."""
+    """Return the violation in a message's figures, those in lists and inner messages included: each must be finite and from 0."""
     for name, value in _figures(said):
         if not (0 <= value <= MAX_COUNT and math.isfinite(value)):
             return Violation(kind=Kind.BOUNDS, words=f"{type(said).__name__}.{name[:100]} is {value:g}, expected a finite number from 0")

@@ -1,6 +1,7 @@
-"""What an engine may say it has sampled: nothing that it cannot have, before any of it becomes durable.
+"""This module checks what an engine says it has sampled: an impossible answer is refused before any of it becomes durable.
 
-Only the trainer can see what is plausible and false, such as log-probabilities it did not sample with: `pipelinerl.algorithms.mismatch`.
+Only the trainer can see what is plausible and false, such as log-probabilities that the engine did not sample with:
+`pipelinerl.algorithms.mismatch`.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from pipelinerl.messages import Completion, Finish, Generate, Int32, Routes, Tok
 
 MAX_LOGPROB = 1e-3
 """A log-probability of a token that is nearly certain may come out above 0 by rounding: float32 over 2^18 logits by less than 1e-5, and
-half precision by less than this. Larger lets forged weights above 1 through."""
+half precision by less than this. A larger value lets forged weights above 1 through.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerBounds:
-    """What an engine was asked, and what it can have done since."""
+    """The request to an engine, and the limits of what the engine can have done since."""
 
     request: Generate
     oldest: int
-    """Version that it held when it was asked, or a rollback since has taken it to."""
+    """The version that it held when it was asked, or that a rollback since has taken it to."""
     newest: int
-    """Newest version that it was told to fetch, or announced."""
+    """The newest version that it was told to fetch, or announced."""
     max_model_tokens: int
-    """As it announced."""
+    """The limit on prompt and completion that the engine announced, in tokens."""
     max_swaps: int
-    """Versions it may have changed since."""
+    """The number of times it may have changed its version since."""
     may_be_cancelled: bool
-    """It was asked to end this, or told of a rollback."""
+    """True where it was asked to end this rollout, or told of a rollback."""
 
     @property
     def num_prompt(self) -> int:
@@ -42,31 +44,34 @@ class AnswerBounds:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture whose routes travel; None: the model's folder does not say."""
+    """The size of a mixture of experts whose routes travel. A field is None where the model's folder does not say."""
 
     num_layers: int | None
-    """Of the whole model: more than have a router, where some have none."""
+    """Layers of the whole model: more than have a router, where some have none."""
     num_experts: int | None
     top_k: int | None
-    """Experts of each token."""
+    """Experts that each token is routed to."""
 
 
 class CompletionCheck:
-    """Says what cannot be about an engine's answer. `vocabulary` None: the model's folder does not say; `experts` None: none travel."""
+    """The check returns the violation in an engine's answer.
+
+    A `vocabulary` of None means that the model's folder does not say; `experts` of None that no routes travel.
+    """
 
     def __init__(self, *, vocabulary: int | None, experts: Experts | None = None) -> None:
         self._vocabulary = vocabulary
         self._experts = experts
 
     def completion(self, said: Completion, asked: AnswerBounds) -> Violation | None:
-        """The first thing that cannot be, or None."""
+        """Return the first violation, or None."""
         for check in (self._ids, _logprobs, _versions, _length, _finish, self._routes, _rest):
             if (violation := check(said, asked)) is not None:
                 return violation
         return None
 
     def tokens(self, said: Tokens, asked: AnswerBounds) -> Violation | None:
-        """The same of a part of a sequence that goes on."""
+        """Return the first violation in a part of a sequence that goes on, or None."""
         end = said.start + len(said.token_ids)
         if said.start < 0 or end > asked.request.sampling.max_tokens:
             limit = asked.request.sampling.max_tokens
@@ -74,7 +79,7 @@ class CompletionCheck:
         return self.ids(said.token_ids, about=_about(said))
 
     def ids(self, token_ids: Int32, *, about: str) -> Violation | None:
-        """Of tokens that anybody made: each must be one of the vocabulary's."""
+        """Check token ids from any peer: each must be one of the vocabulary's."""
         if not len(token_ids):
             return None
         low, high = int(token_ids.min()), int(token_ids.max())
@@ -152,7 +157,7 @@ def _rest(said: Completion, asked: AnswerBounds) -> Violation | None:
 
 
 def _wrong_routes(routes: Routes, experts: Experts, *, num_rows: int) -> str:
-    """What cannot be about them; empty where nothing is."""
+    """Say what is wrong with the routes; return an empty string where nothing is."""
     if routes.num_rows != num_rows:
         return f"routes of {routes.num_rows} tokens, expected {num_rows}, all but the last"
     if routes.num_layers > (experts.num_layers or routes.num_layers) or routes.top_k != (experts.top_k or routes.top_k):

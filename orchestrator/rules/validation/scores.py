@@ -1,4 +1,4 @@
-"""What a scorer may say of what it was asked: figures that are finite, of functions that the config names, and that add up."""
+"""This module checks a scorer's answers: figures must be finite, of functions that the config names, and must add up."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import Outcome, RequestKind, Result, ScorerTask, StepsScored
 
 SUM_TOLERANCE = 1e-6
-"""Relative: how far a reward may lie from the weighted sum of its components, which were added in another order."""
+"""The relative tolerance between a reward and the weighted sum of its components, which were added in another order."""
 
 
 class ScoreCheck:
-    """Says what cannot be about a scorer's answer."""
+    """The check returns the violation in a scorer's answer."""
 
     def __init__(self, *, weights: Mapping[str, float], completion_check: CompletionCheck) -> None:
-        """`weights` of every reward function, by the name it is known as; `sampled` knows the vocabulary."""
+        """Take the `weights` of every reward function, by its name in the config; `completion_check` knows the vocabulary."""
         self._weights = weights
         self._completion_check = completion_check
 
     def answer(self, said: Result, asked: ScorerTask) -> Violation | None:
-        """The first thing that cannot be, or None. That it is an answer to this request is known."""
+        """Return the first violation, or None. The caller knows that this is an answer to this request."""
         about = f"Result of {asked.kind} of {asked.rollout_id[:100]}, attempt {asked.attempt}"
         if not (math.isfinite(said.duration_s) and said.duration_s >= 0.0):
             return Violation(kind=Kind.BOUNDS, words=f"{about}: it took {said.duration_s} s, expected a finite number from 0")
@@ -58,8 +58,10 @@ class ScoreCheck:
 
 
 def steps_scored(said: StepsScored, *, num_sent: int, last_end: int) -> Violation | None:
-    """What cannot be about a process reward model's answer to `num_sent` tokens of a trace, whose last scored step ended at `last_end`
-    (-1: none yet); None where all is well."""
+    """Return the violation in a process reward model's answer to `num_sent` tokens of a trace; None where all is well.
+
+    The last scored step of the trace ended at `last_end` (-1 where none has been scored).
+    """
     about = f"StepsScored of rollout {said.rollout_id}, attempt {said.attempt}"
     if not 0 <= said.num_taken <= num_sent:
         return Violation(kind=Kind.LENGTH, words=f"{about}: {said.num_taken} tokens taken, expected at most {num_sent}, as were sent")
@@ -73,5 +75,5 @@ def steps_scored(said: StepsScored, *, num_sent: int, last_end: int) -> Violatio
 
 
 def _unknown(components: Collection[str], weights: Mapping[str, float]) -> str:
-    """The first function that the config does not name; shortened: a name is as long as its peer likes."""
+    """Return the first function that the config does not name, shortened: a peer may send a name of any length."""
     return next((name[:100] for name in components if name not in weights), "")

@@ -1,6 +1,6 @@
-"""What a trainer may say it has done: its next step, the policy after it, a checkpoint of what it has trained.
+"""This module checks what a trainer says it has done: its next step, the policy after it, a checkpoint of what it has trained.
 
-The step is the orchestrator's to know, the weights are the trainer's: what it has truly learned nobody here can check.
+The orchestrator knows the step, and the trainer owns the weights: what it has truly learned cannot be checked here.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved, PolicyPublished, StepDone, TakeMicroBatch
 
 MAX_PULLS = 64
-"""Rows that a replica may have asked for and not been given. Ours asks for two; more only lets a dishonest one fill memory."""
+"""Rows that a replica may have asked for and not been given. Our trainer asks for two; a larger value only lets a dishonest one fill
+memory.
+"""
 MAX_STEPS_AHEAD = 3
-"""Steps after the one that is not done yet of which rows may be asked for. A replica pulls one ahead, and may hear of the end of a step
-before the one that says so; more only lets a dishonest one fill memory.
+"""Rows may be asked for of so many steps after the one that is not done yet. A replica pulls one ahead, and may hear of the end of a step
+before the replica that reports it; a larger value only lets a dishonest one fill memory.
 """
 MAX_FIGURES = 1024
-"""Of a step: what becomes one line of the journal."""
+"""The most figures of a step, which become one line of the journal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """Where a trainer is, as the orchestrator knows it."""
+    """The position of a trainer, as the orchestrator knows it."""
 
     num_done: int
     """Steps in its weights."""
     is_next_closed: bool
-    """The step after them has all its rows."""
+    """True where the step after them has all its rows."""
     num_steps: int
-    """Of the run."""
+    """Steps of the run."""
 
     @property
     def newest_version(self) -> int:
-        """Of a policy that it can have: it publishes one before it says that the step is done, or after."""
+        """The newest version that it can have: it publishes a policy before it says that the step is done, or after."""
         return min(self.num_done + self.is_next_closed, self.num_steps)
 
 
 def step_done(said: StepDone, progress: TrainerProgress) -> Violation | None:
-    """A step may be done once, in order, after its last row."""
+    """Check that a step is done once, in order, after its last row."""
     if said.step != progress.num_done or not progress.is_next_closed:
         expected = f"{progress.num_done}, once it is sealed" if not progress.is_next_closed else f"{progress.num_done}"
         return Violation(kind=Kind.STEPS, words=f"StepDone: step {said.step}, expected {expected}")
@@ -49,7 +51,7 @@ def step_done(said: StepDone, progress: TrainerProgress) -> Violation | None:
 
 
 def figures(said: StepDone) -> tuple[dict[str, float], Violation | None]:
-    """Those of a step's figures that are finite, and what cannot be about the others; the step itself stands."""
+    """Return the finite figures of a step, and the violation in the others; the step itself stands."""
     finite = {name: value for name, value in said.metrics.items() if math.isfinite(value)}
     if len(finite) == len(said.metrics):
         return finite, None
@@ -58,7 +60,7 @@ def figures(said: StepDone) -> tuple[dict[str, float], Violation | None]:
 
 
 def engines(said: StepDone) -> Violation | None:
-    """What each engine's samples differ by is a finite figure over tokens that there are."""
+    """Check that the mismatch of each engine's samples is a finite figure over a possible number of tokens and sequences."""
     wrong = [one for one in said.engines if min(one.num_tokens, one.num_sequences) < 0 or not math.isfinite(one.kl_sum)]
     if not wrong:
         return None
@@ -66,7 +68,10 @@ def engines(said: StepDone) -> Violation | None:
 
 
 def policy_published(said: PolicyPublished, progress: TrainerProgress) -> Violation | None:
-    """A policy is never newer than the step it comes after; older ones are said again to an orchestrator that takes another's place."""
+    """Check that a policy is not newer than the step it comes after.
+
+    Older policies are announced again to an orchestrator that takes another's place.
+    """
     if not 0 <= said.version <= progress.newest_version or said.rollback_epoch < 0:
         expected = f"at most {progress.newest_version}, after step {progress.num_done}"
         return Violation(
@@ -80,7 +85,10 @@ def policy_published(said: PolicyPublished, progress: TrainerProgress) -> Violat
 
 
 def checkpoint_saved(said: CheckpointSaved, progress: TrainerProgress, *, commit: str | None) -> Violation | None:
-    """A checkpoint holds what was trained; `commit` is the ledger's of the step before that version. Its samples are then forgotten."""
+    """Check that a checkpoint holds what was trained, since its samples are then forgotten.
+
+    `commit` is the ledger's, of the step before that version.
+    """
     if not 0 < said.version <= progress.num_done or said.commit != commit:
         expected = f"at most {progress.num_done}, of commit {commit!r}"
         got = f"version {said.version} of commit {said.commit[:100]!r}"
@@ -96,15 +104,17 @@ def checkpoint_saved(said: CheckpointSaved, progress: TrainerProgress, *, commit
 
 
 def checkpoint_failed(said: CheckpointFailed, progress: TrainerProgress) -> Violation | None:
-    """A checkpoint that was not written is of what was trained, too."""
+    """Check that a checkpoint that could not be written was of what was trained."""
     if 0 < said.version <= progress.num_done:
         return None
     return Violation(kind=Kind.STEPS, words=f"CheckpointFailed: version {said.version}, expected 1 to {progress.num_done}")
 
 
 def pull(said: TakeMicroBatch, progress: TrainerProgress, *, num_asked: int, is_starting: bool) -> Violation | None:
-    """A row is asked for of a step that is not done; `num_asked` of this replica are without an answer. While a trainer `is_starting`,
-    where it stands is not known yet."""
+    """Check that a row is asked for of a step that is not done; `num_asked` requests of this replica are without an answer.
+
+    While a trainer `is_starting`, its position is not known yet.
+    """
     first, last = 0 if is_starting else progress.num_done, progress.num_steps if is_starting else progress.num_done + MAX_STEPS_AHEAD
     if not first <= said.step <= last or said.index < 0:
         wrong = f"row {said.index} of step {said.step}, expected one of steps {first} to {last}"
