@@ -2,13 +2,13 @@
 
     Prompt -> Generate -> Completion -> Trajectory -> ScoredTrajectory -> Group -> Sample -> MicroBatch -> StepClosed -> PolicyPublished
 
-All are frozen; each later one contains, or is computed from, the earlier; none is edited. Tagged by class name on the wire, so a
-reordered or unknown field never decodes without a word. Token columns are numpy arrays, carried as raw bytes. Columns of one length
+All are frozen: each later one contains the earlier one or is computed from it, and none is edited. On the wire they are tagged by class
+name, so a reordered or unknown field is never decoded silently. Token columns are numpy arrays, carried as raw bytes. Columns of one length
 are checked on construction, hence also when they come off the wire: a `ValueError` there becomes a `WireError` in the codec. Texts, tuples
-and dictionaries have a greatest length, checked off the wire, before any of it is made; only a prompt's columns are free, in size and depth
-bounded as a whole.
+and dictionaries have a maximum length, which is checked off the wire before any of them is made. Only a prompt's columns are free in form;
+their size and depth are bounded as a whole.
 
-A module for each conversation; `base` says what they share. Imports nothing heavy.
+Each conversation has a module of its own, and `base` holds what the conversations share. The package imports nothing heavy.
 """
 
 from __future__ import annotations

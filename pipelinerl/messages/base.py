@@ -1,4 +1,4 @@
-"""What every message is, and what several parts of the pipeline say or mean: names, texts, token columns, prompts, outcomes.
+"""The base class of all messages, and the types that several conversations share: names, texts, token columns, prompts, outcomes.
 
 Legend for shapes, in all modules: `P` prompt tokens, `T` sampled tokens, `L` tokens of a whole trajectory, `R` tokens of a packed row, `N`
 samples.
@@ -20,17 +20,17 @@ Mask = npt.NDArray[np.bool_]
 UInt8 = npt.NDArray[np.uint8]
 
 MAX_DEPTH = 32
-"""Lists and objects within one another in a prompt's columns. Deeper ones could exhaust the stack of whoever walks them."""
+"""Maximum nesting of lists and objects in a prompt's columns. Deeper ones could exhaust the stack of the code that walks them."""
 Id = Annotated[str, msgspec.Meta(max_length=512)]
 """A name or a digest."""
 Text = Annotated[str, msgspec.Meta(max_length=16 << 20)]
-"""Prompts, and words for a person."""
+"""A prompt, or a text for a person to read."""
 Figures = Annotated[dict[Id, float], msgspec.Meta(max_length=4096)]
-"""Values by name."""
+"""Numbers by name."""
 
 
 class Outcome(enum.StrEnum):
-    """How a score ended. Only `OK` trains; the others are counted by reason and never become 0.0."""
+    """The way a score ended. Only `OK` trains; the others are counted by reason and never become 0.0."""
 
     OK = "ok"
     """Every reward function returned finite numbers."""
@@ -41,15 +41,16 @@ class Outcome(enum.StrEnum):
     INVALID = "invalid"
     """A reward function returned something that is not a finite number (None, NaN, a wrong length)."""
     STOPPED = "stopped"
-    """It was stopped early, by a coin (`EarlyStopDecision`): there is nothing to score. Its siblings count what was predicted of it."""
+    """The rollout was stopped early by a random draw (`EarlyStopDecision`), so there is nothing to score. The baseline of its siblings uses
+    the reward that was predicted for it."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What crosses a process or a stage."""
+    """The base class of every value that crosses a process or a stage."""
 
 
 def check_lengths(owner: Message, *names: str) -> None:
-    """Raise `ValueError` naming the columns of `owner` whose lengths differ from the first's."""
+    """Raise `ValueError`, naming these columns of `owner` and their lengths, unless all have one length."""
     if len({len(getattr(owner, name)) for name in names}) > 1:
         lengths = {name: len(getattr(owner, name)) for name in names}
         raise ValueError(f"{type(owner).__name__}: columns differ in length: {lengths}; expected one length")
@@ -75,20 +76,21 @@ class Prompt(Message, frozen=True):
     prompt_id: Id
     """Stable identity in its source, `<epoch>:<row>`."""
     text: Text
-    """What the model sees, before tokenisation, chat template applied."""
+    """The text that the model sees, before tokenisation, with the chat template applied."""
     token_ids: Int32
     """[P] int32."""
     columns: dict[str, Any] = {}
-    """The source row's other columns, plain JSON values, handed to reward functions by name."""
+    """The source row's other columns, as plain JSON values; they are handed to reward functions by name."""
     chat: tuple[dict[str, Any], ...] = ()
-    """The row's chat messages, before the template made `text` of them; empty where it holds text. For reward functions that know chats."""
+    """The row's chat messages before the template made `text` of them, for reward functions that take chats; empty where the row holds
+    text."""
 
     def __post_init__(self) -> None:
         check_depth(self)
 
 
 class Starting(Message, frozen=True):
-    """A process takes over the name of one that ended, and announces itself once it has loaded; what the other was asked for is lost."""
+    """A process takes over the name of one that ended, and announces itself once it has loaded; requests to the old process are lost."""
 
     process_id: int
 
@@ -97,30 +99,31 @@ class Alive(Message, frozen=True):
     """A sign of life from a peer that has nothing else to say."""
 
     busy_with: Text = ""
-    """What it is doing, for the message of a deadline that runs out."""
+    """What the peer is doing, for the error message of a deadline that runs out."""
 
 
 class Stop(Message, frozen=True):
-    """Tell a peer to save what is its to save, and end."""
+    """Tell a peer to save its state, if it has any to save, and end."""
 
     reason: Text
 
 
 class Failed(Message, frozen=True):
-    """A peer's last words: the error that ends it."""
+    """A peer's last message: the error that ends it."""
 
     error: Text
 
 
 class Unread(Message, frozen=True):
-    """Stands in the orchestrator for bytes of a peer that are none of its messages; no peer can send it."""
+    """A placeholder, inside the orchestrator, for bytes from a peer that are not one of its messages. No peer can send it."""
 
     reason: Id
-    """Under which the transport counted them."""
+    """The reason under which the transport counted these bytes."""
     words: Text
     rollout_id: Id = ""
-    """What they would have been about, as far as they tell: an attempt that nobody will answer any more. Empty: they do not tell."""
+    """The rollout that the bytes belong to, as far as they can be read: nobody will answer this attempt any more. Empty where they do not
+    say."""
     attempt: int = 0
     turn: int = 0
     request_id: int | None = None
-    """Of a scorer's answer."""
+    """The request that these bytes were to answer, where they come from a scorer."""

@@ -1,4 +1,4 @@
-"""What the orchestrator and inference engines say to each other: requests, completions, and the swap of weights."""
+"""Messages between the orchestrator and inference engines: requests, completions, and the swap of weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Finish(enum.StrEnum):
     STOP = "stop"
     """It sampled a stop token."""
     LENGTH = "length"
-    """It reached `max_tokens` or the context length: the text is truncated."""
+    """It reached `max_tokens` or the context length, so the text is truncated."""
     CANCELLED = "cancelled"
     """The orchestrator asked for it."""
     ERROR = "error"
-    """The engine refused the request or failed; `Completion.error` says why. Of an episode also: its environment failed."""
+    """The engine refused the request or failed, and `Completion.error` says why; or the environment of the episode failed."""
 
 
 class Sampling(Message, frozen=True):
-    """How to sample one completion."""
+    """The sampling parameters of one completion."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -37,11 +37,11 @@ class Sampling(Message, frozen=True):
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
-    """Whatever ends a completion; an engine adds what it reads of an end of sequence in the model's folder."""
+    """The tokens that end a completion; an engine adds the end-of-sequence tokens that it reads in the model's folder."""
     stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=64)] = ()
-    """Texts that end a completion with the token that completes one of them; they stay in it."""
+    """Texts that end a completion: it ends with the token that completes one of them, and the text stays in it."""
     seed: int | None = None
-    """None draws from the engine's own generator."""
+    """None means that the engine's own generator is used."""
 
 
 class Generate(Message, frozen=True):
@@ -49,25 +49,27 @@ class Generate(Message, frozen=True):
 
     rollout_id: Id
     attempt: int
-    """Counts re-issues of one rollout; results of an older attempt are fenced."""
+    """Number of times that the rollout was issued before; results of an older attempt are dropped."""
     token_ids: Int32
-    """[P] int32; of an episode the prompt and all that came after it so far."""
+    """[P] int32; in an episode, the prompt and everything that came after it so far."""
     sampling: Sampling
     turn: int = 0
-    """Of an episode: how many turns there were before; their answers are fenced, too."""
+    """Number of turns of the episode before this one; late answers to those are dropped, too."""
     chunk_tokens: int = 0
-    """Tokens between two `Tokens` that tell of the sequence while it is being written; 0: only its `Completion` does."""
+    """Tokens between two `Tokens` messages about the sequence while it is being written; 0 means that only its `Completion` is sent."""
 
 
 class Tokens(Message, frozen=True):
-    """What an engine has sampled of a sequence that goes on. The `Completion` holds them once more, and those after the last chunk."""
+    """A chunk of tokens that an engine has sampled of a sequence that goes on. The `Completion` repeats them, and adds those after the last
+    chunk.
+    """
 
     rollout_id: Id
     attempt: int
     start: int
     """Position of the first of these among the sampled tokens."""
     token_ids: Int32
-    """int32."""
+    """int32, the tokens of this chunk."""
 
 
 class Cancel(Message, frozen=True):
@@ -78,14 +80,16 @@ class Cancel(Message, frozen=True):
 
 
 class Routes(Message, frozen=True):
-    """Which experts of a mixture each token was sent to, layer by layer; `pipelinerl.data.expert_routes` makes tables of it."""
+    """The experts of a mixture-of-experts model to which each token was sent, layer by layer; `pipelinerl.data.expert_routes` makes tables
+    of them.
+    """
 
     num_layers: int
     top_k: int
     width: int
-    """Bytes of one expert's number: 1, or 2 where the model has more than 255. All bits set: not known."""
+    """Bytes of one expert's number: 1, or 2 where the model has more than 255 experts. A number with all bits set means not known."""
     experts: UInt8
-    """[rows * num_layers * top_k * width], a row for each token."""
+    """[rows * num_layers * top_k * width] bytes, one row for each token."""
 
     def __post_init__(self) -> None:
         row = self.num_layers * self.top_k * self.width
@@ -103,29 +107,29 @@ Recomputed = Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 16)]
 
 
 class Completion(Message, frozen=True):
-    """One engine reply: tokens, and for each the log-probability and the version under which it was sampled."""
+    """An engine's answer to a `Generate`: tokens, each with its log-probability and the version under which it was sampled."""
 
     rollout_id: Id
     attempt: int
     token_ids: Int32
-    """[T] int32, end-of-sequence token included where it was sampled."""
+    """[T] int32; the end-of-sequence token is included where it was sampled."""
     logprobs: Float32
     """[T] float32, natural log under the distribution sampled from (temperature applied)."""
     versions: Int32
-    """[T] int32, version of the weights that computed the token's logits; never falls along the sequence."""
+    """[T] int32, version of the weights that computed the token's logits; it never falls along the sequence."""
     finish: Finish
     turn: int = 0
-    """As in `Generate`."""
+    """The turn of the `Generate` that this answers."""
     error: Text = ""
-    """The engine's own words where `finish` is `ERROR`, else empty."""
+    """The engine's own error message where `finish` is `ERROR`, else empty."""
     routes: Routes | None = None
-    """[P + T - 1] rows, the last token was sent nowhere; None where the model has no experts, or they are not replayed."""
+    """[P + T - 1] rows, because the last token was sent nowhere; None where the model has no experts, or they are not replayed."""
     recomputed: Recomputed = ()
-    """Tokens there were each time that a swap had the KV cache computed anew: never falls, 0 .. T."""
+    """Number of sampled tokens at each swap that had the KV cache computed anew: 0 .. T each, and they never fall."""
     started_at: float = 0.0
-    """Unix seconds: when the engine took the request."""
+    """Time at which the engine took the request, in Unix seconds."""
     finished_at: float = 0.0
-    """Unix seconds: when it sampled the last token."""
+    """Time at which the engine sampled the last token, in Unix seconds."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -140,47 +144,47 @@ class Completion(Message, frozen=True):
 
 
 class Tensor(Message, frozen=True):
-    """Where one tensor of a policy lies in a published buffer."""
+    """The place of one tensor of a policy in a published buffer."""
 
     name: Id
     """Hugging Face parameter name."""
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
     dtype: Id
-    """torch dtype name, for example "float32"."""
+    """Name of the torch dtype, for example "float32"."""
     offset_bytes: int
     num_bytes: int
 
 
 Transports = Annotated[tuple[Id, ...], msgspec.Meta(max_length=8)]
 Attempts = Annotated[dict[Id, int], msgspec.Meta(max_length=1 << 17)]
-"""By rollout id: its attempt."""
+"""Attempt numbers by rollout id."""
 
 
 class EngineReady(Message, frozen=True):
-    """An engine has loaded a model and takes requests; said again to an orchestrator that takes the place of one that died."""
+    """An engine has loaded a model and takes requests. It is sent again to an orchestrator that takes the place of one that died."""
 
     engine_id: int
     process_id: int
     max_model_tokens: int
-    """Longest prompt plus completion it serves."""
+    """Maximum length of prompt plus completion that the engine serves."""
     max_running: int
-    """Sequences it decodes at once; more wait in its queue."""
+    """Number of sequences that the engine decodes at once; more wait in its queue."""
     tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=1 << 20)]
-    """The layout it wants a published policy in: names, order and offsets; the trainer writes exactly this."""
+    """The layout in which the engine wants a published policy: names, order and offsets. The trainer writes exactly this."""
     machine: Id = ""
-    """Equal for processes that can share memory."""
+    """An id that is equal for processes that can share memory."""
     transports: Transports = ()
-    """Transports between devices that it could take."""
+    """Weight transports between devices that the engine supports."""
     version: int = 0
-    """It samples under."""
+    """Version under which the engine samples."""
     rollback_epoch: int = 0
-    """Of that version, see `StageWeights`."""
+    """Rollback epoch of that version, see `StageWeights`."""
     running: Attempts = msgspec.field(default_factory=dict)
-    """What an orchestrator that is gone had asked for. It goes on with these, and answers those that `Reattach` names."""
+    """Rollouts that an orchestrator which is gone had asked for. The engine goes on with them, and answers those that `Reattach` names."""
 
 
 class Reattach(Message, frozen=True):
-    """Of the rollouts an engine announced as running, those whose answers are wanted; it drops the others without a word."""
+    """The rollouts whose answers are wanted, among those that an engine announced as running; it drops the others silently."""
 
     rollouts: Attempts
 
@@ -193,15 +197,15 @@ class EngineLoad(Message, frozen=True):
     num_running: int
     num_waiting: int
     num_tokens: int
-    """Tokens sampled since it started."""
+    """Tokens sampled since the engine started."""
     num_steps: int
-    """Forward passes since it started."""
+    """Forward passes since the engine started."""
     busy_s: float
-    """Seconds in forward passes since it started."""
+    """Seconds in forward passes since the engine started."""
     idle_s: float
-    """Seconds without a request since it started."""
+    """Seconds without a request since the engine started."""
     kv_used: float | None = None
-    """Part of its KV cache that sequences hold."""
+    """Fraction of the KV cache that sequences hold; None where the engine does not report it."""
 
 
 class StageWeights(Message, frozen=True):
@@ -209,28 +213,29 @@ class StageWeights(Message, frozen=True):
 
     version: int
     buffer: Id
-    """Name of the buffer that holds it; also says by which transport it is reached."""
+    """Name of the buffer that holds the policy; the name also says by which transport the buffer is reached."""
     digest: Id
     """xxh3-128 of the policy's manifest, hexadecimal; the manifest lies in the buffer and holds the digest of every tensor."""
     when_idle: bool = False
-    """True commits only once no sequence runs; False at the next boundary between two forward passes."""
+    """True commits only once no sequence runs; False commits at the next boundary between two forward passes."""
     rollback_epoch: int = 0
-    """Counts rollbacks. Within a rollback epoch an engine's version never falls; a later rollback epoch may begin below: an explicit
-    rollback.
+    """Number of returns to an older checkpoint so far. An engine's version never falls within a rollback epoch; a later epoch may begin at
+    a lower version, because it is an explicit rollback.
     """
     kv_max_staleness: int | None = None
-    """Versions the oldest part of a running sequence's KV cache may lag behind this one; beyond, it is recomputed. None: any number."""
+    """Number of versions that the oldest part of a running sequence's KV cache may lag behind this one; a cache that lags further is
+    recomputed. None allows any number."""
     kv_max_mean_staleness: float | None = None
-    """The same for the mean over the tokens of the cache, each under the version that sampled it."""
+    """The same bound for the mean over the tokens of the cache, each with the version that sampled it."""
 
 
 class WeightsStaged(Message, frozen=True):
-    """An engine has a version whole and verified beside the one it serves: its acknowledgement. The commit follows by itself."""
+    """An engine acknowledges a version: it holds it, whole and verified, beside the one it serves. The commit follows by itself."""
 
     engine_id: int
     version: int
     stage_s: float
-    """Seconds from `StageWeights` until the bytes were fetched and verified; decoding went on meanwhile."""
+    """Seconds from `StageWeights` until the bytes were fetched and verified; the engine went on decoding meanwhile."""
     rollback_epoch: int = 0
 
 
@@ -242,16 +247,16 @@ class WeightsCommitted(Message, frozen=True):
     pause_s: float
     """Seconds the swap kept the engine from its next forward pass."""
     stage_s: float
-    """As `WeightsStaged` said."""
+    """The same number as in `WeightsStaged`."""
     num_running: int
     """Sequences that went on across the swap."""
     num_recomputed_tokens: int = 0
-    """Tokens, of prompts and completions, whose KV cache was dropped to be computed again under this version."""
+    """Number of tokens, of prompts and completions, whose KV cache was dropped in order to be computed again under this version."""
     rollback_epoch: int = 0
 
 
 class WeightsRefused(Message, frozen=True):
-    """An engine could not take a version; it serves on with its old one."""
+    """An engine could not take a version, and goes on serving its old one."""
 
     engine_id: int
     version: int
@@ -266,6 +271,6 @@ ToEngine = Generate | Cancel | Reattach | StageWeights | Stop
 
 
 def _is_constant(versions: Int32) -> bool:
-    """One version throughout, as in most rollouts: a third of the time of looking whether they fall."""
+    """Return true where all versions are equal, as in most rollouts. This takes a third of the time of checking that they never fall."""
     column = versions.tobytes()
     return column[versions.itemsize :] == column[: -versions.itemsize]

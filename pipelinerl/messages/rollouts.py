@@ -1,4 +1,4 @@
-"""What a rollout becomes inside the orchestrator, from its finished trajectory to the samples that train."""
+"""The stages of a rollout inside the orchestrator, one class each, from its finished trajectory to the samples that train."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ UNSAMPLED = -1
 
 
 class TerminalStatus(enum.StrEnum):
-    """How an admitted rollout ended: exactly one of these."""
+    """The way an admitted rollout ended. Every admitted rollout gets exactly one of these."""
 
     TRAINED = "trained"
     """Its gradient is in the policy of a completed step."""
     FILTERED = "filtered"
-    """A rule set it aside on purpose, for example a group whose rewards are all equal."""
+    """A rule dropped it on purpose, for example because the rewards of its group are all equal."""
     STALE = "stale"
     """Its oldest token was older than the staleness bound when its batch was cut."""
     FAILED = "failed"
@@ -37,11 +37,11 @@ class Trajectory(Message, frozen=True):
     rollout_id: Id
     group_id: int
     sibling: int
-    """0 .. group size - 1; the group size for a greedy one."""
+    """0 .. group size - 1 for a sibling; the group size for a greedy rollout."""
     attempt: int
     prompt: Prompt
     token_ids: Int32
-    """[L] int32, prompt included."""
+    """[L] int32, including the prompt."""
     loss_mask: Mask
     """[L] bool, true where the policy sampled the token."""
     logprobs: Float32
@@ -56,15 +56,16 @@ class Trajectory(Message, frozen=True):
     finished_at: float = 0.0
     """Seconds on the run's clock."""
     routes: Routes | None = None
-    """[L - 1] rows; as in `Completion`."""
+    """[L - 1] rows, with the meaning they have in `Completion`."""
     turns: Turns | None = None
     """None in a run without an environment, and where nothing was sampled."""
     outcome: Outcome = Outcome.OK
-    """Of its environment; with another than `OK`, `finish` is `ERROR` and the rollout fails as that."""
+    """Outcome of its environment. Where that is not `OK`, `finish` is `ERROR`, and the rollout fails with this outcome."""
     recomputed: Recomputed = ()
-    """As in `Completion`: of the tokens after the prompt."""
+    """The same as in `Completion`, counted over the tokens after the prompt."""
     is_greedy: bool = False
-    """Sampled at temperature 0 beside its siblings, only for its reward, which is their baseline: it never trains."""
+    """True where it was sampled at temperature 0 beside its siblings. It serves only for its reward, which is their baseline, and never
+    trains."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "loss_mask", "logprobs", "versions")
@@ -78,7 +79,7 @@ class Trajectory(Message, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of its token columns: ids, mask, log-probabilities, versions, and where a mixture sent each token, which is most of it."""
+        """Size of the token columns: ids, loss mask, log-probabilities, versions, and the expert routes, which are most of it."""
         return 13 * self.num_tokens + (0 if self.routes is None else self.routes.experts.nbytes)
 
     @property
@@ -93,29 +94,32 @@ class Trajectory(Message, frozen=True):
 
 
 class TraceScores(Message, frozen=True):
-    """What a process reward model said of a trajectory."""
+    """The step scores that a process reward model gave a trajectory. Legend: `K` steps."""
 
     ends: Int32
-    """[K] int32, position of each step's last token among the tokens after the prompt; rises."""
+    """[K] int32, position of each step's last token among the tokens after the prompt; the positions rise."""
     scores: Float32
     """[K] float32, finite."""
     version: Id
-    """Of the process reward model."""
+    """Version of the process reward model."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "ends", "scores")
 
 
 class EarlyStopDecision(Message, frozen=True):
-    """A process reward model found a rollout hopeless while it was being written, and a coin decided whether it went on."""
+    """The decision about a rollout that a process reward model found hopeless while it was being written: a random draw says whether it
+    goes on.
+    """
 
     step: int
-    """Index of the step that flagged it."""
+    """Index of the step whose score flagged the rollout."""
     predicted: float
-    """That step's score: what is expected of the rollout's reward, known before the coin fell."""
+    """That step's score: the expected reward of the rollout, known before the draw."""
     probability: float
-    """Of going on; above 0."""
+    """Probability of going on; above 0."""
     stops: bool
+    """True where the draw ended the rollout."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.probability <= 1.0 or not math.isfinite(self.predicted):
@@ -125,12 +129,12 @@ class EarlyStopDecision(Message, frozen=True):
 
     @property
     def weight(self) -> float:
-        """Of the rollout in every sum: 0 where it stops, else 1 / probability, so that its mean over the coin is 1."""
+        """Weight of the rollout in every sum: 0 where it stops, else 1 / probability, so that its mean over the random draw is 1."""
         return 0.0 if self.stops else 1.0 / self.probability
 
 
 class Score(Message, frozen=True):
-    """What reward functions said of a trajectory, or why they said nothing."""
+    """The reward of a trajectory, or the reason why it has none."""
 
     rollout_id: Id
     attempt: int
@@ -138,9 +142,9 @@ class Score(Message, frozen=True):
     reward: float | None
     """Weighted sum of the components; None unless `outcome` is `OK`."""
     components: Figures = msgspec.field(default_factory=dict)
-    """Reward of each function that applied, by its name, before weighting."""
+    """Reward from each function that applied, by the function's name, before weighting."""
     error: Text = ""
-    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
+    """Error message with the function's name; empty where `outcome` is `OK`."""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -152,18 +156,18 @@ class Score(Message, frozen=True):
 
 
 class ScoredTrajectory(Message, frozen=True):
-    """A trajectory and what the scoring stage says of it."""
+    """A trajectory with its score, its step scores and its early-stop decision."""
 
     trajectory: Trajectory
     score: Score
     steps: TraceScores | None = None
-    """None in a run without a process reward model, and where it could not score the trace; of a stopped one, those up to the stop."""
+    """None in a run without a process reward model, and where it could not score the trace. A stopped trace has scores up to the stop."""
     early_stop: EarlyStopDecision | None = None
-    """None where no coin fell: then it went on with probability 1."""
+    """None where nothing was drawn: the rollout then went on with probability 1."""
 
     @property
     def weight(self) -> float:
-        """In every sum over rollouts that were started."""
+        """Weight of the rollout in every sum over rollouts that were started."""
         return 1.0 if self.early_stop is None else self.early_stop.weight
 
 
@@ -180,9 +184,9 @@ class Sample(Message, frozen=True):
     trajectory: Trajectory
     reward: float
     advantages: Float32
-    """[L] float32; 0.0 where the trajectory does not train."""
+    """[L] float32; 0.0 for tokens that are not trained."""
     weight: float = 1.0
-    """Multiplies whatever it adds to the loss: 1 / the probability with which it was not stopped early."""
+    """Factor of its part of the loss: 1 / the probability with which it was not stopped early."""
 
     def __post_init__(self) -> None:
         if len(self.advantages) != self.trajectory.num_tokens:
@@ -191,5 +195,5 @@ class Sample(Message, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """Length of the trajectory, `L`."""
         return self.trajectory.num_tokens

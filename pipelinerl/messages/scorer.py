@@ -1,4 +1,4 @@
-"""What the orchestrator and scorers say to each other: rewards, environments, and failures of the user's functions."""
+"""Messages between the orchestrator and scorers: rewards, environments, and failures of the user's functions."""
 
 from __future__ import annotations
 
@@ -20,58 +20,58 @@ class ScorerReady(Message, frozen=True):
     scorer_id: int
     process_id: int
     num_slots: int
-    """Calls it runs at once."""
+    """Number of calls that the scorer runs at once."""
 
 
 class FunctionLoad(Message, frozen=True):
-    """How one reward function does, since its scorer started; durations over its last calls."""
+    """The statistics of one reward function since its scorer started; durations are taken over its last calls."""
 
     num_calls: int
-    """Tries, retried ones included."""
+    """Number of tries, including retries."""
     num_failed: Annotated[dict[Id, int], msgspec.Meta(max_length=16)]
-    """Tries that ended as timeout, error or invalid, by outcome."""
+    """Number of tries that ended as timeout, error or invalid, by outcome."""
     num_retries: int
-    """Tries that followed a failed one."""
+    """Number of tries that followed a failed one."""
     p50_s: float
     p95_s: float
     max_s: float
     slowest: Id
-    """Rollout of the longest of them."""
+    """Rollout of the longest of these calls."""
     breaker: Id
-    """closed, open or half-open."""
+    """State of the circuit breaker: closed, open or half-open."""
 
 
 class FunctionKind(enum.StrEnum):
-    """What a user's function is for."""
+    """The purpose of a user's function."""
 
     REWARD = "reward"
     ENVIRONMENT = "environment"
     PRM = "prm"
     """A process reward model, or the judge in its place."""
     SOURCE = "source"
-    """It yields prompts."""
+    """A source that yields prompts."""
     LOSS = "loss"
     """A loss, an advantage, a mask or a weight."""
 
 
 class FunctionFailed(Message, frozen=True):
-    """Calls of a function failed by one cause: told at once for the first, then of the further ones together. See `function_errors`."""
+    """Calls of a function failed for one cause. The first failure is reported at once, further ones together; see `function_errors`."""
 
     function: Id
     kind: FunctionKind
     outcome: Outcome
     cause: Annotated[str, msgspec.Meta(max_length=1000)]
-    """On one line: exception type and message, or what was returned, or how the process ended."""
+    """One line: exception type and message, or what was returned, or how the process ended."""
     where: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    """`file:line`; empty where nobody knows."""
+    """`file:line` of the failure; empty where it is not known."""
     traceback: Annotated[str, msgspec.Meta(max_length=16384)] = ""
-    """Of the first failure; empty in what is told of further ones."""
+    """Traceback of the first failure; empty in reports of further ones."""
     rollout_id: Id = ""
-    """Of the first failure."""
+    """Rollout of the first failure."""
     num_new: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Failures by this cause since the last time it was told."""
+    """Number of failures for this cause since the last report of it."""
     num_calls: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Calls of the function so far, all of them."""
+    """Number of all calls of the function so far."""
 
 
 class ScorerLoad(Message, frozen=True):
@@ -81,20 +81,23 @@ class ScorerLoad(Message, frozen=True):
     num_running: int
     num_scored: int
     busy_s: float
-    """Seconds of reward calls since it started, summed over slots."""
+    """Seconds of reward calls since the scorer started, summed over slots."""
     functions: Annotated[dict[Id, FunctionLoad], msgspec.Meta(max_length=4096)] = msgspec.field(default_factory=dict)
-    """By the function's name; without those that were not called yet."""
+    """Statistics by function name; functions that were not called yet are missing."""
 
 
 class Turns(Message, frozen=True):
-    """Where the turns of an episode lie among the tokens after the prompt. Between two of them lies what the environment said."""
+    """The positions of an episode's turns among the tokens after the prompt. The environment's reply lies between two turns.
+
+    Legend: `K` turns.
+    """
 
     starts: Int32
-    """[K] int32, position of each turn's first token, the first 0."""
+    """[K] int32, position of each turn's first token; the first is 0."""
     ends: Int32
-    """[K] int32, position of its last token."""
+    """[K] int32, position of each turn's last token."""
     states: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 16)]
-    """[K] name of the state that each turn answers: equal for equal states of sibling rollouts."""
+    """[K] name of the state that each turn answers; the names are equal for equal states of sibling rollouts."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "starts", "ends", "states")
@@ -106,7 +109,7 @@ class Turns(Message, frozen=True):
             )
 
     def mask(self, num_tokens: int) -> Mask:
-        """[num_tokens] true where the policy sampled the token."""
+        """Return [num_tokens] bool, true where the policy sampled the token."""
         sampled = np.zeros(num_tokens, np.bool_)
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
             sampled[start : end + 1] = True
@@ -114,53 +117,56 @@ class Turns(Message, frozen=True):
 
 
 class RequestKind(enum.StrEnum):
-    """What a scorer is asked for."""
+    """The kinds of request that a scorer answers."""
 
     REWARD = "reward"
     """The reward of one completion."""
     GROUP_REWARD = "group reward"
     """The rewards that compare siblings."""
     ENVIRONMENT = "environment"
-    """What the environment replies to the last turn of an episode."""
+    """The environment's reply to the last turn of an episode."""
 
 
 class ScorerTask(Message, frozen=True):
-    """Completions of one prompt, and what to do with them."""
+    """A task for a scorer: completions of one prompt, and what to do with them."""
 
     kind: RequestKind
     rollout_id: Id
-    """Rollout that it is about; of siblings, the first."""
+    """Rollout that the task is about; the first one where it is about siblings."""
     attempt: int
     prompt: Prompt
     completions: Annotated[tuple[Int32, ...], msgspec.Meta(min_length=1, max_length=1 << 16)]
-    """Each [T] int32, the tokens after the prompt, which the scorer decodes; one, or of siblings at least two, in order."""
+    """Each [T] int32, the tokens after the prompt, which the scorer decodes. There is one completion, or at least two of siblings, in
+    order."""
     finishes: tuple[Finish, ...]
-    """One for each completion; of an episode, that of its last turn."""
+    """One for each completion; for an episode, the finish of its last turn."""
     turns: tuple[Turns | None, ...]
-    """One for each completion; None in a run without an environment: all of it is one turn."""
+    """One for each completion; None in a run without an environment, where the whole completion is one turn."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "completions", "finishes", "turns")
 
 
 class Request(Message, frozen=True):
-    """Ask a scorer. Its number is never used again: one that is asked for anew gets another, so a late answer is told from the awaited."""
+    """Ask a scorer to do a task. A request id is never used again: a task that is repeated gets a new one, so that a late answer to the old
+    request is recognised.
+    """
 
     request_id: int
     task: ScorerTask
 
 
 class CancelRequest(Message, frozen=True):
-    """Nobody waits for a request any more: no answer is to follow."""
+    """Tell a scorer that nobody waits for a request any more, and that no answer should follow."""
 
     request_id: int
 
 
 class Observation(Message, frozen=True):
-    """What an environment said."""
+    """An environment's reply to a turn."""
 
     token_ids: Int32
-    """int32, at least one: its text, tokenised here and never again."""
+    """int32, at least one token: the reply's text, tokenised by the scorer and never again."""
     state: Id
     """Name of the state that the next turn answers."""
 
@@ -174,15 +180,15 @@ class Result(Message, frozen=True):
 
     request_id: int
     outcome: Outcome
-    """One for all completions: functions that compare siblings fail together, and a rollout whose environment fails, fails."""
+    """One outcome for all completions: functions that compare siblings fail together, and a rollout fails with its environment."""
     rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """Weighted sum of the components of each completion; empty unless `outcome` is `OK`, and of an environment."""
+    """Weighted sum of the components of each completion; empty unless `outcome` is `OK`, and in the answer of an environment."""
     components: Annotated[tuple[Figures, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """Of each completion, the reward of each function that applied, by its name, before weighting."""
+    """One entry for each completion: the reward from each function that applied, by the function's name, before weighting."""
     observation: Observation | None = None
-    """None where the environment says that the episode is over, or failed; and of rewards."""
+    """None where the environment says that the episode is over, where it failed, and in answers to reward requests."""
     error: Text = ""
-    """What went wrong, with the function's name; empty where `outcome` is `OK`."""
+    """Error message with the function's name; empty where `outcome` is `OK`."""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -11,11 +11,11 @@ from pipelinerl.messages.engine import Routes, Tensor, Transports
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """A checkpoint that proved not to be as it was written, and was set aside."""
+    """A checkpoint that was found damaged when it was read, and was set aside."""
 
     version: int
     reason: Text
-    """The file, what was found in it, and what was expected."""
+    """Text that names the file, what was found in it, and what was expected."""
 
 
 class TrainerReady(Message, frozen=True):
@@ -30,11 +30,12 @@ class TrainerReady(Message, frozen=True):
     transports: Transports = ()
     """See `EngineReady`."""
     commit: Id = ""
-    """The ledger's, under which the last step in these weights was sealed; empty where it started from `model.path`."""
+    """The ledger's commit that closed the last step in these weights; empty where the trainer started from `model.path`."""
     saved: int | None = None
-    """Version of its newest checkpoint; None: this one. A trainer that outlives the orchestrator holds steps that no checkpoint does."""
+    """Version of its newest checkpoint; None means `version`. A trainer that outlives the orchestrator holds steps that no checkpoint
+    holds."""
     saved_commit: Id = ""
-    """The commit that a checkpoint of version `saved` names."""
+    """The ledger's commit that the checkpoint of version `saved` names."""
     oldest: int | None = None
     """The same as in `CheckpointSaved`, for version `saved`."""
     damaged: Annotated[tuple[Damage, ...], msgspec.Meta(max_length=1 << 10)] = ()
@@ -44,24 +45,24 @@ class TrainerReady(Message, frozen=True):
 
 
 class LayoutFixed(Message, frozen=True):
-    """Tell the trainer the layout every engine asked for; sent before its first publication."""
+    """Tell the trainer the layout that every engine asked for; sent before its first publication."""
 
     tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=1 << 20)]
     num_engines: int = 1
-    """Engines that may read different policies at once."""
+    """Number of engines that may read different policies at once."""
     transport: Id = "shared_memory"
-    """The transport of policies: shared_memory, cuda_ipc, files, gloo or nccl."""
+    """The weight transport: shared_memory, cuda_ipc, files, gloo or nccl."""
     rollback_epoch: int = 0
-    """The newest that an engine may know of, see `StageWeights`: a trainer that starts again goes on in it."""
+    """The newest rollback epoch that an engine may know, see `StageWeights`; a trainer that starts again continues in it."""
 
 
 class TakeMicroBatch(Message, frozen=True):
-    """Pull the next row of a step, or its seal."""
+    """Ask for the next row of a step, or for the `StepClosed` that ends it."""
 
     replica: int
     step: int
     index: int
-    """0-based position within the step; asking again for the same one is harmless."""
+    """Position within the step, from 0; asking again for the same position is harmless."""
 
 
 class MicroBatch(Message, frozen=True):
@@ -74,29 +75,29 @@ class MicroBatch(Message, frozen=True):
     loss_mask: Mask
     """[R] bool, true where the token enters the loss."""
     logprobs: Float32
-    """[R] float32, natural log under the engine; 0.0 where `loss_mask` is false."""
+    """[R] float32, natural log as the engine computed it; 0.0 where `loss_mask` is false."""
     versions: Int32
-    """[R] int32, `UNSAMPLED` where `loss_mask` is false."""
+    """[R] int32; `UNSAMPLED` where `loss_mask` is false."""
     advantages: Float32
     """[R] float32."""
     lengths: Int32
-    """[N] int32, tokens of each sample in order; sums to R. Empty for a zero-loss row."""
+    """[N] int32, number of tokens of each sample in order; they sum to R. Empty for a zero-loss row."""
     rollout_ids: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 20)]
     """[N], for error messages."""
     rewards: Float32 | None = None
-    """[N] float32, for rules that read which samples are correct; None only where nobody scored them."""
+    """[N] float32, for rules that read which samples are correct; None only where the samples were not scored."""
     truncated: Mask | None = None
-    """[N] bool, true where the completion reached its longest length; None only where no engine made the samples."""
+    """[N] bool, true where the completion reached the maximum length; None only where no engine made the samples."""
     group_ids: Int32 | None = None
-    """[N] int32, equal for siblings, for advantages that the trainer makes; None only where nobody grouped the samples."""
+    """[N] int32, equal for siblings, for advantages that the trainer computes; None only where the samples have no groups."""
     weights: Float32 | None = None
-    """[N] float32, `Sample.weight`; None: all 1."""
+    """[N] float32, `Sample.weight`; None means that all are 1."""
     engine_ids: Int32 | None = None
-    """[N] int32, which engine sampled it, in an episode its last turn; -1 where that is not known. None: of none."""
+    """[N] int32, the engine that sampled it, in an episode its last turn; -1 where it is not known. None where no sample's is known."""
     teacher_ids: Int32 | None = None
-    """[N] int32, which of `reference.teachers`, in their order, judges it; None in a run without them."""
+    """[N] int32, index into `reference.teachers` of the teacher that judges it; None in a run without teachers."""
     routes: Routes | None = None
-    """[R] rows; None where nothing is known of any token."""
+    """[R] rows; None where no token's experts are known."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -113,52 +114,52 @@ class MicroBatch(Message, frozen=True):
 
 
 class StepClosed(Message, frozen=True):
-    """A step is whole: how many micro-batches it has and what its sums are divided by."""
+    """A step is complete: this says how many micro-batches it has and by which counts its sums are divided."""
 
     step: int
     num_micro_batches: int
-    """Per replica."""
+    """Number of micro-batches for each replica."""
     num_tokens: int
-    """Tokens with a loss, over all replicas, counted before any rejection."""
+    """Number of tokens with a loss, over all replicas, counted before any rejection."""
     num_samples: int
-    """Samples over all replicas, and rollouts that were stopped early: as many as were started and have not failed."""
+    """Number of samples over all replicas, plus rollouts that were stopped early: as many as were started and have not failed."""
     commit: Id = ""
-    """The ledger's commit that holds every row of this step and of those before; a checkpoint of the next version names it."""
+    """The ledger's commit that holds every row of this step and of the steps before; a checkpoint of the next version names it."""
 
 
 class EngineMismatch(Message, frozen=True):
-    """The distance of an engine's log-probabilities from the trainer's, over the tokens of it that a step trained."""
+    """The distance of an engine's log-probabilities from the trainer's, over the tokens of a step that this engine sampled."""
 
     engine_id: int
     num_sequences: int
     num_tokens: int
     kl_sum: float
-    """Sum of k3 over its tokens, nats: its mean is an estimate of KL(engine || trainer)."""
+    """Sum of the k3 estimator over these tokens, in nats; its mean is an estimate of KL(engine || trainer)."""
 
 
 class StepDone(Message, frozen=True):
-    """The trainer has applied the optimizer step; `step` samples are trained."""
+    """The trainer has applied the optimizer step; the samples of `step` are trained."""
 
     step: int
     metrics: Figures
     """Loss, grad norm, meters of the objective, seconds per phase."""
     engines: Annotated[tuple[EngineMismatch, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """One for each engine that sampled something of the step."""
+    """One entry for each engine that sampled tokens of the step."""
 
 
 class PolicyPublished(Message, frozen=True):
-    """A new policy lies in a weight buffer, whole."""
+    """A new policy is complete in a weight buffer."""
 
     version: int
     buffer: Id
     digest: Id
     """See `StageWeights`."""
     num_bytes: int
-    """That travel."""
+    """Number of bytes that engines fetch."""
     publish_s: float
-    """Seconds the trainer spent writing it."""
+    """Seconds that the trainer spent writing the policy."""
     rollback_epoch: int = 0
-    """See `StageWeights`: 0 until the trainer rolls back."""
+    """See `StageWeights`; 0 until the trainer rolls back."""
 
 
 class WeightBufferReleased(Message, frozen=True):
@@ -168,43 +169,43 @@ class WeightBufferReleased(Message, frozen=True):
 
 
 class PolicyHeld(Message, frozen=True):
-    """Every engine samples under this policy or a later one: changes may be laid over it."""
+    """Every engine samples under this policy or a later one, so it may be the delta base of further policies."""
 
     version: int | None
-    """None: some engine needs a whole policy, because it refused one or lost what it held."""
+    """None where some engine needs a whole policy, because it refused one or lost the one it held."""
     rollback_epoch: int = 0
-    """Of that version, see `StageWeights`."""
+    """Rollback epoch of that version, see `StageWeights`."""
 
 
 class CheckpointSaved(Message, frozen=True):
-    """A checkpoint of `version` is whole on disk: a trainer that starts again starts from it."""
+    """A checkpoint of `version` is complete on disk; a trainer that starts again starts from it."""
 
     version: int
     commit: Id
     """The ledger's commit that its manifest names."""
     num_bytes: int
     save_s: float
-    """Seconds from its begin to its last byte on disk; training went on meanwhile."""
+    """Seconds from the beginning of the save to its last byte on disk; training went on meanwhile."""
     oldest: int | None = None
-    """Oldest version that a trainer may still start from (0: the model the run began with): rows from its step on must stay. None: this
-    one."""
+    """Oldest version that a trainer may still start from (0 is the model the run began with); rows from its step on must be kept. None
+    means `version`."""
 
 
 class CheckpointFailed(Message, frozen=True):
-    """A checkpoint could not be written; the one before is untouched."""
+    """A checkpoint could not be written; the previous one is untouched."""
 
     version: int
     error: Text
 
 
 class EndTraining(Message, frozen=True):
-    """Tell the trainer to train no further: it saves and publishes what it has, says `TrainingEnded`, and waits for `Stop`."""
+    """Tell the trainer to stop training: it saves and publishes what it has, sends `TrainingEnded`, and waits for `Stop`."""
 
     reason: Text
 
 
 class TrainingEnded(Message, frozen=True):
-    """The trainer trains no further; all it had to say of its steps, policies and checkpoints came before."""
+    """The trainer has stopped training; all messages about its steps, policies and checkpoints came before this one."""
 
     version: int
     """Its last policy."""
