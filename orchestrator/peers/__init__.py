@@ -1,1 +1,1 @@
-"""What the orchestrator knows of engines, scorers, the process reward model and the trainer."""
+"""The package holds the engines, the scorers, the process reward model and the trainer as the orchestrator knows them."""

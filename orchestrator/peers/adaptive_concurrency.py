@@ -1,4 +1,4 @@
-"""Has the engines' KV caches decide how many rollouts engines get, see `rules.concurrency`."""
+"""The engines' KV caches decide how many rollouts engines get, see `rules.concurrency`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.runtime.stage import Signal
 def adapt_concurrency(
     admission: Admission, *, engines: Engines, num_engines: int, group_size: int, credits: Signal, journal: Journal
 ) -> None:
-    """Move `admission.max_running` with what engines say of their KV caches."""
+    """Adapt `admission.max_running` to the engines' reports of their KV caches."""
     concurrency = Concurrency(most=admission.max_running, least=num_engines * group_size, group_size=group_size)
 
     def hear(load: EngineLoad) -> None:

@@ -1,4 +1,4 @@
-"""What the model's folder says of the tokens and the experts that there are: bounds of what an engine can answer."""
+"""The bounds of what an engine can answer: the tokens and the experts that exist, according to the model's folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from orchestrator.rules.validation.completions import Experts
 from pipelinerl.config import Config
 
 FAKE_VOCABULARY = 1000
-"""Of `pipelinerl.engine.fake`, which has no model."""
+"""The vocabulary size of `pipelinerl.engine.fake`, which has no model."""
 
 
 def vocabulary_of(config: Config) -> int | None:
-    """Rows of the model's embedding, more than its tokenizer has tokens in many a folder; None where the folder does not say."""
+    """Return the rows of the model's embedding, which often exceed its tokenizer's tokens; None where the folder does not say."""
     if config.engine.kind == "fake":
         return FAKE_VOCABULARY
     size = _model(config).get("vocab_size")
@@ -21,7 +21,9 @@ def vocabulary_of(config: Config) -> int | None:
 
 
 def experts_of(config: Config) -> Experts | None:
-    """Of a mixture whose routes travel; None where none do. What the folder does not say bounds nothing."""
+    """Return the size of a mixture of experts whose routes travel; None where none do. A size that the folder does not give sets no
+    bound.
+    """
     if not config.model.replay_routing:
         return None
     model = _model(config)
@@ -30,7 +32,7 @@ def experts_of(config: Config) -> Experts | None:
 
 
 def _model(config: Config) -> dict[str, Any]:
-    """What describes the language model; nothing where it cannot be read, which whoever loads the model will say."""
+    """Read the description of the language model; return an empty one where it cannot be read, since loading the model will report that."""
     try:
         tree = json.loads((config.model.path / "config.json").read_text())
         return {**tree, **(tree.get("text_config") or {})}

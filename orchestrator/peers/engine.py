@@ -1,4 +1,4 @@
-"""One engine as the orchestrator knows it, and one request that it has: what it was told, hence what it can truly answer."""
+"""An engine and its requests as the orchestrator knows them: what the engine was told decides what it can truly answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Int32, Tokens
 
 UNKNOWN_SWAPS = 1 << 16
-"""Of what an orchestrator that is gone had asked for: any number that a message can hold."""
+"""The number of swaps assumed for a request of an earlier orchestrator: any number that a message can hold."""
 
 Sink = Callable[[Completion, int], None]
-"""Takes a completion and the id of the engine that made it."""
+"""The sink takes a completion and the id of the engine that made it."""
 Lost = Callable[[int], None]
-"""Is told that the engine of this id will not answer."""
+"""The callback is told that the engine of this id will not answer."""
 Refused = Callable[[int, Violation], None]
-"""Is told that the engine of this id has given an answer that cannot be, and what cannot be about it."""
+"""The callback is told that the engine of this id has given an impossible answer, and the violation in it."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -34,22 +34,22 @@ class Engine:
     newest_told: int = 0
     """Newest version that it was told to fetch, or announced: its tokens can be of no newer one."""
     rollback_epoch: int = 0
-    """Newest rollback_epoch of the same."""
+    """Newest rollback epoch that it was told of, or announced."""
     rolled_back_to: int | None = None
     """Oldest version that a rollback since it announced itself has taken it to; None: there was none."""
     num_orders: int = 0
     """Policies that it was told to fetch."""
     fault: str = ""
-    """Why it takes no new work; empty while it does. Its running sequences go on under its old version."""
+    """The reason why it takes no new work; empty while it does. Its running sequences go on under its old version."""
     is_condemned: bool = False
-    """It keeps saying what cannot be, or that it has failed: its process is being replaced."""
+    """True where it keeps committing violations, or says that it has failed: its process is being replaced."""
     num_outstanding: int = 0
     """Rollouts it was asked for and has not answered."""
     load: EngineLoad | None = None
     """Its last gauges; None before the first."""
 
     def ordered(self, *, version: int, rollback_epoch: int) -> None:
-        """It is being told to fetch a policy: from now on its tokens may be of that."""
+        """Note that it is being told to fetch a policy: from now on its tokens may be of that policy."""
         self.num_orders += 1
         self.newest_told = max(self.newest_told, version)
         if rollback_epoch > self.rollback_epoch:
@@ -58,7 +58,7 @@ class Engine:
 
     @property
     def takes_work(self) -> bool:
-        """Neither fenced nor about to be replaced."""
+        """True where it is neither fenced nor about to be replaced."""
         return not self.fault and not self.is_condemned
 
 
@@ -69,35 +69,35 @@ class Request:
     engine_id: int
     request: Generate
     is_reattached: bool
-    """The orchestrator before had asked for it."""
+    """True where an earlier orchestrator had asked for it."""
     oldest: int
-    """Version that the engine held then."""
+    """Version that the engine held when it was asked."""
     num_orders: int
-    """Policies that it had been told to fetch."""
+    """Policies that the engine had been told to fetch when it was asked."""
     sink: Sink
     lost: Lost
     refused: Refused
     is_withdrawn: bool = False
-    """The engine was asked to end it."""
+    """True where the engine was asked to end it."""
     told: list[Int32] = dataclasses.field(default_factory=list)
-    """What the engine has told of it while it was being written."""
+    """The tokens that the engine has sent while the sequence was being written."""
 
     def is_answered_by(self, engine_id: int, attempt: int, turn: int) -> bool:
-        """True for an answer of the engine that was asked, to this very attempt and turn."""
+        """Return True for an answer of the engine that was asked, to this very attempt and turn."""
         return (self.engine_id, self.request.attempt, self.request.turn) == (engine_id, attempt, turn)
 
     @property
     def keys(self) -> tuple[tuple[object, ...], tuple[object, ...]]:
-        """What names it among what is fenced: as an answer does, and as what is told before that."""
+        """The keys of this request among fenced ones: the key of its answer, and the key of the tokens sent before the answer."""
         return keys_of(self.request)
 
     def noted(self, tokens: Tokens) -> None:
-        """The engine has told how it goes on."""
+        """Note tokens that the engine has sent while the sequence goes on."""
         if tokens.start == sum(map(len, self.told)):
             self.told.append(tokens.token_ids)
 
     def known(self, engine: Engine) -> AnswerBounds:
-        """What its engine was asked and can have done since."""
+        """Return what the engine was asked, and what it can have done since."""
         rolled_back_to = engine.rolled_back_to
         return AnswerBounds(
             request=self.request,
@@ -109,7 +109,7 @@ class Request:
         )
 
     def violation_in(self, completion: Completion, engine: Engine, rule: CompletionCheck) -> Violation | None:
-        """What cannot be about its answer, by the rule and by what the engine has told before; None where all is well."""
+        """Return the violation in its answer, by the rule and by the tokens that the engine has sent before; None where all is well."""
         start = 0
         for part in self.told:
             if not np.array_equal(part, completion.token_ids[start : start + len(part)]):
@@ -122,5 +122,5 @@ class Request:
 
 
 def keys_of(request: Generate) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """As `Request.keys`, of one that was not sent."""
+    """Return the same as `Request.keys`, for a request that was not sent."""
     return (request.rollout_id, request.attempt, request.turn), (request.rollout_id, request.attempt)

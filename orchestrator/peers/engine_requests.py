@@ -1,7 +1,7 @@
-"""What engines were asked for and have not answered yet.
+"""The requests that engines have and have not answered yet.
 
-An answer is taken only from the engine that was asked, and only where it can be true (`rules.validation.completions`): one that cannot
-costs its attempt, and an engine that keeps giving such ones its place. A result of an older attempt or turn is fenced.
+An answer is taken only from the engine that was asked, and only where it can be true (`rules.validation.completions`). An impossible answer
+costs its attempt, and an engine that keeps giving such answers is replaced. A result of an older attempt or turn is fenced.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
 Follower = Callable[[Generate, Tokens], None]
-"""Takes a request and what an engine has sampled for it meanwhile."""
+"""The follower takes a request and the tokens that an engine has sampled for it so far."""
 
 
 class EngineRequests:
-    """Sends requests, and hands each completion to whoever asked, once.
+    """The open requests. Each completion goes once to the part that asked for it.
 
     A request that cannot be sent is given back at once; so is every request of an engine that is lost.
     """
@@ -40,7 +40,7 @@ class EngineRequests:
         credits: Signal,
         completion_check: CompletionCheck | None,
     ) -> None:
-        """`engines` are those that have announced themselves, by id; `note` is told of each whose load has changed."""
+        """Take `engines`, those that have announced themselves, by id; `note` is told of each whose load has changed."""
         self.num_fenced = 0
         self._peers = peers
         self._engines = engines
@@ -48,9 +48,9 @@ class EngineRequests:
         self._credits = credits
         self._completion_check = completion_check
         self._asked: dict[str, Request] = {}
-        """By rollout id."""
+        """The open requests by rollout id."""
         self._fenced: dict[int, FencedRequests] = collections.defaultdict(FencedRequests)
-        """By engine, of all its processes."""
+        """The fenced requests by engine, of all its processes."""
         self._followers: list[Follower] = []
         watch.explain(self._owed)
         peers.on(Completion, self._on_completion)
@@ -58,16 +58,17 @@ class EngineRequests:
         peers.on(Unread, self._on_unread)
 
     def __len__(self) -> int:
-        """Rollouts asked of engines and not answered."""
+        """Return the number of rollouts asked of engines and not answered."""
         return len(self._asked)
 
     def on_tokens(self, handler: Follower) -> None:
-        """Have `handler` called with what engines tell of sequences that go on."""
+        """Have `handler` called with the tokens that engines send of unfinished sequences."""
         self._followers.append(handler)
 
     def ask(self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost, refused: Refused | None = None) -> None:
-        """Send a request to an engine; either `sink` is called once with the answer, or `lost` once, or `refused` once, where the answer
-        cannot be; by default that is `lost`, too."""
+        """Send a request to an engine. One of the callbacks is called, once: `sink` with the answer, `lost`, or `refused` where the answer
+        is impossible. Without `refused`, `lost` is called in its place.
+        """
         engine = self._engines[engine_id]
         if not self._peers.send(engine.peer, request):
             self._fenced[engine_id].add(*keys_of(request))  # it may come through all the same
@@ -84,8 +85,10 @@ class EngineRequests:
         lost: Callable[[str], Lost],
         refused: Callable[[str], Refused],
     ) -> None:
-        """Of what an engine announced as running, await the answers to these requests (each with the version it was asked at), and have
-        it drop the rest."""
+        """Await the answers to those `requests` (each with the version it was asked at) that an engine announced as running.
+
+        The engine drops the rest.
+        """
         engine = self._engines[engine_id]
         requests = list(requests)
         self._peers.send(engine.peer, Reattach(rollouts={request.rollout_id: request.attempt for request, _ in requests}))
@@ -94,12 +97,12 @@ class EngineRequests:
             self._await(engine, request, oldest=version, sink=sink(name), lost=lost(name), refused=refused(name), is_reattached=True)
 
     def owes(self, rollout_id: str, attempt: int) -> bool:
-        """True while an engine has this attempt and has not answered."""
+        """Return whether an engine has this attempt and has not answered."""
         asked = self._asked.get(rollout_id)
         return asked is not None and asked.request.attempt == attempt
 
     def withdraw(self, rollout_id: str, attempt: int) -> None:
-        """Have the engine that owes this attempt end it now: it answers as ever, with what it has sampled."""
+        """Have the engine that owes this attempt end it now: it answers as usual, with the tokens sampled so far."""
         assert self.owes(rollout_id, attempt), "nobody has it"
         asked = self._asked[rollout_id]
         asked.is_withdrawn = True
@@ -171,13 +174,13 @@ class EngineRequests:
             handler(asked.request, tokens)
 
     def _on_unread(self, peer: str, unread: Unread) -> None:
-        """An answer that cannot even be read costs its attempt, too."""
+        """Fail the attempt of an answer that cannot be read."""
         asked = self._asked.get(unread.rollout_id)
         if asked is not None and asked.is_answered_by(number_of(peer), unread.attempt, unread.turn):
             self._give_up(asked, Violation(kind=unread.reason, words=unread.words))
 
     def _asked_of(self, peer: str, rollout_id: str, attempt: int, turn: int | None, *, about: str) -> Request | None:
-        """What was asked of this engine and is answered now; None where that is fenced, or was never asked of it, which it is told."""
+        """Return the request that this engine answers now; None where the answer is fenced, or unasked for, which is a violation."""
         engine_id = number_of(peer)
         asked = self._asked.get(rollout_id)
         if asked is not None and asked.is_answered_by(engine_id, attempt, asked.request.turn if turn is None else turn):
@@ -192,7 +195,7 @@ class EngineRequests:
         return None
 
     def _refuse(self, asked: Request, violation: Violation) -> None:
-        """What an engine says of an attempt cannot be: the attempt fails, and in the end so does the engine."""
+        """Fail an attempt whose answer is impossible, and count the violation of its engine."""
         self._give_up(asked, violation)
         self._peers.refuse(self._engines[asked.engine_id].peer, violation)
 
@@ -201,7 +204,7 @@ class EngineRequests:
         asked.refused(asked.engine_id, violation)
 
     def _end(self, asked: Request) -> None:
-        """Nobody waits for an answer any more."""
+        """End the wait for an answer."""
         engine = self._engines[asked.engine_id]
         del self._asked[asked.request.rollout_id]
         self._fenced[engine.engine_id].add(*asked.keys)
@@ -210,7 +213,7 @@ class EngineRequests:
         self._credits.set()
 
     def _owed(self) -> str | None:
-        """What engines were asked for and have not answered: for the verdict on a stall."""
+        """Name what engines have not answered, for the report of a stall."""
         for rollout_id, asked in self._asked.items():
             attempt = f"{rollout_id}, attempt {asked.request.attempt}, of engine-{asked.engine_id}"
             return f"engines owe {len(self._asked)} rollouts, the first {attempt}"

@@ -1,7 +1,7 @@
 """The engines as the orchestrator knows them: which serve, and what each holds. `engine_requests` knows what each was asked for.
 
-An engine is lost when another process announces itself under its name, or says that it will: every request it had is then given back to
-whoever asked.
+An engine is lost when another process announces itself under its name, or says that it will: every request it had is then given back to the
+part that asked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipelinerl.runtime.watch import Watch
 
 
 class Engines:
-    """The engines that have announced themselves, and who is told when one joins, reports its load or is lost."""
+    """The engines that have announced themselves, and the handlers to call when one joins, reports its load or is lost."""
 
     def __init__(
         self,
@@ -43,10 +43,11 @@ class Engines:
         announcement_check: AnnouncementCheck | None = None,
         newest: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`credits` is set with every answer, whoever asked for it: the engine has room again.
+        """Set `credits` with every answer, whichever part asked for it: the engine has room again.
 
-        `completion_check` and `announcement_check` say what cannot be about answers and announcements, `newest()` the newest version any
-        engine may hold; without them, as where recorded answers are replayed, everything is believed but who speaks.
+        `completion_check` and `announcement_check` find violations in answers and announcements; `newest()` is the newest version any
+        engine may hold. Without the checks, as where recorded answers are replayed, every message is believed except for its sender's
+        identity.
         """
         self.peers = peers
         self._credits = credits
@@ -60,7 +61,7 @@ class Engines:
         self._loads = Loads()
         """The engines that take new work."""
         self._not_taken: dict[str, Violation] = {}
-        """What cannot be about the announcement of a peer, by its name."""
+        """The violation in the announcement of a peer, by its name."""
         self._layout: tuple[Tensor, ...] | None = None
         self._joined: list[Callable[[Engine], None]] = []
         self._died: list[Callable[[int], None]] = []
@@ -80,11 +81,11 @@ class Engines:
         return self._engines[engine_id]
 
     def serving(self) -> Iterator[Engine]:
-        """The engines that take new work: not fenced, and to be reached."""
+        """Return the engines that take new work: those that are not fenced, and can be reached."""
         return (engine for engine in self if engine.takes_work and self.peers.is_reachable(engine.peer))
 
     def find(self, engine_id: int) -> Engine | None:
-        """The engine of this id; None while it is lost."""
+        """Return the engine of this id; None while it is lost."""
         return self._engines.get(engine_id)
 
     async def wait_until_ready(self) -> None:
@@ -94,41 +95,41 @@ class Engines:
 
     @property
     def num_missing(self) -> int:
-        """Engines of the config that have not announced themselves, or are lost."""
+        """The number of engines of the config that have not announced themselves, or are lost."""
         return self._expected - len(self._engines)
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest prompt plus completion that every engine serves."""
+        """The longest prompt plus completion that every engine serves, in tokens."""
         return min(engine.ready.max_model_tokens for engine in self)
 
     def outstanding(self) -> dict[int, int]:
-        """Outstanding rollouts of each serving engine: what routing looks at."""
+        """Return the outstanding rollouts of each serving engine, for routing."""
         return {engine.engine_id: engine.num_outstanding for engine in self.serving()}
 
     def serves(self, engine: Engine) -> bool:
-        """True while no other process has taken its name."""
+        """Return whether the engine's name is still its own: no other process has taken it."""
         return self._engines.get(engine.engine_id) is engine
 
     def takes_work(self, engine_id: int) -> bool:
-        """True while an engine serves: as `serving` says, of one."""
+        """Return whether one engine serves, by the same conditions as `serving`."""
         engine = self._engines.get(engine_id)
         return engine is not None and engine.takes_work and self.peers.is_reachable(engine.peer)
 
     def all_hold(self, version: int) -> bool:
-        """True where no engine is missing, and all that take new work, of which there is one, sample under `version` or a later one."""
+        """Return whether no engine is missing, at least one takes new work, and all that do sample under `version` or a later one."""
         return not self.num_missing and min(self._loads.versions(), default=version - 1) >= version
 
     def oldest_version(self) -> int:
-        """The newest version that every engine holds that takes new work; 0 where none does."""
+        """Return the newest version that every engine that takes new work has reached; 0 where none takes any."""
         return min(self._loads.versions(), default=0)
 
     def newest_version(self) -> int | None:
-        """The newest version that any engine holds that takes new work; None where none does."""
+        """Return the newest version that any engine that takes new work holds; None where none does."""
         return max(self._loads.versions(), default=None)
 
     def least_busy(self, may_serve: Callable[[int], bool]) -> int | None:
-        """The engine for the next group, among those whose version `may_serve`; None where there is none."""
+        """Return the engine for the next group, among those whose version `may_serve`; None where there is none."""
         while (engine_id := self._loads.least_busy([version for version in self._loads.versions() if may_serve(version)])) is not None:
             if self.peers.is_reachable(self._engines[engine_id].peer):
                 return engine_id
@@ -136,7 +137,7 @@ class Engines:
         return None
 
     def committed(self, engine: Engine, version: int) -> None:
-        """An engine samples under `version` from now on, and takes new work if it did not."""
+        """Note that an engine samples under `version` from now on, and takes new work if it did not."""
         engine.version, engine.fault = version, ""
         self._note(engine)
 
@@ -166,7 +167,7 @@ class Engines:
         self._died.append(handler)
 
     def layout(self) -> tuple[Tensor, ...]:
-        """The layout all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
+        """Return the layout that all engines ask for. Raises `ConfigError` where they differ: they do not serve the same model alike."""
         layouts = {engine.ready.tensors for engine in self} | ({self._layout} if self._layout is not None else set())
         if len(layouts) != 1:
             raise ConfigError(
@@ -176,7 +177,7 @@ class Engines:
         return self._layout
 
     def is_refused(self, engine: Engine, said: WeightsStaged | WeightsCommitted | WeightsRefused) -> bool:
-        """Refuse what an engine says of a policy that it was never told of."""
+        """Refuse an engine's message about a policy that it was never told of; return whether it was refused."""
         violation = (
             policy_of(said, newest=engine.newest_told, rollback_epoch=engine.rollback_epoch)
             if self._announcement_check is not None
@@ -224,7 +225,7 @@ class Engines:
         return self._announcement_check.engine(ready, newest=self._newest())
 
     def _on_condemned(self, peer: str, is_banned: bool) -> None:
-        """An engine that keeps lying, or says that it has failed, gets no more work, and what it has is asked of others."""
+        """Give no more work to an engine that keeps committing violations, or has failed; its rollouts are asked of others."""
         engine = self._engines.get(number_of(peer))
         self._expected -= is_banned
         self.changed.set()

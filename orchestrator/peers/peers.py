@@ -1,4 +1,4 @@
-"""What every kind of peer has in common for the orchestrator: it announces itself, it is heard of, and it may fall silent."""
+"""The behaviour that all kinds of peers share: a peer announces itself, is heard from, and may fall silent."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from pipelinerl.messages import Failed, Message, Starting, Stop, Unread
 from pipelinerl.transport.base import Hub
 
 Handler = Callable[[str, Any], None]
-"""Takes a peer's name and its message; never waits."""
+"""The handler takes a peer's name and its message; it never waits."""
 Told = Callable[[str, str, str, int], None]
-"""Is told of a peer, the kind of what it said that cannot be or what becomes of it for that, in words, and how often so far."""
+"""The callback is told of a peer, the kind of its violation or of the consequence, a description, and the count so far."""
 
 
 class Peers:
-    """The peers on one hub: hands each message to the handler of its type and watches for silence.
+    """The peers on one hub: each message goes to the handler of its type, and silence is watched for.
 
-    One that was heard of and is not for `silent_after_s` (one that starts again: for `ready_deadline_s`) is fenced, and whoever can is
-    asked to replace its process. Who speaks, its key says: what names another is refused here, for every message; what cannot be about the
-    rest, its handler says by `refuse`. One that keeps saying such things is replaced, and banned in the end (`rules.validation.penalties`).
+    A peer that was heard from and then is not for `silent_after_s` (one that starts again: for `ready_deadline_s`) is fenced, and its
+    process is replaced where possible. The key says who speaks: a message that names another peer is refused here; for every other
+    violation its handler calls `refuse`. A peer that keeps committing violations is replaced, and banned in the end
+    (`rules.validation.penalties`).
 
-    One that says it has failed gets no more work until another process takes its place, which is asked for once it has had time to end by
-    itself: whether its error ends the run, its launcher knows by how it ended. Where nobody replaces it and the run cannot do without it,
-    it is not believed: it falls silent, or has not failed.
+    A peer that says it has failed gets no more work until another process takes its place. That process is asked for once the failed one
+    has had time to end by itself: its launcher knows by its exit whether its error ends the run. Where nobody replaces it and the run
+    cannot do without it, the peer is not believed: it falls silent, or has not failed.
 
-    Raises `PeerRefused` with a peer's own words when one fails whose `failure_ends_run`, or when one is banned and the run cannot do
-    without; `PeerSilent` when one that fell silent was not replaced within `ready_deadline_s`, or cannot be, or when fewer than `expected`
-    have announced themselves after `ready_deadline_s`.
+    Raises `PeerRefused` with a peer's own words when one fails and `failure_ends_run`, or when one is banned and the run cannot do without
+    it. Raises `PeerSilent` when a silent peer was not replaced within `ready_deadline_s`, or cannot be, or when fewer than `expected` have
+    announced themselves after `ready_deadline_s`.
     """
 
     def __init__(
@@ -49,22 +50,24 @@ class Peers:
         failure_ends_run: bool = False,
         max_processes: int | None = None,
     ) -> None:
-        """`replace(peer)` has a peer's process killed, so that another takes its place; None where nobody can. `has_spares`: the run goes
-        on while one of these peers is left. `failure_ends_run`: it ends with the words of one that fails. `max_processes`: processes of one
-        name within an hour, of which more cannot be."""
+        """Take `replace(peer)`, which has a peer's process killed so that another takes its place; None where nobody can.
+
+        With `has_spares` the run goes on while one of these peers is left. With `failure_ends_run` it ends with the words of a peer that
+        fails. More than `max_processes` processes of one name within an hour are a violation.
+        """
         self.hub = hub
         self.role = role
         self.is_expected_to_end = False
         """True once the run ends: silence is then no fault."""
         self.refused: collections.Counter[str] = collections.Counter()
-        """What peers said that cannot be, by kind; what could not be read, the hub counts."""
+        """Violations of peers, by kind; the hub counts messages that could not be read."""
         self._handlers: dict[type[Message], Handler] = {Failed: _raise_failed if failure_ends_run else self._on_failed}
         self._names = frozenset(f"{role}-{number}" for number in range(expected))
         self._expected = expected
         self._has_spares = has_spares
         self._tell = tell
         self._told: collections.Counter[tuple[str, str]] = collections.Counter()
-        """Refused by peer and kind."""
+        """Refused messages by peer and kind."""
         self._penalties = Penalties(can_replace=replace is not None, max_processes=max_processes)
         self._condemned: list[Callable[[str, bool], None]] = []
         self._banned: set[str] = set()
@@ -73,15 +76,15 @@ class Peers:
         self._replace = replace
         self._heard_at: dict[str, float] = {}
         self._process_ids: dict[str, int] = {}
-        """As peers have said them: only whether it is another one matters."""
+        """The process ids that peers have announced: only a change of one matters."""
         self._silent: set[str] = set()
         """Peers whose replacement was asked for."""
         self._starting: set[str] = set()
         """Peers that load, and have nothing to say meanwhile."""
         self._last_words: dict[str, str] = {}
-        """Of peers that said they have failed, and whose name no other process has taken since."""
+        """The errors of peers that said they have failed, and whose name no other process has taken since."""
         self._ended: set[str] = set()
-        """Those of them that are believed: only another process is heard under their name."""
+        """The failed peers that are believed: only another process is heard under their name."""
         self._gone: set[str] = set()
         """Peers that could not be sent to, and were not heard of since."""
         self._all_heard = asyncio.Event()
@@ -91,17 +94,20 @@ class Peers:
         self._handlers[message_type] = handler
 
     def on_condemned(self, handler: Callable[[str, bool], None]) -> None:
-        """Have `handler` called with a peer that is to be replaced for its violations, or with True, is banned: it must get no work."""
+        """Have `handler` called with a peer that must get no work: it is to be replaced for its violations, or, with True, is banned."""
         self._condemned.append(handler)
 
     def refuse(self, peer: str, violation: Violation, *, is_hopeless: bool = False) -> None:
-        """A peer has said what cannot be: count it, say so, and have its process replaced where it keeps doing that, or at once where
-        `is_hopeless`: it stands where it can be of no use."""
+        """Count and report a violation of a peer. Its process is replaced where it keeps committing violations, or at once where
+        `is_hopeless`: it is then in a state in which it can be of no use.
+        """
         self.refused[violation.kind] += 1
         self._hold_against(peer, violation, is_hopeless=is_hopeless)
 
     def send(self, peer: str, message: Message) -> bool:
-        """Send, unless the connection is closed; then False: the process has ended, and another will announce itself under its name."""
+        """Send a message; return False where the connection is closed: the process has ended, and another will announce itself under its
+        name.
+        """
         try:
             self.hub.send(peer, message)
         except PeerGone:
@@ -110,7 +116,7 @@ class Peers:
         return True
 
     def is_reachable(self, peer: str) -> bool:
-        """False from a failed send until the peer is heard of again."""
+        """Return False from a failed send until the peer is heard from again."""
         return peer not in self._gone
 
     def dismiss(self, stop: Stop) -> None:
@@ -189,7 +195,7 @@ class Peers:
                 pass
 
     def _ban(self, peer: str, violation: Violation) -> None:
-        """Listen to nobody of this name any more. Raises `PeerRefused` where the run cannot go on without it."""
+        """Listen to no process of this name any more. Raises `PeerRefused` where the run cannot go on without it."""
         self._tell(peer, "banned", f"it keeps saying what cannot be, last {violation.kind}: nothing it says is heard any more", 1)
         self._banned.add(peer)
         self._condemn(peer, is_final=True)

@@ -11,11 +11,11 @@ from pipelinerl.messages import Cancel, PrmLoad, PrmReady, StepsScored, TraceTok
 from pipelinerl.runtime.stage import Signal
 
 PRM_NUMBER = 1
-"""Its number among the scorers: it comes after those that run reward functions."""
+"""The number of the process reward model among the scorers: it comes after those that run reward functions."""
 
 
 class Prm:
-    """Sends it what traces it shall follow, and tells when what it was sent is gone: then all of it is to be sent again."""
+    """The process reward model's connection. It sends traces, and reports when the model has lost them: all are then to be sent again."""
 
     def __init__(self, peers: Peers) -> None:
         self.load: PrmLoad | None = None
@@ -25,7 +25,7 @@ class Prm:
         self._process_id: int | None = None
         self._changed = Signal()
         self._is_behind = False
-        """Something could not be sent."""
+        """True where something could not be sent."""
         self._lost: list[Callable[[], None]] = []
         peers.on(PrmReady, self._on_ready)
         peers.on(PrmLoad, self._on_load)
@@ -48,15 +48,15 @@ class Prm:
         self._peers.on(StepsScored, on_scored)
 
     def on_lost(self, handler: Callable[[], None]) -> None:
-        """Have `handler` called when it knows no trace any more, and can be asked."""
+        """Have `handler` called when the model has lost all traces, and can be asked again."""
         self._lost.append(handler)
 
     def refuse(self, violation: Violation) -> None:
-        """It has said what cannot be."""
+        """Refuse an answer of the model for its violation."""
         self._peers.refuse(self._peer, violation)
 
     def send(self, message: TraceTokens | Cancel) -> None:
-        """Send, or remember that it could not be: then it counts as lost once it is heard of again."""
+        """Send a message. Where that fails, the model's traces count as lost once it is heard from again."""
         if not self._peers.send(self._peer, message):
             self._is_behind = True
 

@@ -1,4 +1,4 @@
-"""The scorers as the orchestrator knows them: how much each takes at once, and who waits for which answer."""
+"""The scorers as the orchestrator knows them: how much each takes at once, and which task waits for which answer."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
 CALLS_PER_SLOT = 32
-"""Requests to a scorer for each of its slots: enough to hide the connection's latency behind fast rewards; more only queues there."""
+"""Requests to a scorer for each of its slots: enough to hide the connection's latency behind fast rewards; a larger value only queues
+there.
+"""
 MAX_REFUSED = 3
-"""Answers to one task that cannot be true before it fails. 1 would fail it for its scorer; many let it go round without end."""
+"""Impossible answers to one task before it fails. 1 would fail it for its scorer's fault; a larger value lets it be repeated for long."""
 QUARANTINED = "its prompt is quarantined: it was there when a scorer died, twice"
 _REPEATS = "repeats"
-"""The line in which tasks wait that are asked for again."""
+"""The queue of tasks that are asked for again."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Scorer:
-    """One scorer that has announcement_check itself."""
+    """One scorer that has announced itself."""
 
     peer: str
     ready: ScorerReady
     num_outstanding: int = 0
     is_condemned: bool = False
-    """It keeps saying what cannot be, or that it has failed: its process is being replaced, and gets no work until then."""
+    """True where it keeps committing violations, or says that it has failed: its process is being replaced, and gets no work until then."""
     load: ScorerLoad | None = None
 
     @property
     def room(self) -> int:
-        """Requests it may still be sent."""
+        """The number of requests it may still be sent."""
         return 0 if self.is_condemned else self.ready.num_slots * CALLS_PER_SLOT - self.num_outstanding
 
 
@@ -55,7 +57,7 @@ class _Pending:
     scorer: Scorer
     is_held_out: bool
     answer: asyncio.Future[Result | Violation | None]
-    """None: the scorer will not answer."""
+    """The scorer's answer; None where the scorer will not answer."""
 
     @property
     def prompt_id(self) -> str:
@@ -63,14 +65,14 @@ class _Pending:
 
 
 class Scorers:
-    """Has scorers do tasks; every task gets one result, however many scorers die over it.
+    """The scorers that do tasks; every task gets one result, however many scorers die over it.
 
-    A scorer is lost when another process announces itself under its name. A task that it takes with it is asked for again, except where
-    its prompt was there at two such deaths; no two suspects are with a scorer at once (`rules.quarantine`). An answer is taken only from
-    the scorer that was asked, only to the newest request for its task, and only where it can be true (`rules.validation.scores`).
+    A scorer is lost when another process announces itself under its name. A task that it had is asked for again, except where its prompt
+    was present at two such deaths; no two suspects are with a scorer at once (`rules.quarantine`). An answer is taken only from the scorer
+    that was asked, only to the newest request for its task, and only where it can be true (`rules.validation.scores`).
 
-    A scorer has at most `CALLS_PER_SLOT` requests for each slot. Tasks of one stage wait for room in line, in the order in which they came;
-    those that are asked for again wait in a line of their own.
+    A scorer has at most `CALLS_PER_SLOT` requests for each slot. Tasks of one stage wait for room in the order in which they came; those
+    that are asked for again wait in a queue of their own.
     """
 
     def __init__(
@@ -85,10 +87,9 @@ class Scorers:
         announcement_check: AnnouncementCheck | None = None,
         first_request_id: int = 0,
     ) -> None:
-        """`score_check` and `announcement_check` say what cannot be about answers and announcements; without them all is believed but who
-        speaks.
+        """Take the checks of answers and announcements; without them every message is believed except for its sender's identity.
 
-        `first_request_id` is above all numbers that an orchestrator of this run used before.
+        `first_request_id` is above all numbers that an earlier orchestrator of this run used.
         """
         self.peers = peers
         self.changed = Signal()
@@ -104,13 +105,13 @@ class Scorers:
         self._request_ids = itertools.count(first_request_id)
         self._pending: dict[int, _Pending] = {}
         self._lines: dict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
-        """Who may send next, by stage."""
+        """The locks that give the right to send next, by stage."""
         self._fenced: dict[str, FencedRequests] = collections.defaultdict(FencedRequests)
-        """By peer, of all its processes."""
+        """The fenced requests by peer, of all its processes."""
         self._suspects: set[str] = set()
-        """Prompts that a scorer had which could not be sent to: it dies."""
+        """Prompts for a scorer that could not be sent to: it is dying."""
         self._not_taken: dict[str, Violation] = {}
-        """What cannot be about the announcement of a peer, by its name."""
+        """The violation in the announcement of a peer, by its name."""
         watch.explain(self._owed)
         peers.on(ScorerReady, self._on_ready)
         peers.on(ScorerLoad, self._on_load)
@@ -122,7 +123,7 @@ class Scorers:
         return iter(self._scorers.values())
 
     async def wait_until_ready(self) -> None:
-        """Wait until every scorer of the config has announcement_check itself."""
+        """Wait until every scorer of the config has announced itself."""
         while len(self._scorers) < self._expected:
             await self.changed.wait()
 
@@ -132,10 +133,10 @@ class Scorers:
         return any(scorer.room > 0 for scorer in self._reachable())
 
     async def request(self, task: ScorerTask, *, by: str, max_lost: int | None = None) -> Result:
-        """Have a scorer do a task of the stage `by`, once there is room; never raises for what becomes of it there.
+        """Have a scorer do a task of the stage `by`, once there is room; never raises for a failure of the task.
 
-        With `max_lost`, the prompt is a held-out one, of which the quarantine keeps no account: the task fails after so many scorers ended
-        over it. Whoever cancels this withdraws the request: no answer to it counts.
+        With `max_lost`, the prompt is a held-out one, which the quarantine does not count: the task fails after so many scorers ended over
+        it. Cancelling this call withdraws the request: no answer to it counts.
         """
         num_lost, num_refused, line = 0, 0, by
         while True:
@@ -196,7 +197,7 @@ class Scorers:
             raise
 
     def _end(self, pending: _Pending, answer: Result | Violation | None) -> None:
-        """Nobody waits for this request any more."""
+        """End the wait for the answer to a request."""
         del self._pending[pending.request.request_id]
         self._fenced[pending.scorer.peer].add((pending.request.request_id,))
         pending.scorer.num_outstanding -= 1
@@ -208,7 +209,7 @@ class Scorers:
         return [scorer for scorer in self if self.peers.is_reachable(scorer.peer)]
 
     def _owed(self) -> str | None:
-        """What scorers were asked for and have not answered: for the verdict on a stall."""
+        """Name what scorers have not answered, for the report of a stall."""
         for pending in self._pending.values():
             task = pending.request.task
             first = f"of rollout {task.rollout_id}, attempt {task.attempt}, of {pending.scorer.peer}"
@@ -239,12 +240,12 @@ class Scorers:
         return None if self._announcement_check is None else self._announcement_check.scorer(ready)
 
     def _on_condemned(self, peer: str, is_banned: bool) -> None:
-        """A scorer that keeps lying, or says that it has failed, gets no more work; what it has is asked again once another is there."""
+        """Give no more work to a scorer that keeps committing violations, or has failed; its tasks are repeated once another is there."""
         for scorer in self._scorers.values():
             scorer.is_condemned |= scorer.peer == peer
 
     def _lose(self, scorer: Scorer) -> None:
-        """A scorer is gone: its prompts are suspects, unless it goes for what it said."""
+        """Handle the loss of a scorer: its prompts become suspects, unless it is replaced for its violations."""
         suspects, self._suspects = self._suspects, set()
         for pending in [pending for pending in self._pending.values() if pending.scorer is scorer]:
             self._end(pending, None)
@@ -285,7 +286,7 @@ class Scorers:
         self._clear(pending)
 
     def _clear(self, pending: _Pending) -> None:
-        """A prompt whose tasks a scorer has all done is no suspect any more."""
+        """Clear a suspect whose tasks a scorer has all done."""
         if pending.is_held_out or not self._quarantine.is_suspect("scorer", pending.prompt_id):
             return
         if not any(other.prompt_id == pending.prompt_id for other in self._pending.values()):
@@ -293,7 +294,7 @@ class Scorers:
             self._ledger.record("cleared", now_s=_now_s(), peer="scorer", suspect=row_of(pending.prompt_id))
 
     def _on_unread(self, peer: str, unread: Unread) -> None:
-        """An answer that cannot even be read is none: it is asked for again."""
+        """Ask again for an answer that cannot be read."""
         pending = None if unread.request_id is None else self._pending.get(unread.request_id)
         if pending is not None and pending.scorer.peer == peer:
             self._end(pending, Violation(kind=unread.reason, words=unread.words))

@@ -1,1 +1,1 @@
-"""What becomes of a prompt: one turn, or what an environment makes of it."""
+"""The package describes how a prompt becomes a trajectory: in one turn, or in an episode with an environment."""

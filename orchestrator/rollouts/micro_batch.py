@@ -1,4 +1,4 @@
-"""A micro-batch: the samples of a row laid end to end, one column for each thing that the trainer needs of a token or a sample."""
+"""A micro-batch holds the samples of a row end to end, one column for each thing that the trainer needs of a token or a sample."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teache
 
 
 def teacher_of(prompt: Prompt, teachers: Sequence[str]) -> int:
-    """Which of the teachers judges what is said to a prompt. Raises `DataError`."""
+    """Return the index of the teacher of a prompt. Raises `DataError` where the prompt's row names none of `teachers`."""
     if (name := prompt.columns.get("teacher")) not in teachers:
         raise DataError(
             f"prompt {prompt.prompt_id}: the row's column teacher is {name!r}, expected one of {', '.join(teachers)} (reference.teachers)"

@@ -1,12 +1,12 @@
-"""An episode: the model and an environment by turns, in one linear sequence of tokens. What to ask next, given the turns so far.
+"""An episode: the model and an environment take turns in one linear sequence of tokens, which decides the next request.
 
-Tokens are never made twice: the model's are the engine's ids, the environment's the ids its text was tokenised to once, and each turn is
-asked for with all of them before it. So versions and log-probabilities stay those under which each token was sampled, and a trajectory
+Tokens are never made twice: the model's are the engine's ids, the environment's are the ids its text was tokenised to once, and each turn
+is asked for with all of them before it. So versions and log-probabilities stay those under which each token was sampled, and a trajectory
 of several turns is one row.
 
-An episode ends when the environment says so, after `max_turns`, or when `max_tokens` after the prompt leave no room for what the
-environment said and a token more: then it is truncated, and scored as it is. It ends with the model's words, as nobody would learn from
-what comes after. A rule: no clock, no socket; each step gives a new value.
+An episode ends when the environment says so, after `max_turns`, or when `max_tokens` after the prompt leave no room for the environment's
+reply and one more token: then it is truncated, and scored as it is. It ends with the model's tokens, since nothing after them would be
+trained on. This is a rule, without clock and socket; each step gives a new value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from pipelinerl.messages import UNSAMPLED, Completion, Finish, Float32, Int32, Outcome, Prompt, Result, Trajectory, Turns
 
 FIRST_STATE = "prompt"
-"""What the first turn of every sibling answers."""
+"""The state that the first turn of every sibling answers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,29 +28,29 @@ class Episode:
 
     prompt: Prompt
     max_tokens: int
-    """After the prompt, the environment's included."""
+    """Tokens after the prompt, the environment's included."""
     max_turns: int
     token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     """[T] int32, after the prompt."""
     logprobs: Float32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
-    """[T] float32, 0.0 for what the environment said."""
+    """[T] float32, natural log, 0.0 for the environment's tokens."""
     versions: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """[T] int32, `UNSAMPLED` for what the environment said."""
+    """[T] int32, `UNSAMPLED` for the environment's tokens."""
     starts: tuple[int, ...] = ()
     """[K] first token of each turn."""
     ends: tuple[int, ...] = ()
     """[K] last token of each turn."""
     states: tuple[str, ...] = (FIRST_STATE,)
-    """What each turn answered; one more than turns while the next is awaited."""
+    """The state that each turn answered; one more than turns while the next is awaited."""
     recomputed: tuple[int, ...] = ()
-    """As in `Trajectory`."""
+    """The same column as in `Trajectory`."""
     finish: Finish = Finish.STOP
-    """Of the last turn; `LENGTH` where there is no room for another."""
+    """The finish of the last turn; `LENGTH` where there is no room for another."""
     outcome: Outcome = Outcome.OK
-    """Of the environment."""
+    """The outcome of the environment."""
     error: str = ""
     is_over: bool = False
-    """No turn follows."""
+    """True where no turn follows."""
 
     @property
     def num_turns(self) -> int:
@@ -58,33 +58,33 @@ class Episode:
 
     @property
     def num_left(self) -> int:
-        """Tokens that the next turn may have, at most."""
+        """The most tokens that the next turn may have."""
         return self.max_tokens - len(self.token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Of its token columns, and the prompt's."""
+        """Bytes of its token columns, and of the prompt's."""
         return 4 * len(self.prompt.token_ids) + 12 * len(self.token_ids)
 
     @property
     def context(self) -> Int32:
-        """[P + T] int32, what the next turn goes on from."""
+        """[P + T] int32, the tokens that the next turn continues."""
         return np.concatenate((self.prompt.token_ids, self.token_ids))
 
     @property
     def newest_version(self) -> int:
-        """Version of the last sampled token; `UNSAMPLED` before there is one. No engine that holds an older one may go on."""
+        """The version of the last sampled token; `UNSAMPLED` before there is one. No engine that holds an older version may go on."""
         return int(self.versions[self.ends[-1]]) if self.ends else UNSAMPLED
 
     @property
     def turns(self) -> Turns | None:
-        """None before the first."""
+        """The turns so far; None before the first."""
         if not self.ends:
             return None
         return Turns(starts=np.array(self.starts, np.int32), ends=np.array(self.ends, np.int32), states=self.states[: self.num_turns])
 
     def said(self, completion: Completion) -> Episode:
-        """The same after the model's turn. It is over unless an environment is to be asked, which is only after whole turns."""
+        """Return the episode after the model's turn. It is over unless the environment is to reply, which it does only to whole turns."""
         start, num_sampled = len(self.token_ids), len(completion.token_ids)
         num_turns = self.num_turns + (num_sampled > 0)
         return dataclasses.replace(
@@ -101,7 +101,7 @@ class Episode:
         )
 
     def observe(self, result: Result) -> Episode:
-        """The same after the environment's reply to the last turn."""
+        """Return the episode after the environment's reply to the last turn."""
         if result.outcome is not Outcome.OK:
             error = f"environment: {result.error}"
             return dataclasses.replace(self, finish=Finish.ERROR, outcome=result.outcome, error=error, is_over=True)
@@ -120,7 +120,7 @@ class Episode:
         )
 
     def trajectory(self, **facts: Any) -> Trajectory:
-        """What came of it; `facts` are those fields of a trajectory that no turn changes."""
+        """Return the trajectory of the episode; `facts` are those fields of a trajectory that no turn changes."""
         num_prompt = len(self.prompt.token_ids)
         versions = np.concatenate((np.full(num_prompt, UNSAMPLED, np.int32), self.versions))
         return Trajectory(

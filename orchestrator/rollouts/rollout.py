@@ -23,28 +23,31 @@ class Rollout:
     attempt: int
     prompt: Prompt
     version: int
-    """An engine under an older one may not go on with it: of the engine that its group was admitted to, as it might come to exceed the
-    staleness bound, or of its last token, as versions never fall along a sequence."""
+    """An engine under an older version may not go on with it. It is the version of the engine that its group was admitted to, since it
+    might otherwise exceed the staleness bound, or of its last token, since versions never fall along a sequence.
+    """
     admitted_at: float
     is_greedy: bool
-    """It is the last of its siblings, in a run whose method asks for one, see `rules.batch.StepRules`."""
+    """True for the last of its siblings, in a run whose method asks for a greedy one, see `rules.batch.StepRules`."""
     episode: Episode | None = None
     """Its turns so far; None in a run without an environment."""
     is_new: bool = True
-    """No engine has answered this attempt yet: where one is asked, the attempt begins."""
+    """True while no engine has answered this attempt: sending it to an engine then begins the attempt."""
     refused_by: tuple[int, ...] = ()
-    """Engines whose answers to attempts before could not be true, once for each."""
+    """Engines that gave impossible answers to earlier attempts, once for each answer."""
     reason: str = ""
-    """Why the attempt before came to nothing; empty of the first."""
+    """The reason why the attempt before failed; empty for the first."""
 
     def next_attempt(self, *, refused_by: int | None = None) -> Rollout:
-        """In place of this one, which an engine took with it, or gave an answer to that cannot be true (`refused_by`). What an episode has
-        is kept: only the turn that was lost is sampled again."""
+        """Return the attempt after this one, which was lost with its engine, or got an impossible answer (from `refused_by`).
+
+        An episode keeps its turns: only the turn that was lost is sampled again.
+        """
         refused = self.refused_by if refused_by is None else (*self.refused_by, refused_by)
         return dataclasses.replace(self, attempt=self.attempt + 1, is_new=True, refused_by=refused)
 
     def request(self, sampling: Sampling, *, chunk_tokens: int) -> Generate:
-        """What to ask an engine for: the completion, or an episode's next turn."""
+        """Return the request for an engine: for the completion, or for an episode's next turn."""
         episode = self.episode
         return Generate(
             rollout_id=self.rollout_id,
@@ -56,14 +59,14 @@ class Rollout:
         )
 
     def said(self, completion: Completion) -> Rollout:
-        """The same after an engine's answer."""
+        """Return the rollout after an engine's answer."""
         if self.episode is None:
             return self
         episode = self.episode.said(completion)
         return dataclasses.replace(self, episode=episode, version=max(self.version, episode.newest_version), is_new=False)
 
     def trajectory(self, completion: Completion, *, engine_id: int, finished_at: float) -> Trajectory:
-        """What came of it; `completion` is the last that it was answered with."""
+        """Return the trajectory; `completion` is the last answer to this attempt."""
         facts: dict[str, Any] = {
             "group_id": self.group_id,
             "sibling": self.sibling,
@@ -78,7 +81,7 @@ class Rollout:
 
 
 def unanswered(rollout_id: str, *, attempt: int, error: str) -> Completion:
-    """What stands for an answer where nobody gives one."""
+    """Return the completion that stands for a missing answer."""
     nothing = np.zeros(0, np.int32)
     return Completion(
         rollout_id=rollout_id,

@@ -1,4 +1,4 @@
-"""What leaves batching for the trainer: rows of packed samples, and the end of each step."""
+"""The items that batching gives to the trainer: rows of packed samples, and the end of each step."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class StepEnd:
     num_tokens: int
     num_samples: int
     commit: str = ""
-    """The ledger's, which holds every row of the step."""
+    """The ledger's commit, which holds every row of the step."""
 
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""What scorers are asked to do with trajectories and episodes, and what their results make of a trajectory."""
+"""The tasks of scorers, made from trajectories and episodes, and the scores that their results give."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pipelinerl.messages import Outcome, RequestKind, Result, Score, ScorerTask,
 
 
 def reward_task(trajectory: Trajectory) -> ScorerTask:
-    """Score the tokens after the prompt."""
+    """Return the task to score the tokens after the prompt."""
     return _task(RequestKind.REWARD, (trajectory,))
 
 
 def group_reward_task(siblings: Sequence[Trajectory]) -> ScorerTask:
-    """Compare siblings, at least two."""
+    """Return the task to compare siblings, at least two."""
     return _task(RequestKind.GROUP_REWARD, siblings)
 
 
 def environment_task(rollout_id: str, *, attempt: int, episode: Episode) -> ScorerTask:
-    """Have the environment reply to the last turn of an episode."""
+    """Return the task to have the environment reply to the last turn of an episode."""
     assert episode.turns is not None, "an environment replies to a turn"
     return ScorerTask(
         kind=RequestKind.ENVIRONMENT,
@@ -33,7 +33,7 @@ def environment_task(rollout_id: str, *, attempt: int, episode: Episode) -> Scor
 
 
 def score_of(trajectory: Trajectory, result: Result) -> Score:
-    """The score of a trajectory, from the result of its `reward_task`."""
+    """Return the score of a trajectory, from the result of its `reward_task`."""
     is_ok = result.outcome is Outcome.OK
     return Score(
         rollout_id=trajectory.rollout_id,
@@ -47,7 +47,7 @@ def score_of(trajectory: Trajectory, result: Result) -> Score:
 
 
 def no_score(trajectory: Trajectory, error: str, *, outcome: Outcome = Outcome.ERROR) -> Score:
-    """What stands for a score where no scorer is asked."""
+    """Return the score that stands for a missing one where no scorer is asked."""
     return Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=outcome, reward=None, error=error)
 
 

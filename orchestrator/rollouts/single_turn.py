@@ -1,4 +1,4 @@
-"""One prompt, one completion: the trajectory is both, end to end, in the engine's own token ids."""
+"""A rollout of one turn: the trajectory is prompt and completion, end to end, in the engine's own token ids."""
 
 from __future__ import annotations
 
