@@ -1,1 +1,3 @@
-"""What happens when a process dies: its work is issued again, what killed it twice is quarantined, and who comes back goes on."""
+"""The package handles the death of a process: its work is issued again, prompts and rows that killed two processes are quarantined, and a
+peer that comes back goes on.
+"""

@@ -1,6 +1,6 @@
-"""The steps whose rows the trainer may still ask for: those after the last one in its weights.
+"""The open steps are those whose rows the trainer may still ask for: the steps after the last one in its weights.
 
-A trainer that starts again begins where its checkpoint ends: the ledger gives the rows of the steps since once more.
+A trainer that starts again begins where its checkpoint ends: the rows of later steps are read from the ledger once more.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class OpenStep:
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     quarantined: frozenset[int] = frozenset()
-    """Numbers of the rows that are sent no more: a zero-loss row takes the place of each."""
+    """Numbers of the rows that are not sent again: a zero-loss row takes the place of each."""
     end: StepEnd | None = None
-    """None until the step has all its rows."""
+    """The end of the step; None until the step has all its rows."""
     num_bytes: int = 0
-    """Of the rows."""
+    """Bytes of the rows."""
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -44,12 +44,14 @@ class OpenSteps:
     """The open steps by number, and how far the trainer is."""
 
     def __init__(self, ledger: Ledger, *, num_booked: int = 0, recorded: Mapping[int, RecordedStep] | None = None) -> None:
-        """`num_booked` steps were done before this orchestrator started; `recorded` holds what was packed of the steps after them."""
+        """Begin after `num_booked` steps that were done before this orchestrator started; `recorded` holds the packed rows of later
+        steps.
+        """
         self.open: dict[int, OpenStep] = {number: _open(number, step) for number, step in (recorded or {}).items()}
         self.num_booked = num_booked
         """Steps that the ledger has as done."""
         self.num_done = 0
-        """Steps that are in the trainer's weights; fewer than booked while it does some again."""
+        """Steps that are in the trainer's weights; fewer than `num_booked` while it trains some again."""
         self.moved_on = Signal()
         """Set when `num_done` has changed."""
         self._ledger = ledger
@@ -73,7 +75,7 @@ class OpenSteps:
         return sum(step.num_bytes for number, step in self.open.items() if number > self.num_done)
 
     def keys_not_trained(self) -> set[str]:
-        """The rows, as `step/row`, of steps that the ledger does not have as done."""
+        """Return the rows, as `step/row`, of steps that the ledger does not have as done."""
         return {f"{number}/{row}" for number, step in self.open.items() for row in range(len(step.rows)) if number >= self.num_booked}
 
     def record_trained(self, step: int, *, now_s: float) -> None:
@@ -91,7 +93,7 @@ class OpenSteps:
         self.moved_on.set()
 
     async def reopen(self, version: int) -> None:
-        """Read the steps from `version` on that were trained already: a checkpoint that does not hold them is what there is."""
+        """Read trained steps from `version` on again: the trainer goes on from a checkpoint that does not hold them."""
         if version >= self.num_booked:
             return
         end = min(self.num_booked, min(self.open, default=self.num_booked))
@@ -100,7 +102,7 @@ class OpenSteps:
         self.open |= {number: _open(number, step) for number, step in recorded.items()}
 
     def go_on_from(self, version: int) -> None:
-        """Note that the trainer's weights hold `version` steps; the rows of those are let go."""
+        """Note that the trainer's weights hold `version` steps; the rows of those are dropped."""
         for step in [step for step in self.open if step < version]:
             del self.open[step]
         self.num_done = version

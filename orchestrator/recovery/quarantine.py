@@ -1,4 +1,6 @@
-"""Books the deaths of peers against what they had in hand, so that what kills them twice is sent no more, see `rules.quarantine`."""
+"""This module counts the deaths of peers against the prompts and rows they had, so that those that kill twice are not sent again, see
+`rules.quarantine`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class PromptSuspects:
         self.ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
     def clear(self, peer: str, prompt_id: str) -> bool:
-        """Take a prompt off the suspects, as a peer has answered all that was asked of it for it; return whether it was one."""
+        """Clear a prompt, since a peer has answered everything asked for it; return whether the prompt was a suspect."""
         was_suspect = self.quarantine.came_through(self.role, prompt_id)
         if was_suspect:
             self.ledger.record("cleared", now_s=_now_s(), peer=peer, suspect=row_of(prompt_id))
@@ -37,14 +39,16 @@ class PromptSuspects:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSuspects:
-    """The rows of open steps that the trainer had in hand when it died."""
+    """The rows of open steps that the trainer was computing when it died."""
 
     steps: OpenSteps
     quarantine: Quarantine
     ledger: Ledger
 
     def record_death(self, rows: Sequence[str]) -> None:
-        """Suspect the rows (`step/row`) that a trainer had in hand. A row that was there twice is sent no more; a trained one is none."""
+        """Suspect the rows (`step/row`) that a trainer was computing. A row that was present twice is not sent again; a trained row is no
+        suspect.
+        """
         keys = sorted(self.steps.keys_not_trained().intersection(rows))
         now_s = _now_s()
         for key in keys:
@@ -61,7 +65,7 @@ class RowSuspects:
             self.ledger.flush()  # it must outlive this process, too
 
     def clear(self, step: int) -> None:
-        """Take the rows of a step that is done off the suspects."""
+        """Clear the rows of a step that is done."""
         for row in range(len(self.steps.open[step].rows)):
             if self.quarantine.came_through("trainer", key := f"{step}/{row}"):
                 self.ledger.record("cleared", now_s=_now_s(), peer="trainer", suspect=key)

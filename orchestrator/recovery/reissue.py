@@ -1,7 +1,8 @@
-"""Issues rollouts again that an engine took with it, or answered with what cannot be true, and reattaches those that an engine still has.
+"""This module reissues rollouts that were lost with their engine, or got an impossible answer, and reattaches those that an engine still
+has.
 
-A rollout's next attempt goes to an engine that is no older than what has it so far; siblings that were lost together go together. A prompt
-that was there at two deaths is issued no more, and no engine has two suspects at once (`rules.quarantine`).
+A rollout's next attempt goes to an engine whose version is no older than the rollout's; siblings that were lost together go together. A
+prompt that was present at two deaths is not issued again, and no engine has two suspects at once (`rules.quarantine`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
 MAX_REFUSED = 3
-"""Attempts of a rollout whose answers cannot be true before it fails. 1 would fail it for its engine; many let it go round without end."""
+"""Impossible answers to a rollout before it fails. 1 would fail it for its engine's fault; a larger value lets it be repeated for long."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Reissue:
-    """Which rollouts engines have, and which wait to be issued again."""
+    """The rollouts that engines have, and those that wait to be issued again."""
 
     engines: Engines
     quarantine: Quarantine
@@ -37,25 +38,25 @@ class Reissue:
     credits: Signal
     watch: Watch
     stage: str
-    """Whose waits these are."""
+    """The name of the stage whose waits these are."""
     ask: Callable[[Rollout, int], None]
-    """Asks an engine for an attempt, or for an episode's next turn."""
+    """The callback asks an engine for an attempt, or for an episode's next turn."""
     request: Callable[[Rollout], Generate]
-    """Makes the request that was sent for an attempt."""
+    """The callback makes the request that was sent for an attempt."""
     take: Callable[[Rollout, Completion, int], None]
-    """Takes an engine's answer to an attempt."""
+    """The callback takes an engine's answer to an attempt."""
     fail: Callable[[Rollout, Completion], None]
-    """Ends a rollout that is issued no more."""
+    """The callback ends a rollout that is not issued again."""
     full: Callable[[], str | None]
-    """Names the queue that has to get shorter before anything more is asked of engines."""
+    """The callback names the queue that has to get shorter before anything more is asked of engines."""
     _waiting: dict[int, list[Rollout]] = dataclasses.field(default_factory=dict)
-    """By group: attempts to issue, in place of some that were lost, and turns that no engine may go on with yet."""
+    """The attempts to issue in place of lost ones, and the turns that no engine may continue yet, by group."""
     _running: dict[int, dict[str, int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(dict))
-    """By group: the rollouts in engines, and in which; between two turns, in which it was."""
+    """The rollouts in engines, each with its engine, by group; between two turns, with the engine of the last turn."""
     _lost: dict[int, set[str]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
-    """By engine that dies: the prompts it had."""
+    """The prompts that a dying engine had, by engine."""
     _prompt_ids: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By group that has rollouts in engines."""
+    """The prompt of each group that has rollouts in engines."""
     _suspects: PromptSuspects = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class Reissue:
         self.engines.on_joined(self._on_joined)
 
     async def run(self) -> None:
-        """Issue what waits as engines may take it."""
+        """Issue waiting rollouts as engines may take them."""
         while True:
             for group_id in list(self._waiting):
                 if self.full() is None:
@@ -100,7 +101,7 @@ class Reissue:
             self.credits.set()
 
     def lose(self, rollout: Rollout, engine_id: int) -> None:
-        """Issue the next attempt of a rollout that an engine takes with it."""
+        """Issue the next attempt of a rollout that was lost with its engine."""
         engine = self.engines.find(engine_id)
         is_condemned = engine is not None and engine.is_condemned
         if not is_condemned:  # else it goes for what it said, and no prompt is suspected of it
@@ -109,14 +110,14 @@ class Reissue:
         self._issue_next(rollout, rollout.next_attempt(), engine_id, reason=reason)
 
     def refuse(self, rollout: Rollout, engine_id: int, violation: Violation) -> None:
-        """Issue the next attempt of a rollout whose answer cannot be true, to another engine where there is one."""
+        """Issue the next attempt of a rollout whose answer is impossible, to another engine where there is one."""
         self._issue_next(rollout, rollout.next_attempt(refused_by=engine_id), engine_id, reason=str(violation))
 
     def is_quarantined(self, rollout: Rollout) -> bool:
         return self.quarantine.holds(rollout.prompt.prompt_id)
 
     def may_take(self, engine_id: int, rollout: Rollout) -> bool:
-        """True where an engine is no older than what has the rollout so far, and has no other suspect with a suspect."""
+        """Return whether an engine is no older than the rollout, and would not have two suspects at once."""
         if self.engines[engine_id].version < rollout.version:
             return False
         if not self.quarantine.is_suspect("engine", rollout.prompt.prompt_id):
@@ -155,9 +156,10 @@ class Reissue:
             self.ask(rollout, engine_id)
 
     def _on_joined(self, engine: Engine) -> None:
-        """Await what the engine has of the attempts before those that would be issued again; it drops whatever else it has.
+        """Await the answers to attempts that the engine still has and that would otherwise be issued again; it drops everything else it
+        has.
 
-        An episode's earlier turns went with the orchestrator before: it is played again from its prompt.
+        An episode's earlier turns were lost with the orchestrator before: it is played again from its prompt.
         """
         if not engine.ready.running:
             return
@@ -193,7 +195,7 @@ def _now_s() -> float:
 
 
 def _not_sampled(rollout: Rollout, *, is_quarantined: bool) -> Completion:
-    """What stands for an answer where nobody may be asked, or nobody gives one that can be true."""
+    """Return the completion that stands for a missing answer, where no engine may be asked, or every answer was impossible."""
     error = f"{len(rollout.refused_by)} answers could not be true, the last {rollout.reason}"
     if is_quarantined:
         error = f"its prompt (row {row_of(rollout.prompt.prompt_id)}) is quarantined: it was there when a process died, twice"

@@ -1,8 +1,8 @@
-"""The trainer's session: which process trains, from where it starts, and what that leaves to be trained again.
+"""The trainer's session: which process trains, where it starts, and which steps are to be trained again.
 
-A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, as the ledger has them. One that
-survived an orchestrator goes on where it is: what it had of an open step lies in the ledger as it was given it. What it says of steps,
-policies and checkpoints before it is known where it stands waits until then.
+A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, from the ledger. A trainer that
+survived an orchestrator goes on where it is: the ledger holds the rows of an open step as they were given to it. Its messages about steps,
+policies and checkpoints wait until its position is known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ only lets a dishonest one fill memory.
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TrainerSession:
-    """The process that trains, one replica or several, and the start that is being dealt with.
+    """The session with the process that trains, one replica or several, and the start that is being dealt with.
 
     Raises `PeerRefused`, and ends the run, where the first trainer that it hears starts from a checkpoint of another run.
     """
@@ -48,19 +48,19 @@ class TrainerSession:
     progress: Progress
     watch: Watch
     on_replaced: Callable[[], None]
-    """Called when another process takes the trainer's place."""
+    """The callback for another process that takes the trainer's place."""
     on_started: Callable[[], None]
-    """Called once it is known where a trainer stands."""
+    """The callback for the moment when a trainer's position is known."""
     replicas: dict[int, TrainerReady] = dataclasses.field(default_factory=dict)
-    """Those that have announced themselves."""
+    """The replicas that have announced themselves."""
     is_starting: bool = False
-    """A trainer has announced itself, and what it is to begin with is being fetched."""
+    """True while a trainer has announced itself, and the steps it is to begin with are being fetched."""
     last_checkpoint: int = 0
     """Version of the newest checkpoint, also of one that could not be written."""
     early: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-    """What a trainer that starts has said already."""
+    """The messages that a starting trainer has sent already."""
     _is_condemned: bool = False
-    """The trainer was to be replaced for what it said: no row that it had in hand is to blame."""
+    """True where the trainer is to be replaced for its violations: no row that it was computing is to blame."""
     _ready: Signal = dataclasses.field(default_factory=Signal)
     """Set when a replica announces itself."""
     _starts: Channel[TrainerReady] = dataclasses.field(init=False)
@@ -76,18 +76,18 @@ class TrainerSession:
             await self._ready.wait()
 
     def is_refused(self, peer: str, violation: Violation | None) -> bool:
-        """Refuse what a trainer says, where something cannot be about it."""
+        """Refuse a trainer's message where there is a violation in it; return whether it was refused."""
         if violation is not None:
             self.trainer.refuse(peer, violation)
         return violation is not None
 
     def leads(self, peer: str, said: Message) -> bool:
-        """True for the replica that speaks for all of steps, policies and checkpoints."""
+        """Return True for the replica that speaks for all of steps, policies and checkpoints; refuse a message of another."""
         words = f"{type(said).__name__} of {peer}, expected of trainer-0, which speaks for all replicas"
         return not self.is_refused(peer, None if number_of(peer) == 0 else Violation(kind=Kind.IDENTITY, words=words))
 
     def once_started(self, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
-        """Deal with a message once it is known where its trainer stands: an honest one is ahead of what the ledger knows to be done."""
+        """Handle a message once its trainer's position is known: an honest trainer is ahead of what the ledger knows to be done."""
         if not (self.is_starting or 0 < len(self.replicas) < self.num_replicas):
             handler(peer, said)
         elif len(self.early) < MAX_EARLY:
@@ -97,7 +97,7 @@ class TrainerSession:
             self.trainer.refuse(peer, Violation(kind=Kind.BOUNDS, words=words))
 
     async def run(self) -> None:
-        """Deal with each start: have the steps that its trainer lacks offered again, and those that it has booked."""
+        """Deal with each start: the steps that its trainer lacks are offered again, and the steps that its weights prove are recorded."""
         is_first = True
         loop = asyncio.get_running_loop()
         async for ready in self._starts:
@@ -159,7 +159,7 @@ class TrainerSession:
             self._starts.put_now(self.replicas[0])  # bounded likewise
 
     def _record_checkpoints(self, ready: TrainerReady) -> None:
-        """Have the ledger count on the very checkpoints that the trainer can still use."""
+        """Make the ledger's checkpoints exactly those that the trainer can still use."""
         version, now_s = self.last_checkpoint, asyncio.get_running_loop().time()
         known = saved_versions(self.ledger)
         reasons = {damage.version: damage.reason for damage in ready.damaged}
@@ -178,10 +178,11 @@ class TrainerSession:
         return Violation(kind=Kind.BOUNDS, words=f"{peer} counts {ready.num_replicas} replicas, {expected}")
 
     def _wrong_start(self, ready: TrainerReady) -> str:
-        """Why a trainer cannot go on from where it starts: a checkpoint of another run, or one too old; empty where it can.
+        """Say why a trainer cannot go on from where it starts: a checkpoint of another run, or one too old; return an empty string where it
+        can.
 
-        Said by the first trainer that this orchestrator hears, it ends the run: its folders do not belong together. Of a later one it costs
-        its place, as any other violation does: that it can be done right, the one before has shown.
+        A wrong start of the first trainer that this orchestrator hears ends the run: its folders do not belong together. A wrong start of a
+        later trainer costs it its place, as any other violation does: the earlier one has shown that a right start is possible.
         """
         if ready.version < (first := first_kept_step(self.ledger)):
             damage = "".join(f"\n  - {one.reason}" for one in ready.damaged)
@@ -208,5 +209,5 @@ class TrainerSession:
 
 
 def _survived(ready: TrainerReady) -> bool:
-    """True where a trainer goes on, under another orchestrator, with steps that no checkpoint holds."""
+    """Return whether a trainer goes on, under another orchestrator, with steps that no checkpoint holds."""
     return ready.saved not in (None, ready.version)

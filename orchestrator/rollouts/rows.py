@@ -24,7 +24,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnd:
-    """A step has all its rows."""
+    """The end of a step: it has all its rows."""
 
     step: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Stage 4: siblings become groups, groups become samples, samples become rows, and a step is sealed when it is whole."""
+"""Stage 4: siblings become groups, groups become samples, samples become rows, and a step is sealed when it is complete."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pipelinerl.runtime.watch import Watch
 
 
 class Batching:
-    """Cuts batches as groups complete. A row or a seal leaves only once the ledger has it on disk: see `state.ledger`.
+    """The stage that cuts batches as groups complete. A row or a seal leaves only once the ledger has it on disk: see `state.ledger`.
 
     Rows leave as they fill, while the step is still being filled. Only under a method with a rule over the whole step do they all leave
-    when it closes: training on a step then no longer hides inside its own generation, only inside that of the next ones.
+    when it closes: training on a step then no longer overlaps with its own generation, only with that of the next steps.
 
     takes     ScoredTrajectory, from scoring
     gives     Row and StepEnd, to training
@@ -58,10 +58,10 @@ class Batching:
         restored: tuple[ScoredTrajectory, ...] = (),
         open_step: RecordedStep | None = None,
     ) -> None:
-        """`settled` is told of every group that was assigned or dropped, and may book with it; `causes` says what went wrong in users'
-        functions.
+        """Call `settled` for every group that was assigned or dropped, within its transaction; `causes` names errors in users' functions.
 
-        Of an earlier life of the run, `restored` was scored and not assigned, `open_step` assigned to the step being filled.
+        An earlier process of the run left `restored`, which was scored and not assigned, and `open_step`, which was assigned to the step
+        being filled.
         """
         self._scored = scored
         self._rows = rows
@@ -79,7 +79,7 @@ class Batching:
         self._restored = restored
         self._loose = open_step.unpacked if open_step else ()
         self._next_row = len(open_step.rows) if open_step else 0
-        """Number of the next row of the step being filled."""
+        """The number of the next row of the step being filled."""
         self._packed: Channel[Row | StepEnd] = Channel(
             "packed", giver=self.name, taker="ledger", watch=watch, bound_bytes=queue_bytes, size=lambda item: item.num_bytes
         )
@@ -148,7 +148,7 @@ class Batching:
             await self._packed.put(Row(step=step, samples=tuple(samples)))
 
     async def _seal(self, step: int, num_tokens: int, num_samples: int) -> None:
-        """Pack what is left of a step, and say that this is all."""
+        """Pack the rest of a step, and send its end."""
         await self._pack(step, self._packing.flush())
         now_s = asyncio.get_running_loop().time()
         num_rows, self._next_row = self._next_row, 0
@@ -156,7 +156,9 @@ class Batching:
         await self._packed.put(StepEnd(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=commit))
 
     async def _record(self) -> None:
-        """Send everything packed on, once it is written; while the ledger writes, more is packed, which is then written together."""
+        """Send packed items on, once they are written. While the ledger writes, more items are packed, and these are then written
+        together.
+        """
         loop = asyncio.get_running_loop()
         async for first in self._packed:
             items = [first]

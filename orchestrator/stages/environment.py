@@ -1,4 +1,4 @@
-"""Beside generation, in runs with an environment: what the environment replies to each turn."""
+"""This stage stands beside generation, in runs with an environment: it gets the environment's reply to each turn."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Turn:
     rollout: Rollout
     episode: Episode
     engine_id: int
-    """Engine that sampled it."""
+    """The engine that sampled it."""
     then: Callable[[Result], None]
-    """Called once, with the reply."""
+    """The callback for the reply, called once."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class EnvironmentStage:
-    """Has the environment reply to each turn, once.
+    """The stage that has the environment reply to each turn, once.
 
     While episodes between two turns fill `turns`, no group is admitted, see `backpressure`: then there are at most that many, and the
     episodes that were under way.
@@ -49,11 +49,11 @@ class EnvironmentStage:
     max_tokens: int
     max_turns: int
     num_between: int = 0
-    """Rollouts between two turns: no engine has them."""
+    """Rollouts between two turns, which are in no engine."""
     num_replies: int = 0
-    """Since this orchestrator started."""
+    """Replies since this orchestrator started."""
     num_bytes: int = 0
-    """Of episodes between two turns."""
+    """Bytes of episodes between two turns."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -61,15 +61,15 @@ class EnvironmentStage:
                 group.create_task(self._reply(turn))
 
     def backpressure(self) -> str | None:
-        """What admission has to wait for, if anything: the replies to what there is."""
+        """Name what admission has to wait for: replies, while the episodes that wait for one fill `turns`; None otherwise."""
         return f"room in {self.turns.name}" if self.num_bytes >= self.turns.bound_bytes else None
 
     def begin(self, prompt: Prompt) -> Episode:
-        """An episode before its first turn."""
+        """Return an episode before its first turn."""
         return Episode(prompt=prompt, max_tokens=self.max_tokens, max_turns=self.max_turns)
 
     def ask(self, rollout: Rollout, *, engine_id: int, then: Callable[[Result], None]) -> None:
-        """Have the environment reply to the last turn of an episode that is not over: then `then` is called, once."""
+        """Have the environment reply to the last turn of an episode that is not over. `then` is called once, with the reply."""
         assert rollout.episode is not None
         self.num_between += 1
         self.num_bytes += rollout.episode.num_bytes

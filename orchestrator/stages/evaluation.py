@@ -1,9 +1,9 @@
-"""Held-out prompts, answered by the same engines and scored by the same scorers, beside the run and outside its accounts.
+"""An evaluation answers held-out prompts with the same engines and scorers, beside the run and outside its accounts.
 
 An evaluation is about one version. The engines that answer are pinned to it: they finish the swap under way, take no other until the last
-answer is there, and go on sampling for training meanwhile, so nothing is drained; the other engines follow the newest policy. It is never
-fatal: where it fails, does not move any more or takes too long it is given up, and the journal says why. The ledger remembers which
-versions are done, so a run that goes on repeats none, and evaluates anew what was interrupted.
+answer is there, and go on sampling for training meanwhile, so nothing is drained; the other engines follow the newest policy. An evaluation
+is never fatal: where it fails, stalls or takes too long it is given up, and the journal says why. The ledger remembers which versions are
+done, so a run that goes on repeats none, and evaluates anew what was interrupted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.watch import LOOKS, Watch
 
 MAX_ATTEMPTS = 3
-"""Peers that may end before they answer a prompt. 1 would blame it for its neighbours; many would let one kill as many."""
+"""Peers that may end before they answer a prompt. 1 would blame it for its neighbours; a larger value would let one prompt kill as many."""
 PINNED_FRACTION = 0.25
-"""Of the engines, one at least, answer an evaluation beside training. More answer sooner, and keep more engines from new policies."""
+"""The part of the engines, one at least, that answers an evaluation beside training. A larger part answers sooner, and keeps more engines
+from new policies.
+"""
 
 
 class Pins(Protocol):
-    """Who brings policies to engines, and can keep one where it is: the weight sync stage."""
+    """The pins keep an engine at its policy: the weight sync stage, which brings policies to engines, provides them."""
 
     def pin(self, engine: Engine) -> None: ...
 
@@ -45,7 +47,7 @@ class Pins(Protocol):
 
 
 class Evaluation:
-    """Answers every held-out prompt `samples` times and writes avg@n and pass@k to the journal.
+    """The evaluation answers every held-out prompt `samples` times and writes avg@n and pass@k to the journal.
 
     An answer that failed, or whose score did, counts as reward 0 in an evaluation (never in training), and is reported apart.
     """
@@ -67,16 +69,17 @@ class Evaluation:
         done: Sequence[tuple[int, float]] = (),
         on_evaluated: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
-        """An answer with at least `correct_reward` is correct; with more than one of `max_turns` there is an environment.
+        """Count an answer with at least `correct_reward` as correct; a `max_turns` above 1 means that there is an environment.
 
-        `done`: (version, mean reward) of an earlier life of the run; `on_evaluated` is told the journal's fields of each evaluation.
+        `done` holds (version, mean reward) from earlier processes of the run; `on_evaluated` is told the journal's fields of each
+        evaluation.
         """
         self.results = list(done)
-        """(version, mean reward) of every evaluation."""
+        """The pairs (version, mean reward) of every evaluation."""
         self._section = section
         self._correct_reward = correct_reward
         self._prompts = [prompt for prompt in prompts for _ in range(section.samples)]
-        """As often as each is answered."""
+        """The prompts, each as often as it is answered."""
         self._engines = engines
         self._scorers = scorers
         self._pins = pins
@@ -88,11 +91,13 @@ class Evaluation:
         self._on_evaluated = on_evaluated
 
     async def evaluate(self, version: int) -> float | None:
-        """Evaluate a version that every engine holds and that none follows; None where there is nothing to do, or it was given up."""
+        """Evaluate a version that every engine holds and that no other follows; return None where it was evaluated before, or was given
+        up.
+        """
         return await self._evaluate(version, [engine.engine_id for engine in self._engines])
 
     async def follow(self, latest_version: Callable[[], int]) -> None:
-        """Evaluate at every `every`-th version, one evaluation at a time; `latest_version()` tells the newest that every engine holds."""
+        """Evaluate every `every`-th version, one at a time; `latest_version()` returns the newest that every engine holds."""
         every = self._section.every
         next_version = (self._last // every + 1) * every if every else 0
         while every and self._prompts:
@@ -108,7 +113,7 @@ class Evaluation:
 
     @contextlib.asynccontextmanager
     async def _pinned(self) -> AsyncIterator[tuple[int, list[int]]]:
-        """Keep some engines at one version: that, and which they are."""
+        """Keep some engines at one version; yield the version and the ids of these engines."""
         outstanding = self._engines.outstanding()
         chosen = sorted(outstanding, key=lambda engine_id: outstanding[engine_id])[: max(1, int(PINNED_FRACTION * len(outstanding)))]
         engines = [self._engines[engine_id] for engine_id in chosen]
@@ -145,7 +150,7 @@ class Evaluation:
         return None
 
     async def _until_nothing_moves(self) -> None:
-        """For half of what the watchdog allows: else it would end the run."""
+        """Return once nothing has moved for half of the watchdog's limit: at the whole of it the watchdog would end the run."""
         last_moves, quiet = -1, 0
         while quiet < LOOKS // 2:
             quiet = quiet + 1 if self._watch.num_moves == last_moves else 0
@@ -188,7 +193,7 @@ class Evaluation:
             return [task.result() for task in tasks]
 
     async def _play(self, number: int, prompt: Prompt, *, version: int, engine_ids: Collection[int]) -> Trajectory:
-        """One answer to a prompt: one turn, or an episode."""
+        """Return one answer to a prompt: one turn, or an episode."""
         name, engine_id = f"evaluation-{version}/{number}", -1
         episode = Episode(prompt=prompt, max_tokens=self._sampling.max_tokens, max_turns=self._max_turns)
         while not episode.is_over:
@@ -200,7 +205,7 @@ class Evaluation:
         return episode.trajectory(rollout_id=name, attempt=0, group_id=-1, sibling=number, engine_id=engine_id, **times)
 
     async def _answer(self, episode: Episode, rollout_id: str, *, version: int, engine_ids: Collection[int]) -> tuple[Completion, int]:
-        """Ask until an engine that holds the version answers; one that ends before is followed by another, up to `MAX_ATTEMPTS`."""
+        """Ask until an engine that holds the version answers. An engine that ends before is replaced by another, up to `MAX_ATTEMPTS`."""
         for attempt in range(MAX_ATTEMPTS):
             while (engine_id := self._engine_of(version, engine_ids)) is None:
                 await self._engines.changed.wait()
@@ -224,7 +229,7 @@ class Evaluation:
         return unanswered(rollout_id, attempt=MAX_ATTEMPTS - 1, error=error), -1
 
     def _engine_of(self, version: int, engine_ids: Collection[int]) -> int | None:
-        """The least busy of these engines that holds the version; None where none does."""
+        """Return the least busy of these engines that holds the version; None where none does."""
         outstanding = self._engines.outstanding()
         return route({engine_id: outstanding[engine_id] for engine_id in engine_ids if self._holds(engine_id, version, outstanding)})
 
@@ -248,7 +253,7 @@ class Evaluation:
 
 
 def _component_means(scored: list[Score]) -> dict[str, float]:
-    """Mean of each reward function, before weighting, over the answers it was applied to; a failed answer has none."""
+    """Return the mean of each reward function, before weighting, over the answers it was applied to; a failed answer has none."""
     told: dict[str, list[float]] = {}
     for score in scored:
         for name, value in score.components.items():
@@ -257,6 +262,6 @@ def _component_means(scored: list[Score]) -> dict[str, float]:
 
 
 def _give(answer: asyncio.Future[Any], value: Any) -> None:
-    """Nobody waits any more once the evaluation was cancelled."""
+    """Set the answer, unless the evaluation was cancelled: then nobody waits for it."""
     if not answer.done():
         answer.set_result(value)

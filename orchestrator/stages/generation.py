@@ -1,4 +1,4 @@
-"""Stage 2: turns prompts into rollouts on engines, and engine replies into trajectories."""
+"""Stage 2: prompts become rollouts on engines, and the engines' answers become trajectories."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
 NO_ENGINE = "an engine that takes new work"
-"""Every engine is fenced until it holds the newest policy."""
+"""The reason to wait while every engine is fenced until it holds the newest policy."""
 MAX_SKIPPED = 1000
 """Quarantined prompts drawn one after another before the run ends: more than by chance, so hardly any other prompt is left."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Generation:
-    """Admits groups while the staleness bound allows it, and gathers what the engines sampled; `recovery.reissue` asks again for the rest.
+    """The stage that admits groups while the staleness bound allows it, and collects the engines' answers; `recovery.reissue` repeats lost
+    rollouts.
 
-    With `queue_bytes` of completions nothing more is asked of engines but the next turns of episodes. What they were asked for before
-    still comes, so there are at most that many bytes and a trajectory for each rollout in engines, and between two turns, at that moment:
-    all are of groups that were admitted, of which there are fewer than (K + version + 1) * B (`rules.admission`).
+    Once completions fill `queue_bytes`, engines are asked only for the next turns of episodes. Answers to earlier requests still arrive, so
+    the queue holds at most that many bytes and a trajectory for each rollout in engines, and between two turns, at that moment. All of
+    these are of admitted groups, of which there are fewer than (K + version + 1) * B (`rules.admission`).
 
     takes     Drawn, from prompts; Completion, from engines; Result, from environment
     gives     Generate, to engines; turns of episodes, to environment; Trajectory, to scoring
@@ -58,11 +59,11 @@ class Generation:
     adds_greedy: bool = False
     chunk_tokens: int = 0
     backpressure: Callable[[], str | None] = lambda: None
-    """Names what no group is admitted for, if anything."""
+    """The callback names what admission has to wait for, or returns None."""
     queue_bytes: int
     quarantine: Quarantine
     environment: EnvironmentStage | None = None
-    """None in a run without one."""
+    """The environment stage; None in a run without one."""
     next_group_id: int = 0
     interrupted: tuple[InterruptedGroup, ...] = ()
     """Groups of a run that goes on; they are issued before anything new, as far as no engine still has them."""
@@ -130,7 +131,7 @@ class Generation:
         return self.engines.least_busy(lambda version: self._held_back_by(version) is None)
 
     def _held_back_by(self, version: int | None = None) -> str | None:
-        """What an engine at `version` would have to wait for; without one, the serving engine that holds the newest."""
+        """Name what an engine at `version` would have to wait for; without a version, the serving engine that holds the newest."""
         version = self.engines.newest_version() if version is None else version
         if version is None:
             return NO_ENGINE
@@ -145,7 +146,7 @@ class Generation:
         )
 
     def _full(self) -> str | None:
-        """The queue that has to get shorter before anything more is asked of engines."""
+        """Name the queue that has to get shorter before anything more is asked of engines."""
         if self._completions.is_full:
             return f"room in {self._completions.name}"
         return self.environment.backpressure() if self.environment else None
@@ -199,7 +200,7 @@ class Generation:
             self.environment.ask(rollout, engine_id=engine_id, then=functools.partial(self._go_on, rollout, completion, engine_id))
 
     def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, result: Result) -> None:
-        """Ask for an episode's next turn: the engine of the last one, whose prefix cache may hold all before, where that may go on."""
+        """Ask for an episode's next turn. The engine of the last turn is asked where it may go on: its prefix cache may hold all before."""
         assert rollout.episode is not None
         episode = rollout.episode.observe(result)
         rollout = dataclasses.replace(rollout, episode=episode)
@@ -220,7 +221,7 @@ class Generation:
     # --- towards scoring ---
 
     def _finish(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
-        """An answer is in the ledger before anything that it makes room for."""
+        """Record an answer and pass it on: it must be in the ledger before anything that it makes room for."""
         now_s = _now_s()
         trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
         self.ledger.record_completion(trajectory, now_s=now_s)

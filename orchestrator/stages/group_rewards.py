@@ -1,4 +1,4 @@
-"""Between scoring and batching, in runs whose config has a reward per group: has the siblings of a prompt compared."""
+"""This stage stands between scoring and batching, in runs whose config has a reward per group: it has the siblings of a prompt compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipelinerl.runtime.stage import Channel
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class GroupRewards:
-    """Collects siblings, has a scorer compare them, and passes each on with the sum of its rewards.
+    """The stage that collects siblings, has a scorer compare them, and passes each on with the sum of its rewards.
 
-    What scorers compare and what waits for batching have room in `group_scored`, together. Siblings that wait for the last of their group
-    are bounded by admission, in number.
+    The groups being compared and those that wait for batching share the room in `group_scored`. Admission bounds the number of siblings
+    that wait for the last of their group.
 
     takes     ScoredTrajectory, from the stage before
     gives     ScoredTrajectory, to batching
@@ -37,7 +37,7 @@ class GroupRewards:
     grouping: Grouping
     min_group_size: int
     restored: tuple[ScoredTrajectory, ...] = ()
-    """Scored before a restart, and not compared."""
+    """Trajectories that were scored before a restart, and not compared."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

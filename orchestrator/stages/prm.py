@@ -1,7 +1,8 @@
-"""Around scoring, in runs with a process reward model: it follows every rollout while it is being written, and scores its steps.
+"""This stage stands around scoring, in runs with a process reward model: it sends every rollout to the model while it is being written, and
+the model scores its steps.
 
-Where the config says so, a rollout that its steps show to be hopeless is stopped early, by a coin (`rules.early_stop`). How the coin fell
-is in the ledger before the engine hears of it: an attempt that a later life of the run finds cut off was stopped, and is not drawn again.
+Where the config says so, a rollout whose steps show it to be hopeless is stopped early, by a coin (`rules.early_stop`). The ledger has the
+coin's outcome before the engine is told: an attempt that a later process of the run finds cut off was stopped, and is not drawn again.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
 MAX_DEATHS = 3
-"""Deaths of the process reward model over tokens of one trace before that trace fails. 1 would fail it for its neighbours; many let it
-go on killing."""
+"""Deaths of the process reward model over tokens of one trace before that trace fails. 1 would fail it for its neighbours; a larger value
+lets it go on killing.
+"""
 
 
 class Writers(Protocol):
@@ -51,7 +53,7 @@ class Writers(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStopping:
-    """What stops hopeless rollouts early."""
+    """The parts that early stop consists of: its rule, its audit and the engines' requests."""
 
     rule: EarlyStop
     audit: Audit
@@ -60,38 +62,39 @@ class EarlyStopping:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Trace:
-    """One attempt of a rollout, as far as it is known here, and what the model said of it."""
+    """One attempt of a rollout: the tokens known so far, and the model's scores of its steps."""
 
     attempt: int
     prompt_token_ids: Int32
     token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """Sampled and sent."""
+    """Tokens that were sampled and sent to the model."""
     is_whole: bool = False
-    """Its last token was sent."""
+    """True once its last token was sent."""
     num_taken: int = 0
     """Tokens that the model has answered for."""
     ends: list[int] = dataclasses.field(default_factory=list)
     scores: list[float] = dataclasses.field(default_factory=list)
     version: str = ""
     is_done: bool = False
-    """Nothing more will be said of it."""
+    """True where the model will say nothing more about it."""
     outcome: Outcome = Outcome.OK
     error: str = ""
     num_deaths: int = 0
     decision: EarlyStopDecision | None = None
-    """How its coin fell; None while none has."""
+    """The outcome of its coin; None while none was tossed."""
     decided_at: int = 0
-    """Tokens sent when it did."""
+    """Tokens sent when the coin was tossed."""
     waiting: ScoredTrajectory | None = None
-    """Has its reward, and waits for its steps."""
+    """The scored trajectory that waits for its step scores."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PrmScoring:
-    """Sends engines' tokens on as they come, and joins step scores with rewards: by rollout, attempt and step, never by order of arrival.
+    """The stage that sends engines' tokens on as they arrive, and joins step scores with rewards: by rollout, attempt and step, never by
+    order of arrival.
 
-    Engines are never held up: what waits for the model slows admission alone, see `backpressure`. What has its reward and waits for its
-    steps, and what waits for the next stage, have room in `prm_scored`, together.
+    Engines are never held up: a backlog at the model slows admission alone, see `backpressure`. Trajectories that have their reward and
+    wait for their steps, and those that wait for the next stage, share the room in `prm_scored`.
 
     takes     Tokens, from engines; Trajectory, from generation; ScoredTrajectory, from scoring; StepsScored, from the process reward model
     gives     TraceTokens and Cancel, to that; Cancel, to engines; Trajectory, to scoring; ScoredTrajectory, to the next stage
@@ -110,15 +113,15 @@ class PrmScoring:
     ledger: Ledger
     watch: Watch
     credits: Signal
-    """Set when `backpressure` lets go."""
+    """The signal that `backpressure` has ended."""
     max_waiting_tokens: int
     stopping: EarlyStopping | None = None
     restored: tuple[ScoredTrajectory, ...] = ()
-    """Scored before a restart, and its steps were not."""
+    """Trajectories that were scored before a restart, without their steps."""
     decisions: Mapping[tuple[str, int], EarlyStopDecision] = dataclasses.field(default_factory=dict)
-    """How coins fell before a restart, by rollout and attempt."""
+    """The coins tossed before a restart, by rollout and attempt."""
     num_waiting_tokens: int = 0
-    """Sent, and not answered for."""
+    """Tokens that were sent, and not answered for."""
     num_flagged: int = 0
     num_stopped: int = 0
     num_saved_tokens: float = 0.0
@@ -137,11 +140,11 @@ class PrmScoring:
             group.create_task(self._join())
 
     def backpressure(self) -> str | None:
-        """What admission has to wait for: the model, while more tokens wait for it than may."""
+        """Name what admission has to wait for: the model, while more tokens wait for it than may."""
         return "the process reward model" if self.num_waiting_tokens > self.max_waiting_tokens else None
 
     def take(self, request: Generate, tokens: Tokens) -> None:
-        """An engine tells how a sequence goes on."""
+        """Send the model the tokens with which an engine continues a sequence."""
         trace = self._trace(request.rollout_id, request.attempt, request.token_ids)
         if trace.is_done or tokens.start != len(trace.token_ids):
             return
@@ -176,7 +179,7 @@ class PrmScoring:
         self._finish(scored.trajectory.rollout_id, trace)
 
     def _complete(self, trajectory: Trajectory) -> _Trace:
-        """Send what is left of a finished trajectory."""
+        """Send the rest of a finished trajectory."""
         trace = self._trace_of(trajectory)
         if not trace.is_whole:
             rest = trajectory.token_ids[len(trajectory.prompt.token_ids) + len(trace.token_ids) :]
@@ -189,7 +192,7 @@ class PrmScoring:
         return self._trace(trajectory.rollout_id, trajectory.attempt, trajectory.token_ids[:num_prompt])
 
     def _trace(self, rollout_id: str, attempt: int, prompt_token_ids: Int32) -> _Trace:
-        """The trace of an attempt; one of an older attempt is given up for it."""
+        """Return the trace of an attempt; the trace of an older attempt is given up for it."""
         trace = self._traces.get(rollout_id)
         if trace is None or trace.attempt < attempt:
             self._forget(rollout_id)
@@ -258,7 +261,7 @@ class PrmScoring:
     # --- early stop ---
 
     def _judge(self, rollout_id: str, trace: _Trace, *, stopping: EarlyStopping) -> None:
-        """Have a coin decide about a rollout that is still being written and that its steps so far show to be hopeless."""
+        """Toss a coin for a rollout that is still being written and that its steps so far show to be hopeless."""
         if not stopping.audit.allows_stopping or not stopping.engines.owes(rollout_id, trace.attempt):
             return
         decision = stopping.rule.decide(rollout_id, trace.attempt, trace.scores)
@@ -277,7 +280,7 @@ class PrmScoring:
         stopping.engines.withdraw(rollout_id, trace.attempt)
 
     async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
-        """An engine has given back what was stopped: it needs no reward."""
+        """Score a rollout that was stopped, once an engine has given it back: it needs no reward."""
         score = Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
         steps = _scores_of(self._trace_of(trajectory))
         stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, early_stop=decision)
@@ -285,7 +288,7 @@ class PrmScoring:
         await self._take_scored(stopped)
 
     def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
-        """A flagged rollout that went on shows what stopping its like saves and costs."""
+        """Note the reward of a flagged rollout that went on: it shows what stopping such rollouts saves and costs."""
         if trace.decision is None or self.stopping is None or scored.score.reward is None:
             return
         self.stopping.audit.saw(reward=scored.score.reward)
@@ -296,7 +299,7 @@ class PrmScoring:
     # --- the model's end ---
 
     def _on_lost(self) -> None:
-        """The model has to be told everything again."""
+        """Send the model everything again."""
         for rollout_id, trace in list(self._traces.items()):
             if trace.is_done:
                 continue
@@ -317,7 +320,7 @@ class PrmScoring:
         self._finish(rollout_id, trace)
 
     def _finish(self, rollout_id: str, trace: _Trace) -> None:
-        """Join, where both the reward and the last step are there."""
+        """Join reward and steps, where both the reward and the last step are there."""
         scored = trace.waiting
         if scored is None or not trace.is_done:
             return
@@ -334,7 +337,7 @@ class PrmScoring:
         self.prm_scored.put_claimed(scored)
 
     def _owed(self) -> str | None:
-        """What the model has not answered for: for the verdict on a stall."""
+        """Name the answers that the model owes, for the report of a stall."""
         for rollout_id, trace in self._traces.items():
             if trace.num_taken < len(trace.token_ids):
                 owed = f"{self.num_waiting_tokens} tokens, the first of rollout {rollout_id}, attempt {trace.attempt}"

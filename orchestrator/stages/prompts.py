@@ -1,4 +1,4 @@
-"""Stage 1: draws prompts from their source."""
+"""Stage 1: prompts are drawn from their source."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipelinerl.runtime.stage import Channel
 
 
 class Source(Protocol):
-    """Where prompts come from; endless, epoch after epoch."""
+    """A source of prompts; it is endless, epoch after epoch."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, row) of the next draw; a source set to a recorded position goes on as the recorded one would have."""
+        """The pair (epoch, row) of the next draw; a source set to a recorded position goes on as the recorded one would have."""
         ...
 
     @position.setter
@@ -23,28 +23,28 @@ class Source(Protocol):
 
     @property
     def resting(self) -> dict[int, Rest]:
-        """Prompts that are passed over for some epochs, by number; what an earlier life of the run left is put here."""
+        """The prompts that are passed over for some epochs, by number; those of an earlier process of the run are added here."""
         ...
 
     def measured(self, prompt_id: str, *, success: float) -> None:
-        """Of the scored siblings of a prompt, this part was correct: where `data.difficulty` is set, that decides what is drawn."""
+        """Note which part of a prompt's scored siblings was correct: where `data.difficulty` is set, that decides what is drawn."""
         ...
 
     def next(self) -> Prompt:
-        """The next prompt. Raises `DataError`."""
+        """Return the next prompt. Raises `DataError`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A prompt, and where its source stood after it: what a resumed run goes on from once the prompt is admitted."""
+    """A prompt, and the position of its source after it, from which a resumed run goes on once the prompt is admitted."""
 
     prompt: Prompt
     position: tuple[int, int]
 
 
 class Prompts:
-    """Draws prompts ahead of generation.
+    """The stage that draws prompts ahead of generation.
 
     takes     rows of the prompt source
     gives     Drawn, to generation

@@ -1,4 +1,4 @@
-"""Stage 3: has every trajectory scored, without holding up an engine."""
+"""Stage 3: every trajectory is scored, without holding up an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pipelinerl.runtime.stage import Channel
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Scoring:
-    """Gives every trajectory a score. What scorers have and what waits for the next stage have room in `scored`, together.
+    """The stage that gives every trajectory a score. Trajectories in scorers and those that wait for the next stage share the room in
+    `scored`.
 
     takes     Trajectory, from generation
     gives     ScoredTrajectory, to the next stage

@@ -1,4 +1,4 @@
-"""Stage 5: hands rows to the trainer's replicas as they pull, and books what the trainer says it has done."""
+"""Stage 5: rows are handed to the trainer's replicas as they pull, and the trainer's progress is recorded."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ from pipelinerl.runtime.watch import Watch
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Training:
-    """Answers pulls in lock-step waves: row `index * W + replica` goes to a replica; where a closed step has none, a zero-loss row.
+    """The stage that answers pulls in lock-step waves: row `index * W + replica` goes to a replica. Where a closed step has no such row, a
+    zero-loss row is sent.
 
-    The rows of the step being trained are all held, and of steps after it as many bytes as their channel may hold, and a row: then the
-    rest waits there, and those before it wait for room. A step that is trained is held no more, so the next one's rows always come.
-    `recovery.trainer_session` deals with a trainer that starts again, and `recovery.quarantine` with rows that kill it.
+    The rows of the step being trained are all held. Of later steps, as many bytes are held as their channel may hold, and a row: then the
+    rest waits in the channel, and the stages before it wait for room. A step that is trained is held no more, so the next one's rows always
+    come. `recovery.trainer_session` deals with a trainer that starts again, and `recovery.quarantine` with rows that kill it.
 
     takes     Row and StepEnd, from batching; TrainerReady, TakeMicroBatch, StepDone, PolicyPublished, CheckpointSaved, from the trainer
     gives     MicroBatch and StepClosed, to the trainer; TrainerReady and PolicyPublished, to weight sync
@@ -67,27 +68,27 @@ class Training:
     num_replicas: int
     num_steps: int
     holds_batches: bool
-    """Offer a step's rows only once it is closed."""
+    """True where a step's rows are offered only once it is closed."""
     ledger: Ledger
     progress: Progress
     watch: Watch
     kv_policy: KvPolicy = dataclasses.field(default_factory=KvPolicy)
-    """Told what the trainer measures of old KV caches."""
+    """The policy on old KV caches, which is given the trainer's measurements of them."""
     announcement_check: AnnouncementCheck | None = None
     quarantine: Quarantine = dataclasses.field(default_factory=Quarantine)
     mismatch: MismatchRule | None = None
-    """Names the engines whose log-probabilities differ; None names none."""
+    """The rule that names the engines whose log-probabilities differ; None names none."""
     teachers: Sequence[str] = ()
-    """Names by which rows choose their teacher."""
+    """The names by which rows choose their teacher."""
     finished: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set when every step is trained, the last policy is published and its checkpoint written."""
     trainer_ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set when the trainer trains no further and has said all there is to say."""
+    """Set when the trainer trains no further and has sent its last message."""
     last_version: int = 0
     """The newest policy that the trainer has published."""
     name: str = dataclasses.field(default="training", init=False)
     _is_ending: bool = dataclasses.field(default=False, init=False)
-    """The trainer was told to train no further."""
+    """True where the trainer was told to train no further."""
     _pulls: dict[tuple[int, int, int], TakeMicroBatch] = dataclasses.field(default_factory=dict, init=False)
     """Unanswered pulls, by replica, step and index: asking again changes nothing."""
     _suspects: RowSuspects = dataclasses.field(init=False)
@@ -131,11 +132,11 @@ class Training:
 
     @property
     def trainer_version(self) -> int:
-        """The version that the trainer started from; needs every replica to be ready."""
+        """The version that the trainer started from; every replica must be ready."""
         return self._session.replicas[0].version
 
     def end_training(self, reason: str) -> bool:
-        """Have the trainer save and publish what it has, and train no further; False where a replica cannot be told."""
+        """Have the trainer save and publish its policy, and train no further; return False where a replica cannot be told."""
         self._is_ending = True
         return all([self.trainer.send(f"trainer-{replica}", EndTraining(reason=reason)) for replica in self._session.replicas])
 
@@ -150,11 +151,11 @@ class Training:
 
     @property
     def _is_far_ahead(self) -> bool:
-        """True where rows of steps after the one being trained take as much as may wait."""
+        """True where rows of steps after the one being trained fill the bytes that may wait."""
         return self.steps.num_bytes_ahead >= self.rows.bound_bytes
 
     def _explain(self) -> str | None:
-        """What the trainer owes: for the verdict on a stall."""
+        """Name what the trainer owes, for the report of a stall."""
         if not self.steps.open:
             return None
         num_done, step = self.steps.num_done, self.steps.next

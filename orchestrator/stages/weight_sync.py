@@ -1,4 +1,4 @@
-"""Stage 6: brings every published policy to every engine, each on its own schedule, and hands buffers back to the trainer."""
+"""Stage 6: every published policy is brought to every engine, each on its own schedule, and buffers are handed back to the trainer."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.stage import Channel, Signal
 
 MAX_UNORDERED = 8
-"""Policies of one process that it may refuse although nobody here told it to fetch them: an orchestrator that is gone, or a trainer, whose
-buffers went with it. More only lets a dishonest one fill the journal.
+"""Policies that one process may refuse although this orchestrator never told it to fetch them: an earlier orchestrator did, or an earlier
+trainer, whose buffers are gone with it. A larger value only lets a dishonest one fill the journal.
 """
 
 
 class WeightSync:
-    """Tells engines what to fetch and follows each to its commit. An engine that fails or is late is fenced and refilled.
+    """The stage that tells engines what to fetch and follows each to its commit. An engine that fails or is late is fenced and refilled.
 
     The newest policy's buffer is never handed back, so an engine that joins late can always be brought to it. Buffers die with the trainer
-    that made them: one that starts again publishes anew, and whatever engines were told to fetch before is forgotten.
+    that made them: one that starts again publishes anew, and earlier orders to engines are forgotten.
 
     takes     TrainerReady and PolicyPublished, from training; WeightsStaged, WeightsCommitted and WeightsRefused, from engines; engines
               that join or are lost
@@ -67,7 +67,7 @@ class WeightSync:
         commit_deadline_s: float,
         kv_policy: KvPolicy | None = None,
     ) -> None:
-        """`kv_policy`: how far KV caches may lag; default: as far as they do."""
+        """Take `kv_policy`, the limits on how far KV caches may lag; by default there are none."""
         self._kv_policy = kv_policy or KvPolicy()
         self._published = published
         self._engines = engines
@@ -80,13 +80,13 @@ class WeightSync:
         self._commit_deadline_s = commit_deadline_s
         self._swaps = Swaps()
         self._staged: dict[int, tuple[int, int]] = {}
-        """By engine: (rollback epoch, version) of the last policy that it said it has staged."""
+        """The pair (rollback epoch, version) of the last policy that each engine said it has staged, by engine id."""
         self._num_unordered: collections.Counter[int] = collections.Counter()
-        """By engine: policies that it refused although nobody here told it to fetch them."""
+        """Policies that an engine refused although this orchestrator never told it to fetch them, counted by engine id."""
         self._told: PolicyHeld | None = None
-        """What the trainer was told last of what all engines hold; None: nothing, and it assumes nothing."""
+        """The last message to the trainer about what all engines hold; None before the first, while it assumes nothing."""
         self._has_news = False
-        """For the trainer."""
+        """True where there is something to tell the trainer."""
         self._news = Signal()
         self._tasks: asyncio.TaskGroup | None = None
         engines.peers.on(WeightsStaged, self._on_staged)
@@ -126,12 +126,12 @@ class WeightSync:
         self._tell_trainer()
 
     def _tell_trainer(self) -> None:
-        """Say soon what engines read no more, and what all of them hold. A trainer that has not published has nothing to hear."""
+        """Have the trainer told which buffers are free, and what all engines hold. A trainer that has not published needs neither."""
         self._has_news = True
         self._news.set()
 
     async def _tell(self) -> None:
-        """Once for all that is heard at once, since each time is a look at every engine."""
+        """Tell the trainer once for all messages that arrive together, since each time every engine is looked at."""
         while True:
             while not self._has_news:
                 await self._news.wait()
@@ -193,15 +193,16 @@ class WeightSync:
         self._credits.set()
 
     def _is_hopeless(self) -> bool:
-        """True where every engine is fenced, and no refill is under way."""
+        """Return whether every engine is fenced, and no refill is under way."""
         return not self._engines.num_missing and all(
             engine.is_condemned or self._swaps[engine.engine_id].is_hopeless for engine in self._engines
         )
 
     async def _end_unless_refilled(self, error: PeerError) -> None:
-        """What engines refuse may be what a dying trainer left, so the one that follows it has time to publish.
+        """End the run with `error` unless an engine is refilled in time.
 
-        Half the deadline: at the whole of it the watchdog ends the run, without the engines' words.
+        Engines may have refused what a dying trainer left, so the trainer that follows gets time to publish. The wait is half the deadline:
+        at the whole of it the watchdog ends the run, without the engines' words.
         """
         try:
             async with asyncio.timeout(self._commit_deadline_s / 2):
@@ -217,7 +218,7 @@ class WeightSync:
         self._pin(engine, is_pinned=True)
 
     def is_settled(self, engine: Engine) -> bool:
-        """True where an engine has no swap under way."""
+        """Return whether an engine has no swap under way."""
         return self._swaps[engine.engine_id].ordered is None
 
     def unpin(self, engine: Engine) -> None:
@@ -286,7 +287,7 @@ class WeightSync:
                 self._tasks.create_task(self._end_unless_refilled(error))
 
     def _heard_of(self, peer: str, said: WeightsStaged | WeightsCommitted | WeightsRefused) -> Engine | None:
-        """Who speaks of a policy; None while it is lost, or where it was never told of that policy."""
+        """Return the engine that speaks of a policy; None while it is lost, or where it was never told of that policy."""
         engine = self._engines.find(said.engine_id)
         return None if engine is None or self._engines.is_refused(engine, said) else engine
 
