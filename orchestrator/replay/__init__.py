@@ -1,8 +1,8 @@
-"""Replays stages of a finished run, or of one under way, each alone, on what its ledger and journal recorded: no engine, no trainer.
+"""The package replays stages of a finished run, or of one under way, each alone, on its ledger and journal: without engine and trainer.
 
-The stage itself runs as it does in a run, with a ledger of its own in `<run>/replay/`, and what comes out is compared with what was
-recorded. With the run's own settings a difference means that a reward, a source or a rule does not say the same twice; with some of them
-changed, the differences are what the change does.
+The stage itself runs as it does in a run, with a ledger of its own in `<run>/replay/`, and its results are compared with the recorded ones.
+With the run's own settings a difference means that a reward, a source or a rule is not deterministic; with some of them changed, the
+differences are the effect of the change.
 
 | stage | takes | compared |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""`python -m orchestrator.replay RUN --stage scoring`: see `orchestrator.replay`."""
+"""The command `python -m orchestrator.replay RUN --stage scoring` replays stages: see `orchestrator.replay`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES: dict[str, Callable[[RecordedRun], Iterator[str]]] = {
     "training": training.run,
     "weight_sync": weight_sync.run,
 }
-"""Every stage that can be replayed, in the order in which those that are asked for follow one another."""
+"""Every stage that can be replayed, in the order in which the requested ones follow one another."""
 _OF_GROUPS = {"scoring", "batching", "training"}
 _OTHER_NAMES = {
     "group_rewards": "it is part of scoring",
@@ -32,7 +32,7 @@ _OTHER_NAMES = {
     "delivery": "it is now called training",
     "refresh": "it is now called weight_sync",
 }
-"""Why a stage cannot be replayed by such a name."""
+"""The reason why a stage cannot be replayed under such a name."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def replay(run_folder: Path, *, stages: list[str], overrides: list[str]) -> None:
-    """Replay the named stages and print what differs. Raises `ConfigError` for a stage that cannot run alone, `LedgerError`."""
+    """Replay the named stages and print what differs. Raises `ConfigError` for a stage that cannot run alone, and `LedgerError`."""
     for stage in stages:
         if stage not in STAGES:
             why = _OTHER_NAMES.get(stage, "there is no such stage")

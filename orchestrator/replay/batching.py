@@ -1,4 +1,4 @@
-"""Replays batching: recorded groups make steps once more, in the order in which they were completed, with a ledger of their own."""
+"""This module replays batching: recorded groups make steps once more, in the order of their completion, with a ledger of their own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An asyncio event loop on simulated time: waiting costs nothing, and the same program takes the same steps every time.
 
-`time()` jumps to the next timer whenever nothing is ready. A program in which everybody waits and no timer is set is a deadlock, and
+`time()` jumps to the next timer whenever nothing is ready. A program in which every task waits and no timer is set is a deadlock, and
 raises at once. Work handed to a thread runs inline, so that no real thread can reorder anything.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Deadlock(Exception):
-    """Everybody waits, and no timer would wake anyone."""
+    """Every task waits, and no timer would wake one."""
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):

@@ -1,4 +1,4 @@
-"""Results of a replay beside what was recorded: for a person, and as JSON lines with every rollout."""
+"""The results of a replay beside the recorded ones: for a person, and as JSON lines with every rollout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.messages import Outcome, Score, ScoredTrajectory
 
 SHOWN = 10
-"""Differences that are printed; all stand in the file."""
+"""Differences that are printed; the file holds all of them."""
 TOLERANCE = 1e-6
 """Two numbers closer than this are the same: advantages are float32."""
 
@@ -27,7 +27,7 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def compare_scores(groups: list[RecordedGroup], again: Mapping[str, ScoredTrajectory], *, path: Path, model_path: Path) -> Iterator[str]:
-    """Old and new scores of every rollout, written to `path`; the summary, line by line."""
+    """Write old and new scores of every rollout to `path`; yield the summary, line by line."""
     tokenizer = load_tokenizer(model_path)
     pairs = [(group, member, again[member.trajectory.rollout_id].score) for group in groups for member in group.members]
     changed = [pair for pair in pairs if not same_score(pair[1].score, pair[2])]
@@ -47,7 +47,7 @@ def compare_scores(groups: list[RecordedGroup], again: Mapping[str, ScoredTrajec
 
 
 def compare_batches(groups: list[RecordedGroup], again: list[RecordedGroup], *, path: Path) -> Iterator[str]:
-    """Old and new statuses and advantages of every rollout, written to `path`; the summary, line by line."""
+    """Write old and new statuses and advantages of every rollout to `path`; yield the summary, line by line."""
     new_ones = {name: result for group in again for name, result in group.results.items()}
     pairs = [(group, name, old, new_ones[name]) for group in groups for name, old in group.results.items()]
     write_lines(
@@ -72,7 +72,7 @@ def compare_batches(groups: list[RecordedGroup], again: list[RecordedGroup], *, 
 
 
 def same_score(old: Score, new: Score) -> bool:
-    """True where two scores say the same."""
+    """Return whether two scores say the same."""
     if old.outcome is not new.outcome or old.components.keys() != new.components.keys():
         return False
     numbers = [(old.reward or 0.0, new.reward or 0.0), *((old.components[name], new.components[name]) for name in old.components)]

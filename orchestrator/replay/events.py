@@ -1,6 +1,6 @@
-"""Events of a run from its ledger and its journal, on one clock, in their order, for the stages that wait for engines and trainer.
+"""The events of a run from its ledger and its journal, on one clock, in their order, for the stages that wait for engines and trainer.
 
-A run that was resumed is read up to its first restart: what it went on with is in no recording, only in the memory of that moment.
+A run that was resumed is read up to its first restart: the state that it went on with is recorded nowhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pipelinerl.errors import LedgerError
 from pipelinerl.observe.lines import read_journal
 
 TURN_S = 0.002
-"""A stage hears at once what comes within so short a time without an answer in between, as from one turn of the orchestrator's loop.
-More would have it answer later than it did; less would have it answer to half of what it knew."""
+"""A stage hears everything at once that arrives within so short a time without an answer in between, as in one turn of the orchestrator's
+loop. A larger value would have it answer later than it did; a smaller one would have it answer to half of what it knew.
+"""
 _APART_S = 5e-6
-"""Between two turns; several times what simulated time tells apart."""
+"""The time between two turns; several times the resolution of simulated time."""
 _COLUMNS: tuple[str, ...] = (
     "t",
     "kind",
@@ -48,7 +49,7 @@ class Event:
 
 
 def read_events(run_folder: Path, *, kinds: Collection[str]) -> list[Event]:
-    """Entries of these kinds, up to a run's first restart. Raises `LedgerError` where nothing or too little is recorded."""
+    """Return the entries of these kinds, up to a run's first restart. Raises `LedgerError` where nothing or too little is recorded."""
     began, ended, entries = _read_ledger(run_folder, kinds)
     journal = run_folder / "journal" / "orchestrator.jsonl"
     lines = [line for line in read_journal(journal) if line["t"] < ended]
@@ -60,7 +61,7 @@ def read_events(run_folder: Path, *, kinds: Collection[str]) -> list[Event]:
 
 
 def in_turns(events: list[Event], *, answers: Collection[str]) -> Iterator[Event]:
-    """Yield what a stage heard, each with the time of its turn; `answers` are what it said itself, and are left out."""
+    """Yield the events that a stage heard, each with the time of its turn; `answers` are the stage's own, and are left out."""
     turn: list[Event] = []
     last = -1.0
     for event in [*events, None]:
@@ -73,7 +74,7 @@ def in_turns(events: list[Event], *, answers: Collection[str]) -> Iterator[Event
 
 
 def _read_ledger(run_folder: Path, kinds: Collection[str]) -> tuple[float, float, list[tuple[float, str, dict[str, Any]]]]:
-    """When the run began and when it was first restarted, in Unix seconds, and what the ledger has in between."""
+    """Return the run's begin and its first restart, in Unix seconds, and the ledger's entries in between."""
     with open_ledger(run_folder / "ledger.sqlite") as database:
         starts = database.execute("SELECT seq, t, data FROM events WHERE kind = 'began' AND rollout_id IS NULL ORDER BY seq").fetchall()
         if not starts:

@@ -1,7 +1,7 @@
-"""Replays generation: admits the recorded groups once more, to engines that answer when they did.
+"""This module replays generation: it admits the recorded groups once more, to engines that answer when they did.
 
-An attempt that is asked for when it was in the run is answered when it was; any other after as long as it took. Everything else, steps
-that fill and policies that are published, happens when it did.
+An attempt that is asked for at its recorded time is answered at its recorded time; any other is answered after its recorded duration.
+Everything else, such as steps that fill and policies that are published, happens at its recorded time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from pipelinerl.messages import Completion, Finish, Generate, Message, Prompt, S
 from pipelinerl.observe.journal import Journal
 
 SAME_TIME_S = 1.0
-"""An attempt that is asked for within this much of when it was is answered when it was. Less lets the milliseconds by which a busy loop is
-late add up; more gives an engine that is asked earlier or later, under other settings, an answer that did not take its time."""
+"""An attempt that is asked for within this much of its recorded time is answered at its recorded time. A smaller value lets the
+milliseconds by which a busy loop is late add up; a larger one gives an engine that is asked earlier or later, under other settings, an
+answer that did not take its time.
+"""
 WORTH_SAYING_S = 0.05
 _STATUSES = ("assigned", "filtered", "stale", "failed")
 _SAID = ("admitted", "issued", "lost")
-"""Entries that generation writes itself. It admits and issues at once, so nothing that it hears lies between."""
+"""Entries that generation writes itself. It admits and issues at once, so no event that it hears lies between."""
 _NOTHING = np.zeros(0, np.int32)
 
 Attempt = tuple[str, int]
@@ -56,7 +58,7 @@ class Issue:
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:
-    """Yield, line by line, which engine each attempt goes to, beside the recorded one."""
+    """Yield, line by line, the engine that each attempt goes to, beside the recorded one."""
     config, run_folder, folder = recorded.config, recorded.run_folder, recorded.folder
     if config.environment.function is not None:
         raise ConfigError(
@@ -98,7 +100,7 @@ async def _run(
     )
 
     def begin(event: Event) -> None:
-        """Stages begin when everyone is there. When each prompt was drawn is not recorded; there are as many as in the run."""
+        """Begin the stages when all peers are there. The time of each draw is not recorded; there are as many prompts as in the run."""
         side.hear(event)
         while drawn:
             side.channels.prompts.put_now(drawn.popleft())
@@ -119,14 +121,14 @@ async def _run(
 
 
 class _Answers:
-    """Answers of the engines."""
+    """The recorded answers of the engines."""
 
     def __init__(self, issued: dict[Attempt, Issue], answers: dict[Attempt, Event]) -> None:
         self.say = lambda peer, message: None
         self._issued = issued
         self._answers = answers
         self._last = {name: attempt for name, attempt in sorted(answers)}
-        """By rollout: the attempt that was answered."""
+        """The attempt that was answered, by rollout."""
 
     def asked(self, peer: str, message: Message) -> None:
         if not isinstance(message, Generate):
@@ -154,7 +156,7 @@ class _Answers:
 
 
 class _Steps:
-    """A stage in the place of batching: gives a group's credit back when the group was completed, or once it is whole."""
+    """A stage in the place of batching: it gives a group's credit back when the group was completed, or once it is complete."""
 
     name = "steps"
 
@@ -186,14 +188,14 @@ class _Steps:
 
 
 def _limit(side: RecordedEngines, event: Event) -> None:
-    """Apply the limit that adaptive concurrency came to."""
+    """Apply the limit that adaptive concurrency had set."""
     if side.config.pipeline.adaptive_concurrency:
         side.admission.max_running = event.fields["max_running"]
         side.credits.set()
 
 
 def _drawn(run_folder: Path, events: list[Event]) -> collections.deque[Drawn]:
-    """The prompts of the recorded groups, without what generation does not look at."""
+    """Return the prompts of the recorded groups, without the columns that generation does not read."""
     groups = {_group_of(event) for event in events if event.kind == "issued"}
     return collections.deque(
         Drawn(prompt=Prompt(prompt_id=each.prompt_id, text="", token_ids=_NOTHING), position=each.position)

@@ -1,7 +1,7 @@
-"""Replays PRM scoring: rollouts are written once more, token by token; the model's step scores are those recorded.
+"""This module replays PRM scoring: rollouts are written once more, token by token, and get their recorded step scores.
 
 Another `prm.early_stop` shows which rollouts it would have stopped. The model answers at once here, while in a run it may be behind: a
-decision that came too late then may come in time now. A stopped rollout was never written to its end, so nobody knows its reward.
+decision that came too late then may come in time now. A stopped rollout was never written to its end, so its reward is unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipelinerl.runtime.watch import Watch
 
 _MODEL = "scorer-1"
 _ANSWERED_S = 1e-3
-"""Simulated seconds in which everything said is heard and answered."""
+"""Simulated seconds in which every message is heard and answered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Rescored:
 
     @property
     def has_other_steps(self) -> bool:
-        """Its step scores are not those recorded, although neither time it was stopped."""
+        """True where its step scores differ from the recorded ones, although it was stopped neither time."""
         if self.was_stopped or self.is_stopped:
             return False
         old, new = self.recorded.steps, self.now.steps
@@ -62,7 +62,7 @@ class Rescored:
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:
-    """Yield what differs, line by line. Raises `LedgerError` where no step scores are recorded."""
+    """Yield the differences, line by line. Raises `LedgerError` where no step scores are recorded."""
     config, run_folder = recorded.config, recorded.run_folder
     groups = read_recording(recorded.ledger_path).groups
     members = [member for group in groups for member in group.members if member.steps is not None]
@@ -86,7 +86,7 @@ def run(recorded: RecordedRun) -> Iterator[str]:
 
 
 class _Replay:
-    """The stage, between an engine and a model that only say what was recorded."""
+    """The stage, between an engine and a model that only give recorded answers."""
 
     def __init__(self, config: Config, members: list[ScoredTrajectory]) -> None:
         watch = Watch(stall_limit_s=UNLIMITED_S)
@@ -97,7 +97,7 @@ class _Replay:
         self._peers = self._hub.peers("scorer")
         self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, follows=True)
         self._writing: str | None = None
-        """The rollout that is being written, until it is whole or withdrawn."""
+        """The rollout that is being written, until it is complete or withdrawn."""
         stop = config.prm.early_stop
         rule = EarlyStop(
             threshold=stop.threshold or 0.0, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed
@@ -128,7 +128,7 @@ class _Replay:
         return followed
 
     def owes(self, rollout_id: str, attempt: int) -> bool:
-        """Say whether a rollout is still being written, as engines do."""
+        """Return whether a rollout is still being written, as engines do."""
         return self._writing == rollout_id
 
     def withdraw(self, rollout_id: str, attempt: int) -> None:
@@ -148,7 +148,7 @@ class _Replay:
         return Rescored(recorded=member, now=now, num_written=num_written)
 
     async def _write(self, member: ScoredTrajectory) -> int:
-        """Have an engine write a rollout, until it is withdrawn; return how many tokens it has by then."""
+        """Have an engine write a rollout, until it is withdrawn; return the number of tokens written by then."""
         trajectory, num_prompt = member.trajectory, len(member.trajectory.prompt.token_ids)
         name, attempt = trajectory.rollout_id, trajectory.attempt
         sampled = trajectory.token_ids[num_prompt:]
@@ -167,7 +167,7 @@ class _Replay:
         return len(sampled)
 
     def _answer(self, message: Message) -> None:
-        """Say of tokens what the model said of the steps that they complete."""
+        """Answer tokens with the recorded scores of the steps that they complete."""
         if not isinstance(message, TraceTokens):
             return
         steps = self._steps[message.rollout_id]

@@ -1,4 +1,4 @@
-"""Replays prompts: the source draws the run's prompts once more."""
+"""This module replays prompts: the source draws the run's prompts once more."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RedrawnPrompts:
-    """A source beside what it gave the run."""
+    """The prompts of a source, compared with those it gave the run."""
 
     num_drawn: int
     num_passed: int
-    """Prompts between them that were not admitted: quarantined ones."""
+    """Drawn prompts that were not admitted, because they are quarantined."""
     differences: list[str]
 
 
@@ -36,7 +36,7 @@ def run(recorded: RecordedRun) -> Iterator[str]:
 
 
 def replay_prompts(source: Source, drawn: list[Drawn]) -> RedrawnPrompts:
-    """Draw until each recorded position; raises `DataError` where the source ends before."""
+    """Draw until each recorded position. Raises `DataError` where the source ends before."""
     differences: list[str] = []
     num_passed = 0
     for each in drawn:

@@ -23,9 +23,9 @@ class BatchingResult:
     """The result of batching for a rollout."""
 
     status: str
-    """`step N`, or the terminal status with its reason."""
+    """The text `step N`, or the terminal status with its reason."""
     row: tuple[int, int] | None
-    """(row, position) in its step."""
+    """The pair (row, position) in its step."""
     advantages: Float32 | None
     """[L] float32; None where it does not train."""
 
@@ -45,27 +45,27 @@ class RecordedGroup:
     """A group that was assigned to a step or dropped."""
 
     number: int
-    """Place in the order in which groups were completed, from 1."""
+    """Its place in the order in which groups were completed, from 1."""
     group_id: int
     step: int
-    """The step being filled then."""
+    """The step that was being filled when the group was completed."""
     prompt: Prompt
     members: tuple[ScoredTrajectory, ...]
     """All siblings, in order."""
     results: dict[str, BatchingResult]
-    """By rollout."""
+    """The results by rollout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The completed groups that stand in a ledger whole, oldest first."""
+    """The completed groups that a ledger still holds complete, oldest first."""
 
     groups: list[RecordedGroup]
     num_completed: int
     """Groups completed in the whole run."""
 
     def from_a_step_on(self) -> list[RecordedGroup]:
-        """The groups from the first step of which, and after which, nothing is missing."""
+        """Return the groups from the first step on from which nothing is missing."""
         start = len(self.groups)
         while start > 1 and self.groups[start - 2].number == self.groups[start - 1].number - 1:
             start -= 1
@@ -82,9 +82,9 @@ class Drawn:
     group_id: int
     prompt_id: str
     prompt: Prompt | None
-    """None where only its name stays recorded."""
+    """The prompt; None where only its name stays recorded."""
     position: tuple[int, int]
-    """(epoch, row) of the source after the draw."""
+    """The position (epoch, row) of the source after the draw."""
 
 
 _trajectories: Decoder[ScoredTrajectory] = Decoder(ScoredTrajectory)
@@ -92,7 +92,7 @@ _prompts: Decoder[Prompt] = Decoder(Prompt)
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises `LedgerError` where there is no ledger."""
+    """Read the completed groups of a ledger. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         ends = "SELECT rollout_id, kind, reason FROM events WHERE rollout_id IN (SELECT rollout_id FROM samples) AND kind = ?"
         statuses = {
@@ -121,7 +121,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def read_drawn(path: Path) -> list[Drawn]:
-    """Every prompt that was admitted, in order. Raises `LedgerError` where there is no ledger."""
+    """Return every prompt that was admitted, in order. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         query = "SELECT group_id, prompt_id, prompt, epoch, drawn.row FROM drawn LEFT JOIN groups USING (group_id) ORDER BY group_id"
         return [
@@ -136,7 +136,7 @@ def read_drawn(path: Path) -> list[Drawn]:
 
 
 def read_closed_steps(path: Path) -> dict[int, StepEnd]:
-    """Every closed step, by number. Raises `LedgerError` where there is no ledger."""
+    """Return every closed step, by number. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         ledger_id = database.execute("SELECT id FROM ledger").fetchone()[0]
         query = "SELECT step, num_tokens, num_samples, seq FROM events WHERE kind = 'closed' AND rollout_id IS NULL ORDER BY seq"

@@ -1,4 +1,4 @@
-"""Recorded peers in the place of engines and trainer: they say what they said when they said it, and keep what they are told.
+"""Recorded peers stand in for engines and trainer: they send their recorded messages at the recorded times, and keep what they are sent.
 
 The stages around them are the real ones, on simulated time, so a run of hours is over in seconds.
 """
@@ -41,19 +41,19 @@ _SAID_BY_ENGINES = {"staged": WeightsStaged, "swap": WeightsCommitted, "refused"
 
 
 class RecordedHub:
-    """A hub (`transport.base.Hub`) that nobody is connected to."""
+    """A hub (`transport.base.Hub`) that no peer is connected to."""
 
     def __init__(self, *, told: Callable[[str, Message], None] = lambda peer, message: None) -> None:
-        """`told` hears what peers are sent, too."""
+        """Take `told`, which is also called with every message to a peer."""
         self.refused: collections.Counter[str] = collections.Counter()
         self.sent: list[tuple[float, str, Message]] = []
-        """Messages to peers, in order: seconds, peer, message."""
+        """The messages to peers, in order: seconds, peer, message."""
         self._told = told
         self._said: list[tuple[str, Message]] = []
         self._something = Signal()
 
     def say(self, peer: str, message: Message) -> None:
-        """Have a peer say something now."""
+        """Have a peer send a message now."""
         self._said.append((peer, message))
         self._something.set()
 
@@ -68,18 +68,18 @@ class RecordedHub:
         self._told(peer, message)
 
     def dismiss(self, message: Message) -> None:
-        """Nobody is there."""
+        """Do nothing: no peer is there."""
 
     def close(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no message is on its way."""
 
     def peers(self, role: str) -> Peers:
-        """Peers on this hub, whose silence means nothing."""
+        """Return peers on this hub, whose silence means nothing."""
         return Peers(self, role=role, expected=0, ready_deadline_s=UNLIMITED_S, silent_after_s=UNLIMITED_S)
 
 
 class RecordedEngines:
-    """Weight sync, the engines as the orchestrator knows them, and what both share with generation."""
+    """Weight sync, the engines as the orchestrator knows them, and the parts that both share with generation."""
 
     def __init__(self, config: Config, *, journal: Journal, told: Callable[[str, Message], None] = lambda peer, message: None) -> None:
         self.config = config
@@ -110,7 +110,7 @@ class RecordedEngines:
         )
 
     def hear(self, event: Event) -> None:
-        """Have one event of engines or policies happen again."""
+        """Repeat one event of engines or policies."""
         fields = {name: value for name, value in event.fields.items() if name not in ("t", "kind", "process")}
         peer = f"engine-{fields.get('engine_id')}"
         if event.kind == "trainer":
@@ -136,7 +136,7 @@ class RecordedEngines:
 
 
 async def run_recorded(events: Iterable[Event], *, hear: Callable[[Event], None], stages: Iterable[Stage | Peers], rest_s: float) -> None:
-    """Run stages while everything happens again at its time, and `rest_s` seconds more. Raises what a stage raises."""
+    """Run stages while every event is repeated at its time, and `rest_s` seconds more. Raises what a stage raises."""
     loop = asyncio.get_running_loop()
     end_s = 0.0
     for event in events:
@@ -150,7 +150,7 @@ async def run_recorded(events: Iterable[Event], *, hear: Callable[[Event], None]
 
 
 def needed(events: list[Event], *, run_folder: Path) -> list[Event]:
-    """The same; raises `LedgerError` where there is nothing to replay."""
+    """Return the events unchanged. Raises `LedgerError` where there are none to replay."""
     if not any(event.kind == "policy" for event in events):
         raise LedgerError(f"{run_folder} has no published policy, so there is nothing to synchronise or to generate with")
     return events

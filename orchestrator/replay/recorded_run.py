@@ -1,4 +1,4 @@
-"""A recorded run under replay: what every stage is given, whichever stages are replayed before it."""
+"""A recorded run under replay: the input of every stage, whichever stages are replayed before it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pipelinerl.messages import ScoredTrajectory
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RecordedRun:
-    """The run, and what the stages that were replayed have made anew in place of what it recorded."""
+    """The run, and the new results of replayed stages in place of the recorded ones."""
 
     config: Config
     """The run's settings, some of them changed."""
     run_folder: Path
     folder: Path
-    """Folder for what comes out of the replay."""
+    """The folder for the results of the replay."""
     ledger_path: Path
     """The run's own ledger, or the one that batching has written."""
     scored: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
-    """By rollout: what scoring has given; empty where it was not replayed."""
+    """The results of scoring, by rollout; empty where it was not replayed."""
     _recordings: dict[Path, Recording] = dataclasses.field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""Replays scoring: the real stages score recorded trajectories once more, with a real scorer in a process of its own."""
+"""This module replays scoring: the real stages score recorded trajectories once more, with a real scorer in a process of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 
 END_S = 10.0
-"""Time for the scorer to end when it is told to; then it is killed."""
+"""The seconds in which the scorer is to end when it is told to; after that it is killed."""
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Replays the training stage: recorded rows go to replicas once more, also to another number of them."""
+"""This module replays the training stage: recorded rows go to replicas once more, also to another number of them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from pipelinerl.runtime.watch import Watch
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """Micro-batches that a replica receives of a step, and the message that closes it."""
+    """The micro-batches that a replica receives of a step, and the message that closes it."""
 
     batches: list[MicroBatch]
     closed: StepClosed
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:
-    """Yield, line by line, what replicas of `config` receive of the closed steps that are recorded whole. Raises `LedgerError`."""
+    """Yield, line by line, what the replicas of `config` receive of the closed steps that are recorded complete. Raises `LedgerError`."""
     config, recording, ledger_path, folder = recorded.config, recorded.recording, recorded.ledger_path, recorded.folder
     closed_steps = read_closed_steps(ledger_path)
     rows = {step: samples for step, samples in _rows_of(recording).items() if step in closed_steps}
@@ -66,7 +66,7 @@ def run(recorded: RecordedRun) -> Iterator[str]:
 
 
 def _rows_of(recording: Recording) -> dict[int, list[list[Sample]]]:
-    """By step: its rows, in order, as they were packed."""
+    """Return the rows of each step, in the order in which they were packed."""
     found: dict[int, dict[int, dict[int, Sample]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for group in recording.from_a_step_on():
         for member in group.members:
@@ -124,7 +124,7 @@ async def _feed(rows: dict[int, list[list[Sample]]], closed_steps: dict[int, Ste
 
 
 async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]], replica: int, step: int) -> Received:
-    """Take rows as a replica does, until the step is closed."""
+    """Pull rows like a replica, until the step is closed."""
     peer = f"trainer-{replica}"
     batches: list[MicroBatch] = []
     while True:

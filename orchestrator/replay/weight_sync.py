@@ -1,4 +1,4 @@
-"""Replays weight sync: the recorded policies go to the recorded engines once more."""
+"""This module replays weight sync: the recorded policies go to the recorded engines once more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelinerl.messages import StageWeights
 from pipelinerl.observe.journal import Journal
 
 Age = tuple[int, int]
-"""(rollback epoch, version) of a policy."""
+"""The pair (rollback epoch, version) of a policy."""
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:
@@ -47,7 +47,7 @@ def run(recorded: RecordedRun) -> Iterator[str]:
 
 
 def _order_again(config: Config, events: list[Event], *, folder: Path) -> dict[int, dict[Age, float]]:
-    """By engine: what it is told to fetch, in order, with the second."""
+    """Return the policies that each engine is told to fetch, in order, each with its second."""
     with contextlib.closing(Journal(folder, "orchestrator")) as journal:
 
         async def run() -> RecordedEngines:
@@ -64,7 +64,7 @@ def _order_again(config: Config, events: list[Event], *, folder: Path) -> dict[i
 
 
 def _answered(events: list[Event]) -> dict[int, list[Age]]:
-    """By engine: the policies that it staged or refused, in order, each once."""
+    """Return the policies that each engine staged or refused, in order, each once."""
     ages: dict[int, list[Age]] = collections.defaultdict(list)
     for event in events:
         if event.kind in ("staged", "swap", "refused") and _age(event) not in ages[event.fields["engine_id"]]:
@@ -73,7 +73,7 @@ def _answered(events: list[Event]) -> dict[int, list[Age]]:
 
 
 def _first_difference(old: list[Age], new: dict[Age, float]) -> str | None:
-    """The first order that differs from those that were answered; a last order that nobody was left to answer is no difference."""
+    """Describe the first order that differs from the answered ones. A last order without any engine left to answer it is no difference."""
     for number, (before, now) in enumerate(itertools.zip_longest(old, new)):
         if before != now and (before is not None or number + 1 < len(new)):
             return f"order {number + 1}: {_name(before)} -> {_name(now)}"
