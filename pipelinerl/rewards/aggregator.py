@@ -1,4 +1,7 @@
-"""One result from the pools that worked on a request: the weighted sum of all components, or the first failure. A rule without a clock."""
+"""Makes one result of the answers of all pools that worked on a request: the weighted sum of the components, or the first failure.
+
+It is a rule without a clock.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,39 @@ from pipelinerl.messages import Observation, Outcome, Result
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartialResult:
-    """What one pool says of a request."""
+    """The answer of one pool to a request."""
 
     outcome: Outcome
     components: tuple[dict[str, float], ...] = ()
-    """For each completion; empty unless `outcome` is `OK`, and of an environment."""
+    """Values by function name for each completion; empty unless `outcome` is `OK`, and in the answer of an environment."""
     observation: Observation | None = None
-    """As in `Result`."""
+    """The same as in `Result`."""
     error: str = ""
     duration_s: float = 0.0
 
 
 class Aggregator:
-    """Requests with pools still to answer. What arrives for any other is dropped."""
+    """The requests that some pool has still to answer. Answers to any other request are dropped."""
 
     def __init__(self, weights: Mapping[str, float], *, must_apply: bool) -> None:
         self._weights = weights
         self._must_apply = must_apply
-        """Some function must apply to every completion; not so where further functions, those that compare siblings, are still to come."""
+        """True where some function must apply to every completion; false where functions that compare siblings are still to come."""
         self._missing: dict[int, set[int]] = {}
-        """By request, the pools that have not answered."""
+        """The pools that have not answered, by request."""
         self._parts: dict[int, list[PartialResult]] = {}
 
     def expect(self, request_id: int, pools: Sequence[int]) -> None:
-        """A request was given to these pools."""
+        """Record that a request was given to these pools."""
         self._missing[request_id], self._parts[request_id] = set(pools), []
 
     def drop(self, request_id: int) -> None:
-        """Nobody wants this request any more."""
+        """Forget a request that nobody wants any more."""
         self._missing.pop(request_id, None)
         self._parts.pop(request_id, None)
 
     def add(self, request_id: int, pool: int, part: PartialResult) -> Result | None:
-        """Take in a pool's answer; return the request's when it is known. Once one pool fails, no other is waited for."""
+        """Take a pool's answer, and return the result of the request once it is known. One failed pool ends the wait for all others."""
         missing = self._missing.get(request_id)
         if missing is None or pool not in missing:
             return None

@@ -2,15 +2,16 @@
 
     def reply(prompt: str, turns: list[str], **columns) -> str | tuple[str, str] | None
 
-`turns` is what the model has said so far, a text for each turn. The function returns the text that follows, None where the episode is
+`turns` holds what the model has said so far, one text for each turn. The function returns the text that follows, None where the episode is
 over, or the text and a name of the state it leaves: `gigpo` compares the turns of siblings that answer equal states, by default equal
-texts. It is passed what it names: the row's columns, its `options`, and `replies`, what it has said itself; `async def` works too.
+texts. It is passed the arguments that it names: the row's columns, its `options`, and `replies`, its own earlier texts; `async def` works
+too.
 
-It must be a pure function of these. There is no state to keep: each turn may be asked for in another process, a turn that was lost is
-asked for again, and an episode that an orchestrator took with it is played again from its prompt.
+It must be a pure function of these. It cannot keep state: each turn may be requested in another process, a turn that was lost is requested
+again, and an episode that was lost with an orchestrator is played again from its prompt.
 
-The text is taken as it stands, and tokenised here, once; markers of a chat template are the function's to write. Whatever it raises or
-returns becomes an outcome with a text, and the rollout then fails: nothing is made up for it.
+The text is taken as it stands, and tokenised here, once; the function itself must write the markers of a chat template. An exception or a
+wrong return value becomes an outcome with a text, and the rollout then fails; no reply is made up in its place.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Environment:
     options: dict[str, Any]
 
     def arguments(self, task: ScorerTask, *, turns: list[str], replies: list[str]) -> dict[str, Any]:
-        """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
+        """Return the arguments of one call. Raises `DataError` naming a parameter for which the row has no column."""
         passed = {**task.prompt.columns, **self.options, "prompt": task.prompt.text, "turns": turns}
         return self.parameters.choose(passed, extra={"replies": replies, "chat": list(task.prompt.chat)}, columns=task.prompt.columns)
 
@@ -67,22 +68,22 @@ def load_environment(component: Component) -> Environment:
 
 
 class EnvironmentRunner:
-    """Has the environment reply to one episode after the other, in the process that calls it."""
+    """Calls the environment for one episode after the other, in the process that uses it."""
 
     def __init__(self, environment: Environment, *, decode: Callable[[list[int]], str], encode: Callable[[str], list[int]]) -> None:
         self._environment = environment
         self._decode = decode
         self._encode = encode
         self._runner = asyncio.Runner()
-        """Makes its loop when an asynchronous function is called."""
+        """It makes its event loop when an asynchronous function is called."""
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The environment's, alone."""
+        """The environment's function, and no other."""
         return (self._environment.function,)
 
     def close(self) -> None:
-        """Close the loop that an asynchronous function ran on."""
+        """Close the event loop on which an asynchronous function ran."""
         self._runner.close()
 
     def run(self, call: Call) -> CallResult:

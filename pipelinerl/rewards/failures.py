@@ -1,7 +1,7 @@
-"""Which functions fail, by cause: the first failure of each cause is told at once and whole, a million more are counted.
+"""Counts failures of the user's functions by cause: the first failure of each cause is reported at once and in full, others are counted.
 
-Two failures have one cause where function, outcome, line and words agree, numbers and quoted texts in the words aside: a message that
-names the row would else be a new cause each time.
+Two failures have one cause where function, outcome, line and message agree. Numbers and quoted texts in the message are ignored, because a
+message that names the row would otherwise be a new cause each time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pipelinerl.messages import FunctionFailed, FunctionKind, Outcome
 from pipelinerl.runtime.function_errors import FunctionError
 
 AGAIN_AT = 8
-"""Failures of one cause after which it is told once more: enough to see that it is no single row. Larger says later that nothing works."""
+"""Number of failures of one cause after which it is reported again, because a single row cannot explain them. A larger number reports later
+that nothing works."""
 AGAIN_AFTER_S = 1.0
-"""Between two further accounts of one cause to the orchestrator. Longer lets the last words of a run lag behind."""
+"""Seconds between two further reports of one cause to the orchestrator. A longer time makes the last reports of a run late."""
 MAX_CAUSES = 32
-"""Of one function that are told apart; those that come later are counted together."""
+"""Number of causes of one function that are told apart; later ones are counted together."""
 _VARIES = re.compile(r"\d+|'[^']*'|\\\"[^\"]*\\\"")
 
 
@@ -29,14 +30,14 @@ class _Cause:
     error: FunctionError
     kind: FunctionKind
     rollout_id: str
-    """Of the first failure."""
+    """Rollout of the first failure."""
     num: int = 0
     num_told: int = 0
     told_at: float = 0.0
 
 
 class Failures:
-    """Counts failures by function and cause, and says when to tell of them. `say` prints the first of each for whoever reads the log."""
+    """Counts failures by function and cause, and decides when to report them. `say` prints the first of each cause into the log."""
 
     def __init__(
         self,
@@ -45,15 +46,15 @@ class Failures:
         clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[str, str, FunctionError], None] = lambda rollout_id, function, error: None,
     ) -> None:
-        """`on_failure` is told of every failure, also where its cause is known: the rollout, the function, why."""
+        """Take `on_failure`, which is called with the rollout, the function and the error of every failure, also of a known cause."""
         self._on_failure = on_failure
         self._say = say
         self._clock = clock
         self._causes: dict[str, dict[tuple[str, ...], _Cause]] = {}
-        """By function, then by what tells causes apart."""
+        """Causes by function, then by the key that tells causes apart."""
 
     def note(self, function: str, error: FunctionError, *, kind: FunctionKind, outcome: Outcome, rollout_id: str) -> None:
-        """A call of this function failed."""
+        """Record that a call of this function failed."""
         self._on_failure(rollout_id, function, error)
         causes = self._causes.setdefault(function, {})
         key = (str(outcome), error.where, _VARIES.sub("#", error.cause))
@@ -66,7 +67,7 @@ class Failures:
         cause.num += 1
 
     def news(self, *, num_calls: Mapping[str, int], is_last: bool = False) -> list[FunctionFailed]:
-        """What is due to be told; `num_calls` by function, `is_last`: all that was not told yet."""
+        """Return the reports that are due; with `is_last`, everything that was not reported yet. `num_calls` is by function."""
         now = self._clock()
         return [
             self._tell(function, key, cause, num_calls=num_calls.get(function, 0), now=now)
@@ -76,7 +77,7 @@ class Failures:
         ]
 
     def tell_anew(self) -> None:
-        """Another is told from now on, who knows of nothing."""
+        """Report every cause again, because from now on the reports go to an orchestrator that has seen none."""
         for causes in self._causes.values():
             for cause in causes.values():
                 cause.num_told = 0
@@ -98,6 +99,6 @@ class Failures:
 
 
 def _is_due(cause: _Cause, now: float) -> bool:
-    """The first, the eighth, then whenever they have become twice as many or `AGAIN_AFTER_S` has passed."""
+    """Return true for the first failure, for number `AGAIN_AT`, and then when their number has doubled or `AGAIN_AFTER_S` has passed."""
     is_many = cause.num >= max(AGAIN_AT, 2 * cause.num_told)
     return not cause.num_told or is_many or now - cause.told_at >= AGAIN_AFTER_S

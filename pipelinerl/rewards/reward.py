@@ -1,4 +1,4 @@
-"""Reward functions: find them, see from their parameters how they want to be called, and judge what they return.
+"""Finds reward functions, derives from their parameters how they are called, and checks what they return.
 
 | shape | marked by | called as | returns |
 | --- | --- | --- | --- |
@@ -9,21 +9,22 @@
 | reasoning-gym | `answer` with `entry` | `score_answer(answer=, entry=)` | a number |
 | verifiers | being a `Rubric` | its functions with `prompt`, `completion`, `answer`, `info`, `state` | numbers, summed by its weights |
 
-A function is passed only what it accepts: the row's columns by name, its `options` of the config, and where it names them `num_tokens`
-(that the model sampled) and `finish` of the completion, `max_tokens` of the run and `chat`, the prompt's messages. `async def` works in
-every shape. Whatever a function raises or returns becomes an outcome with a text; nothing becomes 0.0 because it failed.
+A function is passed only the arguments it accepts: the row's columns by name, its `options` from the config, and, where it names them, the
+completion's `num_tokens` (those that the model sampled) and `finish`, the run's `max_tokens`, and `chat`, the prompt's messages.
+`async def` works in every shape. An exception or a wrong return value becomes an outcome with a text; no failure ever becomes 0.0.
 
-In a run with an environment a completion is everything after the prompt, what the environment said included. Functions of our shape that
-name `turns` get what the model said in each turn, a list of texts; `replies`, what the environment replied to all of them but the last.
+In a run with an environment, a completion is everything after the prompt, including the environment's replies. A function of our shape adds
+a `turns` argument to receive only the model's turns, a list of texts, and a `replies` argument to receive the environment's replies to all
+turns but the last.
 
-TRL: None says that the function does not apply. Prompts and completions are chat messages where the row's prompt is, and text where it is
-text, as there: functions of `trl.rewards` that read a completion expect messages. One that is configured per group is passed lists of all
-siblings; the other shapes know one. verl: a row may hold `ground_truth` or `reward_model = {ground_truth}`; where it has no `extra_info`,
-that is an empty dictionary, as there. verifiers: see `rubric`. reasoning-gym: `answer` is what stands in the last <answer> tag, or all of
-the completion; `entry` is the row, with the prompt as `question`.
+TRL: None says that the function does not apply. As in TRL, prompts and completions are chat messages where the row's prompt is one, and
+text where it is text: functions of `trl.rewards` that read a completion expect messages. A function that is configured per group is passed
+lists of all siblings; only shapes that take lists can be. verl: a row may hold `ground_truth` or `reward_model = {ground_truth}`; a missing
+`extra_info` is an empty dictionary, as in verl. verifiers: see `rubric`. reasoning-gym: `answer` is the text in the last <answer> tag, or
+the whole completion; `entry` is the row, with the prompt as `question`.
 
-A function of none of these shapes that can be called with its `options` alone, and then returns one of them, is a factory, as
-`trl.rewards:get_soft_overlong_punishment` is: it is called once, when it is loaded.
+A function of none of these shapes that can be called with its `options` alone, and then returns one of them, is a factory: it is called
+once, when it is loaded. `trl.rewards:get_soft_overlong_punishment` is one.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from pipelinerl.runtime.function_errors import FunctionError, error_of, place_of
 from pipelinerl.runtime.plugin import load_plugin
 
 ERROR_CHARACTERS = 2000
-"""Longest error text that travels. Longer would let one exception with a huge message fill the journal."""
+"""Maximum length of an error text in a message. A larger one would let one exception with a huge message fill the journal."""
 
 
 class Shape(enum.StrEnum):
-    """How a reward function wants to be called."""
+    """The way in which a reward function is called."""
 
     OURS = "reward(prompt, completion, **columns) -> float"
     TRL = "reward(prompts, completions, **columns) -> list[float | None]"
@@ -63,7 +64,7 @@ class Shape(enum.StrEnum):
 
 
 _LISTS = (Shape.TRL, Shape.VERL_BATCH)
-"""Shapes that are called with lists, and so also for all siblings at once."""
+"""Shapes that are called with lists, and can therefore be called for all siblings at once."""
 _MARKS = {
     "completion": Shape.OURS,
     "completions": Shape.TRL,
@@ -89,12 +90,12 @@ class Reward:
     function: Callable[..., Any]
     parameters: Parameters
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the config; they go before columns."""
+    """Options from the config; they take precedence over columns of the same name."""
 
     def arguments(
         self, task: ScorerTask, *, completions: Sequence[str], max_tokens: int, decode: Callable[[list[int]], str]
     ) -> dict[str, Any]:
-        """What to pass for one call. Raises `DataError` naming a parameter the row has no column for."""
+        """Return the arguments of one call. Raises `DataError` naming a parameter for which the row has no column."""
         columns = task.prompt.columns
         extra: dict[str, Any] = {}
         if self.shape is Shape.TRL:
@@ -135,7 +136,7 @@ def load_rewards(components: Sequence[Component]) -> tuple[Reward, ...]:
 
 
 def inspect_reward(function: Any, *, reference: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """See from its parameters how `function` wants to be called. Raises `ConfigError` naming them and the accepted shapes."""
+    """Derive from its parameters how `function` is called. Raises `ConfigError` naming them and the accepted shapes."""
     if is_rubric(function):
         function = adapt_rubric(function, reference=reference)
     parameters = parameters_of(function, what=f"reward {reference}")
@@ -165,7 +166,9 @@ def _shapes_of(parameters: Parameters) -> list[Shape]:
 
 
 def _made_by(function: Callable[..., Any], parameters: Parameters, reference: str, options: dict[str, Any]) -> Any:
-    """The reward function that a factory makes of its options; None where it is no factory. Raises `ConfigError` where it raises."""
+    """Return the reward function that a factory makes of its options; None where `function` is no factory. Raises `ConfigError` where the
+    factory raises.
+    """
     if parameters.is_by_position or parameters.requires - options.keys():
         return None
     parameters.refuse_unknown(options, what=f"reward {reference}")
@@ -186,17 +189,17 @@ class RewardRunner:
         self._decode = decode
         self._max_tokens = max_tokens
         self._entering = entering
-        """Told the name of every function but the first before it runs."""
+        """It is called with the name of every function but the first before that function runs."""
         self._runner = asyncio.Runner()
-        """Makes its loop when the first asynchronous function is called."""
+        """It makes its event loop when the first asynchronous function is called."""
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """Of the pool, in order."""
+        """The pool's functions, in order."""
         return tuple(reward.function for reward in self._rewards)
 
     def close(self) -> None:
-        """Close the loop that asynchronous functions ran on."""
+        """Close the event loop on which asynchronous functions ran."""
         self._runner.close()
 
     def run(self, call: Call) -> CallResult:
@@ -252,9 +255,9 @@ class RewardRunner:
 
 
 def read_values(returned: Any, *, shape: Shape, num_completions: int) -> list[float | None]:
-    """The numbers a function returned, one for each completion; None where a TRL function says that it does not apply.
+    """Return the numbers that a function returned, one for each completion; None where a TRL function says that it does not apply.
 
-    Raises `NotANumber`.
+    Raises `NotANumber` where the function returned anything else.
     """
     if shape not in _LISTS:
         return [_number(returned["score"] if _is_verl_dict(returned, shape) else returned, returned=returned)]
@@ -288,7 +291,7 @@ def _number(value: Any, *, returned: Any) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """An exception's type and message, also where its `__str__` fails."""
+    """Return an exception's type and message, also where its `__str__` fails."""
     try:
         text = str(error)
     except Exception as broken:  # an exception of a user's own class may not even be printable
@@ -304,7 +307,7 @@ _VERL_NAMES = tuple(mark for mark, shape in _MARKS.items() if shape is Shape.VER
 
 
 def _question(task: ScorerTask) -> str:
-    """The prompt without its chat template, where it has one."""
+    """Return the prompt without its chat template, where it has one."""
     contents = [message.get("content") for message in task.prompt.chat if message.get("role") == "user"]
     return contents[-1] if contents and isinstance(contents[-1], str) else task.prompt.text
 
@@ -315,5 +318,5 @@ def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def wait_for_value(awaitable: Awaitable[Any]) -> Any:
-    """What an asynchronous function returns."""
+    """Wait for the value that an asynchronous function returns."""
     return await awaitable

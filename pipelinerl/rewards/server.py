@@ -16,7 +16,7 @@ from pipelinerl.rewards.pool.pools import RewardPools
 from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
-"""Between two `ScorerLoad`. It is the sign of life, so it must stay far below `scorer.silent_after_s`."""
+"""Seconds between two `ScorerLoad`. They are the sign of life, so this must stay far below `scorer.silent_after_s`."""
 
 
 class Server:
@@ -50,8 +50,8 @@ class Server:
         )
 
     def run(self) -> None:
-        """Serve until `Stop`. An error is told to the orchestrator before it ends this process; a fork server that is gone is none of its
-        own: it is started again, and whatever it was asked is asked again.
+        """Serve until `Stop`. An error is reported to the orchestrator before it ends this process, except `PeerGone`, the loss of the fork
+        server: this process is then started again, and its open requests are sent again.
         """
         try:
             self._pools.start()
@@ -61,14 +61,16 @@ class Server:
                 self._turn()
         except PeerGone:
             raise
-        except Exception as error:  # whatever ends a process is told to its peer, then goes its way
+        except Exception as error:  # the peer is told what ends this process; the error is then raised as it is
             self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
         finally:
             self._pools.close()
 
     def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
-        """An orchestrator that takes another's place asks anew for what it wants: nobody may answer what the dead one asked."""
+        """Drop all requests and introduce this scorer: a new orchestrator asks again for what it wants, and requests of the dead one must
+        not be answered.
+        """
         self._pools.cancel_all()
         return [ScorerReady(scorer_id=self._scorer_id, process_id=os.getpid(), num_slots=self._pools.num_slots)]
 

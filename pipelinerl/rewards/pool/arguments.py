@@ -1,4 +1,4 @@
-"""What a user's function, a reward or an environment, is passed by name: of all there is, what its parameters accept."""
+"""Chooses the arguments that a user's function, a reward or an environment, is passed by name: those that its parameters accept."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Of one function."""
+    """The parameters of one function."""
 
     accepts: frozenset[str]
     """Parameters that can be passed by name."""
     requires: frozenset[str]
-    """Those of them without a default."""
+    """Parameters among these that have no default."""
     takes_any: bool
-    """It has `**columns`."""
+    """True where the function has `**columns`."""
     is_by_position: bool
-    """It has parameters that cannot be passed by name."""
+    """True where the function has parameters that cannot be passed by name."""
     text: str
-    """As they stand in its signature, for messages."""
+    """The parameters as the signature writes them, for messages."""
 
     def refuse_unknown(self, options: Mapping[str, Any], *, what: str) -> None:
         """Raise `ConfigError` where one of the options of `what` is no parameter."""
@@ -37,7 +37,9 @@ class Parameters:
             )
 
     def choose(self, passed: Mapping[str, Any], *, extra: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Of `passed`, all that it takes; of `extra`, what it names. Raises `DataError` naming a parameter the row has no column for."""
+        """Return every argument of `passed` that the function takes, and of `extra` those that it names. Raises `DataError` naming a
+        parameter for which the row has no column.
+        """
         named = {**extra, **passed}
         if missing := self.requires - named.keys():
             wanted = ", ".join(name + _nearest(name, columns) for name in sorted(missing))
@@ -51,7 +53,7 @@ def _nearest(name: str, columns: Mapping[str, Any]) -> str:
 
 
 def parameters_of(function: Callable[..., Any], *, what: str) -> Parameters:
-    """Raises `ConfigError` where `what` is no Python function."""
+    """Return the parameters of a function. Raises `ConfigError` where `what` is no Python function."""
     if not callable(function):
         raise ConfigError(f"{what} is a {type(function).__name__}, expected a function")
     try:
@@ -69,7 +71,7 @@ def parameters_of(function: Callable[..., Any], *, what: str) -> Parameters:
 
 
 def by_turns(token_ids: Int32, turns: Turns | None, *, decode: Callable[[list[int]], str]) -> dict[str, list[str]]:
-    """What the model said in each turn, and what the environment replied to all of them but the last, as text."""
+    """Return as text the `turns` of the model, and the environment's `replies` to all of them but the last."""
     if turns is None:
         return {"turns": [decode(token_ids.tolist())], "replies": []}
     starts, ends = turns.starts.tolist(), turns.ends.tolist()

@@ -1,12 +1,12 @@
-"""What the scorer, its fork server and its workers say to each other: messages over socket pairs, as plain msgpack.
+"""Messages between the scorer, its fork server and its workers: plain msgpack over socket pairs.
 
     scorer --Setup, Spawn, Kill--> fork server --Prepared, Ended, Refused--> scorer        packets, one message each
     scorer --Call, Withdraw--> worker --Loaded, Refused, Calling, CallResult, Skipped--> scorer    a stream of frames
 
-A `pool` is a set of functions that share slots: all those without limits of their own, or one with.
+A `pool` is a set of functions that share slots: all functions without limits of their own, or one function with limits.
 
-Every `Call` gets exactly one `CallResult` or `Skipped`, in the order of the calls, sent the moment it is known. So the scorer always knows
-which call a worker is busy with, and a worker that hangs or dies is charged for that one call only.
+Every `Call` gets exactly one `CallResult` or `Skipped`, in the order of the calls, sent as soon as it is known. So the scorer always knows
+which call a worker is running, and when a worker hangs or dies, only that one call fails.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from pipelinerl.messages import Message, Observation, Outcome, ScorerTask
 from pipelinerl.runtime.function_errors import FunctionError
 
 STACK_CHARACTERS = 16 << 10
-"""Of a process that hung or crashed, at most; with a few threads it is a tenth of this."""
+"""Maximum length of the stack of a process that hung or crashed; with a few threads it is a tenth of this."""
 PACKET_BYTES = 128 << 10
-"""Largest control message. The system's default socket buffer holds one of 200 KiB."""
+"""Maximum size of a control message. The system's default socket buffer holds one of 200 KiB."""
 
 
 class Component(Message, frozen=True):
-    """One reward function, as in the config."""
+    """One reward function or environment, as the config names it."""
 
     function: str
     """`path:name`."""
     name: str
-    """What it is known as; see `component_names`."""
+    """The short name that `component_names` gives it."""
     options: dict[str, Any]
     """Arguments of every call beside the row's columns."""
     is_environment: bool = False
-    """It is no reward function, and alone in its pool."""
+    """True for an environment, which is alone in its pool."""
 
 
 def component_names(references: Sequence[str]) -> tuple[str, ...]:
-    """What each of these functions is known as in `Score.components`: its name, or its whole reference where two share a name."""
+    """Return the name of each of these functions in `Score.components`: its own name, or its whole reference where two share a name."""
     short = [reference.rpartition(":")[2] for reference in references]
     counts = collections.Counter(short)
     return tuple(reference if counts[name] > 1 else name for name, reference in zip(short, references, strict=True))
 
 
 class Setup(Message, frozen=True):
-    """What a worker must load. Holds no path of the run folder and no key."""
+    """The functions and the tokenizer that workers must load. It holds no path of the run folder and no key."""
 
     model_path: str
     """Hugging Face folder with the tokenizer."""
     pools: tuple[tuple[Component, ...], ...]
     max_tokens: int
-    """Longest completion of this run, for reward functions that ask for it by name."""
+    """Maximum length of a completion in this run, for reward functions that ask for it by name."""
 
 
 class Spawn(Message, frozen=True):
@@ -66,7 +66,7 @@ class Kill(Message, frozen=True):
 
     worker_id: int
     wants_stack: bool = False
-    """Have it write down first where it is."""
+    """True to have it write down its stack first."""
 
 
 class Prepared(Message, frozen=True):
@@ -78,9 +78,9 @@ class Ended(Message, frozen=True):
 
     worker_id: int
     how: str
-    """For a person: `ended with exit code 3`, `was killed by SIGSEGV`."""
+    """A text for a person, for example `ended with exit code 3` or `was killed by SIGSEGV`."""
     stack: str = ""
-    """Where it was when it crashed, or was asked by `Kill`, as `faulthandler` writes it."""
+    """Its stack when it crashed, or when `Kill` asked for it, as `faulthandler` writes it."""
 
 
 class Refused(Message, frozen=True):
@@ -93,9 +93,9 @@ class Loaded(Message, frozen=True):
     """A worker has loaded every function."""
 
     names: tuple[str, ...]
-    """Of the functions, in order."""
+    """Names of the functions, in order."""
     places: tuple[str, ...] = ()
-    """`file:line` at which each begins."""
+    """`file:line` at which each function begins."""
 
 
 class Call(Message, frozen=True):
@@ -112,19 +112,19 @@ class Withdraw(Message, frozen=True):
 
 
 class Calling(Message, frozen=True):
-    """The worker enters a further function of the call it runs; the first goes without saying."""
+    """The worker enters the next function of the call it runs; it is not sent for the first function."""
 
     name: str
 
 
 class Skipped(Message, frozen=True):
-    """A withdrawn call, not run."""
+    """The answer to a withdrawn call, which was not run."""
 
     call_id: int
 
 
 class CallResult(Message, frozen=True):
-    """How one call ended."""
+    """The result of one call."""
 
     call_id: int
     outcome: Outcome
@@ -132,16 +132,16 @@ class CallResult(Message, frozen=True):
     """Unix seconds."""
     duration_s: float
     durations_s: dict[str, float]
-    """Of each function that was entered, by its name."""
+    """Durations by name, for each function that was entered."""
     components: tuple[dict[str, float], ...] = ()
-    """For each completion the value of every function that applied, by its name; empty unless `outcome` is `OK`, and of an environment."""
+    """For each completion, the value of every function that applied, by name; empty unless `outcome` is `OK`, and for an environment."""
     observation: Observation | None = None
-    """As in `Result`."""
+    """The same as in `Result`."""
     error: str = ""
     failed: str = ""
     """The function that failed; empty where `outcome` is `OK`."""
     failure: FunctionError | None = None
-    """Why, and where; None where `outcome` is `OK`."""
+    """Cause and place of the failure; None where `outcome` is `OK`."""
 
 
 ToForkServer = Setup | Spawn | Kill

@@ -1,11 +1,11 @@
 """The scorer's fork server: one clean process that has loaded the tokenizer, forks workers, and kills and reaps them.
 
-Started by `sandbox` as a program of its own, so that neither the scorer's keys nor its threads are in the memory that is forked. It
-imports no user code, hence forks in milliseconds and from one thread. It alone reaps workers, so a process group is only ever
-killed while its number cannot belong to anybody else. Workers and this process adopt orphans (`PR_SET_CHILD_SUBREAPER`): what a
-worker leaves behind in a session of its own ends up here when the worker is gone, and is killed too.
+It is started by `sandbox` as a separate program, so that neither the scorer's keys nor its threads are in the memory that is forked. It
+imports no user code, hence forks in milliseconds and from one thread. Only this process reaps workers, so a process group is never
+killed after its number was given to another one. Workers and this process adopt orphans (`PR_SET_CHILD_SUBREAPER`): a process that a
+worker started in another session becomes a child of this one when the worker is gone, and is killed too.
 
-It ends when the scorer's end of the control socket closes, however the scorer ended, and takes all workers with it.
+It ends when the scorer's end of the control socket closes, however the scorer ended, and kills all workers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.transport.codec import Decoder, encode
 
 REAP_DEADLINE_S = 5.0
-"""Longest wait, at the end, for killed processes to be gone. One that outlasts it hangs inside the kernel."""
+"""Maximum wait, at the end, for killed processes to be gone. A process that outlasts it hangs inside the kernel."""
 STACK_GRACE_S = 0.5
-"""Between asking a worker that hangs where it is, and killing it. Shorter loses the stack on a busy machine; longer lets it hang on."""
+"""Seconds between asking a worker that hangs for its stack, and killing it. A shorter time loses the stack on a busy machine; a longer one
+lets it hang on."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -58,9 +59,9 @@ class ForkServer:
         self._control = control
         self._decoder: Decoder[Setup | Spawn | Kill] = Decoder(ToForkServer)
         self._process_ids: dict[int, int] = {}
-        """By worker id."""
+        """Process ids by worker id."""
         self._kill_at: dict[int, float] = {}
-        """Monotonic seconds, by worker id: when those are killed that were asked where they are."""
+        """Time at which a worker that was asked for its stack is killed, in monotonic seconds, by worker id."""
         self._folder = Path(tempfile.mkdtemp(prefix="pipelinerl-scorer-"))
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -92,7 +93,7 @@ class ForkServer:
             self._reap()
 
     def close(self) -> None:
-        """Kill every worker with all it started, wait until they are gone, and remove their folders."""
+        """Kill every worker with everything it started, wait until all are gone, and remove their folders."""
         deadline = time.monotonic() + REAP_DEADLINE_S
         for process_id in self._process_ids.values():
             _kill_group(process_id)
@@ -107,7 +108,7 @@ class ForkServer:
     def _obey(self, setup: Setup, codec: Codec) -> bool:
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
-        except ConnectionResetError:  # the scorer has gone, and left something unread that it was told
+        except ConnectionResetError:  # the scorer is gone, and had not read everything that was sent to it
             return False
         if not packet:
             return False
@@ -195,7 +196,7 @@ class ForkServer:
 
 
 def _stack_in(folder: Path) -> str:
-    """What a worker wrote of where it was. The file lies in a folder of the user's code: it may be anything, or gone."""
+    """Return the stack that a worker wrote. User code can write to the file's folder, so the file may hold anything, or be gone."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / STACK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -209,7 +210,7 @@ def load_codec(model_path: str) -> Codec:
         tokenizer = load_tokenizer(Path(model_path))
     except ConfigError:
         raise
-    except Exception as error:  # for a damaged file, transformers and its tokenizers raise what they like
+    except Exception as error:  # transformers and tokenizers raise errors of many kinds for a damaged file
         raise ConfigError(f"model.path: the tokenizer of {model_path} cannot be loaded: {type(error).__name__}: {error}") from error
     return codec_of(tokenizer, ends=stop_tokens_of(Path(model_path), tokenizer=tokenizer).of_model)
 
@@ -219,7 +220,7 @@ def _adopt_orphans() -> None:
 
 
 def _ended_child() -> int | None:
-    """A child that ended and still waits to be reaped."""
+    """Return a child that ended and still waits to be reaped; None where there is none."""
     try:
         result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -228,7 +229,7 @@ def _ended_child() -> int | None:
 
 
 def _children() -> set[int]:
-    """Every process whose parent is this one."""
+    """Return every process whose parent is this one."""
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

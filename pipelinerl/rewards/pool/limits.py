@@ -1,8 +1,8 @@
-"""When the next call of a function may begin: its rate, and the breaker that spares a service that fails. A rule without a clock.
+"""Decides when the next call of a function may begin: a rate limit, and a circuit breaker for a service that fails. No clock.
 
-The breaker opens after `FAILURES_TO_OPEN` failures in a row. Calls then wait; after a pause one goes out as a probe (half-open). Where the
-probe succeeds the breaker closes, where it fails the pause doubles. So a judge that is down for minutes makes requests wait, which slows
-admission, and costs a handful of them; nothing is scored 0.0, and nothing hammers the judge when it comes back.
+The breaker opens after `FAILURES_TO_OPEN` failures in a row. Calls then wait; after a pause one of them is made as a probe (half-open). If
+the probe succeeds the breaker closes; if it fails the pause doubles. So a judge that is down for minutes makes requests wait, which slows
+admission, and only a handful of them fail; nothing is scored 0.0, and the judge is not flooded when it comes back.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import enum
 
 FAILURES_TO_OPEN = 5
-"""Fewer opens on chance failures; more sends that many calls to a service that is down."""
+"""A smaller number opens on chance failures; a larger one sends that many calls to a service that is down."""
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
-"""Longer leaves a service unused for so long after it is back."""
+"""A longer pause leaves a service unused for that long after it is back."""
 
 
 class BreakerState(enum.StrEnum):
-    """Whether calls of a function go out."""
+    """The state of a circuit breaker, which says whether calls of a function are made."""
 
     CLOSED = "closed"
-    """All do."""
+    """All calls are made."""
     OPEN = "open"
-    """None does, until the pause is over."""
+    """No call is made until the pause is over."""
     HALF_OPEN = "half-open"
-    """One went out to see whether it succeeds."""
+    """One call was made to see whether it succeeds."""
 
 
 class RateLimiter:
@@ -35,30 +35,30 @@ class RateLimiter:
         self._spacing_s = 0.0 if per_s is None else 1.0 / per_s
         self._has_breaker = has_breaker
         self._next_at = float("-inf")
-        """When the rate allows the next call."""
+        """Time at which the rate allows the next call."""
         self._open_until = float("-inf")
         self._pause_s = FIRST_PAUSE_S
         self._num_failures = 0
-        """In a row."""
+        """Number of failures in a row."""
 
     @property
     def is_limited(self) -> bool:
-        """Calls must not be handed out before they may begin."""
+        """True where calls must not be handed out before they may begin."""
         return self._spacing_s > 0.0 or self._has_breaker
 
     def opens_at(self) -> float:
-        """The next call may begin at this time or later."""
+        """Return the earliest time at which the next call may begin."""
         return self._next_at if self.breaker is BreakerState.CLOSED else max(self._next_at, self._open_until)
 
     def began(self, now: float) -> None:
-        """A call begins now."""
+        """Record that a call begins now."""
         self._next_at = max(now, self._next_at) + self._spacing_s if self._spacing_s else self._next_at
         if self.breaker is not BreakerState.CLOSED:
             self.breaker = BreakerState.HALF_OPEN
-            self._open_until = now + self._pause_s  # a probe whose end is never heard of does not keep the limiter shut
+            self._open_until = now + self._pause_s  # a probe that never ends does not keep the limiter shut
 
     def ended(self, now: float, *, is_failure: bool) -> None:
-        """A call ended: well, or with a timeout or an error."""
+        """Record that a call ended: with success, or with a timeout or an error."""
         if not self._has_breaker:
             return
         if not is_failure:

@@ -1,4 +1,4 @@
-"""The slots of one pool: a worker process each, fed by the rule in `queue`, killed at a deadline and replaced when it ends."""
+"""The slots of one pool. Each has a worker process, which gets calls by the rule in `queue`, is killed at a deadline, and is replaced."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from pipelinerl.transport.codec import Decoder
 from pipelinerl.transport.stream import Frames, frame
 
 LOAD_DEADLINE_S = 300.0
-"""Longest wait for a worker to import the reward functions. Shorter fails functions that load a model; longer hides a hung import."""
+"""Maximum wait for a worker to import the reward functions. A shorter one fails functions that load a model; a longer one hides a hung
+import."""
 _decoder: Decoder[Loaded | Refused | Calling | Skipped | CallResult] = Decoder(FromWorker)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Worker:
-    """One worker process, as this side sees it."""
+    """The scorer's view of one worker process."""
 
     worker_id: int
     channel: socket.socket
@@ -37,25 +38,25 @@ class _Worker:
     born_at: float
     """Monotonic seconds."""
     names: tuple[str, ...] = ()
-    """Of its reward functions; empty until it has loaded them."""
+    """Names of its reward functions; empty until it has loaded them."""
     places: tuple[str, ...] = ()
-    """Where each begins."""
+    """`file:line` at which each function begins."""
     calling: str = ""
     """The function it runs, or will run next."""
     outgoing: bytearray = dataclasses.field(default_factory=bytearray)
-    """What the channel did not take yet."""
+    """Bytes that the channel has not taken yet."""
     waits_for_room: bool = False
-    """The selector watches for room in the channel."""
+    """True while the selector watches for room in the channel."""
 
     @property
     def place(self) -> str:
-        """Where the function begins that it runs."""
+        """The `file:line` at which the function that it runs begins."""
         return dict(zip(self.names, self.places, strict=False)).get(self.calling, "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Failed:
-    """A call that gave nothing."""
+    """A call that gave no result."""
 
     function: str
     place: str
@@ -63,7 +64,7 @@ class _Failed:
 
 
 class Pool:
-    """Takes requests, gives answers; one thread, driven by the selector of `pools` and by `advance`."""
+    """Takes requests and gives answers, in one thread, driven by the selector of `pools` and by `advance`."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Pool:
         name: str,
     ) -> None:
         self.busy_s = 0.0
-        """Seconds of finished calls, those that were killed included."""
+        """Seconds of finished calls, including those that were killed."""
         self._journal = journal
         self._name = name
         self._queue = queue
@@ -92,7 +93,7 @@ class Pool:
         self._failures = failures
         self._kind = kind
         self._hung: dict[int, _Failed] = {}
-        """Calls past their deadlines whose workers were asked where they are, by worker id."""
+        """Calls past their deadlines whose workers were asked for their stacks, by worker id."""
         self._workers: list[_Worker] = []
         self._num_slots = num_slots
 
@@ -101,7 +102,7 @@ class Pool:
         return self._queue.num_running
 
     def total_busy_s(self) -> float:
-        """Seconds of calls since the start, summed over slots, calls under way included."""
+        """Return the seconds of calls since the start, summed over slots, including calls under way."""
         now = time.monotonic()
         return self.busy_s + sum(self._queue.running_s(slot, now) for slot in range(self._num_slots))
 
@@ -115,7 +116,7 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """Every worker has loaded the reward functions."""
+        """True once every worker has loaded the reward functions."""
         return all(worker.names for worker in self._workers)
 
     def submit(self, request: Request) -> None:
@@ -123,25 +124,25 @@ class Pool:
         self._queue.add(request)
 
     def cancel(self, request_id: int) -> None:
-        """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
+        """Withdraw a request, so that no answer follows. A call under way runs on, and its answer is dropped."""
         self._withdraw(self._queue.cancel(request_id))
 
     def wake_at(self) -> float:
-        """Monotonic seconds when `advance` will next have something to do although nothing was heard."""
+        """Return the time, in monotonic seconds, at which `advance` must be called next even if no worker has sent anything."""
         wake_at = [worker.born_at + LOAD_DEADLINE_S for worker in self._workers if not worker.names]
         if (deadline := self._queue.wake_at()) is not None:
             wake_at.append(deadline)
         return min(wake_at, default=float("inf"))
 
     def hear(self, slot: int, events: int) -> None:
-        """A worker's channel has something, or room."""
+        """Read from a worker's channel, or write to it, as `events` say."""
         if events & selectors.EVENT_READ:
             self._read(slot)
         if events & selectors.EVENT_WRITE:
             self._flush(slot)
 
     def bury(self, ended: list[Ended]) -> None:
-        """Replace the workers of this pool that ended, and charge the calls they ran."""
+        """Replace the workers of this pool that ended, and fail the calls that they were running."""
         for end in ended:
             if (hung := self._hung.pop(end.worker_id, None)) is not None:
                 cause = f"no answer within {self._queue.deadline_s:g} s, its deadline; its process was killed"
@@ -151,7 +152,7 @@ class Pool:
                     self._bury(slot, end)
 
     def advance(self) -> list[tuple[int, PartialResult]]:
-        """Kill workers past a deadline, hand out what fits; return the answers since the last call."""
+        """Kill workers past a deadline, and hand out the calls that fit. Return the answers since the last call of this method."""
         now = time.monotonic()
         for slot in self._queue.overdue(now):
             self._time_out(slot)
@@ -164,7 +165,7 @@ class Pool:
         return answers
 
     def close(self) -> None:
-        """Hear no more of the workers; the end of the fork server kills them. Requests without an answer are dropped."""
+        """Close the workers' channels; the end of the fork server kills the workers. Requests without an answer are dropped."""
         for worker in self._workers:
             worker.channel.close()
 
@@ -183,7 +184,9 @@ class Pool:
         self._workers[slot] = self._spawn(slot)
 
     def _bury(self, slot: int, end: Ended) -> None:
-        """The worker of this slot ended by itself: charge the call it was running. What it answered before, the same `wait` has read."""
+        """Fail the call that the worker of this slot was running when it ended by itself. Its earlier answers were read by the same
+        `wait`.
+        """
         worker = self._workers[slot]
         if not worker.names:
             raise ConfigError(f"a worker of {self._name} {end.how} while it imported the reward functions; see the scorer's log")
@@ -249,7 +252,7 @@ class Pool:
                 self._selector.modify(worker.channel, events, data=(self, slot))
 
     def _read(self, slot: int) -> None:
-        """Take in what a worker sent."""
+        """Read the messages that a worker sent."""
         worker = self._workers[slot]
         try:
             bodies = worker.frames.receive()
@@ -261,7 +264,7 @@ class Pool:
             self._distrust(slot)
 
     def _distrust(self, slot: int) -> None:
-        """The channel is closed or garbled: hear no more of this worker, and have it killed in case it lives on."""
+        """Stop reading a channel that is closed or garbled, and have its worker killed in case it lives on."""
         worker = self._workers[slot]
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.channel)
@@ -302,7 +305,7 @@ class Pool:
         self._journal.span(f"{self._name}/slot-{slot}", "score", start=started_at, end=started_at + duration_s)
 
     def _settle(self, ticket: Ticket, part: PartialResult, durations_s: dict[str, float], *, failed: str) -> None:
-        """A try is over: count it, then answer, or try again."""
+        """Count a try that is over, then answer the request, or try again."""
         now = time.monotonic()
         self._stats.note(durations_s, rollout_id=ticket.request.task.rollout_id, failed=failed, outcome=part.outcome)
         is_failure = part.outcome in (Outcome.ERROR, Outcome.TIMEOUT)

@@ -1,8 +1,8 @@
-"""The worker pools of a scorer. Functions without limits share one; a function with limits, one that compares siblings, or an environment
-has its own.
+"""The worker pools of a scorer. Functions without limits share one pool. A function with limits, a function that compares siblings, and an
+environment have a pool each.
 
-A pool has slots, a queue and a deadline of its own, so a slow judge holds up neither a fast rule nor the judge of something else. A request
-goes to every pool of its kind at once, and `aggregator` makes one answer of theirs.
+Every pool has its own slots, queue and deadline, so a slow judge holds up neither a fast rule nor another judge. A request goes to every
+pool of its kind at once, and `aggregator` makes one result of their answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.rewards.pool.stats import FunctionStats
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """Functions that share slots."""
+    """The plan of one pool: functions that share slots, and their limits."""
 
     components: tuple[Component, ...]
     takes: RequestKind
@@ -42,7 +42,7 @@ class PoolSpec:
 def plan_pools(
     rewards: Sequence[RewardSection], scorer: ScorerSection, environment: EnvironmentSection | None = None
 ) -> tuple[PoolSpec, ...]:
-    """Which functions share slots, and which have slots of their own. Raises `ConfigError` where a function is named twice."""
+    """Decide which functions share slots, and which have slots of their own. Raises `ConfigError` where a function is named twice."""
     for reference, count in collections.Counter(reward.function for reward in rewards).items():
         if count > 1:
             raise ConfigError(f"reward function {reference} is named {count} times: name it once, with the sum of the weights")
@@ -86,7 +86,7 @@ def _has_limits(reward: RewardSection) -> bool:
 
 
 class RewardPools:
-    """Takes requests, gives answers; one thread, driven by `wait` and `advance`."""
+    """Takes requests and gives answers, in one thread, driven by `wait` and `advance`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RewardPools:
     ) -> None:
         specs = plan_pools(rewards, scorer, environment)
         self.num_slots = max(spec.num_slots for spec in specs)
-        """Requests that can run at once."""
+        """Number of requests that can run at once."""
         names = component_names([reward.function for reward in rewards])
         weights = {each: reward.weight for each, reward in zip(names, rewards, strict=True)}
         per_sample = {each: weights[each] for each, reward in zip(names, rewards, strict=True) if reward.per == "sample"}
@@ -123,26 +123,26 @@ class RewardPools:
         setup = Setup(model_path=model_path, pools=tuple(spec.components for spec in specs), max_tokens=max_tokens)
         self._sandbox = Sandbox(setup, variables=scorer.variables)
         self._has_ended = False
-        """The fork server has something to tell."""
+        """True where the fork server has sent something."""
         self._specs = specs
         self._pools = [self._pool(number, spec, journal) for number, spec in enumerate(specs)]
 
     @property
     def num_running(self) -> int:
-        """Calls under way."""
+        """Number of calls under way."""
         return sum(pool.num_running for pool in self._pools)
 
     def total_busy_s(self) -> float:
-        """Seconds of calls since the start, summed over slots, calls under way included."""
+        """Return the seconds of calls since the start, summed over slots, including calls under way."""
         return sum(pool.total_busy_s() for pool in self._pools)
 
     def functions(self) -> dict[str, FunctionLoad]:
-        """How each function does."""
+        """Return the statistics of each function, by name."""
         breakers = {spec.components[0].name: pool.breaker for spec, pool in zip(self._specs, self._pools, strict=True)}
         return self._stats.report(breakers)
 
     def news(self) -> list[FunctionFailed]:
-        """Failures of functions that are due to be told."""
+        """Return the reports of failed functions that are due."""
         return self._failures.news(num_calls=self._stats.num_calls())
 
     def start(self) -> None:
@@ -162,7 +162,7 @@ class RewardPools:
     def submit(self, request: Request) -> None:
         """Queue a request in every pool of its kind."""
         numbers = self._pools_of[request.task.kind]
-        if not numbers:  # only group rewards are configured: each completion has none of its own
+        if not numbers:  # only group rewards are configured, so a single completion has no reward
             self._ready.append(Result(request_id=request.request_id, outcome=Outcome.OK, rewards=(0.0,), components=({},)))
             return
         self._requests[request.request_id] = request
@@ -171,7 +171,7 @@ class RewardPools:
             self._pools[number].submit(request)
 
     def cancel(self, request_id: int) -> None:
-        """Withdraw a request: no answer follows. A call under way runs on, its answer is dropped."""
+        """Withdraw a request, so that no answer follows. A call under way runs on, and its answer is dropped."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._aggregators[request.task.kind].drop(request_id)
@@ -179,14 +179,16 @@ class RewardPools:
                 self._pools[number].cancel(request_id)
 
     def cancel_all(self) -> None:
-        """Withdraw every request, and the answers that `advance` has not given yet: another asks from now on, and is told of failures."""
+        """Withdraw every request, with the answers that `advance` has not given yet. A new orchestrator asks from now on, and failures are
+        reported to it again.
+        """
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._ready.clear()
         self._failures.tell_anew()
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until a worker, the fork server or a descriptor of `wake_on` has something, a deadline passes, or `timeout_s` is over."""
+        """Wait until a worker, the fork server or a descriptor of `wake_on` is readable, a deadline passes, or `timeout_s` is over."""
         left_s = min(pool.wake_at() for pool in self._pools) - time.monotonic()
         for key, events in self._selector.select(max(0.0, min(timeout_s, left_s))):
             if key.fileobj is self._sandbox:
@@ -196,7 +198,9 @@ class RewardPools:
                 pool.hear(slot, events)
 
     def advance(self) -> list[Result]:
-        """Replace lost workers, kill those past a deadline, hand out what fits; return the answers since the last call."""
+        """Replace lost workers, kill those past a deadline, and hand out the calls that fit. Return the results since the last call of this
+        method.
+        """
         if self._has_ended:
             self._has_ended = False
             ended = self._sandbox.receive()
@@ -234,5 +238,5 @@ class RewardPools:
             for request_id, part in pool.advance():
                 result = aggregator.add(request_id, number, part)
                 if result is not None:
-                    self.cancel(request_id)  # what other pools still have of a request that failed is not needed any more
+                    self.cancel(request_id)  # other pools may still work on a request that failed
                     yield result

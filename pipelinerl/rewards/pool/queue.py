@@ -1,13 +1,14 @@
-"""Which call goes to which slot, and who is to blame when a slot is lost. A rule: no clock, no socket, no process.
+"""Decides which call goes to which slot, and which call fails when a slot is lost. A rule: no clock, no socket, no process.
 
 Calls are handed over ahead of time, as many as run in `AHEAD_S` at the mean speed so far, so that a fast reward function never waits
 for the next message and nothing queues behind a slow one. A worker answers in order, so the first call of a slot is the one it is
-running: a deadline is counted for that one only, and only that one is charged when the worker is killed or dies. The others are
-handed out once more, at the front, and only to a slot with nothing to do: there the outcome is surely their own, so no call is
-handed out a third time. They are also taken back from a slot whose first call runs for `OVERRUN_S`, rather than wait for its deadline.
+running: the deadline applies to that call only, and only that call fails when the worker is killed or dies. The calls behind it are
+handed out once more, at the front of the queue, and only to a slot that has nothing else: a failure there is surely their own, so no call
+is handed out a third time. They are also taken back from a slot whose first call runs for `OVERRUN_S`, so that they need not wait for its
+deadline.
 
-A function with a rate or retries has a limiter: none of its calls is handed ahead, and each begins when the limiter opens. A try that
-failed is repeated up to `retries` times, after a pause that doubles; it is the same request, and gets one answer.
+A function with a rate or retries has a limiter: none of its calls is handed over ahead of time, and each begins when the limiter opens. A
+try that failed is repeated up to `retries` times, after a pause that doubles; it remains one request and gets one answer.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from pipelinerl.messages import Request
 from pipelinerl.rewards.pool.limits import RateLimiter
 
 AHEAD_S = 0.005
-"""Seconds of work handed to a slot ahead. Smaller lets fast functions wait for messages; larger lets calls queue behind one another."""
+"""Seconds of work handed to a slot ahead of time. A smaller value lets fast functions wait for messages; a larger one lets calls queue
+behind one another."""
 MAX_AHEAD = 32
-"""Calls handed ahead, at most; bounds what is repeated when a worker is lost."""
+"""Maximum number of calls handed over ahead of time; it bounds the calls that are repeated when a worker is lost."""
 OVERRUN_S = 0.1
-"""A first call that runs for so long gives back what is queued behind it. Smaller withdraws calls for an ordinary pause of the system."""
+"""Duration of a first call after which the calls behind it are taken back. A smaller value takes calls back for an ordinary pause of the
+system; a larger one lets them wait longer."""
 RETRY_AFTER_S = 0.5
-"""Pause before the first retry; it doubles. Shorter repeats into the same hiccup; longer holds the group open."""
+"""Pause before the first retry; it doubles. A shorter one repeats during the same disturbance; a longer one holds the group open."""
 _MEMORY = 0.1
 """Weight of the newest call in the mean duration."""
 
@@ -41,22 +44,22 @@ class Ticket:
     slot: int | None = None
     """Slot that is to answer it; None while it waits."""
     is_rerun: bool = False
-    """It was handed out once before."""
+    """True where it was handed out once before."""
     num_tries: int = 0
-    """Tries that failed."""
+    """Number of tries that failed."""
     is_done: bool = False
-    """It is answered, or nobody wants the answer any more."""
+    """True where it is answered, or nobody wants the answer any more."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
     is_ready: bool = False
     held: collections.deque[Ticket] = dataclasses.field(default_factory=collections.deque)
-    """What its worker has and will answer, in order, withdrawn ones included."""
+    """Calls that its worker has and will answer, in order, including withdrawn ones."""
     began_at: float = 0.0
-    """When its first call began."""
+    """Time at which its first call began."""
     has_given_back: bool = False
-    """What was queued behind its first call was taken back."""
+    """True where the calls behind its first call were taken back."""
 
     @property
     def has_tail(self) -> bool:
@@ -67,7 +70,7 @@ class _Slot:
 
 
 class Queue:
-    """Requests waiting and running. Times are seconds on one clock of the caller's choice."""
+    """The requests that wait and run. Times are seconds on one clock of the caller's choice."""
 
     def __init__(self, *, num_slots: int, deadline_s: float, limiter: RateLimiter | None = None, retries: int = 0) -> None:
         self.deadline_s = deadline_s
@@ -76,18 +79,18 @@ class Queue:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._later: list[tuple[float, int, Ticket]] = []
-        """Tickets to be tried again, a heap: (when, id, ticket)."""
+        """Tickets to be tried again, as a heap of (time, id, ticket)."""
         self._wanted: dict[int, Ticket] = {}
         self._next_id = 0
         self._mean_s: float | None = None
 
     @property
     def num_running(self) -> int:
-        """Slots that are running a call."""
+        """Number of slots that are running a call."""
         return sum(bool(slot.held) for slot in self._slots)
 
     def running_s(self, slot: int, now: float) -> float:
-        """Seconds since the slot began its first call; 0.0 where it runs none."""
+        """Return the seconds since the slot began its first call; 0.0 where it runs none."""
         return now - self._slots[slot].began_at if self._slots[slot].held else 0.0
 
     def add(self, request: Request) -> None:
@@ -98,7 +101,9 @@ class Queue:
         self._waiting.append(ticket)
 
     def cancel(self, request_id: int) -> dict[int, tuple[int, ...]]:
-        """Nobody wants this answer any more. Returns, by slot, the calls its worker should be told to skip; one that runs runs on."""
+        """Drop a request whose answer nobody wants any more. Return, by slot, the calls that its worker should be told to skip; a call that
+        is running runs on.
+        """
         ticket = self._wanted.pop(request_id, None)
         if ticket is None:
             return {}
@@ -107,11 +112,11 @@ class Queue:
         return {ticket.slot: (ticket.call_id,)} if ticket.slot is not None and is_queued else {}
 
     def open(self, slot: int) -> None:
-        """The slot's worker has loaded and takes calls."""
+        """Mark a slot whose worker has loaded its functions and takes calls."""
         self._slots[slot].is_ready = True
 
     def hand_out(self, now: float) -> dict[int, list[Ticket]]:
-        """The tickets to send now, by slot: always to the slot that holds least, and only as far ahead as allowed.
+        """Return the tickets to send now, by slot. Each goes to the slot that holds the fewest calls, and only as far ahead as allowed.
 
         A slot is filled up once it is half empty: a few calls in one message cost little more than one.
         """
@@ -142,7 +147,7 @@ class Queue:
         return handed
 
     def answered(self, slot: int, call_id: int, now: float, *, duration_s: float | None) -> Ticket | None:
-        """The slot's worker answered its first call, or skipped it (no duration). Returns the ticket where the answer is still wanted.
+        """Record that the slot's worker answered its first call, or skipped it (no duration). Return the ticket where its answer is wanted.
 
         Raises `ValueError` where the worker answers anything but its first call.
         """
@@ -157,10 +162,7 @@ class Queue:
         return self._finish(ticket)
 
     def try_again(self, ticket: Ticket, now: float) -> bool:
-        """A try failed that the caller was handed as finished: have it wait for another, beside those that wait already.
-
-        False where it has had all its tries.
-        """
+        """Queue another try of a ticket that the caller got as finished and that failed. Return False where it has had all its tries."""
         if ticket.num_tries >= self._retries:
             return False
         due = now + RETRY_AFTER_S * 2**ticket.num_tries
@@ -171,7 +173,9 @@ class Queue:
         return True
 
     def lose(self, slot: int) -> Ticket | None:
-        """The slot's worker is gone. Returns the ticket to charge: the one it was running; those behind it wait again, at the front."""
+        """Empty a slot whose worker is gone. Return the ticket that fails, the one it was running; the tickets behind it wait again, at the
+        front.
+        """
         lost = self._slots[slot]
         self._put_back(self._behind(slot))
         charged = lost.held[0] if lost.held else None
@@ -179,11 +183,13 @@ class Queue:
         return self._finish(charged) if charged is not None and not charged.is_done else None
 
     def overdue(self, now: float) -> list[int]:
-        """Slots whose first call has run past the deadline."""
+        """Return the slots whose first call has run past the deadline."""
         return [index for index, slot in enumerate(self._slots) if slot.held and now - slot.began_at >= self.deadline_s]
 
     def take_back(self, now: float) -> dict[int, tuple[int, ...]]:
-        """Have calls queued behind one that overruns wait again. Returns, by slot, the calls its worker should be told to skip."""
+        """Take back the calls behind one that overruns, so that they wait again. Return, by slot, the calls that its worker should be told
+        to skip.
+        """
         taken: dict[int, tuple[int, ...]] = {}
         for index, slot in enumerate(self._slots):
             if slot.has_tail and slot.overruns(now):
@@ -194,7 +200,9 @@ class Queue:
         return taken
 
     def wake_at(self) -> float | None:
-        """When `overdue`, `take_back` or, by the passing of time alone, `hand_out` will next have something; None where none will."""
+        """Return the time at which `overdue`, `take_back` or, by the passing of time alone, `hand_out` will next return something; None
+        where none of them will.
+        """
         times = [
             slot.began_at + (min(OVERRUN_S, self.deadline_s) if slot.has_tail else self.deadline_s) for slot in self._slots if slot.held
         ]
@@ -209,7 +217,7 @@ class Queue:
         return 0 if self._mean_s is None or self.limiter.is_limited else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
 
     def _behind(self, slot: int) -> list[Ticket]:
-        """Tickets queued in a slot behind its first and not taken back."""
+        """Return the tickets queued in a slot behind its first one that were not taken back."""
         held = itertools.islice(self._slots[slot].held, 1, None)
         return [ticket for ticket in held if ticket.slot == slot]
 

@@ -1,4 +1,4 @@
-"""The scorer's hold on its workers: start the fork server without secrets, spawn workers through it, kill them, hear how they ended."""
+"""The scorer's control of its workers: it starts the fork server without secrets, spawns and kills workers, and learns how they ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipelinerl.rewards.pool.calls import PACKET_BYTES, Ended, FromForkServer, K
 from pipelinerl.transport.codec import Decoder, encode
 
 PREPARE_DEADLINE_S = 300.0
-"""Longest wait for the tokenizer. Importing transformers from a cold network file system has been seen to take minutes."""
+"""Maximum wait for the tokenizer. Importing transformers from a cold network file system can take minutes."""
 END_DEADLINE_S = 10.0
-"""Longest wait for the fork server to kill all workers and end."""
+"""Maximum wait for the fork server to kill all workers and end."""
 
 PASSED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
@@ -31,21 +31,22 @@ PASSED = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
-"""Environment variables that functions see, `*` standing for anything: where things lie, how text and numbers are handled. No list of
-secrets is ever total, so all others stay outside, but for those that the config names."""
+"""Environment variables that functions see (`*` stands for anything): paths, and settings for text and numbers. No list of secrets is ever
+complete, so all other variables are left out, except those that the config names."""
 _SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|COOKIE")
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 _WORKER_SETTINGS = {
-    "TOKENIZERS_PARALLELISM": "false",  # its threads would not survive a fork
-    "PYTHONUNBUFFERED": "1",  # what a function printed is in the log when it is killed
+    "TOKENIZERS_PARALLELISM": "false",  # the tokenizer's threads would not survive a fork
+    "PYTHONUNBUFFERED": "1",  # the output of a function that is killed must be in the log
 }
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def clean_environment(environment: Mapping[str, str], *, named: Collection[str] = ()) -> dict[str, str]:
-    """The environment a reward function sees: of `PASSED` what neither its name nor a password inside a URL makes a secret, and `named`.
+    """Return the environment that a reward function sees: the variables of `PASSED` that are no secrets by their name or by a password
+    inside a URL, and the variables `named`.
 
-    Numerical libraries are told to use one thread, unless the environment says otherwise: slots are the parallelism here.
+    Numerical libraries are told to use one thread, unless the environment says otherwise, because the slots already run in parallel.
     """
     kept = {name: value for name, value in environment.items() if name in named or _is_passed(name, value)}
     return dict.fromkeys(_ONE_THREAD, "1") | kept | _WORKER_SETTINGS
@@ -57,10 +58,10 @@ def _is_passed(name: str, value: str) -> bool:
 
 
 class Sandbox:
-    """The fork server and its control socket. A worker is known by a number that is never used again."""
+    """The fork server and its control socket. Every worker has a number that is never used again."""
 
     def __init__(self, setup: Setup, *, variables: Collection[str] = ()) -> None:
-        """`variables` are names of environment variables that functions see beside `PASSED`."""
+        """Start the fork server. `variables` are names of environment variables that functions see beside `PASSED`."""
         self._decoder: Decoder[Prepared | Ended | Refused] = Decoder(FromForkServer)
         self._next_worker_id = 0
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,11 +76,13 @@ class Sandbox:
         self._send(setup)
 
     def fileno(self) -> int:
-        """Readable when `receive` has something."""
+        """Return a descriptor that is readable when `receive` has something to return."""
         return self._control.fileno()
 
     def wait_until_prepared(self) -> None:
-        """Raises `ConfigError` where the tokenizer cannot be loaded, `PeerSilent` or `PeerGone` naming the fork server."""
+        """Wait for the fork server. Raises `ConfigError` where the tokenizer cannot be loaded, `PeerSilent` or `PeerGone` naming the fork
+        server.
+        """
         self._control.settimeout(PREPARE_DEADLINE_S)
         try:
             message = self._decoder.decode(self._receive())
@@ -99,14 +102,14 @@ class Sandbox:
         return worker_id, ours
 
     def kill(self, worker_id: int, *, wants_stack: bool = False) -> None:
-        """Have a worker killed with everything it started; harmless where it is gone already.
+        """Have a worker killed with everything it started; this is harmless where it is gone already.
 
-        With `wants_stack` it is asked first where it is, which `Ended` then tells.
+        With `wants_stack` it is first asked for its stack, which `Ended` then holds.
         """
         self._send(Kill(worker_id=worker_id, wants_stack=wants_stack))
 
     def receive(self) -> list[Ended]:
-        """The workers that ended since the last call; never waits. Raises `PeerGone` where the fork server ended."""
+        """Return the workers that ended since the last call, without waiting. Raises `PeerGone` where the fork server ended."""
         ended: list[Ended] = []
         while True:
             try:

@@ -1,4 +1,4 @@
-"""How each reward function does: tries, failures by outcome, and the durations of its last calls."""
+"""Statistics of each reward function: tries, failures by outcome, and the durations of its last calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipelinerl.messages import FunctionLoad, Outcome
 from pipelinerl.rewards.pool.limits import BreakerState
 
 NUM_REMEMBERED = 1000
-"""Calls whose durations are kept. Fewer make the p95 jump; more let an old slow hour stand in today's figures."""
+"""Number of calls whose durations are kept. A smaller number makes the p95 jump; a larger one keeps an old slow hour in the figures."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,19 +20,19 @@ class _Counts:
     num_retries: int = 0
     num_failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     recent: collections.deque[tuple[float, str]] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=NUM_REMEMBERED))
-    """(seconds, rollout id)."""
+    """The last calls, as (seconds, rollout id)."""
 
 
 class FunctionStats:
-    """The figures of every function of a scorer."""
+    """The statistics of every function of a scorer."""
 
     def __init__(self, *, on_call: Callable[[str, Mapping[str, float]], None] = lambda rollout_id, durations_s: None) -> None:
-        """`on_call` is told of every call: the rollout, and the seconds of each function that it entered."""
+        """Take `on_call`, which is called for every call with the rollout and the seconds of each function that it entered."""
         self._functions: dict[str, _Counts] = {}
         self._on_call = on_call
 
     def note(self, durations_s: Mapping[str, float], *, rollout_id: str, failed: str = "", outcome: Outcome = Outcome.OK) -> None:
-        """A call entered these functions; where it failed, `failed` is the one to blame."""
+        """Record a call that entered these functions; where it failed, `failed` is the function that failed."""
         self._on_call(rollout_id, durations_s)
         for name, duration_s in durations_s.items():
             counts = self._functions.setdefault(name, _Counts())
@@ -42,15 +42,15 @@ class FunctionStats:
                 counts.num_failed[str(outcome)] += 1
 
     def retried(self, name: str) -> None:
-        """A failed try is followed by another."""
+        """Record that a failed try is followed by another."""
         self._functions.setdefault(name, _Counts()).num_retries += 1
 
     def num_calls(self) -> dict[str, int]:
-        """Tries of every function, by its name."""
+        """Return the number of tries of every function, by name."""
         return {name: counts.num_calls for name, counts in self._functions.items()}
 
     def report(self, breakers: Mapping[str, BreakerState]) -> dict[str, FunctionLoad]:
-        """The figures by function; `breakers` by function, where it has one."""
+        """Return the statistics by function; `breakers` holds the breaker states by function, where there is one."""
         return {name: _load(counts, breakers.get(name, BreakerState.CLOSED)) for name, counts in self._functions.items() if counts.recent}
 
 
@@ -69,5 +69,5 @@ def _load(counts: _Counts, breaker: BreakerState) -> FunctionLoad:
 
 
 def _quantile(ranked: list[tuple[float, str]], fraction: float) -> float:
-    """The smallest value that at least this fraction does not exceed."""
+    """Return the smallest value that at least this fraction of the values does not exceed."""
     return ranked[math.ceil(fraction * len(ranked)) - 1][0]

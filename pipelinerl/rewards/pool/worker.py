@@ -1,8 +1,8 @@
 """A worker process: it loads the functions of its pool and runs one call after the other until its socket closes or it is killed.
 
-It is born by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
-here and there protect a run from mistakes in reward code that its operator trusts; a worker has its owner's rights, so code that the
-policy wrote belongs in a sandbox which the reward function calls, for example `scorer.code`.
+It is forked by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
+here and there protect a run from mistakes in reward code that its operator trusts. A worker has its owner's rights, so code that the
+policy wrote must run in a sandbox that the reward function calls, for example `pipelinerl.rewards.functions.code`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from pipelinerl.transport.codec import Decoder
 from pipelinerl.transport.stream import Frames, frame
 
 ADDRESS_SPACE_BYTES = 64 << 30
-"""Smaller breaks functions that map large models; larger lets one runaway call use up the swap of a big machine."""
+"""Bound on a worker's address space. A smaller one breaks functions that map large models; a larger one lets one runaway call use up the
+swap of a big machine."""
 OPEN_FILES = 4096
 OOM_SCORE = 500
-"""Added to the kernel's score, of 1000: when memory runs out, a reward worker goes before an engine or a trainer rank."""
+"""Number added to the kernel's score, at most 1000: when memory runs out, a reward worker is killed before an engine or a trainer rank."""
 STACK_SIGNAL = signal.SIGRTMAX - 1
-"""Has a worker write down where it is, and end. No library is known to use it."""
+"""Signal at which a worker writes down its stack and ends. No library is known to use it."""
 STACK_FILE = "stack"
-"""In the worker's folder: where it was when it crashed or got `STACK_SIGNAL`."""
+"""Name of the file in the worker's folder that holds its stack when it crashed or got `STACK_SIGNAL`."""
 
 
 def run_worker(channel: socket.socket, *, components: tuple[Component, ...], codec: Codec, max_tokens: int, folder: Path) -> None:
     """Serve calls until the scorer closes the channel. Raises `ConnectionError` where it closes while an answer is sent.
 
-    Functions are imported in the folder the scorer was started in, so that relative paths of plug-ins work; calls run in `folder`.
+    Functions are imported in the folder in which the scorer was started, so that relative paths of plug-ins work; calls run in `folder`.
     """
     faulthandler.enable()
     limit_resources()
@@ -69,7 +70,7 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
 
 
 def limit_resources() -> None:
-    """No core files, bounded address space and open files, first to go when memory runs out."""
+    """Forbid core files, bound address space and open files, and have this process killed first when memory runs out."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, min(ADDRESS_SPACE_BYTES, memory_bytes))
@@ -85,7 +86,7 @@ def _lower(limit: int, wanted: int) -> None:
 
 
 def _tell_stacks(stack: TextIO) -> None:
-    """From now on, write where this process is when it crashes, and at `STACK_SIGNAL`, after which it ends.
+    """Have this process write its stack when it crashes, and at `STACK_SIGNAL`, after which it ends.
 
     `faulthandler` writes even while native code runs or a lock is held; the tasks of an event loop follow once Python runs again.
     """
@@ -102,7 +103,7 @@ def _tell_stacks(stack: TextIO) -> None:
 
 
 def _write_task(task: asyncio.Task[object], stack: TextIO) -> None:
-    """What a task awaits, in `faulthandler`'s words: a loop that waits has none of this on its own stack."""
+    """Write what a task awaits, in the format of `faulthandler`: the stack of an event loop that waits does not show it."""
     lines: list[str] = []
     awaited: object = task.get_coro()
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
@@ -112,7 +113,7 @@ def _write_task(task: asyncio.Task[object], stack: TextIO) -> None:
 
 
 class _Inbox:
-    """The calls waiting in this worker, and which of them were withdrawn."""
+    """The calls that wait in this worker, and the numbers of those that were withdrawn."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.calls: collections.deque[Call] = collections.deque()
@@ -121,7 +122,7 @@ class _Inbox:
         self._decoder: Decoder[Call | Withdraw] = Decoder(ToWorker)
 
     def read(self, *, may_wait: bool) -> bool:
-        """Take in what the scorer has sent; with `may_wait`, wait for something. False once the channel is closed."""
+        """Read what the scorer has sent; with `may_wait`, wait for something. Return False once the channel is closed."""
         try:
             bodies = self._frames.receive(0 if may_wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
