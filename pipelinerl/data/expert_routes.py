@@ -1,4 +1,4 @@
-"""Which experts of a mixture each token was sent to: tables of small integers, and how they travel.
+"""Tables of small integers that say to which experts of a mixture each token was sent, and their form on the wire.
 
 A table is [rows, layers, k], of the smallest unsigned integers that hold every expert's number and one more: the largest of the type stands
 for "not known". Rows are tokens; the last token of a sequence was never sent anywhere, so the table of a sequence is one row short.

@@ -1,4 +1,4 @@
-"""What a run's ledger says, for a person: terminal statuses by reason, and the way of one prompt or rollout, entry by entry.
+"""The content of a run's ledger, for a person: terminal statuses by reason, and the way of one prompt or rollout, entry by entry.
 
 Reads `ledger.sqlite` as anyone with sqlite3 could, also while the run goes on; its columns are explained in `orchestrator.ledger.events`.
 """

@@ -14,7 +14,7 @@ from pipelinerl.runtime.watch import wait_for_file
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where the orchestrator listens for one kind of peer, and by which key it is known."""
+    """The address at which the orchestrator listens for one kind of peer, and the key by which it is known."""
 
     address: Annotated[str, msgspec.Meta(pattern=r"^tcp://[A-Za-z0-9.:\[\]_-]+:\d{1,5}$", max_length=300)]
     server_key: Annotated[str, msgspec.Meta(min_length=40, max_length=40)]

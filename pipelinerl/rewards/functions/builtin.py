@@ -1,6 +1,6 @@
 """Reward functions that come with the system, named in a config as `pipelinerl.rewards.functions.builtin:exact_match`.
 
-Those that stand on a library or a sandbox are in modules of their own, imported when a config names them.
+Functions that need a library or a sandbox are in modules of their own, which are imported when a config names them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def __getattr__(name: str) -> Any:
 
 
 def exact_match(completion: str, *, answer: object) -> float:
-    """1.0 where the completion is the row's `answer`, white space around either aside; else 0.0."""
+    """Return 1.0 where the completion is the row's `answer`, apart from white space around either; else 0.0."""
     return float(completion.strip() == str(answer).strip())
 
 
 def regex_match(completion: str, *, pattern: str) -> float:
-    """1.0 where the row's `pattern` (Python `re` syntax) is found in the completion; else 0.0. Raises `re.error` on a bad pattern."""
+    """Return 1.0 where the row's `pattern` (Python `re`) is found in the completion; else 0.0. Raises `re.error` on a bad pattern."""
     return float(re.search(pattern, completion) is not None)
 
 
 def length_penalty(completion: str, *, num_tokens: int, max_tokens: int, buffer_tokens: int | None = None, factor: float = 1.0) -> float:
-    """0.0 up to `buffer_tokens` below the run's longest completion, then falling linearly to -`factor` (DAPO soft overlong punishment).
+    """Return DAPO's soft overlong punishment: 0.0 up to `buffer_tokens` below the run's `max_tokens`, then falling linearly to -`factor`.
 
-    `buffer_tokens` and `factor` are options; the default is a fifth of the longest completion, as in the paper.
+    `buffer_tokens` and `factor` are options; by default, `buffer_tokens` is a fifth of `max_tokens`, as in the paper.
     """
     del completion  # the length counts in tokens, not in characters
     buffer_tokens = max(1, max_tokens // 5) if buffer_tokens is None else buffer_tokens
@@ -45,5 +45,5 @@ def length_penalty(completion: str, *, num_tokens: int, max_tokens: int, buffer_
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:
-    """min(-(len - (Lmax - Lbuf)) / Lbuf * factor, 0) (DAPO, arXiv 2503.14476, equation 13; there Lmax 20480 and Lbuf 4096)."""
+    """Return min(-(len - (Lmax - Lbuf)) / Lbuf * factor, 0) (DAPO, arXiv 2503.14476, equation 13; there Lmax 20480 and Lbuf 4096)."""
     return min(-(num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens * factor, 0.0)

@@ -7,16 +7,16 @@
 | none | all that the worker's user may read and write | the machine's | each process bounded, the call not |
 
 With isolation, the program is process 2 of namespaces of its own. It sees the system's folders (`/usr`, `/lib`, ..., the Python it runs
-on), read-only, and writes to a file system in memory that goes with it: no run folder, no home, no keys, no `/dev/shm` of the machine. Of
-the call as a whole are bounded: processes and threads (`MAX_PROCESSES`), memory of all of them together (`MEMORY_BYTES`), files
-(`DISK_BYTES`) and time; a process beside the program ends it all at the bound. Each process is bounded in CPU seconds, address space,
-file size and open files, too. Namespaces need no installed program, but a kernel (5.12 or later) that lets this user make them, which
-some containers do not: install bubblewrap there, or allow `unshare`.
+on), read-only, and writes to a file system in memory that ends with it: no run folder, no home, no keys, no `/dev/shm` of the machine. The
+call as a whole is bounded in processes and threads (`MAX_PROCESSES`), memory of all of them together (`MEMORY_BYTES`), files (`DISK_BYTES`)
+and time; a process beside the program ends all of it at a bound. Each process is also bounded in CPU seconds, address space, file size and
+open files. Namespaces need no installed program, but a kernel (5.12 or later) that lets this user make them, which some containers do not:
+install bubblewrap there, or allow `unshare`.
 
-Without isolation code is run only where the reward's options say `require_isolation = false`.
+Without isolation, code is run only where the reward's options say `require_isolation = false`.
 
-The environment is empty. Tests on standard input and output are judged outside of the process. Tests in the same process (`assert`) are
-for policies that do not attack them: code can change what is in its own process.
+The environment variables are empty but for a path, a language and a number of threads. Tests on standard input and output are judged
+outside of the process. Tests in the same process (`assert`) are for policies that do not attack them: code can change its own process.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from pathlib import Path
 from typing import Any
 
 MEMORY_BYTES = 1 << 30
-"""Of all processes of a call together; files in memory count apart, as `DISK_BYTES`."""
+"""Bound on the memory of all processes of a call together; files in memory are bounded separately, by `DISK_BYTES`."""
 DISK_BYTES = 64 << 20
 MAX_FILES = 4096
 MAX_PROCESSES = 64
-"""Processes and threads of a call. Fewer break programs with thread pools; more let a call take the machine's scheduler."""
+"""Maximum number of processes and threads of a call. A smaller one breaks programs with thread pools; a larger one lets a call take the
+machine's scheduler."""
 OUTPUT_BYTES = 1 << 20
-"""Larger files, standard output included, end the program."""
+"""Maximum size of a file, including standard output; a larger one ends the program."""
 INSIDE = "65534"
-"""User and group of a program; `jail.INSIDE_ID`."""
+"""User and group id of a program, the same as `jail.INSIDE_ID`."""
 _JAIL = Path(__file__).with_name("jail.py")
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -57,7 +58,7 @@ _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_
 
 
 class Isolation(enum.StrEnum):
-    """What stands between the program and the machine."""
+    """The kind of isolation between the program and the machine."""
 
     BUBBLEWRAP = "bubblewrap"
     NAMESPACES = "namespaces"
@@ -65,25 +66,25 @@ class Isolation(enum.StrEnum):
 
 
 class NotIsolated(Exception):
-    """A program was not run, because nothing could be put between it and the machine; the message says what to do."""
+    """A program was not run, because it could not be isolated from the machine; the message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """How a program ended."""
+    """The result of running a program."""
 
     output: str
     exit_code: int
     is_timeout: bool = False
     over: str = ""
-    """The bound of the whole call it was ended at; empty where it was not."""
+    """The bound of the whole call at which the program was ended; empty where it was not."""
 
 
 def passes_tests(completion: str, tests: object, *, timeout_s: float = 5.0, require_isolation: bool = True) -> float:
-    """1.0 where the last fenced block of the completion (or all of it) passes every test; else 0.0.
+    """Return 1.0 where the last fenced block of the completion (or all of it) passes every test; else 0.0.
 
     `tests` is Python source that raises where the code is wrong, or a list of {input, output}: then the code is a program, whose standard
-    output must equal `output`, trailing white space of lines aside. Raises `NotIsolated` where there is no isolation and it is required.
+    output must equal `output`, apart from trailing white space of lines. Raises `NotIsolated` where isolation is required and none works.
     """
     if require_isolation and isolation() is Isolation.NONE:
         raise NotIsolated(
@@ -100,9 +101,9 @@ def passes_tests(completion: str, tests: object, *, timeout_s: float = 5.0, requ
 
 
 def run_python(code: str, *, stdin: str = "", timeout_s: float = 5.0, under: Isolation | None = None) -> Ran:
-    """Run a program in a new folder; its standard output, standard error left out. `under`: the best isolation there is.
+    """Run a program in a new folder, and return its standard output, without standard error. `under` is by default the best isolation.
 
-    Raises `NotIsolated` where that fails.
+    Raises `NotIsolated` where the isolation fails.
     """
     with tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True) as name, open(Path(name) / "output", "w+b") as output:
         folder = Path(name)
@@ -130,18 +131,18 @@ def run_python(code: str, *, stdin: str = "", timeout_s: float = 5.0, under: Iso
 
 @functools.cache
 def isolation() -> Isolation:
-    """The best isolation that works here, tried once per process; what is installed may still be forbidden."""
+    """Return the best isolation that works here. It is tried once per process, because what is installed may still be forbidden."""
     return next((under for under, problem in _tried().items() if not problem), Isolation.NONE)
 
 
 def why_not() -> list[str]:
-    """Of each isolation that does not work here, why."""
+    """Return, for each isolation that does not work here, the reason."""
     return [f"{under}: {problem}" for under, problem in _tried().items() if problem]
 
 
 @functools.cache
 def _tried() -> dict[Isolation, str]:
-    """What keeps each isolation, best first, from working; empty where it works."""
+    """Return, for each isolation, best first, the problem that keeps it from working; empty where it works."""
     problems: dict[Isolation, str] = {}
     for under in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES):
         problems[under] = "" if under is not Isolation.BUBBLEWRAP or shutil.which("bwrap") else "bwrap is not installed"
@@ -192,7 +193,7 @@ def _start(under: Isolation, folder: Path, output: int, report: int, *, timeout_
 
 
 def _wait(process: subprocess.Popen[bytes], stdin: str, *, timeout_s: float) -> bool:
-    """Wait for the end, and see to it that nothing is left; true where that took more than `timeout_s`."""
+    """Wait for the end, and kill whatever is left. Return true where the program took more than `timeout_s`."""
     try:
         process.communicate(stdin.encode(), timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -205,7 +206,7 @@ def _wait(process: subprocess.Popen[bytes], stdin: str, *, timeout_s: float) -> 
 
 
 def _said(reports: Any) -> dict[str, Any]:
-    """What the jail says first of how the program ended; empty where it was killed before."""
+    """Return the jail's first report of the program's end; empty where the jail was killed before."""
     if not select.select([reports], [], [], 0.0)[0]:
         return {}
     first = os.read(reports.fileno(), 1 << 16).split(b"\n")[0]
@@ -213,7 +214,7 @@ def _said(reports: Any) -> dict[str, Any]:
 
 
 def _seen() -> list[str]:
-    """What a program sees of the machine, read-only: a folder before those inside it."""
+    """Return the folders of the machine that a program sees, read-only; a folder comes before those inside it."""
     return sorted({*_SYSTEM_FOLDERS, sys.base_prefix})
 
 
@@ -232,7 +233,7 @@ def _python() -> str:
 
 
 def _limits(timeout_s: float) -> dict[str, int]:
-    """Of each process, by the name of the limit."""
+    """Return the limits of each process, by the limit's name."""
     return {
         "RLIMIT_CPU": int(timeout_s) + 1,
         "RLIMIT_AS": MEMORY_BYTES,
@@ -251,7 +252,9 @@ def _limit(limits: Mapping[str, int]) -> None:
 
 
 def _passes_source(code: str, tests: str, *, timeout_s: float) -> bool:
-    """An exit code of 0 is not enough: code that calls `sys.exit()` before its tests has it, too. The word at the end must be printed."""
+    """Return true where the code passes the tests. A random word must be printed at the end: an exit code of 0 is not enough, because code
+    that calls `sys.exit()` before its tests has it, too.
+    """
     word = secrets.token_hex(16)
     ran = run_python(f"{code}\n\n{tests}\n\nprint('\\n{word}')\n", timeout_s=timeout_s)
     return ran.exit_code == 0 and not ran.is_timeout and ran.output.rstrip().endswith(word)

@@ -1,14 +1,14 @@
-"""Runs one program that nobody trusts in namespaces of its own, and ends it whole once it takes more than it may. A program of its own:
+"""Runs one untrusted program in namespaces of its own, and ends all of it once it exceeds a bound. This module is a program:
 
     python -I jail.py enter      '{...}'    makes the namespaces, and goes on as `supervise` in them
     python -I jail.py supervise  '{...}'    is process 1 of namespaces that somebody else (bubblewrap) has made
 
-Three processes: the one outside, which maps the user and hands on how it ended; process 1 inside, which builds the file system, starts the
-program, adds up what all processes hold, and takes them with it when it ends; and the program, an ordinary user without any capability.
-Its root is a small tmpfs with the system's folders in it, read-only: nothing else of the machine is there to be read, and the size of the
-tmpfs is all the disk there is. How it ended goes to descriptor `report`, which the program does not have.
+There are three processes: the one outside, which maps the user and passes on the exit code; process 1 inside, which builds the file system,
+starts the program, adds up what all processes hold, and kills them when it ends; and the program, an ordinary user without any capability.
+The program's root is a small tmpfs with the system's folders in it, read-only: it can read nothing else of the machine, and the size of the
+tmpfs is all the disk it has. The way it ended is reported on descriptor `report`, which the program does not have.
 
-Imports nothing of ours, so that it starts in milliseconds and the program can find nothing in its memory.
+This module imports nothing of ours, so that it starts in milliseconds and the program can find nothing in its memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import sys
 from typing import Any, NoReturn
 
 LOOK_EVERY_S = 0.01
-"""Between two sums of what the call holds. Longer lets it go further beyond its bound; shorter costs a core more than a hundredth."""
+"""Seconds between two sums of what the call holds. A longer time lets it go further beyond its bound; a shorter one costs more than a
+hundredth of a core."""
 INSIDE_ID = 65534
-"""User and group of the program, inside; where root starts it, outside too: the kernel binds no process limit on root itself."""
+"""User and group id of the program inside; where root starts it, outside too, because the kernel applies no process limit to root."""
 FIRST_KERNEL_WITH_LIMITS_PER_NAMESPACE = (5, 14)
-"""Before it, RLIMIT_NPROC counts all processes of the user on the machine."""
+"""First kernel version in which RLIMIT_NPROC does not count all processes of the user on the machine."""
 
 _NEW_SPACES = 0x00020000 | 0x08000000 | 0x04000000 | 0x10000000 | 0x20000000 | 0x40000000
 """Mount, IPC, UTS, user, PID and network."""
@@ -38,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Run what the JSON in the second argument says; see `code.run_python` for its keys."""
+    """Run the call that the JSON in the second argument describes; see `code.run_python` for its keys."""
     call = json.loads(sys.argv[2])
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.set_inheritable(call["report"], False)
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def _enter(call: dict[str, Any]) -> NoReturn:
-    """Fork into new namespaces, map the user, and hand on how process 1 ended."""
+    """Fork into new namespaces, map the user, and exit with the exit code of process 1."""
     ready, is_ready = os.pipe()
     mapped, is_mapped = os.pipe()
     child = os.fork()
@@ -63,7 +64,7 @@ def _enter(call: dict[str, Any]) -> NoReturn:
 
 
 def _map_user(process_id: int) -> None:
-    """Give the new user namespace its users. Root gives it a second one, for the program; another user has only itself to give."""
+    """Map users into the new user namespace. Root maps a second one, for the program; another user can only map itself."""
     user, group = os.geteuid(), os.getegid()
     both = f"\n{INSIDE_ID} {INSIDE_ID} 1" if user == 0 else ""
     inside = 0 if user == 0 else INSIDE_ID
@@ -89,7 +90,7 @@ def _unshared(call: dict[str, Any], is_ready: int, mapped: int) -> None:
 
 
 def _build_root(call: dict[str, Any]) -> None:
-    """A tmpfs with the system's folders in it, as the root; whatever was mounted before is gone."""
+    """Make a tmpfs with the system's folders in it the root; everything that was mounted before is gone."""
     with open(call["program"], "rb") as file:
         program = file.read()
     root = call["root"]
@@ -113,7 +114,7 @@ def _build_root(call: dict[str, Any]) -> None:
     os.chdir("/")
     _check(_libc.umount2(b"/old", _MNT_DETACH), "umount")
     os.rmdir("/old")
-    _write("/proc/sys/user/max_user_namespaces", "0")  # within its own, a program would have every capability again
+    _write("/proc/sys/user/max_user_namespaces", "0")  # in a user namespace of its own, a program would have every capability again
 
 
 def _show(path: str, root: str) -> None:
@@ -138,7 +139,7 @@ def _show(path: str, root: str) -> None:
 
 
 def _become_supervisor(call: dict[str, Any]) -> NoReturn:
-    """As process 1: start the program, and end, and so end all, once it has ended or the call as a whole holds too much."""
+    """Start the program as process 1, and end once the program has ended or the whole call exceeds a bound; that ends all processes."""
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program, which may be the same user, can neither trace nor read this process
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     runs, its_end = os.pipe()  # not inherited: closed once the program runs
@@ -146,21 +147,21 @@ def _become_supervisor(call: dict[str, Any]) -> NoReturn:
     if not program:
         _reported(call, _become_program, call)
     os.close(its_end)
-    os.read(runs, 1)  # before, it is this process still, which nobody may look into
+    os.read(runs, 1)  # until then the child is a copy of this process, whose /proc entries cannot be read
     while True:
         signal.sigtimedwait({signal.SIGCHLD}, LOOK_EVERY_S)
         if (status := _reap(program)) is not None:
             _report(call, exit_code=os.waitstatus_to_exitcode(status))
         try:
             over = _over(call)
-        except Exception as error:  # whatever keeps this process from looking, the program has done
+        except Exception as error:  # whatever keeps this process from looking is the program's doing
             over = f"its bounds could not be seen to: {error}"
         if over is not None:
             _report(call, exit_code=-signal.SIGKILL, over=over)
 
 
 def _reap(program: int) -> int | None:
-    """Take leave of whoever has ended; the program's status once it has."""
+    """Reap the processes that have ended, and return the program's status once it has ended, else None."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended == program:
@@ -170,7 +171,7 @@ def _reap(program: int) -> int | None:
 
 
 def _over(call: dict[str, Any]) -> str | None:
-    """Which bound the processes of this namespace exceed, this one aside."""
+    """Return the bound that the processes of this namespace, without this one, exceed; None where they exceed none."""
     others = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     num_tasks = sum(_num_threads(name) for name in others)
     if num_tasks > call["max_processes"]:
@@ -190,7 +191,7 @@ def _num_threads(name: str) -> int:
 
 
 def _resident_of(name: str) -> int:
-    """Bytes of memory this process uses, with what it has in common with others: at least its share, and quickly read."""
+    """Return the bytes of memory that this process uses, including shared memory: at least its own share, and quickly read."""
     try:
         with open(f"/proc/{name}/status", "rb") as file:
             return sum(int(line.split()[1]) << 10 for line in file if line.startswith((b"VmRSS:", b"VmSwap:")))
@@ -199,7 +200,7 @@ def _resident_of(name: str) -> int:
 
 
 def _own_share_of(name: str) -> int:
-    """Bytes of memory that are this process's own share: what forked processes have in common is counted once, in parts."""
+    """Return this process's own share of memory in bytes: memory that forked processes share is counted once, divided among them."""
     try:
         with open(f"/proc/{name}/smaps_rollup", "rb") as file:
             lines = dict(line.split(b":", 1) for line in file.read().splitlines()[1:])
@@ -211,7 +212,7 @@ def _own_share_of(name: str) -> int:
 
 
 def _unmapped_of(name: str) -> int:
-    """Bytes of files without a name (memfd) that it holds open: they are memory, and of no process."""
+    """Return the bytes of nameless files (memfd) that the process holds open: they are memory, but counted for no process."""
     num_bytes = 0
     try:
         for descriptor in os.listdir(f"/proc/{name}/fd"):
@@ -225,16 +226,16 @@ def _unmapped_of(name: str) -> int:
 
 
 def _shared_segments() -> int:
-    """Bytes of System V shared memory that no process has mapped, or any."""
+    """Return the bytes of all System V shared memory, mapped by a process or not."""
     with open("/proc/sysvipc/shm", "rb") as file:
         header, *rows = [line.split() for line in file]
     return sum(int(row[header.index(b"rss")]) for row in rows)
 
 
 def _become_program(call: dict[str, Any]) -> None:
-    """Bound this process, give up what it could do that an ordinary user cannot, and become the program."""
+    """Limit this process, give up every privilege that an ordinary user does not have, and become the program."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    os.nice(5)  # so that whoever bounds it comes to run beside it
+    os.nice(5)  # so that the supervisor gets to run beside it
     for name, value in call["limits"].items():
         _lower(getattr(resource, name), value)
     if _kernel() >= FIRST_KERNEL_WITH_LIMITS_PER_NAMESPACE:
@@ -259,10 +260,10 @@ def _kernel() -> tuple[int, ...]:
 
 
 def _reported(call: dict[str, Any], step: Any, *arguments: Any, goes_on: bool = False) -> None:
-    """Do a step of the way in; what fails there is no failure of the program."""
+    """Run one step of the setup; an error in it is reported as the jail's, not as the program's."""
     try:
         step(*arguments)
-    except Exception as error:  # the boundary of this process: whatever it is, the other side is told
+    except Exception as error:  # the boundary of this process: any error is reported to the other side
         _report(call, error=f"{type(error).__name__}: {error}")
     if not goes_on:
         os._exit(1)

@@ -1,7 +1,7 @@
 """A language model as judge, behind an endpoint that speaks OpenAI's chat completions (extra `rewards`, for httpx).
 
-The judge's limits are the reward's own in the config: `concurrency`, `per_s`, `retries` (with the circuit breaker) and `deadline_s`. Here a
-call is one request: what is not an answer raises, which is a failed try, never a score.
+The judge's limits are those of the reward in the config: `concurrency`, `per_s`, `retries` (with the circuit breaker) and `deadline_s`. A
+call here is one request. Anything but a valid answer raises, which is a failed try and never a score.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class NoVerdict(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a judge said."""
+    """A judge's answer and its cost."""
 
     score: float
-    """0 to 1."""
+    """Score from 0 to 1."""
     num_tokens: int
-    """Of question and answer, by the endpoint's own account; 0 where it gives none."""
+    """Number of tokens of question and answer, as the endpoint counts them; 0 where it gives no count."""
     num_cached: int
-    """Of them, read from its prefix cache."""
+    """Number of these tokens that were read from the endpoint's prefix cache."""
 
 
 def ask_judge(
@@ -61,11 +61,11 @@ def ask_judge(
     key_file: str | None = None,
     extra: dict[str, Any] | None = None,
 ) -> float:
-    """The judge's score over `best`, hence from 0 to 1. Raises `NoVerdict`.
+    """Return the judge's score divided by `best`, hence from 0 to 1. Raises `NoVerdict`.
 
-    `url` is the endpoint up to and with `/v1`. In `question`, {prompt} and {completion} are replaced; the completion may plead for a good
-    score, so the last score in the judge's own words counts. `key_file` holds the key, because a worker's environment holds no secrets.
-    `extra` are further fields of the request, as the endpoint takes them.
+    `url` is the endpoint up to and including `/v1`. In `question`, {prompt} and {completion} are replaced. The completion may plead for a
+    good score, so the last score in the judge's own words counts. `key_file` holds the key, because a worker's environment holds no
+    secrets. `extra` are further fields of the request, as the endpoint takes them.
     """
     given = {"question": question, "best": best, "max_tokens": max_tokens, "timeout_s": timeout_s, "extra": extra}
     return ask(prompt, completion, client=_client(key_file), url=url, model=model, **given).score
@@ -84,7 +84,7 @@ def ask(
     timeout_s: float,
     extra: dict[str, Any] | None,
 ) -> Verdict:
-    """As `ask_judge`, with what the answer cost."""
+    """Ask as `ask_judge` does, and return the score together with the cost of the answer. Raises `NoVerdict`."""
     text = re.sub(r"\{(prompt|completion)\}", lambda found: {"prompt": prompt, "completion": completion}[found[1]], question)
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": max_tokens} | (extra or {})
     try:
@@ -114,10 +114,10 @@ def _read(response: httpx.Response, *, best: float) -> Verdict:
 
 
 def client_with(key_file: str | None) -> httpx.Client:
-    """A client that shows the key in this file, if any; it keeps its connections."""
+    """Return a client that sends the key in this file, if there is one, and keeps its connections."""
     headers = {} if key_file is None else {"Authorization": f"Bearer {Path(key_file).read_text().strip()}"}
     return httpx.Client(headers=headers, trust_env=False)
 
 
 _client = functools.cache(client_with)
-"""One per worker."""
+"""Clients by key file, made once per worker."""

@@ -1,4 +1,4 @@
-"""Are two mathematical answers equal? `math-verify` (extra `rewards`) parses LaTeX and plain expressions, and sympy compares them."""
+"""Compares mathematical answers: `math-verify` (extra `rewards`) parses LaTeX and plain expressions, and sympy compares them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ try:
 except ImportError as error:
     raise ConfigError("the math reward needs math-verify: pip install 'pipelinerl[rewards]'") from error
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that it has no time limit of its own: the worker has
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that it has no time limit; the worker has one
 
 
 def math_equal(completion: str, answer: object) -> float:
-    """1.0 where the last answer in the completion (boxed, or the last expression) equals `answer` as mathematics; else 0.0.
+    """Return 1.0 where the last answer in the completion (boxed, or the last expression) equals `answer` mathematically; else 0.0.
 
-    Raises `ValueError` where `answer` itself is no mathematical expression: a row that no completion could satisfy is not a wrong answer.
-    A comparison that never ends is ended by the deadline of the reward; a library's own alarm would be lost in native code.
+    Raises `ValueError` where `answer` itself is no mathematical expression, because no completion could satisfy such a row.
+    The deadline of the reward ends a comparison that never ends by itself; a library's own alarm would be lost in native code.
     """
     gold = _parse(str(answer))
     if not gold:

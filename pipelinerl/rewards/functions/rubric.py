@@ -1,9 +1,9 @@
-"""A `verifiers` rubric as a reward function: its own functions, called with what it would pass them, summed with its weights.
+"""A `verifiers` rubric as a reward function: the rubric's functions, called with the arguments it would pass, summed with its weights.
 
 The rubric's functions are called here and not through `score_rollout`, which turns an exception into 0.0: a verifier that fails is an
-outcome, never a reward. What they may ask for by name is what a rubric of verifiers 0.1 offers: `prompt` and `completion` as chat
-messages, `answer`, `info`, `task`, `state`, the row's other columns and the rubric's own objects (`parser`). verifiers 0.4 has no rubrics
-any more: its rewards are methods of a `Task` and read a graph of turns, which is not offered here.
+outcome, never a reward. They may name the arguments that a rubric of verifiers 0.1 offers: `prompt` and `completion` as chat messages,
+`answer`, `info`, `task`, `state`, the row's other columns and the rubric's own objects (`parser`). verifiers 0.4 has no rubrics: its
+rewards are methods of a `Task` and read a graph of turns, which is not offered here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PLURALS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
 
 
 def is_rubric(candidate: Any) -> bool:
-    """It offers what a rubric of `verifiers` does; nothing is imported for this."""
+    """Return true where the candidate has the methods of a `verifiers` rubric; nothing is imported for this."""
     return _method(candidate, _FUNCTIONS) is not None and _method(candidate, _WEIGHTS) is not None
 
 
 def adapt_rubric(rubric: Any, *, reference: str) -> Callable[..., Awaitable[float]]:
-    """The rubric as an asynchronous function in our shape. Raises `ConfigError` on a function that compares siblings."""
+    """Return the rubric as an asynchronous function of our shape. Raises `ConfigError` on a function that compares siblings."""
     functions, weights = _method(rubric, _FUNCTIONS), _method(rubric, _WEIGHTS)
     assert functions is not None
     assert weights is not None

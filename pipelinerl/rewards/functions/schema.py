@@ -1,4 +1,4 @@
-"""Is the completion JSON of the shape that the row asks for? `jsonschema` (extra `rewards`) knows the drafts."""
+"""Checks that a completion is JSON of the shape that the row asks for; `jsonschema` (extra `rewards`) knows the drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
 def fits_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
-    """1.0 where the completion, or the one fenced block it consists of, is JSON that the schema accepts; else 0.0.
+    """Return 1.0 where the completion, or the one fenced block it consists of, is JSON that the schema accepts; else 0.0.
 
     Raises `jsonschema.SchemaError` where the schema itself is wrong. NaN and Infinity, which JSON does not have, are not accepted, and
     references to schemas elsewhere are not fetched.

@@ -1,8 +1,8 @@
 """A generative process reward model: a language model behind an endpoint is asked about each step as soon as it is complete.
 
-Unlike one with a head it costs a generated answer for each step (ThinkPRM, GenPRM); what the endpoint keeps in its prefix cache it need not
-read again, as every question repeats the one before. A step without a verdict after `NUM_TRIES` questions fails its trace by name; it is
-never 0.0.
+Unlike a model with a head, it costs a generated answer for each step (ThinkPRM, GenPRM). Every question repeats the one before, so the
+endpoint's prefix cache saves reading it again. A step without a verdict after `NUM_TRIES` questions fails its trace with an error; it
+never becomes 0.0.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ QUESTION = """Below are a task and a solution as far as it is written. Rate its 
 </steps>
 """
 NUM_TRIES = 3
-"""Questions about one step. Fewer lose a whole trace to one bad answer; more hold up all others of the batch."""
+"""Maximum number of questions about one step. A smaller one loses a whole trace to one bad answer; a larger one holds up the rest of the
+batch."""
 _TEXT = Convention(tag="", reading=Reading.RAW, good=0)
 
 
 class JudgeScorer:
-    """Asks about what is pending of many traces at once, `concurrency` questions at a time; see `prm.StepScorer`."""
+    """A `StepScorer` that asks a judge about the pending steps of many traces at once, `concurrency` questions at a time."""
 
     def __init__(self, section: PrmSection) -> None:
         judge = section.judge
@@ -60,11 +61,11 @@ class JudgeScorer:
         self._client.close()
 
     def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter) -> Trace:
-        """A trace of texts: nothing is tokenised here."""
+        """Begin a trace of texts; nothing is tokenised here."""
         return Trace(rollout_id, attempt, prompt=prompt, splitter=splitter, convention=_TEXT, encode=lambda text: [])
 
     def score(self, traces: Sequence[Trace]) -> list[StepScore]:
-        """The scores of every pending step of these traces; they are pending no more."""
+        """Score every pending step of these traces; afterwards none is pending."""
         asked = [(trace, step) for trace in traces for step, _ in trace.pending]
         for trace in traces:
             trace.pending.clear()
@@ -78,7 +79,7 @@ class JudgeScorer:
         return found
 
     def _judge(self, trace: Trace, step: Step) -> tuple[StepScore, int, Verdict | None]:
-        """The score, questions asked for it, and what the last one gave."""
+        """Return the score, the number of questions asked for it, and the verdict, None where the last question gave none."""
         steps = "\n\n".join(trace.texts[: step.index + 1])
         error = ""
         for num_tries in range(1, NUM_TRIES + 1):

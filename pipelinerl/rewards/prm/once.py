@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def score(config: Config, traces: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
-    """Of each trace the `steps`, as (position of the last token, text, score or None, error), and the model's `version`."""
+    """Return for each trace its `steps`, as (position of the last token, text, score or None, error), and the model's `version`."""
     scorer = load_scorer(config.prm)
     tokenizer = load_tokenizer(config.model.path)
     decode = decoder(tokenizer, ends=stop_tokens_of(config.model.path, tokenizer=tokenizer).of_model)

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def load_scorer(section: PrmSection) -> StepScorer:
-    """The model of a config, or its judge. Raises `ConfigError`."""
+    """Load the process reward model of a config, or its judge. Raises `ConfigError` where that fails."""
     if section.path is None:
         from pipelinerl.rewards.prm.judge import JudgeScorer
 
@@ -72,9 +72,9 @@ def load_scorer(section: PrmSection) -> StepScorer:
 
 @contextlib.contextmanager
 def killed_after(seconds: float, name: str) -> Iterator[None]:
-    """Kill this process when the block takes longer: a forward pass that hangs gives no thread a chance to stop it otherwise.
+    """Kill this process when the block takes longer, because no thread can stop a forward pass that hangs in any other way.
 
-    By a signal, so that the launcher starts it again and what it had is sent again.
+    It is killed by a signal, so that the launcher starts it again and its traces are sent again.
     """
 
     def kill() -> None:

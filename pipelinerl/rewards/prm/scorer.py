@@ -1,12 +1,12 @@
 """Scores the steps of traces that are still being written, with a process reward model, at about one prefill per trace.
 
-Every time a step is complete, the trace so far is asked for again, and the engine's prefix cache spares what it has seen: with blocks of
-`b` tokens a new step costs its own tokens and fewer than `b` more. A token-wise pooling engine with a prefix cache returns rows for the
-tokens it computed only, those at the end: row i belongs to token `num_tokens - num_rows + i`. A step whose row did not come, because its
-tag was cached, is asked for once more past the cache; that is counted, like every token computed.
+Whenever a step is complete, the whole trace so far is requested again, and the engine's prefix cache saves the part that it has seen: with
+blocks of `b` tokens, a new step costs its own tokens and fewer than `b` more. A token-wise pooling engine with a prefix cache returns rows
+only for the tokens that it computed, those at the end: row i belongs to token `num_tokens - num_rows + i`. A step whose row is missing,
+because its tag was cached, is requested once more without the cache; those tokens are counted, too.
 
-Conventions differ between models and are data here (`Convention`): what stands after a step, and how its row becomes a score.
-Nothing here imports vLLM: `prm_vllm` does, and the tests also drive this with an engine made by hand.
+Conventions differ between models and are data here (`Convention`): the text that stands after a step, and the rule that makes a score of
+its row. Nothing here imports vLLM: `pipelinerl.rewards.prm.vllm` does, and the tests also run this with an engine made by hand.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ Rows = npt.NDArray[np.float32]
 
 
 class Reading(enum.StrEnum):
-    """How the row at a step's tag becomes its score."""
+    """The rule that makes a score of the row at a step's tag."""
 
     SOFTMAX = "softmax"
     """The probability of column `good` among the columns `good` and `bad`."""
     SIGMOID = "sigmoid"
     """The logistic function of column `good`."""
     RAW = "raw"
-    """Column `good` as it is."""
+    """The value of column `good` itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """How one family of process reward models is asked."""
+    """The convention by which one family of process reward models marks steps and gives their scores."""
 
     tag: str
-    """Text after every step; its last token's row is the step's."""
+    """Text after every step; the row of its last token is the step's row."""
     reading: Reading
     good: int
     """Column of a good step: a class, or a vocabulary id where the model is a language model."""
     bad: int = 0
-    """Column of a bad one, for softmax."""
+    """Column of a bad step, for `SOFTMAX`."""
 
     def read(self, row: Rows) -> float:
-        """The score of one step. Raises `ValueError` where the row does not have such columns or is not finite."""
+        """Return the score of one step. Raises `ValueError` where the row does not have these columns or is not finite."""
         if max(self.good, self.bad) >= len(row) or not np.isfinite(row[[self.good, self.bad]]).all():
             raise ValueError(f"the model's row of {len(row)} values has no finite columns {self.good} and {self.bad}")
         value = float(row[self.good])
@@ -67,30 +67,30 @@ CONVENTIONS = {
     "token-classification": Convention(tag="", reading=Reading.SOFTMAX, good=1, bad=0),
     "sigmoid-head": Convention(tag="", reading=Reading.SIGMOID, good=0),
 }
-"""By the name a config uses; further ones are made from a tag and two columns."""
+"""Conventions by the name that a config uses; a config may state another tag."""
 
 
 class PrmEngine(Protocol):
     """A token-wise pooling engine."""
 
     max_tokens: int
-    """Longest trace, tags included, that it takes."""
+    """Maximum length of a trace that it takes, including tags."""
 
     def encode(self, text: str) -> list[int]:
-        """The model's own tokens, without any it would add around a whole text."""
+        """Return the model's own tokens of a text, without any that it would add around a whole text."""
         ...
 
     def rows(self, requests: Sequence[Sequence[int]], *, salt: str, reads_cache: bool) -> list[Rows]:
-        """[tokens computed, columns] raw values of each request, for its last tokens: batched, all at once.
+        """Return [tokens computed, columns] raw values for each request, which belong to its last tokens. All requests are one batch.
 
-        `salt` keeps apart what different weights computed: the name and version of the model.
+        `salt`, the name and version of the model, keeps cache entries of different weights apart.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepScore:
-    """What the model says of one step. It is joined with the trajectory by (rollout, attempt, step), never by order of arrival."""
+    """The model's score for one step. It is joined with the trajectory by (rollout, attempt, step), never by order of arrival."""
 
     rollout_id: str
     attempt: int
@@ -106,18 +106,19 @@ class StepScore:
 
 @dataclasses.dataclass(slots=True)
 class Cost:
-    """What scoring has cost, in tokens of the process reward model."""
+    """The cost of scoring so far, in tokens of the process reward model."""
 
     num_computed: int = 0
+    """Number of tokens that the model computed."""
     num_asked: int = 0
-    """Tokens of all requests: what it would have cost without a cache."""
+    """Number of tokens of all requests, which is the cost without a cache."""
     num_requests: int = 0
     num_asked_again: int = 0
-    """Requests past the cache, because a tag's row was missing."""
+    """Number of requests without the cache, because a tag's row was missing."""
 
 
 class Trace:
-    """One growing trace: the policy's tokens go in, the steps that became complete wait in `pending` with the tokens to ask for."""
+    """One growing trace: it takes the policy's tokens, and keeps the steps that became complete in `pending` until they are scored."""
 
     def __init__(
         self,
@@ -133,13 +134,13 @@ class Trace:
         self.attempt = attempt
         self.prompt = prompt
         self.texts: list[str] = []
-        """Of its complete steps."""
+        """Texts of its complete steps."""
         self.token_ids: list[int] = encode(prompt)
-        """The model's tokens up to and with the last tag."""
+        """The model's tokens up to and including the last tag."""
         self.pending: list[tuple[Step, int]] = []
-        """Steps without a score, and the position of their tag among `token_ids`."""
+        """Steps without a score, each with the position of its tag among `token_ids`."""
         self.num_told = 0
-        """Steps whose scores were handed on."""
+        """Number of steps whose scores were sent."""
         self._splitter = splitter
         self._tag = convention.tag
         self._encode = encode
@@ -160,16 +161,16 @@ class StepScorer(Protocol):
     version: str
 
     def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter) -> Trace:
-        """A trace to feed, and to have scored from time to time."""
+        """Return a new trace, to be fed with tokens and scored from time to time."""
         ...
 
     def score(self, traces: Sequence[Trace]) -> list[StepScore]:
-        """The scores of every pending step of these traces; they are pending no more."""
+        """Score every pending step of these traces; afterwards none is pending."""
         ...
 
 
 class PrmScorer:
-    """A `StepScorer` around a pooling engine: what is pending of many traces is one batch."""
+    """A `StepScorer` around a pooling engine: the pending steps of many traces are one batch."""
 
     def __init__(self, engine: PrmEngine, *, convention: Convention, version: str) -> None:
         self.cost = Cost()
@@ -182,7 +183,7 @@ class PrmScorer:
         return Trace(rollout_id, attempt, prompt=prompt, splitter=splitter, convention=self._convention, encode=self._engine.encode)
 
     def score(self, traces: Sequence[Trace]) -> list[StepScore]:
-        """The scores of every pending step of these traces; they are pending no more."""
+        """Score every pending step of these traces; afterwards none is pending."""
         asked = [trace for trace in traces if self._last_tag(trace) is not None]
         known = self._ask(asked, reads_cache=True)
         missing = [trace for trace in asked if any((id(trace), tag) not in known for _, tag in self._that_fit(trace))]
@@ -196,7 +197,7 @@ class PrmScorer:
         return found
 
     def _ask(self, traces: Sequence[Trace], *, reads_cache: bool) -> dict[tuple[int, int], Rows]:
-        """Rows by trace and position, for the tags that are pending and came."""
+        """Return rows by trace and position, for the pending tags whose rows the engine returned."""
         if not traces:
             return {}
         requests = [trace.token_ids[: (self._last_tag(trace) or 0) + 1] for trace in traces]
@@ -214,7 +215,7 @@ class PrmScorer:
         return [(step, tag) for step, tag in trace.pending if tag < self._engine.max_tokens]
 
     def _last_tag(self, trace: Trace) -> int | None:
-        """Position of the last pending tag that the model takes; None where there is none."""
+        """Return the position of the last pending tag that the model takes; None where there is none."""
         return max((tag for _, tag in self._that_fit(trace)), default=None)
 
     def _scored(self, trace: Trace, step: Step, tag: int, row: Rows | None) -> StepScore:

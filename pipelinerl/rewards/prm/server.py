@@ -1,4 +1,4 @@
-"""The main loop of a process reward model's process: tokens of growing traces in, scores of the steps they complete out."""
+"""The main loop of a process reward model's process: it takes tokens of growing traces, and gives scores of the steps they complete."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pipelinerl.runtime.function_errors import FunctionError
 from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
-"""Between two `PrmLoad`: its sign of life."""
+"""Seconds between two `PrmLoad`, which are its sign of life."""
 
 
 def convention_of(section: PrmSection) -> Convention:
-    """The named convention, with the tag of the config where it states one."""
+    """Return the convention that the config names, with the config's own tag where it states one."""
     convention = CONVENTIONS[section.convention]
     return convention if section.tag is None else dataclasses.replace(convention, tag=section.tag)
 
@@ -54,7 +54,9 @@ class PrmServer:
         prm_id: int,
         limit: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        """`decode` is the policy's tokenizer; `limit()` is entered around every batch, and ends this process when that takes too long."""
+        """Take `decode` of the policy's tokenizer, and `limit()`, which is entered around every batch and ends this process when the batch
+        takes too long.
+        """
         self._section = section
         self._scorer = scorer
         self._decode = decode
@@ -64,9 +66,9 @@ class PrmServer:
         self._limit = limit
         self._traces: dict[str, Trace] = {}
         self._num_taken: dict[str, int] = {}
-        """Tokens of the policy taken, by rollout."""
+        """Number of the policy's tokens taken, by rollout."""
         self._touched: dict[str, bool] = {}
-        """Traces with tokens since the last batch, and whether they are complete."""
+        """Traces with new tokens since the last batch, by rollout; true where the trace is complete."""
         self._failures = Failures()
         self._num_steps = 0
         self._total_taken = 0
@@ -75,17 +77,19 @@ class PrmServer:
         self._next_load_at = time.monotonic()
 
     def run(self) -> None:
-        """Serve until `Stop`. Any error is told to the orchestrator before it ends this process."""
+        """Serve until `Stop`. Any error is reported to the orchestrator before it ends this process."""
         try:
             self._link.introduce(self._introduce)
             while not self._is_stopped:
                 self._turn()
-        except Exception as error:  # whatever ends a process is told to its peer, then goes its way
+        except Exception as error:  # the peer is told what ends this process; the error is then raised as it is
             self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
 
     def _introduce(self, kept: Sequence[bytes]) -> list[Message]:
-        """An orchestrator that takes another's place sends all it wants scored: nobody may answer what the dead one sent."""
+        """Drop all traces and introduce this process: a new orchestrator sends again what it wants scored, and traces of the dead one must
+        not be answered.
+        """
         for rollout_id in list(self._traces):
             self._drop(rollout_id)
         self._failures.tell_anew()

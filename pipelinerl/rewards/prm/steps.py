@@ -1,10 +1,10 @@
-"""Where the steps of a trace end, found while it is still being written. A rule: no clock, no model.
+"""Finds the ends of a trace's steps while the trace is still being written. A rule: no clock, no model.
 
 Steps are separated by blank lines of the text (Qwen2.5-Math-PRM's convention), but not inside a fenced code block or display mathematics,
-whose blank lines are part of one step. The policy's tokens are the only truth: text is decoded from them as they arrive, a step is known
-by the position of its last token, and nothing is ever tokenised for the policy again: a process reward model may have any tokeniser.
+whose blank lines are part of one step. Only the policy's tokens count: text is decoded from them as they arrive, a step is identified by
+the position of its last token, and text is never tokenised for the policy again. So a process reward model may have any tokenizer.
 
-A step is complete when the first character of the next one is there, or when the trace has ended: what comes later never changes it, hence
+A step is complete when the first character of the next one has arrived, or when the trace has ended. Later text never changes it, hence
 chunks of any size give the same steps.
 """
 
@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Sequence
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of a character of which some bytes are still to come."""
+"""The character that a tokenizer gives for a character of which some bytes are still to come."""
 _WINDOW = 8
-"""Tokens decoded again with every new one, because some tokenizers drop a leading space of the first. Fewer lose spaces; more cost time."""
+"""Number of tokens decoded again with every new one, because some tokenizers drop a leading space of the first. A smaller number loses
+spaces; a larger one costs time."""
 _MARKS = re.compile(r"^[ ]{0,3}(?P<fence>```|~~~)|(?P<dollars>\$\$)|(?P<open>\\\[)|(?P<close>\\\])", re.MULTILINE)
 _BLANK_LINE = re.compile(r"\n[ \t]*\n\s*")
 
@@ -27,48 +28,48 @@ class Step:
     """One complete step."""
 
     index: int
-    """0, 1, .. in the trace."""
+    """Number of the step in its trace, from 0."""
     text: str
-    """Without the white space around it."""
+    """Text of the step, without the white space around it."""
     end: int
-    """Position of its last token among the policy's tokens; rises from step to step."""
+    """Position of its last token among the policy's tokens; it rises from step to step."""
 
 
 class Splitter:
-    """The steps of one trace. Steps that would end in one and the same token are one."""
+    """Cuts one trace into steps. Steps that would end in one and the same token become one step."""
 
     def __init__(self, decode: Callable[[list[int]], str], *, max_steps: int, separator: str | None = None) -> None:
-        """The rest of a trace that has more than `max_steps` steps is its last step: a thousand one-word steps cannot flood a stage.
+        """Begin a trace. After `max_steps` - 1 steps, the rest is its last step, so that a thousand one-word steps cannot flood a stage.
 
-        `separator` is what stands between steps; None: a blank line.
+        `separator` is the text between steps; None means a blank line.
         """
         self._between = _BLANK_LINE if separator is None else re.compile(re.escape(separator))
         self._separator_length = 0 if separator is None else len(separator)
-        """0 where it is a blank line."""
+        """Length of the separator in characters; 0 where it is a blank line."""
         self._decode = decode
         self._max_steps = max_steps
         self._token_ids: list[int] = []
         self._ends: list[int] = []
-        """Characters of the text up to and with each token; tokens that share a character all end with it."""
+        """Number of characters of the text up to and including each token; tokens that share a character all end with it."""
         self._text = ""
         self._num_read = 0
-        """Tokens whose characters are in `_text`."""
+        """Number of tokens whose characters are in `_text`."""
         self._start = 0
         """Character at which the step being written begins."""
         self._searched = 0
-        """Before this character no separator begins that is left to find."""
+        """Character before which the search for separators is done."""
         self._num_steps = 0
         self._last_end = -1
 
     def feed(self, token_ids: Sequence[int]) -> list[Step]:
-        """Take the next tokens; returns the steps that are complete with them."""
+        """Take the next tokens, and return the steps that they complete."""
         for token_id in token_ids:
             self._token_ids.append(int(token_id))
             self._read()
         return self._cut()
 
     def finish(self) -> list[Step]:
-        """The trace has ended: returns what is left, as the last step, where there is anything but white space."""
+        """End the trace, and return the steps that are left; the last one holds the rest of the text, unless that is white space."""
         self._read(is_last=True)
         steps = self._cut(is_last=True)
         text = self._text[self._start :].strip()
@@ -78,7 +79,7 @@ class Splitter:
         return steps
 
     def _read(self, *, is_last: bool = False) -> None:
-        """Append to the text what the tokens since the last whole character say."""
+        """Append to the text the characters of the tokens since the last whole character."""
         before = max(0, self._num_read - _WINDOW)
         known = self._decode(self._token_ids[before : self._num_read])
         text = self._decode(self._token_ids[before:])
@@ -95,7 +96,7 @@ class Splitter:
             position = blank.end()
             if position == len(self._text) and not is_last:
                 position = blank.start()
-                break  # more white space may follow, and belongs to it; and the next step has not begun
+                break  # more white space may follow and belong to the separator, and the next step has not begun
             text = self._text[self._start : blank.start()]
             end = self._token_before(position)
             if _is_open(text) or end <= self._last_end:
@@ -103,7 +104,7 @@ class Splitter:
             if text.strip():
                 steps.append(self._step(text.strip(), end=end))
             self._start = position
-        self._searched = max(position, len(self._text) - self._separator_length)  # one may have come in part, or stand at the very end
+        self._searched = max(position, len(self._text) - self._separator_length)  # a separator may be incomplete at the end
         while self._searched > position and self._text[self._searched - 1].isspace():
             self._searched -= 1
         return steps
@@ -115,7 +116,7 @@ class Splitter:
         return step
 
     def _token_before(self, position: int) -> int:
-        """The last token whose characters all lie before this position; -1 where there is none."""
+        """Return the last token whose characters all lie before this position; -1 where there is none."""
         low, high = 0, len(self._ends)
         while low < high:
             middle = (low + high) // 2
@@ -124,7 +125,7 @@ class Splitter:
 
 
 def _is_open(text: str) -> bool:
-    """A code fence or display mathematics that begins in this text does not end in it."""
+    """Return true where a code fence or display mathematics that begins in this text does not end in it."""
     inside = ""
     for mark in _MARKS.finditer(text):
         kind, value = mark.lastgroup, mark[mark.lastgroup or 0]

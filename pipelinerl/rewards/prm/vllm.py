@@ -14,15 +14,15 @@ from vllm.platforms import current_platform
 from pipelinerl.rewards.prm.scorer import Rows
 
 BLOCK_TOKENS = 32
-"""Of the prefix cache: a new step computes at most so many tokens again. The smallest that vLLM's CPU attention takes; the default there,
-128, would cost more than most steps."""
+"""Block size of the prefix cache: a new step computes at most this many tokens again. It is the smallest that vLLM's CPU attention takes;
+the default there, 128, would cost more than most steps."""
 
 _ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-"""vLLM's own default cache there takes seconds to zero."""
+"""Options on CPUs: filling vLLM's default cache with zeros takes seconds there."""
 
 
 class VllmPrm:
-    """One model in this process. STEP pooling is not used: vLLM turns the prefix cache off with it."""
+    """A `PrmEngine`: one model in this process. STEP pooling is not used, because vLLM turns the prefix cache off with it."""
 
     def __init__(
         self, folder: Path, *, dtype: str = "bfloat16", max_tokens: int | None = None, options: dict[str, Any] | None = None
@@ -42,11 +42,11 @@ class VllmPrm:
         self.max_tokens: int = self._llm.model_config.max_model_len
 
     def encode(self, text: str) -> list[int]:
-        """The model's tokens of a text, without any around it."""
+        """Return the model's tokens of a text, without any around it."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def rows(self, requests: Sequence[Sequence[int]], *, salt: str, reads_cache: bool) -> list[Rows]:
-        """See `prm.PrmEngine`."""
+        """See `PrmEngine`."""
         prompts = [{"prompt_token_ids": list(token_ids), "cache_salt": salt} for token_ids in requests]
         parameters = PoolingParams(use_activation=False, skip_reading_prefix_cache=not reads_cache)
         outputs = self._llm.encode(prompts, pooling_params=parameters, pooling_task="token_classify", use_tqdm=False)  # pyright: ignore[reportArgumentType]
