@@ -1,4 +1,4 @@
-"""`python -m orchestrator --run-folder RUN`: the one process that holds the run's state."""
+"""The command `python -m orchestrator --run-folder RUN` starts the one process that holds the run's state."""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ from pipelinerl.runtime.stage import Channel, Signal, Stage
 from pipelinerl.runtime.watch import Watch
 
 MAX_BARREN_STEPS = 10
-"""Steps' worth of groups that may fail or be stale in a row before the run ends. Fewer ends runs in a bad patch."""
+"""Groups that may fail or be stale in a row before the run ends, in steps. A smaller value ends runs in a bad patch."""
 
 
 class Assembly:
-    """The parts of one life of a run. A ledger that holds an earlier one makes them go on where that ended: see `state.ledger`."""
+    """The parts of one orchestrator process. A ledger that holds an earlier one makes them go on where that ended: see `ledger.ledger`."""
 
     def __init__(self, config: Config, dependencies: Dependencies) -> None:
         self.started_s = asyncio.get_running_loop().time()
@@ -113,7 +113,7 @@ class Assembly:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """All that this run has, in the order of the flow."""
+        """The stages of this run, in the order of the flow."""
         every = (
             self._prompts,
             self._generation,

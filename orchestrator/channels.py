@@ -33,13 +33,13 @@ class Channels:
 
     @property
     def queues(self) -> list[Channel[Any]]:
-        """Those that carry samples, for the gauges."""
+        """The channels that carry samples, for the gauges."""
         on_the_way = (self.prompts, self.generated, self.trajectories, self.scored, self.prm_scored, self.group_scored, self.rows)
         return list(dict.fromkeys(on_the_way))
 
 
 def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, follows: bool = False, compares: bool = False) -> Channels:
-    """`queue_bytes` bounds each channel of tokens; `num_policies` is how many there will be, each a few bytes.
+    """Make the channels of a run. `queue_bytes` bounds each channel of tokens; `num_policies` is how many there will be, each a few bytes.
 
     With `follows` and `compares` there are stages of these names, with channels between them and their neighbours.
     """

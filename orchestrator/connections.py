@@ -21,7 +21,7 @@ NUM_SCORERS = 1
 
 
 class Connections:
-    """The peers of a run, each kind made when it is first asked for."""
+    """The peers of a run; each kind is made when it is first asked for."""
 
     def __init__(self, config: Config, given: Dependencies, *, max_staleness: int, num_siblings: int) -> None:
         self._config = config
@@ -79,11 +79,11 @@ class Connections:
 
     @property
     def _max_processes(self) -> int | None:
-        """Processes of one name within an hour: what its launcher may restart, and as many more; None where no launcher counts them."""
+        """The processes that one name may have within an hour: twice `run.restarts` and ten; None without a launcher."""
         return None if self._given.replace is None else 2 * self._config.run.restarts + 10
 
     def _report_violation(self, peer: str, kind: str, words: str, count: int) -> None:
-        """Write down what a peer said that cannot be, or what becomes of it for that."""
+        """Record a violation of a peer, or its consequence."""
         self._given.journal.write("lie", peer=peer, what=kind, words=words, count=count)
         is_verdict = kind in ("replaced", "banned", "failed")
         print(f"{peer}: {words}" if is_verdict else f"{peer}: refused: {kind}, {count} so far: {words}", flush=True)
@@ -111,7 +111,7 @@ class Connections:
         return AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
 
     def refused(self) -> dict[str, int]:
-        """What was turned away, by reason and kind, of whom nobody knows and of peers."""
+        """The messages that were refused, by reason and kind, from unknown senders and from peers."""
         counts = [counter for peers in self.all for counter in (peers.hub.refused, peers.refused)]
         return dict(sum(counts, collections.Counter[str]()))
 

@@ -20,7 +20,7 @@ from pipelinerl.rewards.pool.calls import component_names
 
 
 class MethodCredit:
-    """Advantages of scored siblings under one method; see `rules.batch.Credit` and, for `over_step`, `rules.batch.StepCredit`."""
+    """The advantages of scored siblings under one method; see `rules.batch.Credit` and, for `over_step`, `rules.batch.StepCredit`."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class MethodCredit:
         baselines: Mapping[str, float] | None = None,
         remember: Callable[[Mapping[str, float]], None] = lambda baselines: None,
     ) -> None:
-        """A completion with at least `correct_reward` counts as correct.
+        """Count a completion with at least `correct_reward` as correct.
 
-        `baselines` are those of an earlier life of the run, for a method that has some for each role; `remember` is given them whenever
-        they have moved.
+        `baselines` are those of an earlier process of the run, for a method that has some for each role; `remember` is given them whenever
+        they have changed.
         """
         self._method = method
         self._remember = remember
@@ -46,7 +46,7 @@ class MethodCredit:
         self._leaves_to_trainer = makes_advantages_in_trainer(method)
 
     def step_rules(self) -> StepRules:
-        """What the method asks of the cut beyond the advantages of one group."""
+        """The rules that the method adds to the batch cut, beyond the advantages of one group."""
         needs_step = self._method.batch.name != "none" and not self._leaves_to_trainer
         return StepRules(
             step_credit=self.over_step if needs_step else None,
@@ -56,9 +56,9 @@ class MethodCredit:
         )
 
     def __call__(self, survivors: Survivors) -> list[Float32] | Filtered:
-        """One [L] float32 column for each survivor but the greedy one, or why the method's filter would set the group aside.
+        """Return one [L] float32 column for each survivor but the greedy one, or the reason why the method's filter would drop the group.
 
-        Zeros where the trainer makes the advantages, which has what they are made of.
+        The columns are zeros where the trainer computes the advantages, since it has their inputs.
         """
         greedy, survivors = greedy_of(survivors), sampled_of(survivors)
         group = self._group(survivors, greedy=greedy)
@@ -73,7 +73,7 @@ class MethodCredit:
         return Filtered(reason=self._method.group_filter.name, advantages=columns)
 
     def over_step(self, groups: Sequence[Survivors]) -> list[list[Float32]]:
-        """The columns of all groups of a step, after the method's rule over the whole step."""
+        """Return the columns of all groups of a step, after the method's rule over the whole step."""
         sampled = [sampled_of(survivors) for survivors in groups]
         scored = [self._group(members, greedy=greedy_of(survivors)) for members, survivors in zip(sampled, groups, strict=True)]
         credits = step_advantages([group_advantages(group, method=self._method) for group in scored], scored, method=self._method)
@@ -112,12 +112,12 @@ def _role(member: ScoredTrajectory) -> str:
 
 
 def _predicted(member: ScoredTrajectory) -> float:
-    """What was expected of a flagged rollout's reward; of any other its reward, which then stands for itself."""
+    """Return the predicted reward of a flagged rollout, and of any other its own reward."""
     return float(member.score.reward or 0.0) if member.early_stop is None else member.early_stop.predicted
 
 
 def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:
-    """Step scores of all siblings, or turns of episodes; None in a run without a process reward model or an environment."""
+    """Return the step scores of all siblings, or turns of episodes; None in a run without a process reward model or an environment."""
     if any(member.trajectory.turns is not None for member in survivors):
         return _turns(survivors)
     found = [member.steps for member in survivors]
@@ -126,7 +126,9 @@ def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:
 
 
 def _turns(survivors: Survivors) -> tuple[StepScores, ...]:
-    """A step for each turn: the last has the outcome as its score, those before have none of their own. Equal states, equal anchors."""
+    """Return a step for each turn: the last has the outcome as its score, those before have none of their own. Equal states are equal
+    anchors.
+    """
     states = {state: number for number, state in enumerate(sorted({state for member in survivors for state in _states(member)}))}
     found = []
     for member in survivors:

@@ -1,4 +1,4 @@
-"""What a run is joined to: the hubs of its peers, its prompts, its ledger and journal, and what the model and the method say."""
+"""The dependencies of a run: the hubs of its peers, its prompts, its ledger and journal, and facts about the model and the method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelinerl.transport.base import Hub
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """Everything a run is joined to. The live run and the simulation differ in this alone."""
+    """Everything outside that a run depends on. The live run and the simulation differ in this alone."""
 
     engine_hub: Hub
     scorer_hub: Hub
@@ -24,7 +24,7 @@ class Dependencies:
     source: Source
     held_out: list[Prompt]
     stop_token_ids: tuple[int, ...] = ()
-    """What ends a completion, in training and in evaluations, see `pipelinerl.data.stop_tokens`."""
+    """The tokens that end a completion, in training and in evaluations, see `pipelinerl.data.stop_tokens`."""
     credit: Credit
     journal: Journal
     ledger: Ledger
@@ -32,6 +32,6 @@ class Dependencies:
     replace: Callable[[str], None] | None = None
     """See `Peers`."""
     vocabulary: int | None = None
-    """Tokens that the model knows; None: its folder does not say."""
+    """Tokens that the model knows; None where its folder does not say."""
     experts: Experts | None = None
-    """Of a mixture whose routes travel; None: none do."""
+    """The size of a mixture of experts whose routes travel; None where none do."""

@@ -27,13 +27,13 @@ from pipelinerl.runtime.watch import wait_for
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended."""
+    """The result of a run: how it ended."""
 
     reason: str
-    """"finished", or why it was stopped before."""
+    """The text "finished", or the reason why it was stopped before."""
     identity: Counts
     evaluations: tuple[tuple[int, float], ...]
-    """(version, mean reward) of each evaluation."""
+    """The pair (version, mean reward) of each evaluation."""
     pauses_s: tuple[float, ...]
 
 
@@ -42,7 +42,7 @@ STAGES_OF_TRAINER = ("training", "weight_sync")
 
 
 class Pipeline:
-    """One life of a run. `run` returns when the last policy is published, or after `stop`."""
+    """The pipeline of one orchestrator process. `run` returns when the last policy is published, or after `stop`."""
 
     def __init__(self, config: Config, dependencies: Dependencies) -> None:
         self._config = config
@@ -51,7 +51,7 @@ class Pipeline:
         self._stopped = asyncio.Event()
         self._evaluates_when_stopped = False
         self._is_training = False
-        """Rows may be on their way to the trainer, and what it makes of them on its way back."""
+        """True while rows may be on their way to the trainer, and its messages about them on their way back."""
         self._assembly = assembly = Assembly(config, dependencies)
         self._peers, self._stages, self._status = assembly.connections.all, assembly.stages, assembly.status
         self._evaluation = assembly.evaluation
@@ -75,13 +75,13 @@ class Pipeline:
         return self._end()
 
     def stop(self, reason: str, *, evaluates: bool = True) -> None:
-        """End the run early. The trainer saves and publishes what it has, which is booked, and, with `evaluates`, evaluated."""
+        """End the run early. The trainer saves and publishes its policy, which is recorded, and, with `evaluates`, evaluated."""
         self._stop_reason = reason
         self._evaluates_when_stopped = evaluates
         self._stopped.set()
 
     def _hear(self, alarm: Alarm) -> None:
-        """An alarm of learning ends the run, saved, where the settings say so."""
+        """End and save the run at an alarm of learning, where the settings say so."""
         if alarm.name in self._config.run.fatal_alarms:
             self.stop(f"alarm: {alarm}")
 
@@ -134,7 +134,7 @@ class Pipeline:
         return version
 
     async def _end_training(self) -> int | None:
-        """Have the trainer save and publish what it has, and book that; return the version to evaluate, None for none."""
+        """Have the trainer save and publish its policy, and record that; return the version to evaluate, None for none."""
         training, watch, deadline_s = self._assembly.training, self._assembly.watch, self._config.trainer.silent_after_s
         self._dependencies.journal.write("stopping", reason=self._reason, evaluates=self._evaluates_when_stopped)
         try:

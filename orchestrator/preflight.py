@@ -37,19 +37,19 @@ from pipelinerl.rewards.reward import load_rewards
 from pipelinerl.runtime.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
 
 MAX_STREAMED = 1000
-"""Rows looked at of a source that can only be read one after the other, and may never end."""
+"""Rows checked of a source that can only be read one after the other, and may never end."""
 NUM_MEASURED = 256
-"""Prompts counted exactly, the first, for the lengths that are told; of the others only whether they fit."""
+"""The first prompts, so many of which are counted exactly for the reported lengths; of the others it is only checked that they fit."""
 BYTES_PER_TOKEN = 1 / 3
 """A text of n bytes is taken to have 3 n tokens at most, and is tokenised only where so many would not fit: tokenising every short prompt
 would take several times as long. Byte-level vocabularies make n at most, and normalisation rarely more. A text with a character that no
 text before it had is tokenised, too: a vocabulary may lack it."""
 SAID_EVERY_S = 5.0
-"""Without a terminal: between two lines of progress."""
+"""Seconds between two lines of progress, without a terminal."""
 
 
 def look(config: Config) -> Iterator[Finding]:
-    """Look at the user's functions, at the tokenizer, and with both at every row."""
+    """Check the user's functions and the tokenizer, and with both every row."""
     problems: list[Finding] = []
     functions = list(_functions(config, problems))
     yield from problems
@@ -92,11 +92,11 @@ def look(config: Config) -> Iterator[Finding]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Function:
-    """A reward, or the environment: what is asked of a row's columns."""
+    """A reward, or the environment, and the columns that it asks of a row."""
 
     what: str
     arguments: Callable[[ScorerTask], object]
-    """Raises `DataError` naming a parameter the row has no column for."""
+    """The callback returns the arguments of the function. Raises `DataError` naming a parameter the row has no column for."""
 
 
 def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
@@ -123,7 +123,9 @@ def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
 
 
 def _advantage(method: Method) -> Iterator[Finding]:
-    """An advantage of the user's runs in the orchestrator; the trainer loads their other rules, which may import torch, at its start."""
+    """Check an advantage of the user's, which runs in the orchestrator; the trainer loads their other rules, which may import torch, at its
+    start.
+    """
     try:
         if is_own(method.advantage.name):
             load_rule(method.advantage.name)
@@ -132,7 +134,7 @@ def _advantage(method: Method) -> Iterator[Finding]:
 
 
 def _rows_of(section: DataSection, *, seed: int, seen: _Source, key: str) -> Iterator[Finding]:
-    """All rows of a source, or the first of one that may not end."""
+    """Yield all rows of a source, or the first of one that may not end."""
     try:
         rows = open_rows(section, seed=seed)
         is_table = isinstance(rows, Table)
@@ -148,29 +150,29 @@ def _rows_of(section: DataSection, *, seed: int, seen: _Source, key: str) -> Ite
 
 @dataclasses.dataclass(kw_only=True)
 class _Source:
-    """What was seen of one source."""
+    """The findings about one source."""
 
     key: str
     functions: list[_Function]
     reader: PromptBuilder | None
     longest: int | None
-    """Tokens of a prompt, at most."""
+    """The most tokens of a prompt."""
     has_roles: bool
     teachers: Sequence[str]
     must_fit: bool
-    """No prompt may be passed over."""
+    """True where no prompt may be passed over."""
     num_rows: int = 0
     bad: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """By kind: the rows, `NUM_SAID` of them with the problem, the others as empty texts."""
+    """The bad rows by kind: the first `NUM_SAID` with their problem, the others as empty texts."""
     asked: dict[tuple[str, ...], list[str]] = dataclasses.field(default_factory=dict)
-    """By the columns of a row: what functions said of them."""
+    """The complaints of functions, by the columns of a row."""
     characters: set[str] = dataclasses.field(default_factory=set)
-    """Those of the prompts that were tokenised."""
+    """The characters of the prompts that were tokenised."""
     lengths: list[int] = dataclasses.field(default_factory=list)
     too_long: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
     def look_at(self, row: Any, *, where: str) -> None:
-        """Look at a row."""
+        """Check a row."""
         self.num_rows += 1
         columns: Mapping[str, Any] = row if isinstance(row, Mapping) else {}
         if self.reader is not None:
@@ -203,7 +205,7 @@ class _Source:
             self.too_long.append((where, num_tokens))
 
     def _ask(self, columns: Mapping[str, Any], where: str) -> None:
-        """Ask every function for its arguments, once for rows alike."""
+        """Ask every function for its arguments, once for rows with the same columns."""
         nested = columns.get("reward_model")
         kind = (
             (*sorted(columns), "reward_model.ground_truth") if isinstance(nested, Mapping) and "ground_truth" in nested else tuple(columns)
@@ -234,7 +236,7 @@ class _Source:
         known.append(problem if len(known) < NUM_SAID else "")
 
     def findings(self, *, is_whole: bool) -> Iterator[Finding]:
-        """Tell what was seen; `is_whole`: of every row."""
+        """Yield the findings; `is_whole` says that they are about every row."""
         of = f"{self.num_rows:,} rows of {self.key.partition(' ')[2]}"
         for kind, rows in self.bad.items():
             yield from bad_rows(rows, of=of, num_named=NUM_SAID if kind in ("row", "role") else 1)

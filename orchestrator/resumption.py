@@ -1,4 +1,6 @@
-"""How a run goes on from its ledger: where its prompts stand, which stage sees what was scored, what a checker is told."""
+"""A run that is resumed takes from its ledger the position of its prompts, the scored trajectories for each stage, and the settings for a
+checker.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pipelinerl.messages import Group, ScoredTrajectory
 
 
 class PromptProgress:
-    """Tells the source of prompts how each went; `data.difficulty` decides by that what is drawn."""
+    """The success of each prompt, as it is told to the source of prompts; `data.difficulty` decides by that what is drawn."""
 
     def __init__(self, source: Source, *, config: Config, ledger: Ledger) -> None:
         self._source = source
@@ -32,7 +34,7 @@ class PromptProgress:
                 self._measure(prompt_id, success)
 
     def settled(self, group: Group) -> None:
-        """Tell the source how a prompt went."""
+        """Tell the source how the rollouts of a prompt were scored."""
         rewards = [member.score.reward for member in sampled_of(group.members)]
         success = success_of(rewards, correct_reward=self._config.algorithm.correct_reward)
         self._measure(group.members[0].trajectory.prompt.prompt_id, success)
@@ -47,7 +49,7 @@ class PromptProgress:
 
 
 def scored_for(stage: str, *, past: Snapshot, config: Config) -> tuple[ScoredTrajectory, ...]:
-    """Return what was scored and not assigned to a step before the run was interrupted, for the stage that is next to see it."""
+    """Return the trajectories that were scored and not assigned before the run was interrupted, for the stage that is next to see them."""
 
     def next_stage(name: str) -> str:
         if config.compares_siblings and name in past.group_scored:
@@ -60,7 +62,7 @@ def scored_for(stage: str, *, past: Snapshot, config: Config) -> tuple[ScoredTra
 
 
 def settings_for_checker(config: Config, *, has_greedy_baseline: bool, max_staleness: int) -> dict[str, Any]:
-    """Return what an independent checker of the ledger needs to know of the settings."""
+    """Return the settings that an independent checker of the ledger needs."""
     return {
         "group_size": config.rollout.group_size,
         "has_greedy_baseline": has_greedy_baseline,

@@ -15,11 +15,11 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.function_errors import FunctionError
 
 AGAIN_AT = 8
-"""Failures of one cause after which its line is written once more: enough to see that it is no single row."""
+"""Failures of one cause after which its line is written once more: enough to see that more than a single row fails."""
 AGAIN_AFTER_S = 10.0
-"""Between two further lines of one cause. Shorter fills the journal; longer lets trackers lag."""
+"""Seconds between two further lines of one cause. A shorter time fills the journal; a longer one lets trackers lag."""
 MAX_CAUSES = 256
-"""Causes of all functions that are told apart. A scorer tells at most 32 of a function; more than this is one that makes them up."""
+"""Causes of all functions that are told apart. A scorer reports at most 32 for a function; a peer with more than this invents them."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class _Cause:
 
 
 class FunctionErrors:
-    """Counts by cause; `words` says which, for the last words of a run."""
+    """The failures counted by cause; `words` names the causes for the last message of a run."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._causes: dict[tuple[str, str, str, str], _Cause] = {}
 
     def take(self, failed: FunctionFailed) -> None:
-        """A function failed, here or in a peer: write it down; the first of each cause is printed, too."""
+        """Record the failure of a function, here or in a peer; the first of each cause is printed, too."""
         key = (failed.function, str(failed.outcome), failed.where, failed.cause)
         if key not in self._causes and len(self._causes) >= MAX_CAUSES:
             return
@@ -53,7 +53,7 @@ class FunctionErrors:
             self._write(cause, traceback=failed.traceback if cause.first is failed else "")
 
     def finish(self) -> None:
-        """The run ends: write what every cause has come to."""
+        """Write the final count of every cause, at the end of the run."""
         for cause in self._causes.values():
             if cause.count > cause.num_written:
                 self._write(cause)
@@ -74,12 +74,12 @@ class FunctionErrors:
         )
 
     def words(self, *, most: int = 3) -> str:
-        """The commonest causes, on one line each; empty where nothing failed."""
+        """Return the most frequent causes, on one line each; empty where nothing failed."""
         ranked = sorted(self._causes.values(), key=lambda cause: -cause.count)
         lines = [f"{cause.first.function} failed at least {cause.count} times: {error_in(cause.first)}" for cause in ranked[:most]]
         return "\n".join([*lines, *([f"and by {len(ranked) - most} other causes"] if len(ranked) > most else [])])
 
 
 def error_in(failed: FunctionFailed) -> FunctionError:
-    """The error that a peer reports."""
+    """Return the error that a peer reports."""
     return FunctionError(cause=failed.cause, where=failed.where, traceback=failed.traceback)

@@ -24,10 +24,10 @@ from pipelinerl.observe.journal import Journal
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Step:
-    """Samples that were assigned to a step, and when."""
+    """The samples that were assigned to a step, with their times."""
 
     samples: list[tuple[Sample, float]] = dataclasses.field(default_factory=list)
-    """Each with the second on the run's clock at which it was assigned."""
+    """The samples, each with the second on the run's clock at which it was assigned."""
     components: dict[str, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     members: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
     """Trajectories and scores of the samples, by rollout."""
@@ -50,7 +50,7 @@ class Progress:
     def __init__(
         self, *, journal: Journal, started_s: float, alarms: Alarms | None = None, on_alarm: Callable[[Alarm], None] = lambda _: None
     ) -> None:
-        """`on_alarm` is told of each alarm that is raised."""
+        """Take `on_alarm`, which is called with each alarm that is raised."""
         self.journal = journal
         self.started_s = started_s
         self.last_step: dict[str, object] = {}
@@ -58,7 +58,7 @@ class Progress:
         self.last_pause_s: float | None = None
         self.pauses_s: list[float] = []
         self.num_trained_tokens = 0
-        """Sampled tokens that were trained: no prompt's, no environment's."""
+        """Sampled tokens that were trained, without those of prompts and environments."""
         self.on_alarm = on_alarm
         self._alarms = alarms or Alarms()
         self._num_recomputed = 0
@@ -69,7 +69,7 @@ class Progress:
         self._sample_log = SampleLog(journal)
 
     def group_completed(self, verdict: Verdict, *, now_s: float) -> None:
-        """A group was assigned to a step, or dropped."""
+        """Note that a group was assigned to a step, or dropped."""
         self._sample_log.ended(verdict.ended, step=verdict.step, now_s=now_s)
         step = self._steps[verdict.step]
         step.num_filtered += verdict.is_filtered
@@ -90,13 +90,13 @@ class Progress:
                 step.components[name].append(value)
 
     def swapped(self, committed: WeightsCommitted) -> None:
-        """An engine changed its version."""
+        """Note that an engine changed its version."""
         self.last_pause_s = committed.pause_s
         self.pauses_s.append(committed.pause_s)
         self._num_recomputed += committed.num_recomputed_tokens
 
     def trained(self, done: StepDone, *, now_s: float, engines: Sequence[str] = ()) -> None:
-        """A step is in the policy: write its line; `engines`: what is to be said of those whose log-probabilities differ."""
+        """Write the line of a step that is in the policy; `engines` describes those whose log-probabilities differ."""
         step = self._steps.pop(done.step, _Step())
         fields = self._fields(done, step, now_s=now_s) | ({"engine_mismatch": list(engines)} if engines else {})
         self.last_step = fields
@@ -108,7 +108,7 @@ class Progress:
         self._tell(self._alarms.take_step(step_row(fields)))
 
     def evaluated(self, fields: dict[str, Any]) -> None:
-        """An evaluation is done: its journal fields."""
+        """Note the journal fields of an evaluation that is done."""
         self._tell(self._alarms.take_evaluation(evaluation_row(fields)))
 
     def _tell(self, alarms: list[Alarm]) -> None:
@@ -118,7 +118,7 @@ class Progress:
                 self.on_alarm(alarm)
 
     def proven(self, number: int, samples: list[Sample], *, now_s: float) -> None:
-        """A checkpoint holds a step whose trainer had no time to say that it is done: write its line, from what the ledger knows."""
+        """Write the line of a step from the ledger: a checkpoint holds it, but its trainer ended before it could say that it is done."""
         step = self._steps[number] = _Step(num_groups=len({sample.trajectory.group_id for sample in samples}))
         step.samples = [(sample, sample.trajectory.finished_at) for sample in samples]
         self.trained(StepDone(step=number, metrics={}), now_s=now_s)

@@ -17,11 +17,11 @@ from pipelinerl.messages import Sample, ScoredTrajectory, TerminalStatus, Trajec
 from pipelinerl.observe.journal import Journal
 
 EVERY_S = 10.0
-"""Between two steps that are shown. Less fills the journal; more shows too little of a run of minutes."""
+"""Seconds between two steps that are shown. A smaller value fills the journal; a larger one shows too little of a run of minutes."""
 MAX_TOKENS = 1024
 MAX_PROMPT_CHARACTERS = 4000
 MAX_REASONS = 16
-"""Reasons of which samples are shown: there are few. Without a bound, one with a number in it would fill the journal."""
+"""Reasons of which samples are shown: there are few. Without a bound, a reason with a number in it would fill the journal."""
 MAX_COLUMNS = 16
 """Columns of the prompt's row that are shown: more than any expected answer needs."""
 MAX_COLUMN_CHARACTERS = 500
@@ -31,16 +31,16 @@ _NO_MEMBERS: Mapping[str, ScoredTrajectory] = {}
 
 
 class SampleLog:
-    """Writes the `sample` lines."""
+    """The log that writes the `sample` lines."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._due_s = -math.inf
         self._reasons_due_s: dict[str, float] = {}
-        """By status and reason: the second from which on another one is shown."""
+        """The second from which on another sample is shown, by status and reason."""
 
     def trained(self, step: int, samples: list[Sample], *, now_s: float, members: Mapping[str, ScoredTrajectory] = _NO_MEMBERS) -> None:
-        """A step was trained on these samples: show some, if it is time to; `members`: what was said of them, by rollout."""
+        """Show some of the samples that a step was trained on, if it is time to; `members` holds their scores, by rollout."""
         if not samples or now_s < self._due_s:
             return
         self._due_s = now_s + EVERY_S
@@ -53,7 +53,7 @@ class SampleLog:
             self._journal.write("sample", step=step, status=str(TerminalStatus.TRAINED), **fields)
 
     def ended(self, ended: Sequence[Ended], *, step: int, now_s: float) -> None:
-        """These rollouts will not be trained: show one of each reason, if it is time to. `step`: the one that was being filled."""
+        """Show one rollout of each reason among those that will not be trained, if it is time to; `step` was being filled."""
         for one in ended:
             key = f"{one.status}: {one.reason}"
             due_s = self._reasons_due_s.get(key)
@@ -65,7 +65,7 @@ class SampleLog:
 
 
 def worth_showing(samples: list[Sample]) -> list[Sample]:
-    """The best, the worst and the longest, each once; of equals the first."""
+    """Return the best, the worst and the longest sample, each once; of equals the first."""
     picked = (
         max(samples, key=lambda sample: sample.reward),
         min(samples, key=lambda sample: sample.reward),
@@ -75,7 +75,7 @@ def worth_showing(samples: list[Sample]) -> list[Sample]:
 
 
 def _fields(trajectory: Trajectory) -> dict[str, object]:
-    """The prompt and the completion."""
+    """Return the prompt and the completion."""
     start = len(trajectory.prompt.token_ids)
     end = start + MAX_TOKENS
     return {
@@ -90,7 +90,7 @@ def _fields(trajectory: Trajectory) -> dict[str, object]:
 
 
 def _said(member: ScoredTrajectory) -> dict[str, object]:
-    """The scores."""
+    """Return the scores."""
     trace, score = member.steps, member.score
     return {
         "reward": score.reward,
@@ -106,5 +106,5 @@ def _text(value: Any) -> str:
 
 
 def _runs(trajectory: Trajectory, start: int, end: int) -> list[list[int]]:
-    """[version, number of tokens] of each run of tokens that one version sampled."""
+    """Return [version, number of tokens] of each run of tokens that one version sampled."""
     return [[version, len(list(run))] for version, run in itertools.groupby(trajectory.versions[start:end].tolist())]

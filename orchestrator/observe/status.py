@@ -1,4 +1,4 @@
-"""The gauges of the moment, twice a second: what live view and report read to tell who waits for whom."""
+"""The gauges of the moment, written twice a second: the live view and the report read from them which stage waits for which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelinerl.runtime.stage import Channel
 from pipelinerl.runtime.watch import Watch
 
 EVERY_S = 0.5
-"""Between two lines. Shorter makes the journal grow; longer makes the live view lag."""
+"""Seconds between two lines. A shorter time makes the journal grow; a longer one makes the live view lag."""
 
 
 class Status:
@@ -66,7 +66,7 @@ class Status:
             await asyncio.sleep(EVERY_S)
 
     def gauges(self, *, now_s: float) -> dict[str, Any]:
-        """Everything there is to see at this moment, as plain values."""
+        """Return all gauges of this moment, as plain values."""
         identity = self._ledger.counts()
         if not identity.holds:
             raise RuntimeError(f"conservation is broken: {identity}")
@@ -108,7 +108,7 @@ class Status:
 
 
 def _plain(value: Any) -> Any:
-    """A message as JSON values, messages inside it too."""
+    """Return a message as JSON values, messages inside it too."""
     if isinstance(value, msgspec.Struct):
         return {field: _plain(getattr(value, field)) for field in value.__struct_fields__}
     if isinstance(value, dict):
@@ -117,7 +117,9 @@ def _plain(value: Any) -> Any:
 
 
 def _resident_bytes() -> int | None:
-    """Memory of this process; None where the system does not tell, as without a descriptor to read it by: no gauge ends a run."""
+    """Return the memory of this process; None where the system does not tell, as without a descriptor to read it by: no gauge ends a
+    run.
+    """
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096

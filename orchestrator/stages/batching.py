@@ -22,7 +22,7 @@ from pipelinerl.runtime.watch import Watch
 
 
 class Batching:
-    """The stage that cuts batches as groups complete. A row or a seal leaves only once the ledger has it on disk: see `state.ledger`.
+    """The stage that cuts batches as groups complete. A row or a seal leaves only once the ledger has it on disk: see `ledger.ledger`.
 
     Rows leave as they fill, while the step is still being filled. Only under a method with a rule over the whole step do they all leave
     when it closes: training on a step then no longer overlaps with its own generation, only with that of the next steps.
