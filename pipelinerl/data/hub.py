@@ -66,7 +66,7 @@ def dataset_files(source: str, *, key: str = "data.source") -> list[Path]:
 
 
 def _of_split(files: Sequence[str], *, declared: list[dict[str, Any]], config: str, split: str) -> list[str]:
-    """By what the data set's card declares; without that by the names that `datasets` looks for: `<config>/<split>-...`."""
+    """Choose a split's files as the data set's card declares them, else by the names that `datasets` expects: `<config>/<split>-...`."""
     for one in declared:
         if (one.get("config_name", "default") == config) if config else (one.get("default") or len(declared) == 1):
             entries = one.get("data_files") or []

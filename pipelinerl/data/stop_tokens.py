@@ -60,7 +60,7 @@ class StopTokens:
 
     @property
     def of_model(self) -> tuple[int, ...]:
-        """Those of them that the model's own files name: they are no part of what a completion says."""
+        """The stop tokens that the model's own files name: they are no part of a completion's text."""
         return tuple(token.token_id for token in self.tokens if token.origins != (SETTINGS,))
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ class ChatOptions:
 
     @classmethod
     def of(cls, section: DataSection) -> ChatOptions:
-        """Those of a run."""
+        """Return the options of a run."""
         return cls(**{field.name: getattr(section, field.name) for field in dataclasses.fields(cls)})
 
     @property

@@ -55,7 +55,7 @@ class StagingThread:
 
 
 def beside_decoding(*, rests: threading.Event | None = None) -> contextlib.AbstractContextManager[None]:
-    """For the time of one staging: it keeps to its share where decoding has no other core than this thread's, unless that `rests`."""
+    """Limit one staging to its share of the core where decoding has no other core than this thread's, except while decoding `rests`."""
     return limit_cpu(SHARE, lifted=rests) if len(os.sched_getaffinity(0)) == 1 else contextlib.nullcontext()
 
 

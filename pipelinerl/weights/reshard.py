@@ -100,7 +100,7 @@ def of_rank(moves: Iterable[Move], *, source: int | None = None, target: int | N
 
 
 def _holders(shapes: Shapes, sources: Shards) -> dict[str, dict[Box, list[int]]]:
-    """By tensor: its distinct boxes, and the ranks that hold each; the boxes of one tensor overlap only where they are the same."""
+    """Return, by tensor, its distinct boxes and the ranks that hold each; boxes of one tensor overlap only where they are the same."""
     check_boxes(shapes, sources, side="the trainer's")
     found: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}
     for rank, boxes in enumerate(sources):

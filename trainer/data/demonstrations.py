@@ -51,7 +51,7 @@ class Demonstrations:
     """
 
     def __init__(self, config: Config, *, beside_rl: bool = False) -> None:
-        """Those of `sft_stream.source`, where they are trained `beside_rl`.
+        """Read the rows of `sft.source`, or of `sft_stream.source` where they are trained `beside_rl`.
 
         Raises `ConfigError` where the source or the tokenizer cannot be used, `DataError` where the source has no rows.
         """

@@ -339,7 +339,7 @@ _ERROR_TEXTS = {"function": "function", "kind": "function_kind", "cause": "cause
 
 
 def is_idle(wait: str) -> bool:
-    """Whether a wait, `stage: what`, is a stage's for work to do: long where the stage is quick, and no sign of who is slow."""
+    """Return true where a wait, `stage: what`, is a wait for work: it is long where the stage is quick, and says nothing of who is slow."""
     return wait.partition(": ")[2] in _IDLE
 
 

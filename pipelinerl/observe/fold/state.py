@@ -125,7 +125,7 @@ class RunState:
 
     @property
     def end_reason(self) -> str | None:
-        """None while the run goes on."""
+        """The reason why the run ended; None while it goes on."""
         return (self.end.reason or "no reason recorded") if self.end else self._failed
 
     @property
@@ -237,11 +237,11 @@ class FunctionErrors:
         self.first_step.setdefault(row.key, step)
 
     def commonest(self) -> list[FunctionErrorRow]:
-        """Those since this start, the commonest first."""
+        """Return the errors since this start, the commonest first."""
         return sorted(self.now.values(), key=lambda row: -row.count)
 
     def rows(self) -> list[FunctionErrorRow]:
-        """Those over all starts, the commonest first."""
+        """Return the errors over all starts, the commonest first."""
         together = dict(self._before)
         for key, row in self.now.items():
             before = together.get(key)
