@@ -4,8 +4,8 @@
                  |  ^          |  ^                   |  ^          |  ^
                 engines      scorers                 trainer       engines
 
-A run with an environment has `replying` beside generation, one with a process reward model `following` around scoring, one whose rewards
-compare siblings `comparing` after it. `assembly` makes and joins them.
+A run with an environment has the stage `environment` beside generation, one with a process reward model has `prm` around scoring, and one
+whose rewards compare siblings has `group_rewards` after it. `assembly` makes and joins them.
 """
 
 from __future__ import annotations

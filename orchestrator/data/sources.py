@@ -62,7 +62,7 @@ class PromptSource:
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, row) of the next draw."""
+        """The pair (epoch, row) of the next draw."""
         return self._epoch, self._row
 
     @position.setter
@@ -130,7 +130,7 @@ class PromptSource:
 
 
 def prompts_of(config: Config, *, encoder: TextEncoder) -> tuple[PromptSource, list[Prompt]]:
-    """The training source and the held-out prompts, both in the model's own tokens."""
+    """Return the training source and the held-out prompts, both in the model's own tokens."""
     longest = longest_prompt(config)
     source = PromptSource(config.data, encoder=encoder, seed=config.run.seed, max_prompt_tokens=longest)
     if config.evaluation.source is None:
@@ -174,14 +174,14 @@ def fixed(source: str, *, limit: int, prompt_column: str, encoder: TextEncoder, 
 
 
 class PromptBuilder:
-    """Makes a prompt of a row."""
+    """The rule by which a row becomes a prompt."""
 
     def __init__(self, *, prompt_column: str, encoder: TextEncoder) -> None:
         self.prompt_column = prompt_column
         self._encoder = encoder
 
     def prompt(self, number: int, row: Any, *, epoch: int, where: str) -> Prompt:
-        """Raises `DataError` naming `where` and what is wrong with the row."""
+        """Return the prompt of a row. Raises `DataError` naming `where` and what is wrong with the row."""
         columns = self.columns(row, where=where)
         value = row[self.prompt_column]
         text = self.text(row, where=where)
@@ -190,7 +190,7 @@ class PromptBuilder:
         return Prompt(prompt_id=f"{epoch}:{number}", text=text, token_ids=np.asarray(token_ids, np.int32), columns=columns, chat=chat)
 
     def columns(self, row: Any, *, where: str) -> dict[str, Any]:
-        """All columns but the prompt's. Raises `DataError`."""
+        """Return all columns but the prompt's. Raises `DataError`."""
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: a {type(row).__name__}, expected a dictionary of columns")
         if self.prompt_column not in row:
@@ -200,7 +200,7 @@ class PromptBuilder:
         return {_name(name, where): _plain(value, name, where) for name, value in row.items() if name != self.prompt_column}
 
     def text(self, row: Mapping[str, Any], *, where: str) -> str:
-        """The prompt as the model sees it: its text, or what the chat template makes of messages. Raises `DataError`."""
+        """Return the prompt as the model sees it: its text, or messages rendered by the chat template. Raises `DataError`."""
         value = row[self.prompt_column]
         if isinstance(value, str):
             return self._rendered(value, row, where=where)
@@ -217,7 +217,7 @@ class PromptBuilder:
             raise DataError(f"{where}: the model's chat template refuses these messages: {type(error).__name__}: {error}") from error
 
     def token_ids(self, value: Any, text: str, *, where: str) -> list[int]:
-        """The tokens of a prompt's column whose `text` is known. Raises `DataError` where there are none."""
+        """Return the tokens of a prompt's column whose `text` is known. Raises `DataError` where there are none."""
         try:
             token_ids = self._encoder.token_ids(text, is_chat=self._encoder.is_chat(value))
         except Exception as error:  # a tokenizer may refuse a character in words of its own
@@ -234,7 +234,7 @@ def _name(name: Any, where: str) -> str:
 
 
 def _plain(value: Any, name: str, where: str) -> Any:
-    """The value of a column in plain JSON. Raises `DataError` naming row and column."""
+    """Return the value of a column in plain JSON. Raises `DataError` naming row and column."""
     try:
         return json_value(value)
     except NotJson as error:

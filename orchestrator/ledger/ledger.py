@@ -58,7 +58,7 @@ from orchestrator.rules.curriculum import Rest
 from pipelinerl.messages import EarlyStopDecision, Prompt, Sample, ScoredTrajectory, TerminalStatus, Trajectory
 
 _NO_PROMPT = Prompt(prompt_id="", text="", token_ids=np.zeros(0, np.int32))
-"""Stands in a recorded trajectory: siblings share their prompt, which is recorded with the group."""
+"""The prompt that stands in a recorded trajectory: siblings share theirs, which is recorded with the group."""
 
 
 class Ledger:
@@ -71,7 +71,7 @@ class Ledger:
         self.store = Store(path, fence=fence)
         self._keep_groups = keep_groups
         self._changed_state: dict[str, Any] = {}
-        """By key: values of the state that were not written since they changed."""
+        """Values of the state that were not written since they changed, by key."""
         self._sequence = itertools.count(1 + self.store.last_seq)
         with self.store.readable():
             self._rollouts = Rollouts(self.store)
@@ -79,13 +79,13 @@ class Ledger:
             self._num_assigned = int(self.read_state("num_assigned", 0))
             self._deaths: dict[str, dict[str, int]] = self.read_state("deaths", {})
             self._quarantined_rows: list[str] = self.read_state("quarantined_rows", [])
-            """Rows that are sent no more, as `step/row`."""
+            """Rows that are not sent again, as `step/row`."""
         self.store.before_flush = self._write_changed
 
     # --- the run ---
 
     def begin(self, settings: dict[str, Any], *, now_s: float, unix_s: float) -> None:
-        """The orchestrator starts; what was cancelled when the run ended before is in flight again."""
+        """Note that the orchestrator starts; rollouts that were cancelled when the run ended before are in flight again."""
         self.record("began", now_s=now_s, data=json.dumps({"settings": settings, "unix_s": unix_s}))
         with self.transaction():
             for rollout_id in self._rollouts.revive():
@@ -123,7 +123,9 @@ class Ledger:
     # --- a rollout, from its admission to its end ---
 
     def admit(self, group_id: int, prompt: Prompt, *, group_size: int, position: tuple[int, int], now_s: float) -> list[str]:
-        """A group is sent to engines for the first time; return its rollouts' names. `position` is the source's after the draw."""
+        """Note that a group is sent to engines for the first time; return its rollouts' names. `position` is the source's after the
+        draw.
+        """
         rollout_ids = [f"{group_id}/{sibling}" for sibling in range(group_size)]
         with self.transaction():
             self.store.put(_GROUP, group_id, prompt, None, None, None)
@@ -135,21 +137,21 @@ class Ledger:
         return rollout_ids
 
     def issue(self, rollout_id: str, *, attempt: int, engine_id: int, version: int, now_s: float) -> None:
-        """An attempt is sent to an engine that samples under `version`."""
+        """Note that an attempt is sent to an engine that samples under `version`."""
         with self.transaction():
             self.record("issued", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", version=version)
             self._rollouts.issue(rollout_id, attempt=attempt, version=version)
 
     def reattach(self, rollout_id: str, *, attempt: int, engine_id: int, now_s: float) -> None:
-        """An attempt from before the restart is still in its engine, and its answer is awaited."""
+        """Note that an attempt from before the restart is still in its engine, and that its answer is awaited."""
         self.record("reattached", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}")
 
     def lose(self, rollout_id: str, *, attempt: int, engine_id: int, reason: str, now_s: float) -> None:
-        """An attempt will not be answered, or its answer cannot be true (`refused: <kind>`)."""
+        """Note that an attempt will not be answered, or that its answer is impossible (`refused: <kind>`)."""
         self.record("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", reason=reason)
 
     def record_early_stop(self, rollout_id: str, *, attempt: int, decision: EarlyStopDecision, now_s: float) -> None:
-        """An early-stop decision has fallen about an attempt that is being written."""
+        """Note an early-stop decision about an attempt that is being written."""
         data = json.dumps({"stops": decision.stops, "probability": decision.probability})
         with self.transaction():
             self.record(
@@ -164,11 +166,11 @@ class Ledger:
             self._rollouts.decide(rollout_id, msgspec.json.encode([attempt, decision]).decode())
 
     def record_observation(self, rollout_id: str, *, attempt: int, turn: int, engine_id: int, reason: str, now_s: float) -> None:
-        """The environment has answered a turn (from 0) that an engine wrote: `reason` is ok, over, or how it failed."""
+        """Note that the environment has answered a turn (from 0) that an engine wrote: `reason` is ok, over, or how it failed."""
         self.record("observed", now_s=now_s, rollout_id=rollout_id, attempt=attempt, turn=turn, peer=f"engine-{engine_id}", reason=reason)
 
     def record_completion(self, trajectory: Trajectory, *, now_s: float) -> None:
-        """An engine has answered."""
+        """Note that an engine has answered."""
         summary = summary_of(trajectory)
         self.record(
             "generated",
@@ -183,7 +185,7 @@ class Ledger:
         )
 
     def record_score(self, scored: ScoredTrajectory, *, now_s: float) -> None:
-        """A scorer has answered, or could not: from here on the rollout survives a restart."""
+        """Note that a scorer has answered, or could not: from here on the rollout survives a restart."""
         name = scored.trajectory.rollout_id
         with self.transaction():
             self._record_outcome("scored", scored, now_s=now_s)
@@ -191,7 +193,7 @@ class Ledger:
             self.store.put(_TRAJECTORY, name, _without_prompt(scored))
 
     def update_scores(self, kind: str, members: Sequence[ScoredTrajectory], *, now_s: float) -> None:
-        """Scores have changed: by `prm_scored`, each has its step scores, or by `group_scored`, what compares siblings."""
+        """Note new scores: with `prm_scored` each member has its step scores, with `group_scored` the comparison of its siblings."""
         with self.transaction():
             for member in members:
                 self._record_outcome(kind, member, now_s=now_s)
@@ -199,7 +201,7 @@ class Ledger:
                 self.store.put(_IS_RESCORED[kind], 1, member.trajectory.rollout_id)
 
     def assign(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
-        """A group becomes part of a step."""
+        """Note that a group becomes part of a step."""
         self._complete(group_id, step=step, is_assigned=True)
         for sample in samples:
             rollout_id = sample.trajectory.rollout_id
@@ -207,16 +209,16 @@ class Ledger:
             self.store.put(_ASSIGNED, step, sample.advantages.tobytes(), rollout_id)
 
     def set_advantages(self, samples: Iterable[Sample]) -> None:
-        """Samples assigned before have got their final advantages: a rule over the whole step gives them when it closes."""
+        """Note the final advantages of samples that were assigned before: a rule over the whole step gives them when it closes."""
         for sample in samples:
             self.store.put(_CREDITED, sample.advantages.tobytes(), sample.trajectory.rollout_id)
 
     def drop(self, group_id: int, *, step: int) -> None:
-        """No rollout of a group will be trained; it came while `step` was being filled."""
+        """Note that no rollout of a group will be trained; the group was completed while `step` was being filled."""
         self._complete(group_id, step=step, is_assigned=False)
 
     def pack(self, samples: Sequence[Sample], *, step: int, row: int, now_s: float) -> None:
-        """A row is whole. It must be written, by `flush`, before the trainer may have it."""
+        """Note that a row is complete. It must be written, by `flush`, before the trainer may have it."""
         for position, sample in enumerate(samples):
             rollout_id = sample.trajectory.rollout_id
             self.record("packed", now_s=now_s, rollout_id=rollout_id, step=step, row=row, position=position)
@@ -225,7 +227,7 @@ class Ledger:
     def end(
         self, rollout_id: str, status: TerminalStatus, *, now_s: float, reason: str = "", summary: RolloutSummary | None = None
     ) -> None:
-        """A rollout ended. Raises `KeyError` where it is not in flight: it was never admitted, or ended before."""
+        """Note that a rollout ended. Raises `KeyError` where it is not in flight: it was never admitted, or ended before."""
         known = dataclasses.asdict(summary or RolloutSummary())
         with self.transaction():
             self._rollouts.end(rollout_id, status, reason)
@@ -236,7 +238,9 @@ class Ledger:
     # --- a step, from its last row to its checkpoint ---
 
     def quarantine_row(self, step: int, row: int, samples: Sequence[Sample], *, now_s: float) -> None:
-        """A row killed the trainer twice: it is sent no more, and its samples end as failed. What the step is divided by stays."""
+        """Note that a row killed the trainer twice: it is not sent again, and its samples end as failed. The step's divisor stays the
+        same.
+        """
         key = f"{step}/{row}"
         with self.transaction():
             self.record("quarantined", now_s=now_s, peer="trainer", suspect=key, step=step, row=row)
@@ -248,12 +252,14 @@ class Ledger:
             self._set_state("quarantined_rows", self._quarantined_rows)
 
     def quarantined_rows(self, step: int) -> frozenset[int]:
-        """Rows of a step that are sent no more."""
+        """Return the rows of a step that are not sent again."""
         keys = (key.partition("/") for key in self._quarantined_rows)
         return frozenset(int(row) for of_step, _, row in keys if int(of_step) == step)
 
     def close_step(self, step: int, *, num_rows: int, num_tokens: int, num_samples: int, now_s: float) -> str:
-        """A step has all its rows; return its commit. It must be written, durably, before the trainer may hear that the step is closed."""
+        """Note that a step has all its rows; return its commit. It must be written, durably, before the trainer may hear that the step is
+        closed.
+        """
         with self.transaction():
             sequence = self.record("closed", now_s=now_s, step=step, num_rows=num_rows, num_samples=num_samples, num_tokens=num_tokens)
             self.store.put(_CLOSED, step, num_rows, num_tokens, num_samples, sequence)
@@ -360,7 +366,7 @@ class Ledger:
 
 
 REST_KEY = "rest "
-"""Prefix of the state's keys that say how long a prompt rests, for the curriculum; the prompt's number follows."""
+"""The prefix of the state's keys for rests of prompts, for the curriculum; the prompt's number follows."""
 _STATE, _GROUP, _SAMPLE, _TRAJECTORY = map(writing, ("state", "groups", "samples", "trajectories"))
 _DRAWN, _COMPLETED, _CLOSED, _CHECKPOINT, _EVALUATED = map(writing, ("drawn", "completed", "steps", "checkpoints", "evaluations"))
 _GROUP_COMPLETED = changing("groups", "number", "step", "is_assigned")

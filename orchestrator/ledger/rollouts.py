@@ -19,19 +19,19 @@ class InFlight:
     group_id: int
     prompt_id: str
     attempt: int = -1
-    """The last that was issued."""
+    """The last attempt that was issued."""
     version: int = 0
-    """The newest that an attempt of it was issued under."""
+    """The newest version that an attempt of it was issued under."""
     early_stop: str | None = None
     """JSON: the attempt about which a decision fell, and the decision; see `Ledger.record_early_stop`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """Facts of a rollout that ends; None where it never got that far."""
+    """The facts about a rollout that ends; a field is None where it never got that far."""
 
     step: int | None = None
-    """Step it was trained in, or counts in as one that was stopped early."""
+    """The step it was trained in, or, for a rollout that was stopped early, counts in."""
     reward: float | None = None
     oldest_version: int | None = None
     newest_version: int | None = None
@@ -82,12 +82,12 @@ class Rollouts:
     def __init__(self, store: Store) -> None:
         """Take over what the store holds."""
         self.in_flight: dict[str, InFlight] = {}
-        """By name, in the order in which they were admitted."""
+        """The rollouts in flight by name, in the order in which they were admitted."""
         self.reasons: collections.Counter[str] = collections.Counter()
         """Rollouts that were not trained, by `status: reason`."""
         self._store = store
         self._ended: collections.Counter[tuple[TerminalStatus, str]] = collections.Counter()
-        """By status and reason."""
+        """The rollouts that ended, by status and reason."""
         self._changed: set[tuple[TerminalStatus, str]] = set()
         """Keys of `_ended` that changed since they were written."""
         for status, reason, number in store.rows("counts"):
@@ -122,7 +122,7 @@ class Rollouts:
             self._store.put("DELETE FROM in_flight WHERE rollout_id = ?", rollout_id)
 
     def revive(self) -> list[str]:
-        """Put what was cancelled when the run ended back in flight; return the names."""
+        """Put rollouts that were cancelled when the run ended back in flight; return their names."""
         revived = self._read_in_flight("revives")
         for rollout_id in revived:
             self._update(rollout_id, self.in_flight[rollout_id])
@@ -160,7 +160,7 @@ class Rollouts:
             self.reasons[f"{status}: {reason}"] += number
 
     def _update(self, rollout_id: str, rollout: InFlight, *, revives: bool = False) -> None:
-        """Have what changed of a rollout stand in the table; `revives`: it has ended, and is in flight again when the run goes on."""
+        """Write a rollout's changes to the table; `revives` says that it has ended, and is in flight again when the run goes on."""
         self._store.put(_CHANGED, rollout.attempt, rollout.version, rollout.early_stop, int(revives), rollout_id)
 
 

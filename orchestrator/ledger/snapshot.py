@@ -28,7 +28,7 @@ class InterruptedRollout:
     rollout_id: str
     sibling: int
     attempt: int
-    """The next one: every earlier one is fenced."""
+    """The next attempt: every earlier one is fenced."""
     version: int
     """Version under which it was first issued: an older engine might sample what the bound then refuses."""
 
@@ -47,16 +47,16 @@ class RecordedStep:
     """A step as the ledger holds it."""
 
     rows: tuple[tuple[Sample, ...], ...] = ()
-    """Packed, in order."""
+    """The packed rows, in order."""
     unpacked: tuple[Sample, ...] = ()
-    """Placed in the step and not packed yet."""
+    """Samples that were placed in the step and not packed yet."""
     groups: tuple[tuple[ScoredTrajectory, ...], ...] = ()
     """Groups that `unpacked` was made of, each with its greedy sibling where it has one."""
     num_groups: int = 0
     num_stopped: int = 0
     """Rollouts of its groups that were stopped early."""
     quarantined_rows: frozenset[int] = frozenset()
-    """Numbers of the rows that are sent no more: they killed the trainer."""
+    """Numbers of the rows that are not sent again: they killed the trainer."""
     closed: tuple[int, int, str] | None = None
     """(tokens with a loss, samples, commit) where the step is closed."""
 
@@ -73,16 +73,16 @@ class Snapshot:
     """Steps that are in a policy, whether or not a checkpoint holds it."""
     next_group_id: int
     position: tuple[int, int]
-    """Position of the prompt source: the next prompt to draw."""
+    """The position of the prompt source: the next prompt to draw."""
     interrupted: tuple[InterruptedGroup, ...]
     scored: tuple[ScoredTrajectory, ...]
-    """Scored, and not assigned to a step."""
+    """Trajectories that were scored, and not assigned to a step."""
     group_scored: frozenset[str]
     """Rollouts whose scores take their siblings into account."""
     prm_scored: frozenset[str]
     """Rollouts whose steps have scores."""
     early_stops: dict[tuple[str, int], EarlyStopDecision]
-    """By rollout in flight and attempt: its early-stop decision."""
+    """The early-stop decisions, by rollout in flight and attempt."""
     steps: dict[int, RecordedStep]
     """Steps from `num_done` on; the last one may be open."""
     num_assigned_groups: int
@@ -90,10 +90,10 @@ class Snapshot:
     running_groups: frozenset[int]
     """Groups admitted and not completed."""
     deaths: dict[str, dict[str, int]]
-    """By role, by prompt: how often it was there when a peer died, and has not come through since."""
+    """The number of deaths at which a prompt was present since it last came through, by role and prompt."""
 
     evaluations: tuple[tuple[int, float], ...] = ()
-    """(version, mean reward) of those that are done."""
+    """The pairs (version, mean reward) of the evaluations that are done."""
 
     @property
     def open_step(self) -> int:
@@ -106,7 +106,7 @@ _prompts: Decoder[Prompt] = Decoder(Prompt)
 
 
 def read_snapshot(ledger: Ledger) -> Snapshot:
-    """Everything an orchestrator needs to go on. Raises `LedgerError` for a ledger that was damaged."""
+    """Read everything that an orchestrator needs to go on. Raises `LedgerError` for a ledger that was damaged."""
     with ledger.store.readable():
         return _read_snapshot(ledger)
 
@@ -138,9 +138,8 @@ def _read_snapshot(ledger: Ledger) -> Snapshot:
 
 
 def read_steps(ledger: Ledger, *, first: int, end: int | None = None) -> dict[int, RecordedStep]:
-    """Steps `first` .. `end` - 1 as they were packed and closed: what a trainer that starts again is given once more.
-
-    Raises `LedgerError` for a ledger that was damaged.
+    """Read steps `first` .. `end` - 1 as they were packed and closed: a trainer that starts again is given these once more. Raises
+    `LedgerError` for a ledger that was damaged.
     """
     with ledger.store.readable():
         return _read_steps(ledger, first=first, end=end)
@@ -181,7 +180,7 @@ def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, Rec
 
 
 def read_resting(ledger: Ledger) -> dict[int, Rest]:
-    """Prompts that were out of the curriculum's band when they were last measured, by number."""
+    """Return the prompts that were outside the curriculum's band when they were last measured, by number."""
     of_prompts = ledger.store.rows("state", "key >= ? AND key < ?", REST_KEY, REST_KEY[:-1] + chr(ord(REST_KEY[-1]) + 1))
     found = {int(key.removeprefix(REST_KEY)): json.loads(value) for key, value in of_prompts}
     return {number: Rest(length=rest[0], measured_in=rest[1]) for number, rest in found.items() if rest is not None}
@@ -210,18 +209,20 @@ def read_successes(ledger: Ledger, *, correct_reward: float, group_size: int) ->
 
 
 def commit_of(ledger: Ledger, step: int) -> str | None:
-    """The commit under which a step was closed; None where it was not, or where no checkpoint of it may be used any more."""
+    """Return the commit under which a step was closed; None where it was not, or where no checkpoint of it may be used any more."""
     found = ledger.store.rows("steps", "step = ?", step)
     return f"{ledger.store.ledger_id}:{found[0][-1]}" if found else None
 
 
 def saved_versions(ledger: Ledger) -> list[int]:
-    """Versions of the checkpoints that the ledger counts on, in order; those that `checkpoint.keep` removed are not among them."""
+    """Return the versions of the checkpoints that the ledger counts on, in order; those that `checkpoint.keep` removed are not among
+    them.
+    """
     return [version for version, _ in ledger.store.rows("checkpoints", "TRUE ORDER BY version")]
 
 
 def first_kept_step(ledger: Ledger) -> int:
-    """The step from which on rows are kept: the oldest version that a trainer may start from."""
+    """Return the step from which on rows are kept: the oldest version that a trainer may start from."""
     return ledger.read_state("oldest_version", 0)
 
 
@@ -242,7 +243,7 @@ def _with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
 
 
 def _groups(scored: Iterable[ScoredTrajectory], *, baselines: Mapping[int, ScoredTrajectory]) -> tuple[tuple[ScoredTrajectory, ...], ...]:
-    """Siblings together, the greedy one, which stands in no step, last; `baselines` by group."""
+    """Collect siblings, the greedy one, which stands in no step, as the last; `baselines` by group."""
     groups: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
     for one in scored:
         groups[one.trajectory.group_id].append(one)

@@ -168,7 +168,7 @@ class EngineRequests:
                 self._refuse(asked, violation)
                 return
         if asked.is_reattached or not self._followers:
-            return  # the first tokens of what is adopted went to an orchestrator that is gone: it is followed once it is whole
+            return  # its first tokens went to an earlier orchestrator: followers get it once it is complete
         asked.noted(tokens)
         for handler in self._followers:
             handler(asked.request, tokens)

@@ -253,7 +253,7 @@ class Engines:
     def _on_load(self, peer: str, load: EngineLoad) -> None:
         engine = self._engines.get(load.engine_id)
         if engine is None:
-            if peer in self._not_taken:  # it announces itself but once: as it is, it would be waited for without end
+            if peer in self._not_taken:  # it announces itself only once: unrefused, it would be awaited forever
                 self.peers.refuse(peer, self._not_taken[peer])
             return
         if (violation := gauges(load)) is not None:

@@ -181,7 +181,7 @@ class Peers:
     def _hold_against(self, peer: str, violation: Violation, *, is_hopeless: bool = False) -> None:
         self._told[peer, violation.kind] += 1
         count = self._told[peer, violation.kind]
-        if count & (count - 1) == 0:  # 1, 2, 4, 8: a flood is not written down line by line
+        if count & (count - 1) == 0:  # reported at 1, 2, 4, 8: a flood would fill the journal
             self._tell(peer, violation.kind, shorten(violation.words), count)
         match self._penalties.violated(peer, now_s=asyncio.get_running_loop().time(), is_hopeless=is_hopeless):
             case Penalty.REPLACE:

@@ -266,7 +266,7 @@ class Scorers:
         scorer = self._scorers.get(load.scorer_id)
         if scorer is not None:
             scorer.load = load
-        elif peer in self._not_taken:  # it announces itself but once: as it is, it would be waited for without end
+        elif peer in self._not_taken:  # it announces itself only once: unrefused, it would be awaited forever
             self.peers.refuse(peer, self._not_taken[peer])
         self.changed.set()  # a scorer that could not be reached is there again
 

@@ -104,7 +104,7 @@ class Reissue:
         """Issue the next attempt of a rollout that was lost with its engine."""
         engine = self.engines.find(engine_id)
         is_condemned = engine is not None and engine.is_condemned
-        if not is_condemned:  # else it goes for what it said, and no prompt is suspected of it
+        if not is_condemned:  # a condemned engine is replaced for its violations, so no prompt is suspected
             self._lost[engine_id].add(rollout.prompt.prompt_id)
         reason = f"engine-{engine_id} {'is fenced for what it said' if is_condemned else 'ended'}"
         self._issue_next(rollout, rollout.next_attempt(), engine_id, reason=reason)

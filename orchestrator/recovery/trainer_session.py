@@ -105,7 +105,7 @@ class TrainerSession:
                 raise PeerRefused(words)
             num_booked = self.steps.num_booked
             await self.steps.reopen(ready.version)
-            for step in range(num_booked, ready.version):  # its weights prove what their trainer had no time to say
+            for step in range(num_booked, ready.version):  # its weights prove steps that the trainer before had no time to report
                 self.progress.proven(step, self.steps.open[step].samples, now_s=loop.time())
                 self.steps.record_trained(step, now_s=loop.time())
             if self._is_condemned:

@@ -47,7 +47,7 @@ class Concurrency:
         if fullest > FULL:
             self.limit = max(self._least, int(CUT * min(self.limit, max(num_outstanding, sum(self._held.values())))))
             self._is_draining = True
-            self._used.clear()  # others said so before the limit fell: it is one and the same fullness
+            self._used.clear()  # other reports date from before the limit fell, and describe the same fullness
         elif fullest < ROOM and num_outstanding >= self.limit:
             self.limit = min(self._most, self.limit + self._group_size)
 

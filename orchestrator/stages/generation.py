@@ -225,7 +225,7 @@ class Generation:
         now_s = _now_s()
         trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
         self.ledger.record_completion(trajectory, now_s=now_s)
-        self._completions.put_now(trajectory)  # bounded: `_full` holds back what is asked for, and each is one that was
+        self._completions.put_now(trajectory)  # bounded: `_full` holds back requests, and each trajectory answers one
 
     async def _collect(self) -> None:
         async for trajectory in self._completions:

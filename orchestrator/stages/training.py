@@ -256,7 +256,9 @@ class Training:
             return
         metrics = done.metrics
         lags = [squared_lags_of(sample.trajectory, trained=done.step) for sample in self.steps.open[done.step].samples]
-        excess = metrics.get("mismatch_kl_stale_kv", 0.0) - metrics.get("mismatch_kl_on_policy", 0.0)  # without what arithmetic does
+        excess = metrics.get("mismatch_kl_stale_kv", 0.0) - metrics.get(
+            "mismatch_kl_on_policy", 0.0
+        )  # less the share that is due to arithmetic
         kl = max(0.0, excess) * metrics.get("tokens_stale_kv", 0.0)
         self.kv_policy.measured(kl=kl, square=sum(square for square, _ in lags), num_tokens=sum(num for _, num in lags))
 
@@ -297,7 +299,7 @@ class Training:
                 self.trainer.send(f"trainer-{replica}", Stop(reason="start again: the orchestrator that ended the training is gone"))
 
     def _on_alive(self, peer: str, alive: Alive) -> None:
-        if self._is_ending:  # nothing else tells that it saves, which may take longer than anything may stand still
+        if self._is_ending:  # no other message tells that it saves, which may take longer than the stall limit
             self.watch.moved()
 
     def _check_finished(self) -> None:
