@@ -148,6 +148,8 @@ class Launcher:
                 self._failed_at, self._is_overdue = time.time(), True
                 return min(self._running)
             self._running.discard(name)
+            if self._was_ended_unprepared(name):
+                return None
             if self._processes.exit_code(name) and not self._is_over_for(name):
                 self._failed_at = time.time()
                 return name
@@ -157,6 +159,12 @@ class Launcher:
             else:
                 self._left_at[name] = loop.time()
         return None
+
+    def _was_ended_unprepared(self, name: str) -> bool:
+        """Return whether the orchestrator was still starting when it was asked to save, and so ended by the signal itself: there is nothing
+        to save, and `--resume` goes on."""
+        was_ended_by_term = self._processes.exit_code(name) == -signal.SIGTERM
+        return name == "orchestrator" and self._num_interrupts == 1 and was_ended_by_term
 
     def _is_over_for(self, name: str) -> bool:
         """Return whether nobody needs a process any more, however it ended: the orchestrator has ended before it, and it has nothing to

@@ -46,7 +46,7 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
         config.environment.function is not None,
         "environment.function names none",
     )
-    prm = tuple(f"prm.{key}" for key in type(config.prm).model_fields if key not in ("path", "judge", "stop"))
+    prm = tuple(f"prm.{key}" for key in type(config.prm).model_fields if key not in ("path", "judge", "early_stop"))
     yield prm, config.prm.is_used, "neither prm.path nor prm.judge.url names what would score steps"
     yield ("prm.convention", "prm.tag", "prm.dtype", "prm.options"), config.prm.judge.url is None, "prm.judge scores steps by words"
     stop = tuple(f"prm.early_stop.{key}" for key in ("keep_probability", "min_steps", "max_false_stop_fraction"))

@@ -256,6 +256,15 @@ ENDS_LAST = """
 """Ends at once in its first life; in its second, once the launcher has taken note of the orchestrator's end."""
 
 
+def test_an_orchestrator_that_is_asked_to_save_while_it_starts_ends_the_run_well(folder: Path):
+    """It has no handler yet, so the signal itself ends it; the engine, whom nobody tells of the end, is ended with the run."""
+    starts = "import os, pathlib, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(100)"
+    lasts = "import time\ntime.sleep(100)"
+    assert run(folder, orchestrator=starts, engines=lasts) < 60
+    with pytest.raises(PeerGone, match="engines was killed by signal SIGTERM"):
+        run(folder, orchestrator=lasts, engines="import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
+
+
 def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launching, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(launching, "REJOIN_AFTER_S", 0.2)

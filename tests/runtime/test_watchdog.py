@@ -41,7 +41,7 @@ STALLS: dict[str, tuple[type[Any], str, tuple[str, ...]]] = {
     ),
     "scoring": (
         Scoring,
-        "_send",
+        "run",
         (
             r"generation has given \d+ trajectories; \d+ wait to be taken by scoring, the first rollout \d+/\d, attempt 0, of engine-\d",
             "batching waits for scored since",
@@ -122,7 +122,7 @@ RUN = """
     else:
         async def stand_still(stage):
             await asyncio.Event().wait()
-        Scoring._send = stand_still
+        Scoring.run = stand_still
     with crash_report(folder, "orchestrator"):
         asyncio.run(main())
 """

@@ -172,8 +172,10 @@ def test_the_limit_itself_saves_and_requeues(cluster: slurm.Cluster, tmp_path: P
         wait(cluster, number, "PENDING", *ENDED)
         text = said(run_folder, number)
         assert "attempt 0 saved; requeue" in text
-        assert steps_of(run_folder) == list(range(len(steps_of(run_folder))))
-        assert json.loads((run_folder / "checkpoint.json").read_text())["step"] == len(steps_of(run_folder))
+        steps, checkpoint = steps_of(run_folder), run_folder / "checkpoint.json"
+        assert steps == list(range(len(steps)))
+        # Slurm may send its signal up to a minute early: then it meets an orchestrator that is only starting, and has nothing to save.
+        assert (json.loads(checkpoint.read_text())["step"] if checkpoint.exists() else 0) == len(steps)
         cluster.cancel_all()
 
 
