@@ -14,7 +14,7 @@ from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.weight_transport import choose_transport
 from pipelinerl.config import Config
 from pipelinerl.messages import LayoutFixed, TrainerReady
-from pipelinerl.rewards.pool.calls import component_names
+from pipelinerl.rewards.calls import component_names
 
 NUM_SCORERS = 1
 """Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""

@@ -16,7 +16,7 @@ from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import RewardSection
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Float32, ScoredTrajectory
-from pipelinerl.rewards.pool.calls import component_names
+from pipelinerl.rewards.calls import component_names
 
 
 class MethodCredit:

@@ -31,8 +31,8 @@ from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.launch.preflight import answer
 from pipelinerl.messages import Finish, Prompt, RequestKind, ScorerTask
+from pipelinerl.rewards.calls import Component, component_names
 from pipelinerl.rewards.environment import load_environment
-from pipelinerl.rewards.pool.calls import Component, component_names
 from pipelinerl.rewards.reward import load_rewards
 from pipelinerl.runtime.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
 

@@ -74,7 +74,7 @@ def test_head_node_modules_load_where_torch_and_vllm_are_not_installed() -> None
         "pipelinerl/*.py",
         "pipelinerl/transport/*.py",
         "pipelinerl/engine/base.py",
-        "pipelinerl/rewards/pool/calls.py",
+        "pipelinerl/rewards/calls.py",
         "pipelinerl/algorithms/advantage.py",
         "pipelinerl/algorithms/staleness.py",
         "orchestrator/**/*.py",

@@ -24,7 +24,7 @@ from pipelinerl.checker.history import _checkpoints
 from pipelinerl.config.file import load, load_run, parse
 from pipelinerl.errors import ConfigError, LedgerError, WeightsError, WireError
 from pipelinerl.observe.lines import JournalTail, read_journals, read_spans
-from pipelinerl.rewards.pool import calls
+from pipelinerl.rewards import calls
 from pipelinerl.storage.checkpoint_folder import read_manifest
 from pipelinerl.transport import stream
 from pipelinerl.transport.codec import Decoder, encode

@@ -41,7 +41,7 @@ from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, decoder, load_to
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.messages import Finish, Group, Outcome, ScoredTrajectory, Trajectory
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.pool.calls import component_names
+from pipelinerl.rewards.calls import component_names
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -29,8 +29,8 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Observation, Outcome, ScorerTask
-from pipelinerl.rewards.pool.arguments import Parameters, by_turns, parameters_of
-from pipelinerl.rewards.pool.calls import Call, CallResult, Component
+from pipelinerl.rewards.arguments import Parameters, by_turns, parameters_of
+from pipelinerl.rewards.calls import Call, CallResult, Component
 from pipelinerl.rewards.reward import ERROR_CHARACTERS, describe, wait_for_value
 from pipelinerl.runtime.function_errors import FunctionError, error_of, place_of
 from pipelinerl.runtime.plugin import load_plugin

@@ -43,9 +43,9 @@ from typing import Any
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Outcome, ScorerTask
+from pipelinerl.rewards.arguments import Parameters, by_turns, parameters_of
+from pipelinerl.rewards.calls import Call, CallResult, Component
 from pipelinerl.rewards.functions.rubric import adapt_rubric, is_rubric
-from pipelinerl.rewards.pool.arguments import Parameters, by_turns, parameters_of
-from pipelinerl.rewards.pool.calls import Call, CallResult, Component
 from pipelinerl.runtime.function_errors import FunctionError, error_of, place_of
 from pipelinerl.runtime.plugin import load_plugin
 

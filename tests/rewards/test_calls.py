@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import ConfigError, WireError
+from pipelinerl.rewards.calls import Call, Component, Loaded, Setup, ToWorker, Withdraw
 from pipelinerl.rewards.functions.builtin import exact_match
-from pipelinerl.rewards.pool.calls import Call, Component, Loaded, Setup, ToWorker, Withdraw
 from pipelinerl.rewards.pool.forkserver import load_codec
 from pipelinerl.rewards.pool.sandbox import Sandbox, clean_environment
 from pipelinerl.runtime.function_errors import place_of

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.messages import Finish, Outcome, Prompt, RequestKind, ScorerTask
-from pipelinerl.rewards.pool.calls import Call
+from pipelinerl.rewards.calls import Call
 from pipelinerl.rewards.reward import RewardRunner, inspect_reward
 
 CHAT = ({"role": "user", "content": "What is a third?"},)

@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Finish, Outcome, Prompt, RequestKind, ScorerTask
-from pipelinerl.rewards.pool.calls import Call, CallResult
+from pipelinerl.rewards.calls import Call, CallResult
 from pipelinerl.rewards.reward import ERROR_CHARACTERS, Reward, RewardRunner, Shape, inspect_reward, read_values
 
 COLUMNS: dict[str, Any] = {"answer": "42", "level": 3}

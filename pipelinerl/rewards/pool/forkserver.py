@@ -29,7 +29,7 @@ from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import Codec, codec_of, load_tokenizer
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
-from pipelinerl.rewards.pool.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
+from pipelinerl.rewards.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
 from pipelinerl.rewards.pool.worker import STACK_FILE, STACK_SIGNAL, run_worker
 from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.transport.codec import Decoder, encode

@@ -12,8 +12,8 @@ from pipelinerl.errors import ConfigError, PeerSilent, WireError
 from pipelinerl.messages import FunctionKind, Message, Outcome, Request
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.aggregator import PartialResult
+from pipelinerl.rewards.calls import Call, Calling, CallResult, Ended, FromWorker, Loaded, Refused, Skipped, Withdraw
 from pipelinerl.rewards.failures import Failures
-from pipelinerl.rewards.pool.calls import Call, Calling, CallResult, Ended, FromWorker, Loaded, Refused, Skipped, Withdraw
 from pipelinerl.rewards.pool.limits import BreakerState
 from pipelinerl.rewards.pool.queue import Queue, Ticket
 from pipelinerl.rewards.pool.sandbox import Sandbox

@@ -18,8 +18,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import FunctionFailed, FunctionKind, FunctionLoad, Outcome, Request, RequestKind, Result
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.aggregator import Aggregator
+from pipelinerl.rewards.calls import Component, Setup, component_names
 from pipelinerl.rewards.failures import Failures
-from pipelinerl.rewards.pool.calls import Component, Setup, component_names
 from pipelinerl.rewards.pool.limits import RateLimiter
 from pipelinerl.rewards.pool.pool import LOAD_DEADLINE_S, Pool
 from pipelinerl.rewards.pool.queue import Queue

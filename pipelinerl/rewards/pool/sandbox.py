@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 
 from pipelinerl.errors import ConfigError, PeerGone, PeerSilent
 from pipelinerl.messages import Message
-from pipelinerl.rewards.pool.calls import PACKET_BYTES, Ended, FromForkServer, Kill, Prepared, Refused, Setup, Spawn
+from pipelinerl.rewards.calls import PACKET_BYTES, Ended, FromForkServer, Kill, Prepared, Refused, Setup, Spawn
 from pipelinerl.transport.codec import Decoder, encode
 
 PREPARE_DEADLINE_S = 300.0

@@ -22,8 +22,8 @@ from typing import TextIO
 from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
+from pipelinerl.rewards.calls import Call, Calling, CallResult, Component, Loaded, Refused, Skipped, ToWorker, Withdraw
 from pipelinerl.rewards.environment import EnvironmentRunner, load_environment
-from pipelinerl.rewards.pool.calls import Call, Calling, CallResult, Component, Loaded, Refused, Skipped, ToWorker, Withdraw
 from pipelinerl.rewards.reward import RewardRunner, load_rewards
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import Decoder
