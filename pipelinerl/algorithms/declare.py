@@ -154,19 +154,8 @@ auxiliary = partial(RuleSpec, column="auxiliary")
 critic = partial(RuleSpec, column="critic")
 """A loss of the model that is trained beside the policy: `(outputs, ...) -> (sum, number of clipped, or of right ones)`."""
 
-DECORATORS: Mapping[str, Callable[..., RuleSpec]] = {
-    "shaping": shaping,
-    "group_filter": group_filter,
-    "advantage": advantage,
-    "batch": batch,
-    "objective": objective,
-    "proximal": proximal,
-    "weight": weight,
-    "mask": mask,
-    "kl": kl,
-    "auxiliary": auxiliary,
-    "critic": critic,
-}
+DECORATORS = {name: kind for name, kind in globals().items() if isinstance(kind, partial)}
+"""The decorators above, by name."""
 
 load_rule = functools.cache(load_plugin)
 """The function that a reference names; its file is run, once."""

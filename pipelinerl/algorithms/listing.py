@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipelinerl.algorithms import methods
 from pipelinerl.algorithms.controllers import control_lines
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, COSTS, REFERENCE_OFFERS, TRAINER_OFFERS, Aggregation, Method
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Aggregation, Method, Need
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.own import CARRIED
 from pipelinerl.algorithms.rules import COLUMNS
@@ -37,7 +37,7 @@ def render_table() -> str:
     rows = [("method", "what it does", "cost", "source"), *table_rows()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) + f"  {row[3]}" for row in rows]
-    notes = [f"{need.value}: {meaning}." for need, meaning in COSTS.items()]
+    notes = [f"{need}: {need.cost}." for need in Need if need.cost]
     return "\n".join([*lines, "", *notes, "needs X: refused until the run supplies X; the refusal says how, or which option does without."])
 
 
@@ -73,6 +73,6 @@ def _own_lines() -> list[str]:
 
 def _cost(method: Method) -> str:
     missing = sorted(need.value for need in method.needs - ALWAYS_OFFERED - TRAINER_OFFERS - REFERENCE_OFFERS)
-    costs = sorted(need.value for need in method.needs if need in COSTS)
+    costs = sorted(need.value for need in method.needs if need.cost)
     epochs = [SEVERAL_EPOCHS] if needs_several_epochs(method) else []
     return "; ".join([*costs, *(f"needs {need}" for need in missing), *epochs])

@@ -1,7 +1,7 @@
 """A training method: a choice of one rule per column, and the needs that those rules have of the run.
 
-A `Method` is plain data. It names its rules; the functions behind the names live in `credit` (numpy) and `loss` (torch), so the
-orchestrator can read, check and print a method without importing torch. It travels in the resolved config as a dictionary.
+A `Method` is plain data. It names its rules; the functions behind the names live in `advantage` (numpy) and `loss` (torch), so the
+orchestrator can read, check and print a method without importing torch.
 """
 
 from __future__ import annotations
@@ -10,81 +10,131 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 Option = float | int | bool | str | None
 """Value of a rule's option. `None` has no published default and must be stated."""
 
 
+class Supplier(enum.Enum):
+    """Who gives a rule what it needs, and when."""
+
+    ROW = "every row of every run carries it"
+    GROUP = "the orchestrator knows it of every group, and an advantage that the trainer makes cannot read it"
+    SETTING = "likewise, where a setting asks for it"
+    TRAINER = "the trainer computes it where a method asks for it"
+    REFERENCE = "the trainer computes it where it is given a reference or teacher model, too"
+
+
 class Need(enum.StrEnum):
-    """Something a rule reads beyond token ids, masks, engine log-probabilities, versions, rewards and lengths, which every run has."""
+    """Something a rule reads beyond token ids, masks, engine log-probabilities, versions, rewards and lengths, which every run has.
 
-    COMPONENTS = "components"
+    A member is its name, who supplies it, what that costs, and the setting that supplies it to a run without it.
+    """
+
+    supplier: Supplier
+    cost: str
+    remedy: str
+
+    def __new__(cls, value: str, supplier: Supplier, cost: str = "", remedy: str = "") -> Need:
+        need = str.__new__(cls, value)
+        need._value_, need.supplier, need.cost, need.remedy = value, supplier, cost, remedy
+        return need
+
+    COMPONENTS = "components", Supplier.GROUP
     """The reward of each component apart, [N, K]."""
-    GREEDY_REWARD = "greedy_reward"
+    GREEDY_REWARD = (
+        "greedy_reward",
+        Supplier.GROUP,
+        "one rollout more in every group, sampled at temperature 0, scored, and never trained",
+    )
     """Reward of one greedy rollout of the same prompt, by the same engine: the orchestrator adds it to every group."""
-    STEP_SCORES = "step_scores"
+    STEP_SCORES = "step_scores", Supplier.SETTING, "", "name a process reward model (prm.path, or prm.judge)"
     """Scores of a process reward model at the ends of steps or turns."""
-    ANCHORS = "anchors"
+    ANCHORS = (
+        "anchors",
+        Supplier.SETTING,
+        "",
+        "gigpo compares turns that left equal states of an episode of several turns, and a rollout here is one turn, whose only state is"
+        " the prompt, among whose siblings it would be grpo; set environment.function, or choose grpo or, with a process reward model,"
+        " step_grpo",
+    )
     """The turns of an episode, and an identity of the state that each answered, equal for equal states of sibling rollouts."""
-    ROLES = "roles"
+    ROLES = "roles", Supplier.GROUP
     """The agent role that wrote each rollout: the column `role` of its prompt's row, which is looked for when the group closes."""
-    PREDICTIONS = "predictions"
+    PREDICTIONS = ("predictions", Supplier.SETTING, "", "switch unbiased early stopping on (prm.early_stop.threshold), or choose rloo")
     """Predicted reward and sample weight of rows under an unbiased early stop."""
-    CORRECT = "correct"
+    CORRECT = "correct", Supplier.ROW
     """Correctness, 0 or 1 per sequence."""
-    TRUNCATED = "truncated"
+    TRUNCATED = "truncated", Supplier.ROW
     """Whether a sequence was cut off at its longest allowed length."""
-    TOKEN_KL = "token_kl"
-    """Per token log mu - log ref, for advantages with a KL in the reward; these are then made in the trainer, which has a reference."""
-    REFERENCE_LOGPROBS = "reference_logprobs"
-    """Reference or teacher log-probability per token, on the trainer's side."""
-    DIVERGENCE = "divergence"
-    """How far the policy's whole distribution is from a reference's or teacher's, per token, with gradient."""
-    OLD_LOGPROBS = "old_logprobs"
-    """Log-probabilities of the policy at the start of the step: one more forward pass of the trainer where it trains a step twice."""
-    TOKEN_VERSIONS = "token_versions"
+    TOKEN_VERSIONS = "token_versions", Supplier.ROW
     """The version that sampled each token."""
-    ENTROPY = "entropy"
+    ENTROPY = "entropy", Supplier.TRAINER, "the entropy's gradient keeps one more table of logits"
     """Exact entropy of the next-token distribution per token."""
-    SQUARE_SUM = "square_sum"
+    SQUARE_SUM = "square_sum", Supplier.TRAINER
     """Sum over the vocabulary of squared probabilities per token."""
-    CRITIC = "critic"
-    """A value per token, of a critic the trainer trains too."""
-    IMPLICIT_PRM = "implicit_prm"
-    """Log-probabilities of an implicit process reward model that the trainer trains too."""
-    WHOLE_BATCH = "whole_batch"
+    WHOLE_BATCH = (
+        "whole_batch",
+        Supplier.ROW,
+        "rows leave only when all groups of their step are in: training hides only inside the generation of later steps",
+    )
     """All groups of a step before its first row is delivered: the orchestrator's batch rules read all advantages."""
-    WHOLE_STEP = "whole_step"
+    WHOLE_STEP = (
+        "whole_step",
+        Supplier.TRAINER,
+        "the trainer holds a step's rows until the seal, and computes forward and backward only then",
+    )
     """All rows of a step in the trainer before its first backward pass, for `step_statistics.measure_step`."""
+    OLD_LOGPROBS = (
+        "old_logprobs",
+        Supplier.TRAINER,
+        "with whole_step or trainer.epochs above 1, one more forward pass of every row, as it arrives; else nothing",
+    )
+    """Log-probabilities of the policy at the start of the step: one more forward pass of the trainer where it trains a step twice."""
+    CRITIC = (
+        "critic",
+        Supplier.TRAINER,
+        "a second model of the policy's size, with gradients and optimizer state, and two more passes of every row",
+    )
+    """A value per token, of a critic the trainer trains too."""
+    IMPLICIT_PRM = "implicit_prm", Supplier.TRAINER, "likewise"
+    """Log-probabilities of an implicit process reward model that the trainer trains too."""
+    REFERENCE_LOGPROBS = (
+        "reference_logprobs",
+        Supplier.REFERENCE,
+        "a third model, frozen (reference.path), and one more forward pass of every row",
+        "set reference.path, to model.path for the policy the run starts from or to a teacher's folder, or kl to none",
+    )
+    """Reference or teacher log-probability per token, on the trainer's side."""
+    DIVERGENCE = (
+        "divergence",
+        Supplier.REFERENCE,
+        "the same model's hidden state of every trained token, and four more passes through output embeddings",
+        "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output embeddings; or choose"
+        " opd, or kl k3, which read the sampled tokens alone",
+    )
+    """How far the policy's whole distribution is from a reference's or teacher's, per token, with gradient."""
+    TOKEN_KL = (
+        "token_kl",
+        Supplier.REFERENCE,
+        "the same model; advantages are then made in the trainer",
+        "set reference.path, usually to model.path, or kl_coef to 0",
+    )
+    """Per token log mu - log ref, for advantages with a KL in the reward; these are then made in the trainer, which has a reference."""
 
 
-ALWAYS_OFFERED = frozenset(
-    {Need.TOKEN_VERSIONS, Need.COMPONENTS, Need.CORRECT, Need.TRUNCATED, Need.ROLES, Need.WHOLE_BATCH, Need.GREEDY_REWARD}
-)
-"""Needs that the messages and the orchestrator supply in every run."""
+def supplied_by(*suppliers: Supplier) -> frozenset[Need]:
+    """Every need that one of these supplies."""
+    return frozenset(need for need in Need if need.supplier in suppliers)
+
+
+ALWAYS_OFFERED = supplied_by(Supplier.ROW, Supplier.GROUP)
+"""Needs that are met in every run."""
+ORCHESTRATOR_KNOWS = supplied_by(Supplier.GROUP, Supplier.SETTING)
+TRAINER_OFFERS = supplied_by(Supplier.TRAINER)
+REFERENCE_OFFERS = supplied_by(Supplier.REFERENCE)
 CRITICS = frozenset({Need.CRITIC, Need.IMPLICIT_PRM})
 """Kinds of a second model that is trained beside the policy; see the column `critic`."""
-TRAINER_OFFERS = frozenset({Need.ENTROPY, Need.OLD_LOGPROBS, Need.WHOLE_STEP, Need.SQUARE_SUM}) | CRITICS
-"""Needs that the trainer computes where a method asks for them."""
-REFERENCE_OFFERS = frozenset({Need.REFERENCE_LOGPROBS, Need.TOKEN_KL, Need.DIVERGENCE})
-"""Needs that it computes where it is given a reference or teacher model, too."""
-ORCHESTRATOR_KNOWS = frozenset({Need.COMPONENTS, Need.GREEDY_REWARD, Need.STEP_SCORES, Need.ANCHORS, Need.ROLES, Need.PREDICTIONS})
-"""Needs that an advantage made in the trainer cannot read."""
-
-COSTS: dict[Need, str] = {
-    Need.GREEDY_REWARD: "one rollout more in every group, sampled at temperature 0, scored, and never trained",
-    Need.ENTROPY: "the entropy's gradient keeps one more table of logits",
-    Need.WHOLE_BATCH: "rows leave only when all groups of their step are in: training hides only inside the generation of later steps",
-    Need.WHOLE_STEP: "the trainer holds a step's rows until the seal, and computes forward and backward only then",
-    Need.OLD_LOGPROBS: "with whole_step or trainer.epochs above 1, one more forward pass of every row, as it arrives; else nothing",
-    Need.CRITIC: "a second model of the policy's size, with gradients and optimizer state, and two more passes of every row",
-    Need.IMPLICIT_PRM: "likewise",
-    Need.REFERENCE_LOGPROBS: "a third model, frozen (reference.path), and one more forward pass of every row",
-    Need.DIVERGENCE: "the same model's hidden state of every trained token, and four more passes through output embeddings",
-    Need.TOKEN_KL: "the same model; advantages are then made in the trainer",
-}
-"""The cost of each supplied need."""
 
 
 class Aggregation(enum.StrEnum):
@@ -165,27 +215,6 @@ class Method:
         """True where every group has one more sibling, sampled greedily, for its reward alone."""
         return Need.GREEDY_REWARD in self.needs
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values only: strings, numbers, booleans, lists, dictionaries."""
-        tree = dataclasses.asdict(self)
-        tree["aggregation"] = self.aggregation.value
-        tree["needs"] = sorted(need.value for need in self.needs)
-        for column in TUPLE_COLUMNS:
-            tree[column] = list(tree[column])
-        return tree
-
-    @classmethod
-    def from_dict(cls, tree: Mapping[str, Any]) -> Method:
-        """The inverse of `to_dict`; trusts its input, which has been resolved before."""
-        values = dict(tree)
-        for column in RULE_COLUMNS:
-            values[column] = Rule(**values[column])
-        for column in TUPLE_COLUMNS:
-            values[column] = tuple(Rule(**rule) for rule in values[column])
-        values["aggregation"] = Aggregation(values["aggregation"])
-        values["needs"] = frozenset(Need(need) for need in values["needs"])
-        return cls(**values)
-
     def describe(self, *, notes: Sequence[str] = ()) -> str:
         """Every column on a line of its own, for the log of a run: what is in force is never left to be guessed.
 
@@ -200,9 +229,9 @@ class Method:
         return "\n".join([*lines, *notes])
 
 
-RULE_COLUMNS = ("group_filter", "advantage", "batch", "objective", "proximal", "weight", "kl", "critic")
+RULE_COLUMNS = tuple(column.name for column in dataclasses.fields(Method) if isinstance(column.default, Rule))
 """Columns that hold one rule."""
-TUPLE_COLUMNS = ("shaping", "masks", "auxiliary")
+TUPLE_COLUMNS = tuple(column.name for column in dataclasses.fields(Method) if isinstance(column.default, tuple))
 """Columns that hold any number of rules, in order."""
 MASK_ORDERS = ("unstated", "before_weight", "after_weight")
 

@@ -20,18 +20,11 @@ from pipelinerl.algorithms.own import is_own, spec_of_own
 from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.plugin import nearest
 
-_MODULES = (
-    *(
-        "advantage.shaping",
-        "advantage.group_filter",
-        "advantage.outcome",
-        "advantage.early_stop",
-        "advantage.role_baseline",
-        "advantage.token_advantage",
-    ),
-    *("advantage.step_scores", "advantage.value_advantage", "advantage.optimal_baseline", "advantage.prime", "advantage.batch_rule"),
-    *("loss.objective", "loss.correction", "loss.mask", "loss.kl", "loss.auxiliary", "loss.critic"),
-)
+_MODULES = {
+    "advantage": "shaping group_filter outcome early_stop role_baseline token_advantage step_scores value_advantage optimal_baseline prime"
+    " batch_rule",
+    "loss": "objective correction mask kl auxiliary critic",
+}
 """The modules that declare rules: those of the orchestrator, with numpy, and those of the trainer, with torch."""
 
 _NOTHING = {
@@ -44,38 +37,22 @@ _NOTHING = {
 """The meaning of the rule "none", which has no function, by column."""
 
 
-def _declared() -> dict[str, dict[str, RuleSpec]]:
-    specs = [RuleSpec(column=column, name="none", formula=formula) for column, formula in _NOTHING.items()]
-    specs += [spec for module in _MODULES for spec in declared_in(module)]
-    return {column: {spec.name: spec for spec in specs if spec.column == column} for column in _ORDER}
-
-
-_ORDER = ("shaping", "group_filter", "advantage", "batch", "objective", "proximal", "weight", "masks", "kl", "auxiliary", "critic")
-COLUMNS: dict[str, dict[str, RuleSpec]] = _declared()
+_specs = [RuleSpec(column=column, name="none", formula=formula) for column, formula in _NOTHING.items()]
+_specs += [spec for folder, names in _MODULES.items() for name in names.split() for spec in declared_in(f"{folder}.{name}")]
+COLUMNS: dict[str, dict[str, RuleSpec]] = {
+    column.name: {spec.name: spec for spec in _specs if spec.column == column.name}
+    for column in dataclasses.fields(Method)
+    if column.name in (*RULE_COLUMNS, *TUPLE_COLUMNS)
+}
 """Every rule by column and name, in the order in which they act."""
 
 _WORDS = ("aggregation", "mask_order")
 
+_PARTS_OF_ONE = ("clip_low", "floor", "gamma", "lam", "decay", "fraction", "mix", "ddof")
+_FROM_ONE_ON = ("cap", "horizon", "refill", "max_tokens", "buffer_tokens")
 _LIMITS: dict[str, tuple[float, float]] = {
-    "clip_low": (0.0, 1.0),
-    "clip_high": (0.0, math.inf),
-    "cap": (1.0, math.inf),
-    "floor": (0.0, 1.0),
-    "low": (0.0, math.inf),
-    "high": (0.0, math.inf),
-    "gamma": (0.0, 1.0),
-    "lam": (0.0, 1.0),
-    "decay": (0.0, 1.0),
-    "fraction": (0.0, 1.0),
-    "mix": (0.0, 1.0),
-    "ddof": (0, 1),
-    "prox_lag": (0, math.inf),
-    "fade_steps": (0, math.inf),
-    "horizon": (1, math.inf),
-    "bound": (0, math.inf),
-    "refill": (1, math.inf),
-    "max_tokens": (1, math.inf),
-    "buffer_tokens": (1, math.inf),
+    **dict.fromkeys(_PARTS_OF_ONE, (0.0, 1.0)),
+    **dict.fromkeys(_FROM_ONE_ON, (1.0, math.inf)),
 }
 """Closed ranges by option name; options not listed must only be finite and not negative."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelinerl.algorithms.method import Method, Option
+from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.rules import specs_of
-from pipelinerl.algorithms.validation import RunFacts
+from pipelinerl.algorithms.validation import RunFacts, number_of
 
 _IDLE = {"probability": "a probability changes by at most 1", "ratio": "no ratio is below 0"}
 """Why an option bounds nothing from 1 on, by what it bounds; see `RuleSpec.idle_at_one`."""
@@ -50,7 +50,7 @@ def _zero(method: Method, run: RunFacts) -> Iterator[str]:
 def _unreachable(method: Method, run: RunFacts) -> Iterator[str]:
     for _, rule, spec in specs_of(method):
         for option, what in spec.idle_at_one.items():
-            if _at_least(rule.options[option], 1.0):
+            if (number_of(rule.options[option]) or 0.0) >= 1.0:
                 yield f"{option} of {rule.name} unused: {_IDLE[what]}"
 
 
@@ -81,7 +81,7 @@ def _ages(method: Method, run: RunFacts) -> Iterator[str]:
     if bound == 0 and any(rule.name == "partial_rollout" for rule in method.masks):
         yield "partial_rollout unused: with a staleness bound of 0 no sequence has tokens of two versions"
     lag = method.proximal.options.get("prox_lag")
-    if method.proximal.name == "loglinear" and _at_least(lag, bound):
+    if method.proximal.name == "loglinear" and (number_of(lag) or 0.0) >= bound:
         yield f"loglinear unused: with a staleness bound of {bound} no token is older than prox_lag {lag}, and prox is mu for all of them"
 
 
@@ -89,7 +89,3 @@ def _order(method: Method, run: RunFacts) -> Iterator[str]:
     has_weight = any(column == "weight" and spec.level == "sequence" for column, _, spec in specs_of(method))
     if method.mask_order != "unstated" and not (has_weight and method.masks):
         yield f"mask_order unused: it orders masks and a weight over whole sequences, and weight is {method.weight.name}"
-
-
-def _at_least(value: Option, bound: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= bound

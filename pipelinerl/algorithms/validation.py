@@ -33,18 +33,6 @@ class RunFacts:
     """A reward function compares the rollouts of a group."""
 
 
-_REMEDIES: dict[Need, str] = {
-    Need.STEP_SCORES: "name a process reward model (prm.path, or prm.judge)",
-    Need.ANCHORS: "gigpo compares turns that left equal states of an episode of several turns, and a rollout here is one turn, whose only"
-    " state is the prompt, among whose siblings it would be grpo; set environment.function, or choose grpo or, with a process reward model,"
-    " step_grpo",
-    Need.PREDICTIONS: "switch unbiased early stopping on (prm.early_stop.threshold), or choose rloo",
-    Need.TOKEN_KL: "set reference.path, usually to model.path, or kl_coef to 0",
-    Need.REFERENCE_LOGPROBS: "set reference.path, to model.path for the policy the run starts from or to a teacher's folder, or kl to none",
-    Need.DIVERGENCE: "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output"
-    " embeddings; or choose opd, or kl k3, which read the sampled tokens alone",
-}
-"""The setting that supplies a need that some runs lack; all others are met in every run (`methods.facts_of`)."""
 _WAYS_OUT = " Set proximal to engine and weight to none, or, to keep the weight, objective to gpg, which has no trust region."
 _JUDGED = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process rewards"}
 
@@ -70,8 +58,7 @@ def _unstated(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
 
 def _missing(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
     for need in sorted(chosen.spec.needs_with(chosen.rule.options) - run.offers):
-        remedy = f": {_REMEDIES[need]}" if need in _REMEDIES else ""
-        yield f"{chosen} needs {need.value}, which this run does not offer{remedy}."
+        yield f"{chosen} needs {need}, which this run does not offer{need.remedy and f': {need.remedy}'}."
 
 
 def _small_group(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
@@ -116,7 +103,7 @@ def _aggregation(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]
 
 def _bounds(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
     options = chosen.rule.options
-    low, high, dual_clip = (_number(options.get(option)) for option in ("low", "high", "dual_clip"))
+    low, high, dual_clip = (number_of(options.get(option)) for option in ("low", "high", "dual_clip"))
     if low is not None and high is not None and low >= high:
         yield f"{chosen} keeps nothing: got low {options['low']} and high {options['high']}, expected low below high."
     if chosen.column == "objective" and dual_clip is not None and 0 < dual_clip <= 1:
@@ -197,7 +184,7 @@ def _controlled(method: Method, run: RunFacts) -> Iterator[str]:
             )
     if kl is not None and run.samples_per_step is not None:
         least, horizon = MAX_ERROR * run.samples_per_step, kl.options["horizon"]
-        if (_number(horizon) or math.inf) <= least:
+        if (number_of(horizon) or math.inf) <= least:
             yield (
                 f"kl {kl.name}: one step of {run.samples_per_step} sequences could take all of beta away: got horizon {horizon}, expected"
                 f" more than {least:g}. The usual value is 10000."
@@ -265,6 +252,6 @@ def _compared(method: Method, run: RunFacts) -> Iterator[str]:
         )
 
 
-def _number(value: Option) -> float | None:
+def number_of(value: Option) -> float | None:
     """The option's value where it is a number; one of the user's may be a word, and one may be unstated."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipelinerl.algorithms.loss import StepStatistics, policy_loss
+from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.correction import importance_weights, loglinear_logprobs, terms_of
-from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.method import Rule
 from pipelinerl.algorithms.rules import rule_from
 from pipelinerl.errors import ConfigError
@@ -34,7 +34,7 @@ def weights_of(rule: str | dict[str, Any], *sequences: Seq) -> list[float]:
 
 def keeps_of(rule: str | dict[str, Any], *sequences: Seq, **known: float) -> list[bool]:
     terms = terms_of(pack(sequences), proximal=RECOMPUTED, statistics=StepStatistics(**known) if known else None)
-    return keep_mask(terms, rule=rule_from("masks", rule)).tolist()
+    return call_rule(rule_from("masks", rule), terms, column="masks").tolist()
 
 
 SPREAD = with_rho(0.5, 1.0, 4.0)

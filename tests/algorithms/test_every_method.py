@@ -19,9 +19,9 @@ from pipelinerl.algorithms.advantage.batch_rule import Credit
 from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup, StepScores
 from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
 from pipelinerl.algorithms.loss import measure_step, policy_loss
+from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT
 from pipelinerl.algorithms.loss.correction import terms_of
-from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.loss.step_statistics import uniform_draws
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import METHODS
@@ -113,7 +113,7 @@ def test_every_mask_keeps_and_drops_in_these_cases(name: str) -> None:
     for sequences in CASES.values():
         columns = pack(sequences)
         statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
-        keep = keep_mask(terms_of(columns, proximal=method.proximal, statistics=statistics), rule=rule)
+        keep = call_rule(rule, terms_of(columns, proximal=method.proximal, statistics=statistics), column="masks")
         found |= set(keep[columns.loss_mask].tolist())
     assert found == {True, False}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipelinerl.algorithms.loss import TokenColumns, kl
+from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.correction import terms_of
 from pipelinerl.algorithms.method import Rule
 from pipelinerl.algorithms.rules import rule_from
@@ -66,7 +67,7 @@ def expected_gradient(kind: str, logits: torch.Tensor, reference: torch.Tensor) 
         sequence_ids=torch.zeros(3, dtype=torch.int64),
         trained_version=0,
     )
-    penalties = kl.penalty(terms_of(columns, proximal=Rule(name="engine")), rule=rule_from("kl", {"name": kind, "beta": 1.0}))
+    penalties = call_rule(rule_from("kl", {"name": kind, "beta": 1.0}), terms_of(columns, proximal=Rule(name="engine")), column="kl")
     (logprobs.detach().exp() * penalties).sum().backward()
     assert leaf.grad is not None
     return leaf.grad

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.algorithms.loss import StepStatistics
-from pipelinerl.algorithms.method import Method
+from pipelinerl.algorithms.method import Method, Rule
 from tests.algorithms.rows import Seq, changed, loss_and_gradient, method_of, random_seq, single
 
 Form = Callable[[list[float], list[float], Seq], float]
@@ -149,9 +149,12 @@ def test_objective_equals_its_formula_in_value_and_gradient(name: str) -> None:
 
 
 def columns_of(method: Method) -> dict[str, Any]:
-    tree = method.to_dict()
-    columns: dict[str, Any] = {name: {"name": tree[name]["name"], **tree[name]["options"]} for name in ("objective", "proximal", "weight")}
-    return columns | {"auxiliary": [{"name": rule["name"], **rule["options"]} for rule in tree["auxiliary"]]}
+    columns: dict[str, Any] = {name: plain(getattr(method, name)) for name in ("objective", "proximal", "weight")}
+    return columns | {"auxiliary": [plain(rule) for rule in method.auxiliary]}
+
+
+def plain(rule: Rule) -> dict[str, Any]:
+    return {"name": rule.name, **rule.options}
 
 
 def token_loss(method: Method, *, ratio: float, advantage: float) -> tuple[float, float]:

@@ -168,7 +168,6 @@ def test_an_unknown_option_names_the_nearest_and_a_wrong_kind_what_was_expected(
         with_rule("objective", {"name": words, "how": "max"})
     method = with_rule("objective", {"name": reference, "how": "mean", "slope": -3.0})
     assert method.objective.options == {"width": 0.2, "how": "mean", "slope": -3.0}
-    assert Method.from_dict(method.to_dict()) == method
 
 
 def test_its_needs_and_its_place_are_judged_as_those_of_any_rule(rules: Any) -> None:

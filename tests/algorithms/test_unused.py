@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from pipelinerl.__main__ import app
 from pipelinerl.algorithms.listing import describe_run
 from pipelinerl.algorithms.loss import measure_step
+from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.correction import terms_of
-from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.methods import METHODS
 from pipelinerl.algorithms.rules import COLUMNS, with_columns
 from pipelinerl.algorithms.unused import unused_parts
@@ -95,7 +95,7 @@ def test_a_mask_says_whether_it_looks_at_the_engines_probabilities(name: str) ->
         columns = pack(row)
         statistics = measure_step([columns], method=method, reduce=lambda tensor: tensor)
         terms = terms_of(columns, proximal=method.proximal, statistics=statistics)
-        kept.append(keep_mask(terms, rule=method.masks[0])[columns.loss_mask].tolist())
+        kept.append(call_rule(method.masks[0], terms, column="masks")[columns.loss_mask].tolist())
     assert (kept[0] != kept[1]) == COLUMNS["masks"][name].reads_mu
 
 

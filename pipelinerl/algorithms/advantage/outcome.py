@@ -10,6 +10,7 @@ of one sibling (tool tokens included), `K` reward components or steps.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,21 +45,8 @@ class StepScores:
             raise ValueError(f"StepScores: scores {self.scores.tolist()} must be finite; leave a step without a score out")
 
 
-_PER_SIBLING = (
-    "lengths",
-    "components",
-    "correct",
-    "roles",
-    "predictions",
-    "sample_weights",
-    "loss_mask",
-    "token_kl",
-    "steps",
-    "values",
-    "process_rewards",
-    "energies",
-    "turns",
-)
+_OF_THE_GROUP = ("component_weights", "greedy_reward")
+"""All other columns have one entry for each sibling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,7 +89,7 @@ class ScoredGroup:
     def __post_init__(self) -> None:
         if not np.isfinite(self.rewards).all():
             raise ValueError(f"ScoredGroup: rewards {self.rewards.tolist()} must be finite; a sibling without a score is left out")
-        for name in _PER_SIBLING:
+        for name in (field.name for field in dataclasses.fields(self) if field.name not in _OF_THE_GROUP):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.rewards):
                 raise ValueError(f"ScoredGroup: {name} has {len(column)} entries, expected {len(self.rewards)}, one per reward")

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipelinerl.algorithms.loss import kl as kl_penalty
 from pipelinerl.algorithms.loss.auxiliary import faded
 from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.columns import StepStatistics, Terms, TokenColumns
 from pipelinerl.algorithms.loss.correction import importance_weights, is_normalized, terms_of
-from pipelinerl.algorithms.loss.mask import keep_mask
 from pipelinerl.algorithms.loss.meters import Meters, finish_meters, measure, merge_meters, reduces_by_maximum
 from pipelinerl.algorithms.loss.objective import objective_loss
 from pipelinerl.algorithms.loss.step_statistics import measure_step
@@ -60,7 +58,7 @@ def policy_loss(columns: TokenColumns, *, method: Method, statistics: StepStatis
     objective = objective_loss(terms, rule=method.objective)
     factor = _factor(terms, aggregation=method.aggregation)
     parts = {"objective": _product(weights, *keeps.values()) * objective.values}
-    penalties = None if method.kl.name == "none" else kl_penalty.penalty(terms, rule=method.kl)
+    penalties = None if method.kl.name == "none" else call_rule(method.kl, terms, column="kl")
     if penalties is not None:
         parts["kl"] = _beta(method.kl, step=columns.trained_version) * penalties
     parts |= {rule.name: call_rule(rule, terms, column="auxiliary") for rule in method.auxiliary}
@@ -94,7 +92,7 @@ def _keeps(terms: Terms, *, method: Method) -> dict[str, Tensor]:
     """[T] bool of every mask, under its name; a rule chained twice is numbered, so that neither hides the other."""
     names = [rule.name for rule in method.masks]
     labels = [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
-    return {label: keep_mask(terms, rule=rule) for label, rule in zip(labels, method.masks, strict=True)}
+    return {label: call_rule(rule, terms, column="masks") for label, rule in zip(labels, method.masks, strict=True)}
 
 
 def _ordered_weights(terms: Terms, *, keeps: dict[str, Tensor], method: Method) -> Tensor:

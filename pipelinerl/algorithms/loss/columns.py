@@ -22,18 +22,7 @@ LOG_LIMIT = 20.0
 """Clamp of log-ratios before `exp`: e^20 is 4.9e8, still exact enough in float32. Tighter would cut ratios that clips and caps judge."""
 
 
-_PER_TOKEN = (
-    "behaviour_logprobs",
-    "advantages",
-    "loss_mask",
-    "versions",
-    "sequence_ids",
-    "positions",
-    "entropy",
-    "reference_logprobs",
-    "divergence",
-    "old_logprobs",
-)
+_PER_SEQUENCE = ("weights", "correct", "truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,9 +61,9 @@ class TokenColumns:
     """[N] bool, true where the sequence was cut off at its longest allowed length."""
 
     def __post_init__(self) -> None:
-        for name in _PER_TOKEN:
+        for name in (field.name for field in dataclasses.fields(self) if field.name not in _PER_SEQUENCE):
             column = getattr(self, name)
-            if column is not None and column.shape != self.logprobs.shape:
+            if isinstance(column, Tensor) and column.shape != self.logprobs.shape:
                 raise ValueError(f"TokenColumns: {name} has shape {tuple(column.shape)}, expected {tuple(self.logprobs.shape)} as logprobs")
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"TokenColumns: loss_mask is {self.loss_mask.dtype}, expected torch.bool")
@@ -88,7 +77,7 @@ class TokenColumns:
 
     def count_sequences(self) -> int:
         """N; at least 1, so that a row without a sequence is a row of zero loss."""
-        for column in (self.weights, self.correct, self.truncated):
+        for column in (getattr(self, name) for name in _PER_SEQUENCE):
             if column is not None:
                 return max(len(column), 1)
         inside = self.sequence_ids[self.loss_mask]

@@ -10,14 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from pipelinerl.algorithms.declare import kl
-from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.columns import Terms, log_difference
-from pipelinerl.algorithms.method import Need, Rule
-
-
-def penalty(terms: Terms, *, rule: Rule) -> Tensor:
-    """[T] penalty per token, with gradient, before beta."""
-    return call_rule(rule, terms, column="kl")
+from pipelinerl.algorithms.method import Need
 
 
 def estimate_k3(d: Tensor, *, clamp: float = 0.0) -> Tensor:

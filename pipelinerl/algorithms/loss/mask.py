@@ -13,17 +13,11 @@ import torch
 from torch import Tensor
 
 from pipelinerl.algorithms.declare import mask
-from pipelinerl.algorithms.loss.call import call_rule
 from pipelinerl.algorithms.loss.columns import LOG_LIMIT, Segments, Terms
 from pipelinerl.algorithms.loss.kl import estimate_k3
 from pipelinerl.algorithms.loss.probability import binary_kl
 from pipelinerl.algorithms.loss.step_statistics import second_moments
-from pipelinerl.algorithms.method import Need, Rule
-
-
-def keep_mask(terms: Terms, *, rule: Rule) -> Tensor:
-    """[T] bool, true where the rule lets the token train; meaningless where the token does not train anyway."""
-    return call_rule(rule, terms, column="masks")
+from pipelinerl.algorithms.method import Need
 
 
 @mask(source="SkyRL")
@@ -72,7 +66,7 @@ def product_band(terms: Terms, *, low: float = 0.5, high: float = 2.0) -> Tensor
 @mask(source="verl before 0.9, whose option rollout_token_veto_threshold 0.9.1 has no more", level="sequence")
 def veto(terms: Terms, *, low: float = 1e-4) -> Tensor:
     """drop sequence when any rho < low"""
-    return _by_sequence(terms, terms.sequences.maximum(-terms.rho) <= -low)
+    return terms.sequences.spread(terms.sequences.maximum(-terms.rho) <= -low)
 
 
 @mask(source="verl rollout correction")
@@ -95,7 +89,7 @@ def reject_sequence(
     """keep sequence while low <= metric over its tokens <= high; k1 is tested as the geometric mean of rho"""
     values = terms.log_rho if metric == "k1" else _metric(terms, metric)
     pooled = _pool(terms.sequences, values, over=over)
-    return _by_sequence(terms, _inside(pooled.clamp(-LOG_LIMIT, LOG_LIMIT).exp() if metric == "k1" else pooled, low=low, high=high))
+    return terms.sequences.spread(_inside(pooled.clamp(-LOG_LIMIT, LOG_LIMIT).exp() if metric == "k1" else pooled, low=low, high=high))
 
 
 @mask(
@@ -108,7 +102,7 @@ def opsm(terms: Terms, *, delta: float = 1e-4) -> Tensor:
     """drop sequence where A<0 and mean_t(log prox - log pi) > delta"""
     drift = terms.sequences.mean(-terms.log_ratio.detach())
     bad = terms.sequences.mean(terms.advantages) < 0
-    return _by_sequence(terms, ~(bad & (drift > delta)))
+    return terms.sequences.spread(~(bad & (drift > delta)))
 
 
 @mask(source="open-instruct")
@@ -142,13 +136,13 @@ def top_entropy(terms: Terms, *, fraction: float = 0.2) -> Tensor:
 @mask(source="TRPO arXiv:1502.05477 bounds by TV; estimated from samples of mu", level="sequence")
 def tv_gate(terms: Terms, *, high: float) -> Tensor:
     """keep sequence while mean_t |rho - 1| / 2 <= high, an estimate of TV(prox, mu)"""
-    return _by_sequence(terms, terms.sequences.mean((terms.rho - 1).abs()) / 2 <= high)
+    return terms.sequences.spread(terms.sequences.mean((terms.rho - 1).abs()) / 2 <= high)
 
 
 @mask(source="DAPO arXiv:2503.14476 overlong filtering", needs={Need.TRUNCATED}, level="sequence", reads_mu=False)
 def overlong(terms: Terms) -> Tensor:
     """drop sequences cut off at their longest length; the reward still counts in the baseline"""
-    return _by_sequence(terms, ~terms.columns.required("truncated"))
+    return terms.sequences.spread(~terms.columns.required("truncated"))
 
 
 @mask(source="prime-rl#2960", needs={Need.TOKEN_VERSIONS}, reads_mu=False)
@@ -171,10 +165,6 @@ def _anchor(terms: Terms) -> Tensor:
 
 def _inside(values: Tensor, *, low: float, high: float) -> Tensor:
     return (values >= low) & (values <= high)
-
-
-def _by_sequence(terms: Terms, keep: Tensor) -> Tensor:
-    return terms.sequences.spread(keep)
 
 
 def _metric(terms: Terms, metric: str) -> Tensor:
