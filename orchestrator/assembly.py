@@ -25,14 +25,15 @@ from orchestrator.peers.engines import Engines
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
 from orchestrator.recovery.open_steps import OpenSteps
-from orchestrator.resumption import PromptProgress, resumed_cut, scored_for, settings_for_checker
+from orchestrator.resumption import PromptProgress, scored_for, settings_for_checker
 from orchestrator.rules.admission import Admission, schedule_of
+from orchestrator.rules.batch import BatchCut
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.batching import Batching
-from orchestrator.stages.environment import EnvironmentStage, Turn
+from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.evaluation import Evaluation
 from orchestrator.stages.generation import Generation
 from orchestrator.stages.group_rewards import GroupRewards
@@ -46,7 +47,7 @@ from pipelinerl.config import Config
 from pipelinerl.data.packing import Packing
 from pipelinerl.messages import FunctionFailed, Sampling
 from pipelinerl.observe.alarms.rules import Alarms
-from pipelinerl.runtime.stage import Channel, Signal, Stage
+from pipelinerl.runtime.stage import Signal, Stage
 from pipelinerl.runtime.watch import Watch
 
 MAX_BARREN_STEPS = 10
@@ -134,19 +135,21 @@ class Assembly:
             watch=self.watch,
             queue_bytes=config.pipeline.queue_bytes,
             num_policies=config.trainer.steps,
-            follows=config.prm.is_used,
-            compares=config.compares_siblings,
+            has_environment=config.environment.function is not None,
+            has_prm=config.prm.is_used,
+            compares_siblings=config.compares_siblings,
         )
 
     @cached_property
     def _prompts(self) -> Prompts:
-        return Prompts(self._dependencies.source, prompts=self._channels.prompts)
+        return Prompts(source=self._dependencies.source, prompts=self._channels.prompts)
 
     @cached_property
     def _generation(self) -> Generation:
         config, prm_scoring = self._config, self._prm_scoring
         return Generation(
             prompts=self._channels.prompts,
+            completions=self._channels.completions,
             trajectories=self._channels.generated,
             engines=self.engines,
             admission=self.admission,
@@ -158,7 +161,6 @@ class Assembly:
             adds_greedy=self._adds_greedy,
             chunk_tokens=config.prm.chunk_tokens if prm_scoring else 0,
             backpressure=prm_scoring.backpressure if prm_scoring else lambda: None,
-            queue_bytes=config.pipeline.queue_bytes,
             quarantine=self._quarantine,
             environment=self._environment,
             next_group_id=self.past.next_group_id,
@@ -168,19 +170,10 @@ class Assembly:
     @cached_property
     def _environment(self) -> EnvironmentStage | None:
         config = self._config
-        if config.environment.function is None:
+        if self._channels.turns is None:
             return None
-        turns: Channel[Turn] = Channel(
-            "turns",
-            giver="generation",
-            taker=EnvironmentStage.name,
-            watch=self.watch,
-            bound_bytes=config.pipeline.queue_bytes,
-            size=lambda turn: turn.episode.num_bytes,
-            label=lambda turn: f"of rollout {turn.rollout.rollout_id}, attempt {turn.rollout.attempt}, of engine-{turn.engine_id}",
-        )
         return EnvironmentStage(
-            turns=turns,
+            turns=self._channels.turns,
             scorers=self.scorers,
             ledger=self._dependencies.ledger,
             max_tokens=config.rollout.max_tokens,
@@ -233,22 +226,22 @@ class Assembly:
         config = self._config
         return Batching(
             scored=self._channels.group_scored,
+            packed=self._channels.packed,
             rows=self._channels.rows,
             grouping=self._grouping(),
-            cut=resumed_cut(
-                config,
-                past=self.past,
+            cut=BatchCut(
+                groups_per_step=config.batch.groups_per_step,
                 max_staleness=self._schedule.max_staleness,
+                min_group_size=config.batch.min_group_size,
                 credit=self._dependencies.credit,
                 rules=self._dependencies.step_rules,
+                first_step=self.past.open_step,
             ),
             packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
             admission=self.admission,
             credits=self._credits,
             ledger=self._dependencies.ledger,
             progress=self.progress,
-            watch=self.watch,
-            queue_bytes=config.pipeline.queue_bytes,
             max_dropped=MAX_BARREN_STEPS * config.batch.groups_per_step,
             causes=self.function_errors.words,
             settled=self._prompt_progress.settled,

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.rollouts.rows import Row, StepEnd
+from orchestrator.stages.environment import Turn
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.messages import PolicyPublished, ScoredTrajectory, TrainerReady, Trajectory
 from pipelinerl.runtime.stage import Channel
@@ -17,9 +18,13 @@ PROMPTS_AHEAD = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """One for each arrow of the picture in `orchestrator.pipeline`."""
+    """One for each arrow of the picture in `orchestrator.pipeline`, in the order of the flow."""
 
     prompts: Channel[Drawn]
+    completions: Channel[Trajectory]
+    """From engines, to the collecting half of generation."""
+    turns: Channel[Turn] | None
+    """None in a run without an environment."""
     generated: Channel[Trajectory]
     """The same as `trajectories` in a run without a process reward model."""
     trajectories: Channel[Trajectory]
@@ -28,90 +33,82 @@ class Channels:
     """The same as `scored` in a run without a process reward model."""
     group_scored: Channel[ScoredTrajectory]
     """The same as `prm_scored` in a run without rewards that compare siblings."""
+    packed: Channel[Row | StepEnd]
+    """From the packing half of batching, to the half that waits for the ledger."""
     rows: Channel[Row | StepEnd]
     published: Channel[TrainerReady | PolicyPublished]
 
     @property
     def queues(self) -> list[Channel[Any]]:
-        """The channels that carry samples, for the gauges."""
-        on_the_way = (self.prompts, self.generated, self.trajectories, self.scored, self.prm_scored, self.group_scored, self.rows)
-        return list(dict.fromkeys(on_the_way))
+        """The channels between stages that carry samples, for the gauges."""
+        between = (self.prompts, self.generated, self.trajectories, self.scored, self.prm_scored, self.group_scored, self.rows)
+        return list(dict.fromkeys(between))
 
 
-def make_channels(*, watch: Watch, queue_bytes: int, num_policies: int, follows: bool = False, compares: bool = False) -> Channels:
+def make_channels(
+    *,
+    watch: Watch,
+    queue_bytes: int,
+    num_policies: int,
+    has_environment: bool = False,
+    has_prm: bool = False,
+    compares_siblings: bool = False,
+) -> Channels:
     """Make the channels of a run. `queue_bytes` bounds each channel of tokens; `num_policies` is how many there will be, each a few bytes.
 
-    With `follows` and `compares` there are stages of these names, with channels between them and their neighbours.
+    A stage that the run does not have has no channel of its own: its neighbours are joined directly.
     """
-    last = "group_rewards" if compares else "batching"
-    trajectories = _trajectories(
-        "trajectories", giver="prm" if follows else "generation", taker="scoring", watch=watch, queue_bytes=queue_bytes
-    )
-    generated = (
-        _trajectories("generated", giver="generation", taker="prm", watch=watch, queue_bytes=queue_bytes) if follows else trajectories
-    )
-    scored = _scored("scored", giver="scoring", taker="prm" if follows else last, watch=watch, queue_bytes=queue_bytes)
-    prm_scored = _scored("prm_scored", giver="prm", taker=last, watch=watch, queue_bytes=queue_bytes) if follows else scored
-    group_scored = (
-        _scored("group_scored", giver="group_rewards", taker="batching", watch=watch, queue_bytes=queue_bytes) if compares else prm_scored
-    )
+
+    def channel(name: str, giver: str, taker: str, *, most: int | None = None) -> Channel[Any]:
+        """Make a channel that is bounded in bytes, or in items with `most`."""
+        bound, size = (queue_bytes, _num_bytes) if most is None else (most, _one)
+        return Channel(name, giver=giver, taker=taker, watch=watch, bound_bytes=bound, size=size, label=_about)
+
+    last = "group_rewards" if compares_siblings else "batching"
+    trajectories = channel("trajectories", "prm" if has_prm else "generation", "scoring")
+    scored = channel("scored", "scoring", "prm" if has_prm else last)
+    prm_scored = channel("prm_scored", "prm", last) if has_prm else scored
     return Channels(
-        prompts=Channel(
-            "prompts",
-            giver="prompts",
-            taker="generation",
-            watch=watch,
-            bound_bytes=PROMPTS_AHEAD,
-            label=lambda drawn: f"prompt {drawn.prompt.prompt_id}",
-        ),
-        generated=generated,
+        prompts=channel("prompts", "prompts", "generation", most=PROMPTS_AHEAD),
+        completions=channel("completions", "engines", "generation"),
+        turns=channel("turns", "generation", "environment") if has_environment else None,
+        generated=channel("generated", "generation", "prm") if has_prm else trajectories,
         trajectories=trajectories,
         scored=scored,
         prm_scored=prm_scored,
-        group_scored=group_scored,
-        rows=Channel(
-            "rows",
-            giver="batching",
-            taker="training",
-            watch=watch,
-            bound_bytes=queue_bytes,
-            size=lambda item: item.num_bytes,
-            label=lambda item: f"of step {item.step}",
-        ),
-        published=Channel(
-            "policies",
-            giver="training",
-            taker="weight_sync",
-            watch=watch,
-            bound_bytes=num_policies,
-            label=lambda news: f"version {news.version}",
-        ),
+        group_scored=channel("group_scored", "group_rewards", "batching") if compares_siblings else prm_scored,
+        packed=channel("packed", "batching", "ledger"),
+        rows=channel("rows", "batching", "training"),
+        published=channel("policies", "training", "weight_sync", most=num_policies),
     )
 
 
-def _trajectories(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: int) -> Channel[Trajectory]:
-    return Channel(
-        name,
-        giver=giver,
-        taker=taker,
-        watch=watch,
-        bound_bytes=queue_bytes,
-        size=lambda trajectory: trajectory.num_bytes,
-        label=_name_of_trajectory,
-    )
+def _one(item: Any) -> int:
+    return 1
 
 
-def _scored(name: str, *, giver: str, taker: str, watch: Watch, queue_bytes: int) -> Channel[ScoredTrajectory]:
-    return Channel(
-        name,
-        giver=giver,
-        taker=taker,
-        watch=watch,
-        bound_bytes=queue_bytes,
-        size=lambda item: item.trajectory.num_bytes,
-        label=lambda item: _name_of_trajectory(item.trajectory),
-    )
+def _num_bytes(item: Any) -> int:
+    match item:
+        case ScoredTrajectory():
+            return item.trajectory.num_bytes
+        case Turn():
+            return item.episode.num_bytes
+        case _:
+            return item.num_bytes
 
 
-def _name_of_trajectory(trajectory: Trajectory) -> str:
-    return f"rollout {trajectory.rollout_id}, attempt {trajectory.attempt}, of engine-{trajectory.engine_id}"
+def _about(item: Any) -> str:
+    """Name an item, for the verdict on a stall."""
+    match item:
+        case Drawn():
+            return f"prompt {item.prompt.prompt_id}"
+        case Row() | StepEnd():
+            return f"of step {item.step}"
+        case TrainerReady() | PolicyPublished():
+            return f"version {item.version}"
+        case Turn():
+            rollout, engine_id = item.rollout, item.engine_id
+        case _:
+            rollout = item.trajectory if isinstance(item, ScoredTrajectory) else item
+            engine_id = rollout.engine_id
+    return f"rollout {rollout.rollout_id}, attempt {rollout.attempt}, of engine-{engine_id}"

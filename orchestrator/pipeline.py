@@ -87,7 +87,7 @@ class Pipeline:
 
     async def _main(self) -> None:
         await self._wait_for_peers()
-        past, admission, version = self._assembly.past, self._assembly.admission, self._assembly.training.trainer_version
+        past, admission, version = self._assembly.past, self._assembly.admission, self._assembly.training.session.version
         admission.restore(accepted=past.num_assigned_groups, running=len(past.running_groups), version=version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self._assembly.watch.run(), name="watchdog")
@@ -107,12 +107,12 @@ class Pipeline:
         await ready(parts.scorers.wait_until_ready(), "scorers", "to load the rewards", engine.ready_deadline_s)
         if parts.prm is not None:
             await ready(parts.prm.wait_until_ready(), "the process reward model", "to load", engine.ready_deadline_s)
-        await ready(parts.training.wait_until_ready(), "trainer", "to load the model", trainer.ready_deadline_s)
+        await ready(parts.training.session.wait_until_ready(), "trainer", "to load the model", trainer.ready_deadline_s)
 
     async def _train(self) -> int | None:
         """Run the stages until the last step is trained, or until stopped; return the version to evaluate at the end, None for none."""
         parts = self._assembly
-        if not parts.training.trainer_version:
+        if not parts.training.session.version:
             await self._evaluation.evaluate(0)
         self._is_training = True
         async with asyncio.TaskGroup() as group:
@@ -139,9 +139,9 @@ class Pipeline:
         self._dependencies.journal.write("stopping", reason=self._reason, evaluates=self._evaluates_when_stopped)
         try:
             with watch.waiting("pipeline", "the trainer to save what it has trained"):
-                if not training.end_training(self._reason):
+                if not training.session.end_training(self._reason):
                     return None  # it is gone, and nobody starts it again: what its newest checkpoint holds is what there is
-                await wait_for(training.trainer_ended.wait(), peer="trainer", what="to save what it has trained", deadline_s=deadline_s)
+                await wait_for(training.session.ended.wait(), peer="trainer", what="to save what it has trained", deadline_s=deadline_s)
             if not self._evaluates_when_stopped or not training.last_version:
                 return None
             await wait_for(self._in_force(training.last_version), peer="engines", what="to commit the last policy", deadline_s=deadline_s)

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import Snapshot, read_resting, read_successes
-from orchestrator.rules.batch import BatchCut, Credit, StepRules, sampled_of
+from orchestrator.rules.batch import sampled_of
 from orchestrator.rules.curriculum import epoch_and_number, success_of
 from orchestrator.stages.prompts import Source
 from pipelinerl.config import Config
@@ -76,19 +76,3 @@ def settings_for_checker(config: Config, *, has_greedy_baseline: bool, max_stale
         "early_stop_threshold": config.prm.early_stop.threshold,
         "seed": config.run.seed,
     }
-
-
-def resumed_cut(config: Config, *, past: Snapshot, max_staleness: int, credit: Credit, rules: StepRules | None) -> BatchCut:
-    """Return the rule that fills steps, with what was in the step being filled before the run was interrupted."""
-    batch = config.batch
-    cut = BatchCut(
-        groups_per_step=batch.groups_per_step,
-        max_staleness=max_staleness,
-        min_group_size=batch.min_group_size,
-        credit=credit,
-        rules=rules,
-        first_step=past.open_step,
-    )
-    if (step := past.steps.get(past.open_step)) is not None:
-        cut.restore(step.samples, num_groups=step.num_groups, groups=step.groups, num_stopped=step.num_stopped)
-    return cut

@@ -7,6 +7,7 @@ part that asked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from orchestrator.peers.engine import Engine
 from orchestrator.peers.engine_requests import EngineRequests
@@ -27,6 +28,8 @@ from pipelinerl.messages import (
 )
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
+
+_AboutPolicy = TypeVar("_AboutPolicy", WeightsStaged, WeightsCommitted, WeightsRefused)
 
 
 class Engines:
@@ -176,16 +179,19 @@ class Engines:
         self._layout = layouts.pop()
         return self._layout
 
-    def is_refused(self, engine: Engine, said: WeightsStaged | WeightsCommitted | WeightsRefused) -> bool:
-        """Refuse an engine's message about a policy that it was never told of; return whether it was refused."""
-        violation = (
-            policy_of(said, newest=engine.newest_told, rollback_epoch=engine.rollback_epoch)
-            if self._announcement_check is not None
-            else None
-        )
-        if violation is not None:
-            self.peers.refuse(engine.peer, violation)
-        return violation is not None
+    def on_policy(self, kind: type[_AboutPolicy], handler: Callable[[Engine, _AboutPolicy], None]) -> None:
+        """Have `handler` called with what an engine says about a policy. A message about one that it was never told of is refused."""
+
+        def hear(peer: str, said: _AboutPolicy) -> None:
+            if (engine := self.find(said.engine_id)) is None:  # it is lost
+                return
+            violation = policy_of(said, newest=engine.newest_told, rollback_epoch=engine.rollback_epoch)
+            if violation is not None and self._announcement_check is not None:
+                self.peers.refuse(engine.peer, violation)
+            else:
+                handler(engine, said)
+
+        self.peers.on(kind, hear)
 
     def _on_starting(self, peer: str, starting: Starting) -> None:
         self._lose(number_of(peer))

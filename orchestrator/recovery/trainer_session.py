@@ -1,4 +1,4 @@
-"""The trainer's session: which process trains, where it starts, and which steps are to be trained again.
+"""The trainer's session: which process trains, where it starts, which steps are to be trained again, what it has saved, and its end.
 
 A trainer that starts again begins where its checkpoint ends: the steps since are offered once more, from the ledger. A trainer that
 survived an orchestrator goes on where it is: the ledger holds the rows of an open step as they were given to it. Its messages about steps,
@@ -9,19 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.snapshot import commit_of, first_kept_step, saved_versions
+from orchestrator.ledger.snapshot import commit_of, first_kept_step
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.peers import Peers
+from orchestrator.recovery.checkpoints import Checkpoints
 from orchestrator.recovery.open_steps import OpenSteps
 from orchestrator.recovery.quarantine import RowSuspects
 from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.rules.validation.trainer import TrainerProgress, checkpoint_failed
 from orchestrator.rules.validation.violations import Kind, Violation, number_of
 from pipelinerl.errors import PeerRefused
-from pipelinerl.messages import Message, PolicyPublished, TrainerReady
+from pipelinerl.messages import (
+    Alive,
+    CheckpointFailed,
+    CheckpointSaved,
+    EndTraining,
+    Message,
+    PolicyPublished,
+    Stop,
+    TrainerReady,
+    TrainingEnded,
+)
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
@@ -43,22 +56,26 @@ class TrainerSession:
     suspects: RowSuspects
     published: Channel[TrainerReady | PolicyPublished]
     num_replicas: int
+    num_steps: int
     announcement_check: AnnouncementCheck | None
     ledger: Ledger
     progress: Progress
     watch: Watch
     on_replaced: Callable[[], None]
     """The callback for another process that takes the trainer's place."""
-    on_started: Callable[[], None]
-    """The callback for the moment when a trainer's position is known."""
+    on_moved: Callable[[], None]
+    """The callback for a trainer whose position is known, or that has saved a checkpoint."""
     replicas: dict[int, TrainerReady] = dataclasses.field(default_factory=dict)
     """The replicas that have announced themselves."""
     is_starting: bool = False
     """True while a trainer has announced itself, and the steps it is to begin with are being fetched."""
-    last_checkpoint: int = 0
-    """Version of the newest checkpoint, also of one that could not be written."""
+    ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when the trainer trains no further and has sent its last message."""
+    checkpoints: Checkpoints = dataclasses.field(init=False)
     early: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """The messages that a starting trainer has sent already."""
+    _is_ending: bool = False
+    """True where the trainer was told to train no further."""
     _is_condemned: bool = False
     """True where the trainer is to be replaced for its violations: no row that it was computing is to blame."""
     _ready: Signal = dataclasses.field(default_factory=Signal)
@@ -67,13 +84,23 @@ class TrainerSession:
 
     def __post_init__(self) -> None:
         self._starts = Channel("starts", giver="trainer", taker="training", watch=self.watch, bound_bytes=1)
+        self.checkpoints = Checkpoints(ledger=self.ledger, journal=self.progress.journal)
         self.trainer.on(TrainerReady, self._on_ready)
+        self.trainer.on(Alive, self._on_alive)
         self.trainer.on_condemned(self._on_condemned)
+        self.on(CheckpointSaved, self._on_saved, check=self.checkpoints.check)
+        self.on(CheckpointFailed, self._on_not_saved, check=checkpoint_failed)
+        self.on(TrainingEnded, self._on_ended)
 
     async def wait_until_ready(self) -> None:
         """Wait until every replica of the config has announced itself."""
         while len(self.replicas) < self.num_replicas:
             await self._ready.wait()
+
+    @property
+    def version(self) -> int:
+        """The version that the trainer started from; every replica must be ready."""
+        return self.replicas[0].version
 
     def is_refused(self, peer: str, violation: Violation | None) -> bool:
         """Refuse a trainer's message where there is a violation in it; return whether it was refused."""
@@ -81,20 +108,37 @@ class TrainerSession:
             self.trainer.refuse(peer, violation)
         return violation is not None
 
-    def leads(self, peer: str, said: Message) -> bool:
-        """Return True for the replica that speaks for all of steps, policies and checkpoints; refuse a message of another."""
-        words = f"{type(said).__name__} of {peer}, expected of trainer-0, which speaks for all replicas"
-        return not self.is_refused(peer, None if number_of(peer) == 0 else Violation(kind=Kind.IDENTITY, words=words))
+    def on(
+        self,
+        kind: type[Message],
+        handler: Callable[[Any], None],
+        *,
+        check: Callable[[Any, TrainerProgress], Violation | None] = lambda said, progress: None,
+    ) -> None:
+        """Have `handler` called with each message about a step, a policy or a checkpoint in which `check` finds no violation.
 
-    def once_started(self, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
-        """Handle a message once its trainer's position is known: an honest trainer is ahead of what the ledger knows to be done."""
-        if not (self.is_starting or 0 < len(self.replicas) < self.num_replicas):
-            handler(peer, said)
-        elif len(self.early) < MAX_EARLY:
-            self.early.append(lambda: handler(peer, said))
-        else:
-            words = f"{type(said).__name__}: {len(self.early)} messages while it starts, expected at most {MAX_EARLY}"
-            self.trainer.refuse(peer, Violation(kind=Kind.BOUNDS, words=words))
+        One replica speaks for all of these. A message waits until its trainer's position is known.
+        """
+
+        def hear(peer: str, said: Message) -> None:
+            words = f"{kind.__name__} of {peer}, expected of trainer-0, which speaks for all replicas"
+            wrong = check(said, self.position) if number_of(peer) == 0 else Violation(kind=Kind.IDENTITY, words=words)
+            if not self.is_refused(peer, wrong):
+                handler(said)
+
+        self.trainer.on(kind, functools.partial(self._once_started, hear))
+
+    @property
+    def position(self) -> TrainerProgress:
+        """The trainer's position, by which its messages are checked."""
+        step = self.steps.next
+        is_closed = step is not None and step.end is not None
+        return TrainerProgress(num_done=self.steps.num_done, is_next_closed=is_closed, num_steps=self.num_steps)
+
+    def end_training(self, reason: str) -> bool:
+        """Have the trainer save and publish its policy, and train no further; return False where a replica cannot be told."""
+        self._is_ending = True
+        return all([self.trainer.send(f"trainer-{replica}", EndTraining(reason=reason)) for replica in self.replicas])
 
     async def run(self) -> None:
         """Deal with each start: the steps that its trainer lacks are offered again, and the steps that its weights prove are recorded."""
@@ -112,8 +156,7 @@ class TrainerSession:
                 self._is_condemned = False
             else:
                 self.suspects.record_death(ready.suspects)
-            self.last_checkpoint = ready.version if ready.saved is None else ready.saved
-            self._record_checkpoints(ready)
+            self.checkpoints.go_on_from(ready)
             if _survived(ready):
                 self.ledger.record("survived", now_s=loop.time(), version=ready.version)
             elif ready.version or self.steps.num_booked or not is_first:
@@ -125,7 +168,35 @@ class TrainerSession:
                 early, self.early = self.early, []
                 for handle in early:
                     handle()
-            self.on_started()
+            self.on_moved()
+
+    def _once_started(self, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
+        """Handle a message once its trainer's position is known: an honest trainer is ahead of what the ledger knows to be done."""
+        if not (self.is_starting or 0 < len(self.replicas) < self.num_replicas):
+            handler(peer, said)
+        elif len(self.early) < MAX_EARLY:
+            self.early.append(lambda: handler(peer, said))
+        else:
+            words = f"{type(said).__name__}: {len(self.early)} messages while it starts, expected at most {MAX_EARLY}"
+            self.trainer.refuse(peer, Violation(kind=Kind.BOUNDS, words=words))
+
+    def _on_saved(self, saved: CheckpointSaved) -> None:
+        self.checkpoints.saved(saved)
+        self.on_moved()
+
+    def _on_not_saved(self, failed: CheckpointFailed) -> None:
+        self.checkpoints.failed(failed)
+        self.on_moved()
+
+    def _on_ended(self, ended: TrainingEnded) -> None:
+        self.ended.set()
+        if ended.version < self.num_steps and not self._is_ending:  # an orchestrator that is gone told it to; it is called back
+            for replica in self.replicas:
+                self.trainer.send(f"trainer-{replica}", Stop(reason="start again: the orchestrator that ended the training is gone"))
+
+    def _on_alive(self, peer: str, alive: Alive) -> None:
+        if self._is_ending:  # no other message tells that it saves, which may take longer than the stall limit
+            self.watch.moved()
 
     def _on_condemned(self, peer: str, is_banned: bool) -> None:
         self._is_condemned = True
@@ -147,6 +218,7 @@ class TrainerSession:
         if known is not None:  # replicas start together: whoever else is known is gone, too
             self.replicas.clear()
             self.early.clear()
+            self.ended.clear()
             self.on_replaced()
         self.replicas[ready.replica] = ready
         self._ready.set()
@@ -157,19 +229,6 @@ class TrainerSession:
             self.is_starting = True
             self.published.put_now(self.replicas[0])  # bounded: a trainer takes seconds to start
             self._starts.put_now(self.replicas[0])  # bounded likewise
-
-    def _record_checkpoints(self, ready: TrainerReady) -> None:
-        """Make the ledger's checkpoints exactly those that the trainer can still use."""
-        version, now_s = self.last_checkpoint, asyncio.get_running_loop().time()
-        known = saved_versions(self.ledger)
-        reasons = {damage.version: damage.reason for damage in ready.damaged}
-        for newer in sorted((one for one in known if one > version), reverse=True):
-            reason = reasons.get(newer, "it is not there any more")
-            self.ledger.discard_checkpoint(newer, reason, now_s=now_s)
-            self.progress.journal.write("checkpoint", version=newer, num_bytes=0, save_s=0.0, error=f"discarded: {reason}")
-            print(f"checkpoint {newer} is discarded: {reason}; version {version} is used, and what came after is trained again", flush=True)
-        if version and version not in known:
-            self.ledger.record_checkpoint(version, ready.saved_commit or ready.commit, oldest=ready.oldest, now_s=now_s)
 
     def _miscounts(self, peer: str, ready: TrainerReady) -> Violation | None:
         if ready.num_replicas == self.num_replicas:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from orchestrator.channels import make_channels
+from orchestrator.channels import Channels, make_channels
 from orchestrator.credit import MethodCredit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
@@ -54,7 +54,7 @@ async def replay_batching(
     watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
     channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1)
     journal = Journal(folder, "orchestrator")
-    stage = _stage(config, groups, scored=channels.scored, rows=channels.rows, ledger=ledger, journal=journal, watch=watch)
+    stage = _stage(config, groups, channels=channels, ledger=ledger, journal=journal)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_feed(groups, scored, channels.scored))
@@ -65,22 +65,14 @@ async def replay_batching(
         journal.close()
 
 
-def _stage(
-    config: Config,
-    groups: list[RecordedGroup],
-    *,
-    scored: Channel[ScoredTrajectory],
-    rows: Channel[Row | StepEnd],
-    ledger: Ledger,
-    journal: Journal,
-    watch: Watch,
-) -> Batching:
+def _stage(config: Config, groups: list[RecordedGroup], *, channels: Channels, ledger: Ledger, journal: Journal) -> Batching:
     schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
     credit = MethodCredit(method_of(config), config.reward, correct_reward=config.algorithm.correct_reward)
     batch = config.batch
     return Batching(
-        scored=scored,
-        rows=rows,
+        scored=channels.scored,
+        packed=channels.packed,
+        rows=channels.rows,
         grouping=Grouping(group_size=len(groups[0].members) if groups else 1),
         cut=BatchCut(
             groups_per_step=batch.groups_per_step,
@@ -95,8 +87,6 @@ def _stage(
         credits=Signal(),
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
-        watch=watch,
-        queue_bytes=config.pipeline.queue_bytes,
         max_dropped=len(groups) + 1,
     )
 

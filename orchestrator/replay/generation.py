@@ -86,6 +86,7 @@ async def _run(
     num_siblings = 1 + max((int(name.partition("/")[2]) for name, _ in old), default=0)  # a greedy one included
     generation = Generation(
         prompts=side.channels.prompts,
+        completions=side.channels.completions,
         trajectories=side.channels.generated,
         engines=side.engines,
         admission=side.admission,
@@ -94,7 +95,6 @@ async def _run(
         watch=side.watch,
         sampling=Sampling(max_tokens=config.rollout.max_tokens, temperature=1.0, stop_token_ids=()),
         group_size=num_siblings,
-        queue_bytes=config.pipeline.queue_bytes,
         quarantine=Quarantine({}),
         next_group_id=min((int(name.partition("/")[0]) for name, _ in old), default=0),
     )

@@ -95,7 +95,7 @@ class _Replay:
         self._chunk_tokens = config.prm.chunk_tokens
         self._hub = RecordedHub(told=lambda peer, message: self._answer(message))
         self._peers = self._hub.peers("scorer")
-        self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, follows=True)
+        self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, has_prm=True)
         self._writing: str | None = None
         """The rollout that is being written, until it is complete or withdrawn."""
         stop = config.prm.early_stop

@@ -118,7 +118,8 @@ class RecordedEngines:
         elif event.kind == "policy":
             self.channels.published.put_now(PolicyPublished(**fields))
         elif event.kind == "pin":
-            self._pin(fields["engine_id"], is_pinned=fields["is_pinned"])
+            if (engine := self.engines.find(fields["engine_id"])) is not None:
+                self.weight_sync.pin(engine, is_pinned=fields["is_pinned"])
         elif event.kind == "joined":
             self._num_joined += 1
             limits = {"max_model_tokens": 1 << 30, "max_running": 1 << 20, "tensors": ()}
@@ -128,11 +129,6 @@ class RecordedEngines:
             self.engine_hub.say(peer, Starting(process_id=self._num_joined))
         else:
             self.engine_hub.say(peer, _SAID_BY_ENGINES[event.kind](**fields))
-
-    def _pin(self, engine_id: int, *, is_pinned: bool) -> None:
-        engine = self.engines.find(engine_id)
-        if engine is not None:
-            (self.weight_sync.pin if is_pinned else self.weight_sync.unpin)(engine)
 
 
 async def run_recorded(events: Iterable[Event], *, hear: Callable[[Event], None], stages: Iterable[Stage | Peers], rest_s: float) -> None:

@@ -87,7 +87,9 @@ async def _score(
     silent_after_s = config.scorer.silent_after_s
     peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=limit_s, silent_after_s=silent_after_s, failure_ends_run=True)
     scorers = Scorers(peers, expected=1, ledger=ledger, watch=watch, quarantine=Quarantine({}))
-    channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares=config.compares_siblings)
+    channels = make_channels(
+        watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares_siblings=config.compares_siblings
+    )
     stages = _stages(config, channels, group_size=len(groups[0].members), scorers=scorers, ledger=ledger)
     found: dict[str, ScoredTrajectory] = {}
     async with asyncio.TaskGroup() as group:

@@ -16,7 +16,7 @@ exceeds sqrt(max_kl / c).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -45,16 +45,21 @@ class KvPolicy:
         """Sums over tokens of old caches: nats, squared lags, tokens."""
 
     @property
-    def is_measured(self) -> bool:
-        """True where `measured` is to be called for every step."""
-        return self._max_kl is not None
-
-    @property
     def max_mean_staleness(self) -> float | None:
         """The mean lag, in versions, beyond which a sequence's cache is computed anew; None while the lag has no limit."""
         if self._max_kl is None or self._num_tokens < MIN_TOKENS or self._kl <= 0.0:
             return None
         return float(np.sqrt(self._max_kl * self._square / self._kl))
+
+    def trained(self, step: int, trajectories: Iterable[Trajectory], metrics: Mapping[str, float]) -> None:
+        """Note a step's trajectories, and the trainer's metrics of it."""
+        if self._max_kl is None:
+            return
+        lags = [squared_lags_of(trajectory, trained=step) for trajectory in trajectories]
+        # Less the share that is due to arithmetic.
+        excess = metrics.get("mismatch_kl_stale_kv", 0.0) - metrics.get("mismatch_kl_on_policy", 0.0)
+        kl = max(0.0, excess) * metrics.get("tokens_stale_kv", 0.0)
+        self.measured(kl=kl, square=sum(square for square, _ in lags), num_tokens=sum(num for _, num in lags))
 
     def measured(self, *, kl: float, square: float, num_tokens: int) -> None:
         """Note a step's tokens that were sampled with an old cache: the sums of their KL (nats, at least 0) and squared lags."""

@@ -16,10 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from pipelinerl.errors import DataError
+
 MAX_DEATHS = 2
 """Deaths until a prompt is quarantined. 1 would quarantine every prompt of an engine that runs out of memory once; 3 costs one more process
 for the same certainty.
 """
+MAX_SKIPPED = 1000
+"""Quarantined prompts drawn one after another before the run ends: more than by chance, so hardly any other prompt is left."""
 
 
 def row_of(prompt_id: str) -> str:
@@ -34,10 +38,19 @@ class Quarantine:
         """Begin with `deaths`, those of earlier processes of the run, by role and row."""
         self._deaths = {(role, row): count for role, rows in (deaths or {}).items() for row, count in rows.items()}
         self._held = {row for (_, row), count in self._deaths.items() if count >= MAX_DEATHS}
+        self._num_skipped = 0
+        """Prompts in a row that were drawn and must not be sampled."""
 
     def holds(self, prompt_id: str) -> bool:
         """Return whether a prompt must not be sampled or scored."""
         return row_of(prompt_id) in self._held
+
+    def skips(self, prompt_id: str) -> bool:
+        """Return whether a prompt that was drawn must not be sampled. Raises `DataError` at `MAX_SKIPPED` such prompts in a row."""
+        self._num_skipped = self._num_skipped + 1 if self.holds(prompt_id) else 0
+        if self._num_skipped >= MAX_SKIPPED:
+            raise DataError(f"the last {self._num_skipped} prompts are all quarantined, each for killing two processes: see the ledger")
+        return self._num_skipped > 0
 
     def is_suspect(self, role: str, prompt_id: str) -> bool:
         """Return whether a prompt was present when a peer of this role died, and has not come through one since."""

@@ -17,6 +17,10 @@ MAX_REFILLS = 2
 """Times an engine is told again to fetch a policy that it refused. A larger value helps against faults that pass slowly, and repeats
 errors.
 """
+MAX_UNORDERED = 8
+"""Policies that one process may refuse although this orchestrator never told it to fetch them: an earlier orchestrator did, or an earlier
+trainer, whose buffers are gone with it. A larger value only lets a dishonest one fill the journal.
+"""
 
 Age = tuple[int, int]
 """The pair (rollback epoch, version), which orders policies. A rollback begins a rollback epoch, so ages never fall."""
@@ -47,6 +51,10 @@ class Swap:
     """True after it refused a policy, until it takes one: changes might not fit over what it holds."""
     is_late: bool = False
     """True where its open order has lasted too long."""
+    num_unordered: int = 0
+    """Policies that it refused although it was not told to fetch them."""
+    staged: Age | None = None
+    """The last policy that it said it has staged."""
     is_pinned: bool = False
     """True while it keeps the policy it holds, for an evaluation, and is told of no other."""
 
@@ -119,6 +127,12 @@ class Swaps:
         """Note that the order could not be sent; the next policy, or the engine that takes its place, is a new chance."""
         self[engine_id].ordered = None
 
+    def staged(self, engine_id: int, age: Age) -> bool:
+        """Note that the engine has staged the policy of this age; return False where that was known."""
+        swap = self[engine_id]
+        was_known, swap.staged = swap.staged == age, age
+        return not was_known
+
     def committed(self, engine_id: int, age: Age) -> bool:
         """Note that the engine samples under the policy of this age; return False where that was known."""
         swap = self[engine_id]
@@ -127,6 +141,12 @@ class Swaps:
             return False
         swap.held, swap.fault, swap.num_refusals, swap.needs_whole = age, "", 0, False
         return True
+
+    def may_refuse(self, engine_id: int, age: Age) -> bool:
+        """Return whether the engine was told to fetch the policy of this age, or has not yet refused too many that it was not told of."""
+        swap = self[engine_id]
+        swap.num_unordered += swap.ordered is None or swap.ordered > age
+        return swap.num_unordered <= MAX_UNORDERED
 
     def refused(self, engine_id: int, age: Age, error: str) -> bool:
         """Fence an engine that could not take a policy; return False where it has moved past that policy."""

@@ -39,11 +39,9 @@ from new policies.
 class Pins(Protocol):
     """The pins keep an engine at its policy: the weight sync stage, which brings policies to engines, provides them."""
 
-    def pin(self, engine: Engine) -> None: ...
+    def pin(self, engine: Engine, *, is_pinned: bool) -> None: ...
 
     def is_settled(self, engine: Engine) -> bool: ...
-
-    def unpin(self, engine: Engine) -> None: ...
 
 
 class Evaluation:
@@ -119,14 +117,14 @@ class Evaluation:
         engines = [self._engines[engine_id] for engine_id in chosen]
         try:
             for engine in engines:
-                self._pins.pin(engine)
+                self._pins.pin(engine, is_pinned=True)
             while any(self._engines.serves(engine) and not self._pins.is_settled(engine) for engine in engines):
                 await self._engines.changed.wait()
             version = max((engine.version for engine in engines), default=0)
             yield version, [engine.engine_id for engine in engines if engine.version == version]
         finally:
             for engine in engines:
-                self._pins.unpin(engine)
+                self._pins.pin(engine, is_pinned=False)
 
     async def _evaluate(self, version: int, engine_ids: Collection[int]) -> float | None:
         if not self._prompts or version in {done for done, _ in self.results}:

@@ -18,15 +18,12 @@ from orchestrator.rules.admission import Admission
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.prompts import Drawn
-from pipelinerl.errors import DataError
-from pipelinerl.messages import Completion, Generate, Result, Sampling, Trajectory
+from pipelinerl.messages import Completion, Generate, Prompt, Result, Sampling, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
 NO_ENGINE = "an engine that takes new work"
 """The reason to wait while every engine is fenced until it holds the newest policy."""
-MAX_SKIPPED = 1000
-"""Quarantined prompts drawn one after another before the run ends: more than by chance, so hardly any other prompt is left."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -34,19 +31,22 @@ class Generation:
     """The stage that admits groups while the staleness bound allows it, and collects the engines' answers; `recovery.reissue` repeats lost
     rollouts.
 
-    Once completions fill `queue_bytes`, engines are asked only for the next turns of episodes. Answers to earlier requests still arrive, so
-    the queue holds at most that many bytes and a trajectory for each rollout in engines, and between two turns, at that moment. All of
-    these are of admitted groups, of which there are fewer than (K + version + 1) * B (`rules.admission`).
+    Once `completions` is full, engines are asked only for the next turns of episodes. Answers to earlier requests still arrive, so it holds
+    at most its bound and a trajectory for each rollout in engines, and between two turns, at that moment. All of these are of admitted
+    groups, of which there are fewer than (K + version + 1) * B (`rules.admission`).
 
     takes     Drawn, from prompts; Completion, from engines; Result, from environment
     gives     Generate, to engines; turns of episodes, to environment; Trajectory, to scoring
     waits for an admission credit; an engine that may take a lost group; room in completions, turns and towards scoring
     woken by  an engine that answers, commits, joins or dies; batching assigning or dropping a group
-    fails     DataError, where hardly any prompt is not quarantined
+    fails     DataError, where hardly any prompt is not quarantined (`rules.quarantine`)
     ends      when the run does
     """
 
+    name = "generation"
     prompts: Channel[Drawn]
+    completions: Channel[Trajectory]
+    """The engines' answers, until scoring has room for them."""
     trajectories: Channel[Trajectory]
     engines: Engines
     admission: Admission
@@ -60,27 +60,14 @@ class Generation:
     chunk_tokens: int = 0
     backpressure: Callable[[], str | None] = lambda: None
     """The callback names what admission has to wait for, or returns None."""
-    queue_bytes: int
     quarantine: Quarantine
     environment: EnvironmentStage | None = None
-    """The environment stage; None in a run without one."""
     next_group_id: int = 0
     interrupted: tuple[InterruptedGroup, ...] = ()
     """Groups of a run that goes on; they are issued before anything new, as far as no engine still has them."""
-    name: str = dataclasses.field(default="generation", init=False)
-    _completions: Channel[Trajectory] = dataclasses.field(init=False)
     _reissue: Reissue = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self._completions = Channel(
-            "completions",
-            giver="engines",
-            taker=self.name,
-            watch=self.watch,
-            bound_bytes=self.queue_bytes,
-            size=lambda item: item.num_bytes,
-            label=lambda item: f"rollout {item.rollout_id}, attempt {item.attempt}, of engine-{item.engine_id}",
-        )
         self._reissue = Reissue(
             engines=self.engines,
             quarantine=self.quarantine,
@@ -95,8 +82,9 @@ class Generation:
             full=self._full,
         )
         for group in self.interrupted:
-            for rollout in self._rollouts_of(group):
-                self._reissue.put(rollout)
+            for one in group.rollouts:
+                rollout = self._begin(group.group_id, group.prompt, one.rollout_id, sibling=one.sibling, version=one.version)
+                self._reissue.put(dataclasses.replace(rollout, attempt=one.attempt))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -107,16 +95,11 @@ class Generation:
     # --- new groups ---
 
     async def _admit(self) -> None:
-        num_skipped = 0
         async for drawn in self.prompts:
-            if self.quarantine.holds(drawn.prompt.prompt_id):
-                num_skipped += 1
+            if self.quarantine.skips(drawn.prompt.prompt_id):
                 self.ledger.record("skipped", now_s=_now_s(), prompt_id=drawn.prompt.prompt_id)
-                if num_skipped >= MAX_SKIPPED:
-                    raise DataError(f"the last {num_skipped} prompts are all quarantined, each for killing two processes: see the ledger")
-                continue
-            num_skipped = 0
-            self._send_group(drawn, await self._wait_for_engine())
+            else:
+                self._send_group(drawn, await self._wait_for_engine())
 
     async def _wait_for_engine(self) -> int:
         """Wait until a group may be admitted; return the engine to send it to."""
@@ -147,31 +130,31 @@ class Generation:
 
     def _full(self) -> str | None:
         """Name the queue that has to get shorter before anything more is asked of engines."""
-        if self._completions.is_full:
-            return f"room in {self._completions.name}"
+        if self.completions.is_full:
+            return f"room in {self.completions.name}"
         return self.environment.backpressure() if self.environment else None
 
     def _send_group(self, drawn: Drawn, engine_id: int) -> None:
-        now_s = _now_s()
         group_id, self.next_group_id = self.next_group_id, self.next_group_id + 1
         self.admission.admitted()
-        names = self.ledger.admit(
-            group_id, drawn.prompt, group_size=self.group_size + self.adds_greedy, position=drawn.position, now_s=now_s
-        )
+        group_size = self.group_size + self.adds_greedy
+        names = self.ledger.admit(group_id, drawn.prompt, group_size=group_size, position=drawn.position, now_s=_now_s())
         version = self.engines[engine_id].version
         for sibling, name in enumerate(names):
-            rollout = Rollout(
-                rollout_id=name,
-                group_id=group_id,
-                sibling=sibling,
-                attempt=0,
-                prompt=drawn.prompt,
-                version=version,
-                admitted_at=now_s,
-                is_greedy=sibling >= self.group_size,
-                episode=self.environment.begin(drawn.prompt) if self.environment else None,
-            )
-            self._ask(rollout, engine_id)
+            self._ask(self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version), engine_id)
+
+    def _begin(self, group_id: int, prompt: Prompt, rollout_id: str, *, sibling: int, version: int) -> Rollout:
+        return Rollout(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            sibling=sibling,
+            attempt=0,
+            prompt=prompt,
+            version=version,
+            admitted_at=_now_s(),
+            is_greedy=sibling >= self.group_size,
+            episode=self.environment.begin(prompt) if self.environment else None,
+        )
 
     # --- one attempt ---
 
@@ -225,29 +208,12 @@ class Generation:
         now_s = _now_s()
         trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
         self.ledger.record_completion(trajectory, now_s=now_s)
-        self._completions.put_now(trajectory)  # bounded: `_full` holds back requests, and each trajectory answers one
+        self.completions.put_now(trajectory)  # bounded: `_full` holds back requests, and each trajectory answers one
 
     async def _collect(self) -> None:
-        async for trajectory in self._completions:
+        async for trajectory in self.completions:
             self.credits.set()  # there may be room again
             await self.trajectories.put(trajectory)
-
-    def _rollouts_of(self, group: InterruptedGroup) -> list[Rollout]:
-        """Make the rollouts that the run left in engines before it was interrupted."""
-        return [
-            Rollout(
-                rollout_id=one.rollout_id,
-                group_id=group.group_id,
-                sibling=one.sibling,
-                attempt=one.attempt,
-                prompt=group.prompt,
-                version=one.version,
-                admitted_at=_now_s(),
-                is_greedy=one.sibling >= self.group_size,
-                episode=self.environment.begin(group.prompt) if self.environment else None,
-            )
-            for one in group.rollouts
-        ]
 
 
 def _now_s() -> float:

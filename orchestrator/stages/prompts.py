@@ -43,6 +43,7 @@ class Drawn:
     position: tuple[int, int]
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Prompts:
     """The stage that draws prompts ahead of generation.
 
@@ -55,12 +56,10 @@ class Prompts:
     """
 
     name = "prompts"
-
-    def __init__(self, source: Source, *, prompts: Channel[Drawn]) -> None:
-        self._source = source
-        self._prompts = prompts
+    source: Source
+    prompts: Channel[Drawn]
 
     async def run(self) -> None:
         while True:
-            prompt = self._source.next()
-            await self._prompts.put(Drawn(prompt=prompt, position=self._source.position))
+            prompt = self.source.next()
+            await self.prompts.put(Drawn(prompt=prompt, position=self.source.position))

@@ -42,15 +42,17 @@ def stage(
     """Groups of one, two to a step, rows of one sample."""
     watch = Watch(stall_limit_s=600.0)
     scored = Channel[ScoredTrajectory]("scored", giver="scoring", taker="batching", watch=watch, bound_bytes=1000)
+    packed = Channel[Row | StepEnd](
+        "packed", giver="batching", taker="ledger", watch=watch, bound_bytes=1, size=lambda item: item.num_bytes
+    )
     rows = Channel[Row | StepEnd]("rows", giver="batching", taker="training", watch=watch, bound_bytes=1)
     admission = Admission(
         schedule=schedule_of(Mode.STREAMING, max_staleness=4), groups_per_step=GROUPS_PER_STEP, num_steps=9, max_running=99
     )
     cut = BatchCut(groups_per_step=GROUPS_PER_STEP, max_staleness=4, min_group_size=1, credit=handmade.centred)
-    if open_step is not None:
-        cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=())
     batching = Batching(
         scored=scored,
+        packed=packed,
         rows=rows,
         grouping=Grouping(group_size=1),
         cut=cut,
@@ -59,8 +61,6 @@ def stage(
         credits=Signal(),
         ledger=ledger,
         progress=Progress(journal=journal, started_s=0.0),
-        watch=watch,
-        queue_bytes=1,
         max_dropped=100,
         restored=restored,
         open_step=open_step,

@@ -42,7 +42,9 @@ def test_whoever_gives_trajectories_with_routes_waits_at_the_bound():
     num_bytes = 13 * trajectory.num_tokens + (trajectory.num_tokens - 1) * NUM_LAYERS * TOP_K
 
     async def program() -> None:
-        channels = make_channels(watch=Watch(stall_limit_s=600.0), queue_bytes=3 * num_bytes, num_policies=1, follows=True, compares=True)
+        channels = make_channels(
+            watch=Watch(stall_limit_s=600.0), queue_bytes=3 * num_bytes, num_policies=1, has_prm=True, compares_siblings=True
+        )
         scored = ScoredTrajectory(trajectory=trajectory, score=handmade.scored(trajectory).score)
         for channel in (channels.generated, channels.trajectories):
             assert await num_taken(channel, trajectory) == 3

@@ -52,14 +52,11 @@ class Pins:
         self.pinned: list[int] = []
         self.swapping: set[int] = set()
 
-    def pin(self, engine: Engine) -> None:
-        self.pinned.append(engine.engine_id)
+    def pin(self, engine: Engine, *, is_pinned: bool) -> None:
+        (self.pinned.append if is_pinned else self.pinned.remove)(engine.engine_id)
 
     def is_settled(self, engine: Engine) -> bool:
         return engine.engine_id not in self.swapping
-
-    def unpin(self, engine: Engine) -> None:
-        self.pinned.remove(engine.engine_id)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -47,9 +47,13 @@ def test_a_completion_that_is_taken_on_lets_the_next_group_in_and_no_other_sign_
         watch, credits = Watch(stall_limit_s=600.0), Signal()
         prompts = Channel[Drawn]("prompts", giver="prompts", taker="generation", watch=watch, bound_bytes=64)
         trajectories = Channel[Trajectory]("trajectories", giver="generation", taker="scoring", watch=watch, bound_bytes=1)
+        completions = Channel[Trajectory](
+            "completions", giver="engines", taker="generation", watch=watch, bound_bytes=1, size=lambda item: item.num_bytes
+        )
         with contextlib.closing(Ledger(None)) as ledger:
             generation = Generation(
                 prompts=prompts,
+                completions=completions,
                 trajectories=trajectories,
                 engines=Engines(peers, expected=1, watch=watch, credits=credits),
                 admission=Admission(schedule=schedule_of(Mode.STREAMING, max_staleness=9), groups_per_step=9, num_steps=9, max_running=1),
@@ -58,7 +62,6 @@ def test_a_completion_that_is_taken_on_lets_the_next_group_in_and_no_other_sign_
                 watch=watch,
                 sampling=Sampling(max_tokens=1, temperature=1.0, stop_token_ids=()),
                 group_size=1,
-                queue_bytes=1,
                 quarantine=Quarantine({}),
             )
             for number in range(9):

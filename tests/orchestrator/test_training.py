@@ -578,12 +578,12 @@ def test_a_trainer_that_another_orchestrator_told_to_train_no_further_is_told_to
             assert isinstance(stop, Stop)
             it.links[0].send(ready(2))
             await train_step(it, 0)
-            assert it.training.end_training("stopped by a signal")
+            assert it.training.session.end_training("stopped by a signal")
             assert [type(answer) for answer in await it.answers(0)] == [EndTraining]
-            assert not it.training.trainer_ended.is_set(), "the word of the one before is not this one's"
+            assert not it.training.session.ended.is_set(), "the word of the one before is not this one's"
             it.links[0].send(TrainingEnded(version=1))
             assert not await it.answers(0), "it waits: whoever told it to end stops it"
-            assert it.training.trainer_ended.is_set()
+            assert it.training.session.ended.is_set()
 
     simulate(program())
 
@@ -596,7 +596,7 @@ def test_only_the_replica_that_speaks_for_all_ends_their_training(tmp_path: Path
             await asyncio.sleep(0.01)
             it.links[1].send(TrainingEnded(version=0))
             assert [await it.answers(replica) for replica in range(2)] == [[], []]
-            assert not it.training.trainer_ended.is_set()
+            assert not it.training.session.ended.is_set()
 
     simulate(program())
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import msgspec
+
 from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved, PolicyPublished, StepDone, TakeMicroBatch
 
@@ -50,21 +52,21 @@ def step_done(said: StepDone, progress: TrainerProgress) -> Violation | None:
     return None
 
 
-def figures(said: StepDone) -> tuple[dict[str, float], Violation | None]:
-    """Return the finite figures of a step, and the violation in the others; the step itself stands."""
+def figures(said: StepDone) -> tuple[StepDone, list[Violation]]:
+    """Return a step that is done with what is possible of its figures, and the violations in the others: the step stands, since its weights
+    are what they are.
+    """
+    violations = []
     finite = {name: value for name, value in said.metrics.items() if math.isfinite(value)}
-    if len(finite) == len(said.metrics):
-        return finite, None
-    others = ", ".join(f"{name[:100]} {value}" for name, value in said.metrics.items() if name not in finite)
-    return finite, Violation(kind=Kind.BOUNDS, words=f"StepDone of step {said.step}: {others[:1000]}, expected finite figures")
-
-
-def engines(said: StepDone) -> Violation | None:
-    """Check that the mismatch of each engine's samples is a finite figure over a possible number of tokens and sequences."""
-    wrong = [one for one in said.engines if min(one.num_tokens, one.num_sequences) < 0 or not math.isfinite(one.kl_sum)]
-    if not wrong:
-        return None
-    return Violation(kind=Kind.BOUNDS, words=f"StepDone of step {said.step}: {wrong[0]}, expected finite figures from 0")
+    if len(finite) < len(said.metrics):
+        others = ", ".join(f"{name[:100]} {value}" for name, value in said.metrics.items() if name not in finite)
+        violations.append(Violation(kind=Kind.BOUNDS, words=f"StepDone of step {said.step}: {others[:1000]}, expected finite figures"))
+    engines = said.engines
+    if wrong := [one for one in engines if min(one.num_tokens, one.num_sequences) < 0 or not math.isfinite(one.kl_sum)]:
+        engines = ()
+        words = f"StepDone of step {said.step}: {wrong[0]}, expected finite figures from 0"
+        violations.append(Violation(kind=Kind.BOUNDS, words=words))
+    return msgspec.structs.replace(said, metrics=finite, engines=engines), violations
 
 
 def policy_published(said: PolicyPublished, progress: TrainerProgress) -> Violation | None:

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from orchestrator.rules.kv import DOUBT, MIN_TOKENS, KvPolicy, squared_lags
+from orchestrator.rules.kv import DOUBT, MIN_TOKENS, KvPolicy, squared_lags, squared_lags_of
+from tests.orchestrator import handmade
 
 
 def test_without_a_bound_the_lag_has_no_limit():
     policy = KvPolicy(max_staleness=3)
     policy.measured(kl=100.0, square=1.0, num_tokens=1000)
-    assert (policy.max_staleness, policy.max_mean_staleness, policy.is_measured) == (3, None, False)
+    assert (policy.max_staleness, policy.max_mean_staleness) == (3, None)
 
 
 def test_a_cache_may_lag_as_far_as_the_kl_measured_so_far_predicts_the_bound():
@@ -63,3 +64,14 @@ def test_the_lag_of_a_token_is_the_mean_over_what_its_cache_held(recomputed: tup
     square, num_tokens = squared_lags(np.array(VERSIONS, np.int32), num_prompt=2, recomputed=recomputed, trained=trained)
     assert num_tokens == len(lags)
     assert square == pytest.approx(sum(lag * lag for lag in lags))
+
+
+def test_a_trained_step_is_measured_by_its_trajectories_and_the_kl_less_what_is_due_to_arithmetic():
+    trajectory = handmade.trajectory([0, 0] + [1] * MIN_TOKENS, num_prompt=1)
+    metrics = {"mismatch_kl_stale_kv": 0.012, "mismatch_kl_on_policy": 0.002, "tokens_stale_kv": float(MIN_TOKENS)}
+    policy, expected = KvPolicy(max_kl=0.02), KvPolicy(max_kl=0.02)
+    policy.trained(1, [trajectory], metrics)
+    square, num_tokens = squared_lags_of(trajectory, trained=1)
+    expected.measured(kl=0.01 * MIN_TOKENS, square=square, num_tokens=num_tokens)
+    assert num_tokens == MIN_TOKENS
+    assert policy.max_mean_staleness == pytest.approx(expected.max_mean_staleness)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.rules.quarantine import Quarantine, row_of
+import pytest
+
+from orchestrator.rules.quarantine import MAX_SKIPPED, Quarantine, row_of
+from pipelinerl.errors import DataError
 
 
 def test_a_prompt_is_known_by_its_row():
@@ -47,3 +50,13 @@ def test_earlier_lives_are_remembered():
 
 def test_siblings_count_once():
     assert Quarantine().died("engine", ["0:1", "0:1", "0:1"]) == []
+
+
+def test_quarantined_prompts_are_passed_over_until_there_is_hardly_any_other():
+    quarantine = Quarantine({"engine": {"2": 2}})
+    for _ in range(2):
+        assert all(quarantine.skips("0:2") for _ in range(MAX_SKIPPED - 1))
+        assert not quarantine.skips("0:1"), "another prompt begins the count anew"
+    assert all(quarantine.skips("0:2") for _ in range(MAX_SKIPPED - 1))
+    with pytest.raises(DataError, match=f"last {MAX_SKIPPED} prompts are all quarantined"):
+        quarantine.skips("0:2")

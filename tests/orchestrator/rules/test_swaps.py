@@ -1,6 +1,6 @@
 """Who stages what, who is fenced, and which buffers are free; every case by hand."""
 
-from orchestrator.rules.swaps import MAX_REFILLS, Policy, Swaps
+from orchestrator.rules.swaps import MAX_REFILLS, MAX_UNORDERED, Policy, Swaps
 
 
 def policy(version: int, *, rollback_epoch: int = 0) -> Policy:
@@ -155,3 +155,20 @@ def test_a_replaced_engine_starts_over_and_lets_go_of_its_predecessors_buffers()
     assert swaps.held_by_all() == 0
     assert swaps.next_order(1) == policy(2)
     assert swaps.take_free_buffers() == ["buffer-0.1"]
+
+
+def test_an_engine_may_refuse_a_few_policies_that_nobody_here_told_it_of_and_any_that_it_was_told_of():
+    swaps = Swaps()
+    swaps.joined(0)
+    assert all(swaps.may_refuse(0, (0, 1)) for _ in range(MAX_UNORDERED))
+    assert not swaps.may_refuse(0, (0, 1))
+    swaps.joined(0)
+    assert swaps.may_refuse(0, (0, 1)), "another process has its own count"
+    swaps.published(Policy(age=(0, 2), buffer="b", digest=""))
+    assert swaps.next_order(0) is not None
+    assert all(swaps.may_refuse(0, (0, 2)) for _ in range(2 * MAX_UNORDERED))
+
+
+def test_a_staged_policy_is_news_once():
+    swaps = Swaps()
+    assert [swaps.staged(0, age) for age in ((0, 1), (0, 1), (0, 2), (0, 2))] == [True, False, True, False]

@@ -24,6 +24,7 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     EngineLoad,
+    EngineMismatch,
     EngineReady,
     FunctionLoad,
     PolicyPublished,
@@ -159,13 +160,23 @@ def test_a_step_is_done_once_in_order_and_after_its_seal(step: int, progress: Tr
 
 
 def test_of_a_steps_figures_the_finite_ones_stand_and_there_are_not_too_many():
-    finite, violation = figures(StepDone(step=3, metrics={"loss": 0.5, "kl": math.nan, "norm": math.inf}))
-    assert finite == {"loss": 0.5}
-    assert violation is not None
+    said = StepDone(step=3, metrics={"loss": 0.5, "kl": math.nan, "norm": math.inf}, engines=(mismatch(0.1), mismatch(0.2)))
+    kept, violations = figures(said)
+    assert (kept.metrics, kept.engines) == ({"loss": 0.5}, said.engines)
+    (violation,) = violations
     assert "kl nan" in violation.words
-    assert figures(StepDone(step=3, metrics={"loss": 0.5}))[1] is None
+    assert figures(StepDone(step=3, metrics={"loss": 0.5})) == (StepDone(step=3, metrics={"loss": 0.5}), [])
     many = StepDone(step=3, metrics={str(number): 0.0 for number in range(2000)})
     assert step_done(many, CLOSED) is not None
+
+
+def test_a_mismatch_that_is_no_figure_is_refused_with_those_of_the_other_engines():
+    kept, violations = figures(StepDone(step=3, metrics={"loss": 0.5}, engines=(mismatch(0.1), mismatch(math.nan))))
+    assert (kept.metrics, kept.engines, len(violations)) == ({"loss": 0.5}, (), 1)
+
+
+def mismatch(kl_sum: float) -> EngineMismatch:
+    return EngineMismatch(engine_id=0, num_tokens=5, num_sequences=1, kl_sum=kl_sum)
 
 
 @pytest.mark.parametrize(
